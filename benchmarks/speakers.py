@@ -41,12 +41,12 @@ from benchmarks.playing import Run
 from benchmarks.recordings import BadManifest, Clip, Session, load_audio
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice
 from engine.errors import EngineError
-from engine.models.campplus import load_campplus
+from engine.models.campplus import load_campplus, traced
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, load_silero
 from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.runner.device import compute_on_one_thread
 from engine.server.main import build_loop, warm_up
-from engine.server.speakers import Label, PieceCutter, SpeakerLabels, rounded
+from engine.server.speakers import CutSettings, Label, PieceCutter, SpeakerLabels, rounded
 from engine.weights.store import WeightsError, pull
 
 # A person with less speech than this is left out of conversations.
@@ -84,7 +84,7 @@ class Labeller:
 
     def __init__(self, weights: Path) -> None:
         self._detector = load_silero()
-        self._model = load_campplus(weights)
+        self._model = traced(load_campplus(weights), CutSettings().piece_frames * FRAME_SAMPLES)
 
     @torch.inference_mode()
     def label(self, samples: Samples) -> Labelled:
@@ -154,7 +154,7 @@ def words_told(
     conversation: Conversation, words: Sequence[tuple[float, float]], labelled: Labelled
 ) -> list[tuple[str, int | None, float]]:
     """For each word of a person: the person, the number in its label, and the seconds from its end to the label."""
-    found = []
+    found: list[tuple[str, int | None, float]] = []
     for start, end in words:
         person = conversation.speaker_at((start + end) / 2)
         frame = round((start + end) / 2 * SAMPLE_RATE) // FRAME_SAMPLES

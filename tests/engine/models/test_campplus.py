@@ -26,6 +26,7 @@ from engine.models.campplus import (
     SpeakerWeightsError,
     load_campplus,
     tensor_shapes,
+    traced,
 )
 from engine.models.mel import SAMPLE_RATE, KaldiFrontEnd
 from engine.weights.registry import REGISTRY
@@ -187,6 +188,13 @@ def test_a_piece_in_a_batch_is_embedded_as_alone(model: object) -> None:
     assert together.shape == (6, EMBEDDING_SIZE)
     assert (together - alone).abs().max() < 1e-5
     assert torch.allclose(together.norm(dim=1), torch.ones(6), atol=1e-5)
+
+
+def test_a_traced_model_gives_the_same_numbers() -> None:
+    one = traced(untrained(), 24_000)
+    with torch.inference_mode():
+        for sound in pieces(24_000):
+            assert (one(sound[None]) - untrained()(sound[None])).abs().max() < 1e-5
 
 
 def test_silence_has_an_embedding_that_is_a_number() -> None:

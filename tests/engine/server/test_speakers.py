@@ -271,7 +271,7 @@ def test_any_chunking_of_the_stream_gives_the_same_labels(speech: list[float], d
             found += labels.push(piece, heard(audio))
         return found + labels.end()
 
-    sizes = []
+    sizes: list[int] = []
     while sum(sizes) < len(speech):
         sizes.append(data.draw(st.integers(1, len(speech) - sum(sizes))))
     assert told(sizes) == told([1] * len(speech)) == told([len(speech)])
@@ -308,7 +308,7 @@ def test_the_state_is_bounded_with_forty_people_and_all_names() -> None:
 
 def test_the_state_does_not_grow_with_time() -> None:
     labels = SpeakerLabels()
-    sizes = []
+    sizes: list[int] = []
     for piece, one in conversation([(0, 20), (1, 20)] * 40):
         labels.push(piece, one)
         sizes.append(len(encoded(labels.save())))
