@@ -196,8 +196,11 @@ class LabelSettings:
     # What a voice that was never heard costs, and how much of its speech is needed.
     new: float = 4.0
     new_samples: int = 12_000
-    # Shorter pieces are no evidence of a new voice.
+    # Pieces with a higher cosine to a known voice and shorter pieces are no evidence of a new voice.
+    far: float = 0.5
     new_piece_samples: int = 9_000
+    # A voice learns from pieces with at least this cosine.
+    learn: float = 0.5
     # Voices whose sums have at least this cosine are one voice.
     merge: float = 0.61
     # A label is decided when the audio is this far past the middle of its piece.
@@ -367,8 +370,7 @@ class SpeakerLabels:
             voice = self._add(Voice(self._next, np.zeros(EMBEDDING_SIZE, np.int64), 0))
         else:
             voice = self._voices[index]
-        # A short piece is too uncertain to learn a voice from.
-        if piece.length >= self.settings.new_piece_samples or not voice.total.any():
+        if self._teaches(self._pending[0], voice):
             voice.add(piece.new // FRAME_SAMPLES * self._pending[0].embedding)
         voice.samples += piece.new
         voice.heard = piece.end
@@ -383,6 +385,14 @@ class SpeakerLabels:
             end = max(start, (piece.middle + following.middle) // 2)
         self._labelled = end
         return Label(start, end, voice.number, fit)
+
+    def _teaches(self, one: _Pending, voice: Voice) -> bool:
+        """Whether a voice learns from a piece. A doubtful piece gets a label, but would make the voice a mixture of two
+        people, which fits both from then on."""
+        if not voice.total.any():
+            return True
+        long_enough = one.piece.length >= self.settings.new_piece_samples
+        return long_enough and float(unit(one.embedding) @ unit(voice.total)) >= self.settings.learn
 
     def _best_path(self) -> tuple[list[int], float]:
         """For each pending piece, the index of its voice, or the number of voices for a new one; and how sure the first
@@ -432,8 +442,9 @@ class SpeakerLabels:
         lengths = np.array([one.piece.length for one in self._pending])
         thresholds = settings.threshold - settings.short * np.maximum(0.0, 1 - lengths / _WHOLE_SAMPLES)
         weights = settings.scale * np.minimum(new / _HOP_SAMPLES, settings.most_weight)
-        above = pieces @ centroids.T - thresholds[:, None]
-        far = (above < 0).all(axis=1) & (lengths >= settings.new_piece_samples)
+        near = pieces @ centroids.T
+        above = near - thresholds[:, None]
+        far = (near < settings.far).all(axis=1) & (lengths >= settings.new_piece_samples)
         self._far_samples = int(new[far].sum())
         others = (far * weights) @ pieces - (far * weights)[:, None] * pieces
         lengths_of_others = np.sqrt((others * others).sum(axis=1))
