@@ -184,25 +184,25 @@ class LabelSettings:
     """Scores are natural logarithms of odds. The defaults were chosen on mixed conversations, see docs/speakers.md."""
 
     # A piece scores `scale` times its cosine to a voice above `threshold`; a short piece counts less.
-    scale: float = 13.0
-    threshold: float = 0.325
+    scale: float = 6.0
+    threshold: float = 0.366
     # How much lower the threshold of a piece is the shorter it is; of a piece of no length, by this much.
-    short: float = 0.1
+    short: float = 0.145
     # A piece counts for its new speech, in pieces of half a second, up to this.
     most_weight: float = 2.0
     # What a change of voice costs, inside a run of speech and after a pause.
-    switch: float = 0.8
-    switch_after_pause: float = 1.0
+    switch: float = 1.1
+    switch_after_pause: float = 0.3
     # What a voice that was never heard costs, and how much of its speech is needed.
-    new: float = 4.0
-    new_samples: int = 12_000
+    new: float = 5.85
+    new_samples: int = 12_500
     # Pieces with a higher cosine to a known voice and shorter pieces are no evidence of a new voice.
-    far: float = 0.5
+    far: float = 0.442
     new_piece_samples: int = 9_000
     # A voice learns from pieces with at least this cosine.
-    learn: float = 0.5
+    learn: float = 0.46
     # Voices whose sums have at least this cosine are one voice.
-    merge: float = 0.61
+    merge: float = 0.638
     # A label is decided when the audio is this far past the middle of its piece.
     lag_samples: int = 24_000
     # An enrolled voice counts as this much speech of its own.
