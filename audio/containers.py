@@ -32,8 +32,8 @@ from audio.errors import (
     EmptyAudio,
     NoAudioTrack,
     NotAudio,
-    NotServed,
     TooCompressed,
+    UnsupportedFormat,
 )
 from audio.formats import MODEL_RATE, Resampler, checked_samples
 from audio.metadata_filter import WAV_UNKNOWN_LENGTH, without_tags
@@ -275,7 +275,7 @@ def read_stream(reader: ByteReader, most_index_bytes: int = MAX_HEADER_BYTES) ->
 def _not_served(head: bytes) -> NotAudio:
     name = next((name for at, magic, name in UNSERVED_FORMATS if head[at:].startswith(magic)), None)
     if name is not None:
-        return NotServed(f"the format {name} is not served; {SEND_FORMATS}")
+        return UnsupportedFormat(f"the format {name} is not served; {SEND_FORMATS}")
     return NotAudio("the stream is none of WebM, Ogg, MP3, FLAC, WAV and MP4, or does not start at its beginning")
 
 
@@ -342,7 +342,12 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
     if decoder is None or decoder.name not in options["codec_whitelist"].split(","):
         with container:
             named = "an unknown codec" if decoder is None else f"the codec {decoder.name!r}"
-            raise NotServed(f"{named} is not served; {SEND_CODECS}")
+            raise UnsupportedFormat(f"{named} is not served; {SEND_CODECS}")
+    # libav has 0 for a number of channels that it does not support.
+    if known == "wav" and decoder.channels == 0:
+        with container:
+            text = "the WAV header declares no channels, or more than can be read"
+            raise NotAudio(f"{text}; send 1 to {MAX_CHANNELS} channels, or mix them to one")
     decoder.options = {"max_samples": str(MAX_PACKET_SAMPLES)}
     return container
 

@@ -36,7 +36,7 @@ class NotAudio(AudioError):
     code = "not_audio"
 
 
-class NotServed(NotAudio):
+class UnsupportedFormat(NotAudio):
     """A known format or codec that is not supported."""
 
     code = "format_not_served"

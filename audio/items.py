@@ -68,6 +68,11 @@ class ItemCutter:
         self._heard = 0
 
     @property
+    def segment(self) -> int:
+        """The sample at which the current segment began."""
+        return self._flushed_at
+
+    @property
     def context(self) -> int:
         """Number of samples before the next position that are encoded together with it."""
         return min(self._look_back, self._next_sample - self._flushed_at)
@@ -76,7 +81,7 @@ class ItemCutter:
         """The samples that are in no item yet, with the context before them."""
         return self._window[self._look_back - self.context : self._filled].copy()
 
-    def go_on(self, offset: int, sample: int, segment: int) -> int:
+    def continue_from(self, offset: int, sample: int, segment: int) -> int:
         """Continue for another cutter, at this position and sample, in a segment that began at sample `segment`.
 
         Returns the sample from which audio has to be given again, which includes the context.

@@ -62,8 +62,8 @@ from engine.runner.windowed.decoder import GreedyDecoder, Row
 from engine.server.loop import EngineLoop
 from engine.server.main import build_loop, warm_up
 from engine.spec import Vocabulary
-from engine.weights.pretrained import load_speech_model
 from engine.weights.store import WeightsError, pull, resolve
+from engine.weights.windowed_models import load_speech_model
 from realtime.bench.words import Normaliser, english_normaliser, word_errors
 
 # The microphone stays open after the last word; the engine must find the end of speech by itself.

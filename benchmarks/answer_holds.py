@@ -1,27 +1,26 @@
 """How long the answer to a long file blocks the event loop at a time, and how long it takes in total.
 
-    python -m benchmarks.answer_holds [--hours 4]
+    python -m benchmarks.answer_holds [--hours 4] [--json FILE]
 
 A transcript as Whisper would give it, ten tokens a second with their probabilities, is written in every format of the
-upload routes. `at once` is the time of writing it without a break. All times are processor time of this thread, so
-other programs on the machine hardly change them.
+upload routes. `at_once` is the time of writing it without a break, `longest_block` the longest time without a turn for
+other tasks. All times are processor time of this thread, so other programs on the machine hardly change them.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Callable, Iterable
 from typing import Any
 
 import uvloop
 
+from benchmarks.measuring import parser_of, show, write_json
 from realtime.dialects.deepgram import read_file_query
-from realtime.http import listen
-from realtime.http.files import Transcript, UploadRequest, sse_done, write_answer
-from realtime.http.pieces import PiecesResponse
+from realtime.http import deepgram_file_route
+from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
+from realtime.http.long_responses import PiecesResponse
 from realtime.session.events import TimedWord
 from realtime.session.settings import Settings
 
@@ -30,7 +29,7 @@ WORDS_PER_SECOND = 3
 SPOKEN = "it was the best of times, it was the worst of times & nothing was before us; in short, that period".split()
 
 
-def spoken(hours: float) -> Transcript:
+def transcript(hours: float) -> Transcript:
     words = []
     for number in range(int(3600 * hours * WORDS_PER_SECOND)):
         text = SPOKEN[number % len(SPOKEN)] + ("." if number % 17 == 16 else "")
@@ -42,12 +41,12 @@ def spoken(hours: float) -> Transcript:
     return made
 
 
-def shapes() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
+def formats() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
     def asked(name: str, logprobs: bool = False) -> UploadRequest:
         return UploadRequest(name, Settings(), stream=False, words=True, logprobs=logprobs)
 
     def deepgram(**query: str) -> Callable[[Transcript], Iterable[bytes]]:
-        return lambda made: listen.write_answer(made, read_file_query(query), "model", "id", "sha256")
+        return lambda made: deepgram_file_route.write_answer(made, read_file_query(query), "model", "id", "sha256")
 
     return {
         **{name: lambda made, name=name: write_answer(made, asked(name))[0] for name in ("text", "srt", "vtt", "json")},
@@ -56,13 +55,13 @@ def shapes() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
         "the last event of a stream with logprobs": lambda made: sse_done(made, asked("json", logprobs=True)),
         "deepgram": deepgram(),
         "deepgram, smart_format and utterances": deepgram(smart_format="true", utterances="true"),
-        "deepgram, one utterance": deepgram(utterances="true", utt_split="100000"),
+        "deepgram, one utterance": deepgram(utterances="true", utt_split="3600"),
     }
 
 
-async def longest_hold(pieces: Iterable[bytes]) -> tuple[float, int]:
-    """The longest time without a turn for other tasks, in processor seconds of this thread, and the bytes sent."""
-    longest, sent, turned = 0.0, 0, time.thread_time()
+async def longest_block(pieces: Iterable[bytes]) -> float:
+    """The longest time without a turn for other tasks while an answer is sent, in processor seconds of this thread."""
+    longest, turned = 0.0, time.thread_time()
 
     async def others() -> None:
         nonlocal longest, turned
@@ -70,39 +69,37 @@ async def longest_hold(pieces: Iterable[bytes]) -> tuple[float, int]:
             longest, turned = max(longest, time.thread_time() - turned), time.thread_time()
             await asyncio.sleep(0)
 
-    async def send(message: Any) -> None:
-        nonlocal sent
-        sent += len(message.get("body", b""))
-
-    async def nothing() -> Any:
+    async def nothing(message: Any = None) -> Any:
         return None
 
     watching = asyncio.create_task(others())
     await asyncio.sleep(0)
     turned = time.thread_time()
-    await PiecesResponse(pieces, "application/json", nothing)({"type": "http"}, nothing, send)
+    await PiecesResponse(pieces, "application/json", nothing)({"type": "http"}, nothing, nothing)
     await asyncio.sleep(0)
     watching.cancel()
-    return longest, sent
+    return longest
 
 
-async def run(hours: float) -> None:
-    made = spoken(hours)
-    sys.stdout.write(f"{hours:g} h of speech, {len(made.words)} words\n")
-    for name, write in shapes().items():
-        began = time.thread_time()
-        size = sum(map(len, write(made)))
-        at_once = time.thread_time() - began
-        # The worst of three, because one of them includes a run of the garbage collector.
-        hold, _ = max([await longest_hold(write(made)) for _ in range(3)])
-        sys.stdout.write(f"{name}: {size / 1e6:.1f} MB, at once {1000 * at_once:.0f} ms, held {1000 * hold:.1f} ms\n")
-        sys.stdout.flush()
+async def measure(made: Transcript, write: Callable[[Transcript], Iterable[bytes]]) -> dict[str, float]:
+    began = time.thread_time()
+    size = sum(map(len, write(made)))
+    at_once = time.thread_time() - began
+    # The worst of three, because one of them includes a run of the garbage collector.
+    blocks = [await longest_block(write(made)) for _ in range(3)]
+    return {"bytes": size, "at_once_ms": 1000 * at_once, "longest_block_ms": 1000 * max(blocks)}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--hours", type=float, default=4.0)
-    uvloop.run(run(parser.parse_args().hours))
+    options = parser.parse_args(arguments)
+    made = transcript(0.01 if options.small else options.hours)
+    report: dict[str, Any] = {"words": len(made.words)}
+    for name, write in formats().items():
+        report[name] = uvloop.run(measure(made, write))
+        show(name, report[name])
+    write_json(options, report)
 
 
 if __name__ == "__main__":

@@ -27,14 +27,13 @@ from pathlib import Path
 import numpy as np
 import uvloop
 
-from benchmarks.engines import null_loop
+from benchmarks.engines import engine_client, null_loop
 from benchmarks.measuring import Profile, parser_of, write_json
-from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineProcess
 from realtime.app import freeze_modules, listening
 from realtime.config import Config, LimitsConfig, ServerConfig
-from realtime.serving.factory import GatewayServices
 from realtime.serving.registry import Sessions
+from realtime.serving.session_factory import GatewayServices
 
 SLICE_S = 0.005
 WARM_UP_PERIODS = 10
@@ -137,11 +136,12 @@ async def speak(orders: socket.socket, sessions: Sessions, case: Case, slices: l
 async def measure(case: Case, clients: int, periods: int, profile: Profile | None) -> float:
     """Microseconds of processor time per append."""
     freeze_modules()
-    engine = EngineClient([EngineProcess(null_loop, preload=())], ClientSettings(max_load=0.0))
-    await engine.start()
     config = Config(server=ServerConfig(port=0, drain_s=0.0), limits=LimitsConfig(max_load=0.0, sessions_per_key=0))
     ours, theirs = socket.socketpair()
-    async with listening(engine, config, GatewayServices(claimants=engine)) as running:
+    async with (
+        engine_client(EngineProcess(null_loop, preload=()), max_load=0.0) as engine,
+        listening(engine, config, GatewayServices(claimants=engine)) as running,
+    ):
         sessions = running.server.gateway.sessions
         context = multiprocessing.get_context("spawn")
         process = context.Process(target=run_clients, args=(running.port, case, clients, theirs), daemon=True)
@@ -156,7 +156,6 @@ async def measure(case: Case, clients: int, periods: int, profile: Profile | Non
         took = time.process_time() - began
         ours.close()
         await asyncio.to_thread(process.join)
-    await engine.close()
     return 1e6 * took / (clients * periods)
 
 

@@ -1,40 +1,47 @@
 """What it costs to decode compressed audio in separate processes: time, processor time and memory.
 
-    python -m benchmarks.decoder_cost [--streams 16]
+    python -m benchmarks.decoder_cost [--streams 16] [--json FILE]
 
 Files and live streams are decoded on a thread of this process and, as in the gateway, in a separate process
-(`realtime/serving/isolated_decoder.py`). Live streams are WebM with Opus in pieces of 250 ms, sent without waiting.
-docs/security.md has the figures and the conclusion.
+(`realtime/serving/isolated_decoder.py`). Live streams are WebM with Opus in pieces of 250 ms, sent without waiting; one
+piece of each stream is sent in turn.
 """
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import io
 import os
-import resource
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
-from pathlib import Path
-from typing import BinaryIO, cast
+from typing import Any, BinaryIO, cast
 
 import av
 import numpy as np
 
 from audio.containers import ContainerDecoder, read_upload
-from realtime.serving.intake import ContainerStream
+from benchmarks.measuring import (
+    cpu_seconds,
+    parser_of,
+    percentiles,
+    private_bytes,
+    read_process,
+    show,
+    with_descendants,
+    write_json,
+)
+from realtime.serving.audio_intake import ContainerStream
+from realtime.serving.decoder_protocol import PROGRAM
 from realtime.serving.isolated_decoder import decoded_file
 
 MIB = 2**20
 PIECE_S = 0.25
 RATE = 48_000
-LIVE_S = 20
 
-Turn = Callable[[bytes], Awaitable[None]]
+Figures = dict[str, Any]
+Send = Callable[[bytes], Awaitable[None]]
 
 
 def opus(container: str, seconds: float) -> bytes:
@@ -53,131 +60,101 @@ def opus(container: str, seconds: float) -> bytes:
     return buffer.getvalue()
 
 
-def private_bytes(pid: int | str = "self") -> int:
-    """Private memory of a process; 0 if it has ended."""
-    try:
-        found = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except (FileNotFoundError, ProcessLookupError):
-        return 0
-    return 1024 * sum(int(line.split()[1]) for line in found if line.startswith("Private_"))
+def processes() -> tuple[int, list[int]]:
+    """The program that forks the decoders, and the decoders."""
+    for pid in with_descendants(os.getpid()):
+        if PROGRAM in read_process(pid, "cmdline"):
+            return pid, with_descendants(pid)[1:]
+    raise RuntimeError("the program that forks the decoders is not running")
 
 
-def busy_s(pid: int) -> float:
-    ticks = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[11:13]
-    return sum(map(int, ticks)) / os.sysconf("SC_CLK_TCK")
+async def measure_file(seconds: float, rounds: int) -> Figures:
+    """Medians in milliseconds without the first round, which may start the program."""
+    with tempfile.TemporaryFile() as opened:
+        file = cast(BinaryIO, opened)
+        file.write(opus("ogg", seconds))
+        threads, whole, first_samples, held = [], [], [], 0
+        for number in range(rounds + 1):
+            began = time.perf_counter()
+            file.seek(0)
+            await asyncio.to_thread(lambda: sum(map(len, read_upload(file))))
+            threads.append(1000 * (time.perf_counter() - began))
+            began, first = time.perf_counter(), 0.0
+            async for _ in decoded_file(file):
+                first = first or 1000 * (time.perf_counter() - began)
+                if number == 0:
+                    held = max([held, *map(private_bytes, processes()[1])])
+            whole.append(1000 * (time.perf_counter() - began))
+            first_samples.append(first)
+    return {
+        "thread_ms": statistics.median(threads[1:]),
+        "process_ms": statistics.median(whole[1:]),
+        "first_round_ms": whole[0],
+        "until_first_samples_ms": statistics.median(first_samples[1:]),
+        "process_mib": held / MIB,
+    }
 
 
-def below(pid: int) -> list[int]:
-    """The children of a process."""
-    found = []
-    for folder in Path("/proc").glob("[0-9]*"):
-        try:
-            if int((folder / "stat").read_text().rpartition(")")[2].split()[1]) == pid:
-                found.append(int(folder.name))
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-    return found
+async def measure_live(sends: list[Send], pieces: list[bytes]) -> Figures:
+    """How long each piece takes, which delays its words. The first piece of each stream starts a decoder."""
+    began_bytes, began_cpu, took = private_bytes(os.getpid()), time.process_time(), []
+    for piece in pieces:
+        for send in sends:
+            began = time.perf_counter()
+            await send(piece)
+            took.append(1000 * (time.perf_counter() - began))
+    decoders = processes()[1]
+    spent = time.process_time() - began_cpu + sum(map(cpu_seconds, decoders))
+    held = private_bytes(os.getpid()) - began_bytes + sum(map(private_bytes, decoders))
+    return {
+        "first_piece_ms": statistics.median(took[: len(sends)]),
+        **percentiles("piece_ms", took[len(sends) :], 50, 95),
+        "cpu_s_per_minute": spent / (len(pieces) * PIECE_S * len(sends) / 60),
+        "mib_per_stream": held / MIB / len(sends),
+    }
 
 
-def program() -> int:
-    """The process that forks the decoders."""
-    (found,) = below(os.getpid())
-    return found
-
-
-async def files() -> None:
-    for seconds, rounds in ((3, 15), (60, 7), (600, 2)):
-        with tempfile.TemporaryFile() as opened:
-            file = cast(BinaryIO, opened)
-            file.write(opus("ogg", seconds))
-            threads, processes, firsts, held = [], [], [], []
-            for number in range(rounds + 1):
-                began = time.perf_counter()
-                file.seek(0)
-                await asyncio.to_thread(lambda opened=file: sum(map(len, read_upload(opened))))
-                threads.append(time.perf_counter() - began)
-                began = time.perf_counter()
-                first = 0.0
-                async for _ in decoded_file(file):
-                    first = first or time.perf_counter() - began
-                    held.append(max(map(private_bytes, below(program())), default=0) if number == 0 else 0)
-                processes.append(time.perf_counter() - began)
-                firsts.append(first)
-                if number == 0 and seconds == 3:
-                    say(f"the first file of all, with the start of the program: {1000 * processes[0]:.0f} ms")
-            thread, process, first = (1000 * statistics.median(times[1:]) for times in (threads, processes, firsts))
-            say(
-                f"a file of {seconds} s: on a thread {thread:.0f} ms, in a process {process:.0f} ms, its first 5 s "
-                f"after {first:.0f} ms; the process holds {max(held) / MIB:.1f} MiB"
-            )
-    say(f"the program that forks holds {private_bytes(program()) / MIB:.1f} MiB of its own")
-
-
-async def live(count: int) -> None:
-    data = opus("webm", LIVE_S)
-    size = round(len(data) / LIVE_S * PIECE_S)
-    pieces = [data[start : start + size] for start in range(0, len(data), size)]
-    decoders = [ContainerDecoder() for _ in range(count)]
-    await measured("on a thread each", [in_thread(decoder) for decoder in decoders], pieces)
-    for decoder in decoders:
-        decoder.close()
-    streams = [ContainerStream() for _ in range(count)]
-    await measured("in a process each", [in_process(stream) for stream in streams], pieces)
-    for stream in streams:
-        stream.close()
-
-
-def in_thread(decoder: ContainerDecoder) -> Turn:
-    async def turn(piece: bytes) -> None:
+def on_thread(decoder: ContainerDecoder) -> Send:
+    async def send(piece: bytes) -> None:
         for _ in decoder.decode(piece):
             pass
 
-    return turn
+    return send
 
 
-def in_process(stream: ContainerStream) -> Turn:
-    async def turn(piece: bytes) -> None:
+def in_process(stream: ContainerStream) -> Send:
+    async def send(piece: bytes) -> None:
         async for _ in stream.decode(piece):
             pass
 
-    return turn
+    return send
 
 
-async def measured(name: str, turns: list[Turn], pieces: list[bytes]) -> None:
-    """Sends one piece of each stream in turn; returns how long each takes, which delays its words."""
-    before, began_used, waits = private_bytes(), sum(resource.getrusage(resource.RUSAGE_SELF)[:2]), []
-    for piece in pieces:
-        for turn in turns:
-            began = time.perf_counter()
-            await turn(piece)
-            waits.append(time.perf_counter() - began)
-    pids = below(program())
-    spent = sum(resource.getrusage(resource.RUSAGE_SELF)[:2]) - began_used + sum(map(busy_s, pids))
-    held = private_bytes() - before + sum(map(private_bytes, pids))
-    # The first piece of each stream starts a decoder.
-    first, rest = waits[: len(turns)], sorted(waits[len(turns) :])
-    minutes = len(pieces) * PIECE_S * len(turns) / 60
-    say(
-        f"{len(turns)} live streams, {name}: a piece takes {1000 * statistics.median(rest):.2f} ms in the median and "
-        f"{1000 * rest[int(0.95 * len(rest))]:.2f} at p95, the first one {1000 * statistics.median(first):.1f} ms; "
-        f"{spent / minutes:.2f} s of processor for a minute of sound; {held / MIB / len(turns):.1f} MiB for each"
-    )
+async def run(streams: int, small: bool) -> Figures:
+    report: Figures = {}
+    for seconds, rounds in ((3, 1),) if small else ((3, 15), (60, 7), (600, 2)):
+        name = f"a file of {seconds} s"
+        report[name] = await measure_file(seconds, rounds)
+        show(name, report[name])
+    report["program_mib"] = private_bytes(processes()[0]) / MIB
+    seconds = 2 if small else 20
+    data = opus("webm", seconds)
+    size = round(len(data) / seconds * PIECE_S)
+    pieces = [data[start : start + size] for start in range(0, len(data), size)]
+    decoders, isolated = [ContainerDecoder() for _ in range(streams)], [ContainerStream() for _ in range(streams)]
+    for name, sends in (("thread", list(map(on_thread, decoders))), ("process", list(map(in_process, isolated)))):
+        report[f"{streams} live streams, a {name} each"] = await measure_live(sends, pieces)
+    for each in (*decoders, *isolated):
+        each.close()
+    show("Live streams, and the memory of the program that forks", dict(list(report.items())[-3:]))
+    return report
 
 
-def say(text: str) -> None:
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
-
-
-async def run(streams: int) -> None:
-    await files()
-    await live(streams)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
     parser.add_argument("--streams", type=int, default=16)
-    asyncio.run(run(parser.parse_args().streams))
+    options = parser.parse_args(arguments)
+    write_json(options, asyncio.run(run(2 if options.small else options.streams, options.small)))
 
 
 if __name__ == "__main__":

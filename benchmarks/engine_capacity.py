@@ -31,14 +31,16 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from benchmarks.kernels import median_ms
 from benchmarks.measuring import is_at_most, parser_of, percentiles, row, show, write_json
-from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, count_tokens, random_whisper, voxtral_runner
+from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, voxtral_runner, windowed_runner
 from benchmarks.sounds import Samples, speech
 from benchmarks.step_cost import Bench as HostBench
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
@@ -46,19 +48,15 @@ from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
 from engine.models.voxtral_realtime import STREAMING_PAD
-from engine.models.whisper import Whisper
 from engine.runner.base import never
 from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.frames.batch import Payloads, StepRows
 from engine.runner.frames.runner import VoxtralRunner
-from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_device
+from engine.runner.load import frames_limits, load_detector
 from engine.runner.speech import DeviceSpeechDetector
 from engine.runner.windowed.runner import WindowedRunner
-from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop, calm_collector
 from engine.server.speech import GateSettings
-from engine.weights.pretrained import load_speech_model
-from engine.weights.store import resolve
 
 MAX_LAG_MS, MAX_WINDOWED_LAG_MS = 80.0, 1500.0
 # A windowed engine that is this late does not catch up: the point is ended.
@@ -216,7 +214,13 @@ class Trace:
 class Bench:
     """An engine whose points are measured one after the other."""
 
-    def __init__(self, runner: VoxtralRunner | WindowedRunner, limits: Limits, options: argparse.Namespace) -> None:
+    def __init__(
+        self,
+        runner: VoxtralRunner | WindowedRunner,
+        limits: Limits,
+        options: argparse.Namespace,
+        rows_of_tokens: list[int] | None = None,
+    ) -> None:
         self._windowed = isinstance(runner, WindowedRunner)
         self._detector = None if options.no_detector else load_detector(runner, limits.max_streams)
         self._watch = Watch(runner, self._detector)
@@ -224,13 +228,8 @@ class Bench:
         self._sound = speech(options.audio)
         self._settle_s = options.settle if self._windowed or options.small else SETTLE_S
         # For each token that a batch of windows decodes one by one: the number of rows.
-        self._rows_of_tokens: list[int] = []
-        if isinstance(runner, WindowedRunner):
-            windows = runner._windows
-            assert isinstance(windows, DeviceWindows)
-            script = windows._model if options.whisper and isinstance(windows._model, Whisper) else None
-            count_tokens(windows, self._rows_of_tokens, script)
-        else:
+        self._rows_of_tokens = [] if rows_of_tokens is None else rows_of_tokens
+        if isinstance(runner, VoxtralRunner):
             # Streams begin with a full window, as in most of their life.
             start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
             self._spec = replace(runner.spec, prefix_positions=start)
@@ -379,15 +378,7 @@ def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float
         step = StepRows(list(range(size)), [position] * size, [0] * size, [-1] * size)
         noise = (np.random.default_rng(size).standard_normal((size, 2000)) * 0.1).astype(np.float32)
         buffers.upload(step, Payloads(list(range(1, size + 1)), list(noise)))
-        times = []
-        for _ in range(20):
-            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            begin.record()
-            graphs.run(size)
-            end.record()
-            torch.cuda.synchronize()
-            times.append(begin.elapsed_time(end))
-        rows.append((size, float(np.median(times))))
+        rows.append((size, median_ms(partial(graphs.run, size), "cuda", 20)))
     return rows
 
 
@@ -447,22 +438,20 @@ def start_voxtral(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
     report["steps"] = step_times(runner, [size for size in options.sizes if size <= memory.streams])
     calm_collector()
     report["plan_commit_512_ms"] = plan_commit_ms(512, 5 if options.small else 60)
-    bench = Bench(runner, Limits(memory.streams, memory.cache_embeds, memory.group_pages), options)
+    bench = Bench(runner, frames_limits(memory), options)
     report["free_with_detector_gib"] = free_memory(runner.device) / GIB
     return bench
 
 
 def start_windowed(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
     began = time.perf_counter()
-    device = require_device("cpu" if options.small else "cuda")
-    dtype = DEVICE_DTYPE if device.type == "cuda" else torch.float32
-    room, name = free_memory(device), options.model or f"random whisper-{options.whisper}"
-    found = random_whisper(options.whisper, device) if options.whisper else load_speech_model(resolve(options.model))
-    runner, limits = windowed_on_device(Path(name).name, *found, device, dtype, room, options.max_streams)
+    counts: list[int] = []
+    runner, limits = windowed_runner(options.whisper, options.model, options.max_streams, counts, options.small)
     if not options.small:
         runner.warm_up()
-    bench = Bench(runner, limits, options)
+    bench = Bench(runner, limits, options, counts)
     memory = runner._windows._memory  # type: ignore[attr-defined]
+    device = require_device("cpu" if options.small else "cuda")
     report |= {"model": runner.spec.name, "memory": asdict(memory) | {"total_gib": memory.total_bytes / GIB}}
     report |= {"room_for": memory.streams, "free_gib": free_memory(device) / GIB}
     report["start_s"] = time.perf_counter() - began

@@ -19,9 +19,11 @@ import logging
 import signal
 import threading
 import zlib
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import replace
 from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,6 +35,10 @@ from engine.messages import Open, Saved, Speech
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.spec import KvGroup, ModelSpec, Vocabulary
+
+if TYPE_CHECKING:  # benchmarks of an engine alone run where ZeroMQ is not installed
+    from engine.client.client import EngineClient
+    from engine.client.engine_handles import EngineProcess
 
 STREAMS = 1000
 PIECES = [b"", b"", *(f" word{i}".encode() for i in range(30))]
@@ -68,20 +74,18 @@ def room_for(streams: int, spec: ModelSpec, step_positions: int | None = None) -
 
 
 class NullRunner(SynchronousRunner):
-    """Answers at once: a token of text every `words_every` positions and blanks in between, as in speech."""
+    """Answers at once: a token of text every fifth position and blanks in between, as in speech."""
 
-    def __init__(self, spec: ModelSpec, words_every: int = 5) -> None:
+    def __init__(self, spec: ModelSpec) -> None:
         self.spec = spec
         self.vocabulary = Vocabulary(PIECES, word_marker=1)
-        self._words_every = words_every
 
     def check_open(self, message: Open) -> None:
         pass
 
     def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
-        every = self._words_every
         return [
-            DecodeResult([2 + place % 30 if place % every == 0 else 0 for place in range(task.start, task.end)])
+            DecodeResult([2 + place % 30 if place % 5 == 0 else 0 for place in range(task.start, task.end)])
             for task in plan.decode
         ]
 
@@ -175,6 +179,19 @@ def null_loop(streams: int = STREAMS, by_audio: bool = False) -> EngineLoop:
     return EngineLoop(Scheduler(SPEC, limits, runner.vocabulary), runner, detector)
 
 
+@asynccontextmanager
+async def engine_client(*engines: EngineProcess, **settings: Any) -> AsyncIterator[EngineClient]:
+    """A started client of these engine processes, without a gateway."""
+    from engine.client.client import ClientSettings, EngineClient
+
+    client = EngineClient(list(engines), ClientSettings(**settings))
+    await client.start()
+    try:
+        yield client
+    finally:
+        await client.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", nargs="?", choices=["engine"], help="as `tickertape engine` is called")
@@ -183,7 +200,6 @@ def main() -> None:
     parser.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
     parser.add_argument("--whisper", metavar="SIZE", help="a Whisper of this size with random weights")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
-    parser.add_argument("--window", type=int, default=1024, help="decoder window of Voxtral in tokens")
     parser.add_argument("--small", action="store_true", help="a tiny model on the CPU")
     parser.add_argument("--fleet-secret-file")
     parser.add_argument("--drain-s", type=float, default=60.0)
@@ -198,7 +214,7 @@ def main() -> None:
     if options.voxtral or options.whisper:
         from benchmarks.random_weights import voxtral_loop, whisper_loop
 
-        build = partial(voxtral_loop, options.kv, options.window, options.max_streams, options.small)
+        build = partial(voxtral_loop, options.kv, options.max_streams, options.small)
         if options.whisper:
             build = partial(whisper_loop, options.whisper, options.max_streams, options.small)
     else:

@@ -8,11 +8,10 @@ words. Needs the extra tickertape[fleet].
 
 For each kind of `LOSSES` a part is lost as often as asked, each time when the fleet is complete again. `calm` loses
 nothing, and the others are compared with it. `went_on` is the time from the loss until audio that was spoken after it
-has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for `--head-away` seconds;
-`scale` is a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of
-a node, the manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open and
-nothing answers: clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it
-continues.
+has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for two minutes. `scale` is
+a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the
+manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open and nothing answers:
+clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it continues.
 
     python -m benchmarks.fleet serve ...
 
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from benchmarks.clients import ResumingClient, resume_at_once, summary
+from benchmarks.clients import PacedClient, appends_of, resume_at_once, summary
 from benchmarks.measuring import ROOT, percentiles, row, until
 from benchmarks.recordings import sample_speech
 from benchmarks.sounds import SAMPLE_RATE, pcm16
@@ -55,10 +54,12 @@ PATIENCE_S = 300.0
 FRESH_S = 5.0
 # Longer than the 4 s after which a link counts as dead.
 CUT_S = 6.0
-HEAD_SHORT_S = 5.0
+HEAD_SHORT_S, HEAD_LONG_S = 5.0, 120.0
+# Streams that an engine has room for.
+STREAMS = 8
 # Seconds for which parts are stopped: links survive the first, and Ray's view of a node the second.
 STOP_S = (3, 10, 40)
-# Clients leave a gateway that does not answer for so long.
+# Seconds without an answer after which clients leave a gateway.
 LEAVE_S = 2.0
 # Longer than an engine remembers a gateway without heartbeats.
 SETTLE_S = 60.0
@@ -213,19 +214,18 @@ class Fleet:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder = folder
         self.balancer = Balancer()
-        self.head_away_s = options.head_away
-        self._streams, self._null = options.streams, options.null
+        self._null = options.null
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
         self._port = 21_000 + os.getpid() % 400 * 20
         self._head_port = 6400 + os.getpid() % 500
         model = "" if options.null else f'name = "{options.model}"\n'
         (folder / "server.toml").write_text(
-            f"[model]\n{model}threads = 1\nmax_streams = {options.streams}\n[limits]\nmax_load = 0.0\n"
+            f"[model]\n{model}threads = 1\nmax_streams = {STREAMS}\n[limits]\nmax_load = 0.0\n"
         )
         self.write_plan(least=2, most=3)
 
     def write_plan(self, least: int, most: int) -> None:
-        null = [sys.executable, "-m", "benchmarks.engines", "--max-streams", str(self._streams)]
+        null = [sys.executable, "-m", "benchmarks.engines", "--max-streams", str(STREAMS)]
         gateway = [sys.executable, "-m", "benchmarks.fleet"]
         (self.folder / "fleet.toml").write_text(
             f'name = "bench"\ncluster = "127.0.0.1:{self._head_port}"\nstate_folder = "{self.folder}/state"\n'
@@ -334,7 +334,8 @@ def wait_for_nodes(file: Path, count: int) -> None:
         "connect(read_plan(sys.argv[1]), 200.0)\n"
         "while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]): time.sleep(0.5)"
     )
-    subprocess.run([sys.executable, "-c", script, str(file), str(count)], check=True, stdout=subprocess.DEVNULL)
+    command = [sys.executable, "-c", script, str(file), str(count)]
+    subprocess.run(command, check=True, stdout=subprocess.DEVNULL, timeout=PATIENCE_S)
 
 
 # Ways to lose a part. Each takes the fleet and its status before the loss, and returns when the fleet is repaired.
@@ -441,8 +442,8 @@ async def lose_network(fleet: Fleet, status: Status) -> Mended:
 
 
 async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mended:
-    """Stopped for so long. A node that was given up meanwhile ends when it goes on, and is started again as a service
-    is."""
+    """Stop a part for these seconds. A node that was given up meanwhile ends when it continues, and is started again,
+    as a service is."""
     unit = one(status, part if part in ("engine", "gateway") else "")
     node = unit["node"]
     pids = {
@@ -486,7 +487,7 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
     "keeper": lose_keeper,
     "node": lose_node,
     "head": lose_head,
-    "head-long": lambda fleet, status: lose_head(fleet, status, fleet.head_away_s),
+    "head-long": partial(lose_head, away_s=HEAD_LONG_S),
     "network": lose_network,
     "upgrade": upgrade,
     **{
@@ -509,7 +510,7 @@ class Crowd:
     """A fixed number of clients at a time. Each sends all of the audio in a session, then another one begins."""
 
     def __init__(self, url: str, audio: bytes, count: int, apart_s: float) -> None:
-        self.clients: list[ResumingClient] = []
+        self.clients: list[PacedClient] = []
         # For each client that was refused at first: seconds until its session began.
         self.refused_s: list[float] = []
         self._url, self._audio = url, audio
@@ -517,7 +518,7 @@ class Crowd:
         self._living = [asyncio.create_task(self._live(number * apart_s)) for number in range(count)]
 
     @property
-    def speaking(self) -> list[ResumingClient]:
+    def speaking(self) -> list[PacedClient]:
         return [client for client in self.clients if client.is_speaking]
 
     async def until_all_speak(self) -> None:
@@ -540,14 +541,14 @@ class Crowd:
         await asyncio.sleep(after_s)
         refused_at: float | None = None
         while not self._is_over:
-            client = ResumingClient(self._url, self._audio)
+            client = PacedClient(self._url, appends_of(self._audio))
             self.clients.append(client)
             try:
                 await client.speak()
             except CannotConnect as error:
                 if not client.begun:
                     self.clients.remove(client)
-                    refused_at = refused_at or time.perf_counter()
+                    refused_at = refused_at or time.monotonic()
                     await asyncio.sleep(0.5)
                     continue
                 client.failure = str(error)
@@ -569,7 +570,7 @@ class Matrix:
     def _crowd(self, clients: int, apart_s: float) -> Crowd:
         return Crowd(self._fleet.url, self._audio, clients, apart_s)
 
-    def _summary_of(self, clients: list[ResumingClient]) -> dict[str, Any]:
+    def _summary_of(self, clients: list[PacedClient]) -> dict[str, Any]:
         return summary([client.outcome() for client in clients], [self._alone] * len(clients))
 
     async def play_alone(self) -> None:
@@ -629,7 +630,7 @@ class Matrix:
         engines, start_s = list[int](), list[float]()
         watching = asyncio.create_task(self._watch_engines(engines, start_s))
         few = self._crowd(2, ARRIVE_S)
-        many = self._crowd(round(3 * LOAD * self._options.streams) - 2, ARRIVE_S)
+        many = self._crowd(round(3 * LOAD * STREAMS) - 2, ARRIVE_S)
         try:
             await self._until_engines(3)
             await asyncio.sleep(STAY_S)

@@ -1,6 +1,6 @@
 """What the gateway itself costs: messages per second of one core, and memory per idle connection.
 
-    python -m benchmarks.gateway_cost [--seconds S] [--streams N] [--connections N] [--json FILE]
+    python -m benchmarks.gateway_cost [--json FILE]
 
 A null engine takes the audio and gives no text. A bare `websockets` echo server with the same clients in the same run
 shows what the machine can do. Servers and load generator are separate processes; rates are per second of the server's
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import itertools
 import json
 import multiprocessing
 import os
@@ -30,14 +31,12 @@ from benchmarks.measuring import cpu_seconds, parser_of, private_bytes, show, wr
 from engine import messages
 from engine.client.pool import Capacity
 from engine.spec import ModelSpec
-from realtime.app import build_server
+from realtime.app import listening
 from realtime.config import Config, ServerConfig
 
 CHUNK_S = 0.05
-CLIENTS = 8
-ROUNDS = 3
-# The audio's rate: 24 kHz is OpenAI's, which is resampled; 16 kHz is the model's.
-CASES = {f"{server}, {rate} Hz": (server, rate) for server in ("gateway", "echo") for rate in (24_000, 16_000)}
+# 24 kHz is OpenAI's rate, which is resampled; 16 kHz is the model's.
+RATES = (24_000, 16_000)
 
 
 class NullStream:
@@ -68,7 +67,7 @@ class NullStream:
     async def abort(self) -> None:
         await self.finish()
 
-    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+    def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         self._listener = listener
 
     def _tell(self, output: messages.Output) -> None:
@@ -90,12 +89,9 @@ class NullEngine:
 
 
 async def serve_gateway(port: Connection) -> None:
-    server = build_server(NullEngine(), Config(server=ServerConfig(port=0)))
-    task = asyncio.create_task(server.serve())
-    while not server.started:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
-    port.send(server.servers[0].sockets[0].getsockname()[1])
-    await task
+    async with listening(NullEngine(), Config(server=ServerConfig(port=0, drain_s=0.0))) as running:
+        port.send(running.port)
+        await asyncio.Event().wait()
 
 
 async def serve_echo(port: Connection) -> None:
@@ -131,30 +127,29 @@ async def serve_watched(port: Connection) -> None:
 
 
 def run_server(kind: str, port: Connection) -> None:
-    if kind == "watched":
-        asyncio.run(serve_watched(port))
-    else:
-        uvloop.run({"gateway": serve_gateway, "echo": serve_echo}[kind](port))
+    serves = {"watched": serve_watched, "gateway": serve_gateway, "echo": serve_echo}[kind](port)
+    (asyncio if kind == "watched" else uvloop).run(serves)
 
 
 class ServerProcess:
     def __init__(self, kind: str) -> None:
-        self.pipe, theirs = multiprocessing.Pipe()
-        self._process = multiprocessing.get_context("spawn").Process(
-            target=run_server, args=(kind, theirs), daemon=True
-        )
-        self._process.start()
         self.kind = kind
-        self.url = f"ws://127.0.0.1:{self.pipe.recv()}/v1/realtime"
-        assert self._process.pid is not None
-        self.pid = self._process.pid
+        self.pipe, theirs = multiprocessing.Pipe()
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(target=run_server, args=(kind, theirs), daemon=True)
+        self._process.start()
+        self._url = f"ws://127.0.0.1:{self.pipe.recv()}/v1/realtime"
+        self.pid = self._process.pid or 0
 
-    def connect(self) -> connect:
-        return connect(self.url, compression=None, ping_interval=None)
+    def __enter__(self) -> ServerProcess:
+        return self
 
-    def stop(self) -> None:
+    def __exit__(self, *_: object) -> None:
         self._process.terminate()
         self._process.join()
+
+    def connect(self) -> connect:
+        return connect(self._url, compression=None, ping_interval=None)
 
 
 # Clients
@@ -228,8 +223,7 @@ async def idle_bytes(server: ServerProcess, connections: int) -> int:
 
 def live_load(streams: int, seconds: float) -> dict[str, float]:
     """The longest callback of the loop in processor seconds, and the share of one core, while clients talk."""
-    server = ServerProcess("watched")
-    try:
+    with ServerProcess("watched") as server:
         uvloop.run(send(server, streams, 1.0, 24_000, paced=True))
         server.pipe.send(None)
         server.pipe.recv()
@@ -238,54 +232,37 @@ def live_load(streams: int, seconds: float) -> dict[str, float]:
         share = (cpu_seconds(server.pid) - before) / (time.monotonic() - begun)
         server.pipe.send(None)
         return {"streams": streams, "longest_callback_s": float(server.pipe.recv()), "core_share": share}
-    finally:
-        server.stop()
 
 
 def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--seconds", type=float, default=3.0, help="length of one measurement")
-    parser.add_argument("--streams", type=int, default=100, help="live streams while the event loop is measured")
-    parser.add_argument("--connections", type=int, default=1000, help="idle connections to hold")
-    options = parser.parse_args(arguments)
-    count, clients = (1, 2) if options.small else (ROUNDS, CLIENTS)
-    if options.small:
-        options.seconds, options.streams, options.connections = 0.1, 4, 10
+    options = parser_of(__doc__).parse_args(arguments)
+    seconds, count, clients, streams, connections = (0.1, 1, 2, 4, 10) if options.small else (3.0, 3, 8, 100, 1000)
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * options.connections)), hard))
-    servers = {kind: ServerProcess(kind) for kind in ("gateway", "echo")}
-    try:
-        rounds: dict[str, list[float]] = {name: [] for name in CASES}
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, max(soft, 4 * connections)), hard))
+    with ServerProcess("gateway") as gateway, ServerProcess("echo") as echo:
+        rounds: dict[str, list[float]] = {}
         for number in range(count + 1):
-            for name, (kind, rate) in CASES.items():
+            for server, rate in itertools.product((gateway, echo), RATES):
                 # The first round warms up.
-                seconds = options.seconds if number else min(0.5, options.seconds)
-                measured = message_rate(servers[kind], clients, seconds, rate)
-                rounds[name] += [measured] if number else []
-        memory = {kind: uvloop.run(idle_bytes(server, options.connections)) for kind, server in servers.items()}
-    finally:
-        for server in servers.values():
-            server.stop()
+                measured = message_rate(server, clients, seconds if number else min(0.5, seconds), rate)
+                rounds.setdefault(f"{server.kind}, {rate} Hz", []).extend([measured] if number else [])
+        memory = {server.kind: uvloop.run(idle_bytes(server, connections)) for server in (gateway, echo)}
     medians = {name: statistics.median(rates) for name, rates in rounds.items()}
     report: dict[str, Any] = {
         "rates": {
-            name: {
-                "messages_per_cpu_second": medians[name],
-                "of_echo": medians[name] / medians[f"echo, {rate} Hz"],
-                "rounds": rounds[name],
+            f"gateway, {rate} Hz": {
+                "messages_per_cpu_second": medians[f"gateway, {rate} Hz"],
+                "of_echo": medians[f"gateway, {rate} Hz"] / medians[f"echo, {rate} Hz"],
             }
-            for name, (_, rate) in CASES.items()
+            for rate in RATES
         },
         "memory": {
-            kind: {"connections": options.connections, "bytes": held, "bytes_each": held / options.connections}
+            kind: {"connections": connections, "bytes": held, "bytes_each": held / connections}
             for kind, held in memory.items()
         },
-        "live": live_load(options.streams, 2 * options.seconds),
+        "live": live_load(streams, 2 * seconds),
     }
-    show(
-        f"Appends of {1000 * CHUNK_S:.0f} ms, {clients} clients that do not pace themselves, medians of {count} rounds",
-        report,
-    )
+    show(f"Appends of 50 ms, {clients} clients that do not pace themselves, medians of {count} rounds", report)
     write_json(options, report)
 
 

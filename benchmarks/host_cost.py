@@ -5,8 +5,8 @@
 Everything between the socket and the runner is real: codec, caches, handoffs, the loop with overlapping steps, skipped
 silence, scheduler, numbered answers. Runner and detector answer at once, and messages are made before the measurement.
 Every session sends one item a round and the changes of its handoff, as a gateway does for clients that can resume; a
-round is taken in with `--steps` steps, as in real time. Words come every fifth item, as in speech, or as often as
-`--words-every` says. The figure is processor time of one thread: compare it within one run, or on one machine.
+round is taken in with five steps, as in real time. Words come every fifth item, as in speech. The figure is processor
+time of one thread: compare it within one run, or on one machine.
 """
 
 from __future__ import annotations
@@ -33,6 +33,8 @@ from engine.server.host import EngineHost
 from engine.server.loop import EngineLoop, calm_collector
 from engine.server.skipped_silence import skip_settings
 
+# Steps in 80 ms.
+STEPS = 5
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 
 
@@ -120,14 +122,13 @@ class Gateway:
 
 
 class Bench:
-    def __init__(self, streams: int, gateways: int, steps: int, words_every: int, silent_every: int) -> None:
-        runner = LaunchingRunner(SPEC, words_every)
+    def __init__(self, streams: int, gateways: int, silent_every: int = 0) -> None:
+        runner = LaunchingRunner(SPEC)
         scheduler = Scheduler(SPEC, room_for(streams, SPEC), runner.vocabulary)
         cut = skip_settings(EngineConfig().cut_silence_s)
         self.loop = EngineLoop(scheduler, runner, LaunchingDetector(silent_every), cut=cut)
         self.line, self.now = Line(), 0.0
         self.host = EngineHost(self.loop, self.line, "engine", lambda: self.now)  # type: ignore[arg-type]
-        self.steps = steps
         self.gateways = [Gateway(number, list(range(number, streams, gateways))) for number in range(gateways)]
         self._by_name = {gateway.name: gateway for gateway in self.gateways}
         self.position = 0
@@ -137,7 +138,7 @@ class Bench:
 
     def tick(self) -> int:
         """Nanoseconds of one turn of the engine's thread."""
-        self.now += 0.08 / self.steps
+        self.now += 0.08 / STEPS
         began = time.thread_time_ns()
         self.host.tick()
         took = time.thread_time_ns() - began
@@ -149,9 +150,9 @@ class Bench:
     def round(self) -> int:
         """80 ms of every stream."""
         took = 0
-        for step in range(self.steps):
+        for step in range(STEPS):
             for gateway in self.gateways:
-                due = gateway.streams[step :: self.steps]
+                due = gateway.streams[step::STEPS]
                 self.line.arriving.append((gateway.name, gateway.round(due, self.position)))
             took += self.tick()
         self.position += 1
@@ -162,15 +163,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--streams", type=int, default=600)
     parser.add_argument("--gateways", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=5, help="steps in 80 ms")
     parser.add_argument("--rounds", type=int, default=60, help="rounds of 80 ms that are counted")
-    parser.add_argument("--words-every", type=int, default=5, help="a word every N items; 1 is what random weights do")
     parser.add_argument("--silent-every", type=int, default=0, help="one of N streams has no speech; 0: all have")
     parser.add_argument("--profile", type=Path, help="split the figure by folder, and write the stacks here")
     options = parser.parse_args(arguments)
     if options.small:
         options.streams, options.gateways, options.rounds = 12, 2, 10
-    bench = Bench(options.streams, options.gateways, options.steps, options.words_every, options.silent_every)
+    bench = Bench(options.streams, options.gateways, options.silent_every)
     calm_collector()
     for _ in range(60 if options.silent_every else 10):  # silence is skipped only after some seconds
         bench.round()
@@ -179,11 +178,11 @@ def main(arguments: list[str] | None = None) -> None:
         rounds = sorted(bench.round() for _ in range(options.rounds))
     # The lower end, because other work on the machine can only add to it.
     each = rounds[len(rounds) // 10] / options.streams / 1e3
-    print(f"{options.streams} streams, {options.steps} steps in 80 ms: {each:.1f} us an item ({len(rounds)} rounds)")
+    print(f"{options.streams} streams, {STEPS} steps in 80 ms: {each:.1f} us an item ({len(rounds)} rounds)")
     if options.profile:
         profile.show(each, "us")
         profile.write(options.profile)
-    write_json(options, {"streams": options.streams, "steps": options.steps, "us_per_item": each})
+    write_json(options, {"streams": options.streams, "us_per_item": each})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Parts of a recorded step alone: attention kernels over launch shapes, and the choice of a token with keywords.
 
     python -m benchmarks.kernels attention [--shapes 2,2 1,3,4]
-    python -m benchmarks.kernels keywords [--rows 512] [--keywords 100 100 500]
+    python -m benchmarks.kernels keywords
 
 Attention reads each stream's whole window once, from many layers in turn so that the cache does not help, and prints
 microseconds per layer and bytes per second. The choice of a token has random logits of a vocabulary of 131,072 tokens
@@ -125,13 +125,12 @@ def time_attention(heads: Heads, rows: int, streams: int, eight_bit: bool, shape
 
 
 def attention(options: argparse.Namespace) -> dict[str, Any]:
-    if options.small:
-        options.streams, options.window = [1], 64
+    window, counts = (64, [1]) if options.small else (1024, [1, 16, 64, 256])
     fields = ("warps", "stages", "splits")
     shapes = [dict(zip(fields, map(int, shape.split(",")), strict=False)) for shape in options.shapes] or [{}]
     report: dict[str, Any] = {}
-    for name, kv, streams, shape in itertools.product(options.stacks, options.kv, options.streams, shapes):
-        heads, rows = stacks(options.window)[name]
+    for name, kv, streams, shape in itertools.product(("encoder", "decoder"), ("bf16", "fp8"), counts, shapes):
+        heads, rows = stacks(window)[name]
         title = f"{name} {kv} {streams} streams {shape or ''}"
         try:
             report[title] = time_attention(heads, rows, streams, kv == "fp8", shape)
@@ -184,7 +183,7 @@ def keywords(options: argparse.Namespace) -> dict[str, Any]:
     if options.small:
         choice = KeywordChoice(8, [5, 9], device, VOCABULARY // 256)
     else:
-        choice = KeywordChoice(options.rows, options.keywords, device)
+        choice = KeywordChoice(512, [100, 100, 500], device)
     report = {
         "rows": len(choice.tokens),
         "edges_of_trees": [tree.edge_count for tree in choice.trees],
@@ -201,13 +200,7 @@ def main(arguments: list[str] | None = None) -> None:
     commands = parser.add_subparsers(dest="what", required=True)
     one = with_common_options(commands.add_parser("attention"))
     one.add_argument("--shapes", nargs="*", default=[], metavar="WARPS,STAGES[,SPLITS]")
-    one.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
-    one.add_argument("--stacks", nargs="+", default=["encoder", "decoder"])
-    one.add_argument("--kv", nargs="+", choices=("bf16", "fp8"), default=["bf16", "fp8"])
-    one.add_argument("--window", type=int, default=1024)
-    other = with_common_options(commands.add_parser("keywords"))
-    other.add_argument("--rows", type=int, default=512)
-    other.add_argument("--keywords", type=int, nargs="+", default=[100, 100, 500], help="of the slots, in turns")
+    with_common_options(commands.add_parser("keywords"))
     options = parser.parse_args(arguments)
     if options.small:
         torch.set_num_threads(1)

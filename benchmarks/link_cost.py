@@ -12,19 +12,18 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from benchmarks.engines import SPEC as VOXTRAL_SPEC
-from benchmarks.engines import NullRunner
+from benchmarks.engines import NullRunner, engine_client
 from benchmarks.measuring import cpu_seconds, parser_of, percentiles, show, write_json
 from benchmarks.recordings import load_audio
 from benchmarks.sounds import Samples
-from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import MODEL_MODULES, EngineProcess
 from engine.client.stream import EngineStream
 from engine.core.planner import Limits
@@ -90,18 +89,8 @@ class Noise:
         return self._samples[start : start + CHUNK]
 
 
-@asynccontextmanager
-async def engine_client(build: Any = EchoLoop, warm: bool = True, preload: Sequence[str] = (), **settings: Any) -> Any:
-    """A started client, and a clock of its two sides: wall seconds and processor seconds of gateway and engine."""
-    engine = EngineProcess(build, warm=warm, preload=preload)
-    client = EngineClient([engine], ClientSettings(**settings))
-    await client.start()
-    assert engine.pid is not None
-    pid = engine.pid
-    try:
-        yield client, lambda: np.array([time.perf_counter(), time.process_time(), cpu_seconds(pid)])
-    finally:
-        await client.close()
+def echo_engine() -> EngineProcess:
+    return EngineProcess(EchoLoop, preload=())
 
 
 async def drain(stream: EngineStream, take: Callable[[Output], None] = lambda output: None) -> None:
@@ -109,10 +98,10 @@ async def drain(stream: EngineStream, take: Callable[[Output], None] = lambda ou
         take(output)
 
 
-async def drive(streams: int, seconds: float, paced: bool, silent: bool = False) -> dict[str, Any]:
+async def drive(streams: int, seconds: float, paced: bool) -> dict[str, Any]:
     """Either as fast as it goes: items per second of processor time on either side. Or live, a chunk of each stream
     every 80 ms, none in step with another: how long an item takes there and back."""
-    noise, period, late = Noise(), CHUNK / SPEC.sample_rate, 0.0
+    noise, period = Noise(), CHUNK / SPEC.sample_rate
     sent: dict[tuple[str, int], int] = {}
     there: list[float] = []
     both: list[float] = []
@@ -124,7 +113,13 @@ async def drive(streams: int, seconds: float, paced: bool, silent: bool = False)
                 there.append((int(output.delta) - began) / 1e6)
                 both.append((time.monotonic_ns() - began) / 1e6)
 
-    async with engine_client() as (client, clock):
+    engine = echo_engine()
+
+    def clock() -> NDArray[np.float64]:
+        """Wall seconds, and processor seconds of gateway and engine."""
+        return np.array([time.perf_counter(), time.process_time(), cpu_seconds(engine.pid or 0)])
+
+    async with engine_client(engine) as client:
         opened = [await client.open(f"s{i}") for i in range(streams)]
         readers = [asyncio.create_task(drain(stream, take)) for stream in opened]
         began, turn = clock(), 0
@@ -134,29 +129,24 @@ async def drive(streams: int, seconds: float, paced: bool, silent: bool = False)
                 # A turn of the event loop finds several chunks, as it does when they come from sockets.
                 if wait > 0.0005 or index % (8 if paced else streams) == 0:
                     await asyncio.sleep(max(0.0, wait))
-                late = max(late, -wait)
                 if paced:
                     # A chunk completes the look-ahead of the item before it.
                     sent[stream.id, (turn - 1) * CHUNK] = time.monotonic_ns()
-                await stream.feed(SILENCE if silent else noise.chunk())
+                await stream.feed(noise.chunk())
             turn += 1
         spent = clock() - began
         for stream in opened:
             await stream.finish()
         await asyncio.gather(*readers)
         # Unpaced, what is on its way at the end belongs to the items that were fed.
-        wall, gateway, engine = (spent if paced else clock() - began).tolist()
+        _, gateway, engine = (spent if paced else clock() - began).tolist()
     items = turn * streams
     return {
         "streams": streams,
         "items": items,
-        "items_per_second_wall": items / wall,
         "items_per_gateway_core_second": items / gateway,
         "items_per_engine_core_second": items / engine,
         "items_per_core_second_both_sides": items / (gateway + engine),
-        "gateway_core_share": gateway / wall,
-        "engine_core_share": engine / wall,
-        "feeding_late_ms_max": 1000 * late,
         **percentiles("to_engine_ms", there, 50, 99),
         **percentiles("there_and_back_ms", both, 50, 99),
     }
@@ -175,7 +165,7 @@ async def savings(seconds: int) -> dict[str, dict[str, float]]:
     }
     found = {}
     for name, sessions in cases.items():
-        async with engine_client() as (client, _):
+        async with engine_client(echo_engine()) as client:
             for index, session in enumerate(sessions):
                 stream = await client.open(f"s{index}")
                 reader = asyncio.create_task(drain(stream))
@@ -196,8 +186,8 @@ async def savings(seconds: int) -> dict[str, dict[str, float]]:
 async def first_and_tenth(model: str, speech: Samples, warm: bool, cache_bytes: int) -> dict[str, float]:
     """Ten short requests one after the other: seconds of the first and the tenth, and the median of the later ones."""
     took = []
-    config = EngineConfig(model=model, threads=1)
-    async with engine_client(config, warm, MODEL_MODULES, cache_bytes=cache_bytes) as (client, _):
+    engine = EngineProcess(EngineConfig(model=model, threads=1), warm=warm, preload=MODEL_MODULES)
+    async with engine_client(engine, cache_bytes=cache_bytes) as client:
         for index in range(10):
             # Shifted a little each time, so that no request finds the audio of another in a cache.
             audio = speech[index * SHIFT : index * SHIFT + REQUEST_SECONDS * SPEC.sample_rate]
@@ -216,7 +206,6 @@ async def run(options: Any) -> dict[str, Any]:
     seconds = 0.5 if options.small else 2.0 if options.quick else 8.0
     report: dict[str, Any] = {
         "throughput": await drive(50, seconds, paced=False),
-        "throughput_silence": await drive(50, seconds, paced=False, silent=True),
         "latency": await drive(20 if options.small else 500, seconds, paced=True),
         "savings": await savings(1 if options.small else 10 if options.quick else 60),
     }

@@ -90,12 +90,17 @@ async def until(condition: Callable[[], bool], patience_s: float = 300.0) -> Non
 # Processes
 
 
+def read_process(pid: int | str, file: str) -> str:
+    """A file of /proc/PID; empty if the process is gone."""
+    try:
+        return Path(f"/proc/{pid}/{file}").read_text()
+    except OSError:
+        return ""
+
+
 def stat_of(pid: int) -> list[str]:
     """Fields of /proc/PID/stat from the state on; empty if the process is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return []
+    return read_process(pid, "stat").rpartition(")")[2].split()
 
 
 def cpu_seconds(pid: int) -> float:
@@ -117,13 +122,13 @@ def with_descendants(pid: int) -> list[int]:
 
 def private_bytes(pid: int) -> int:
     """Private memory of a process in bytes."""
-    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    lines = read_process(pid, "smaps_rollup").splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
 
 
 def resident_bytes() -> int:
     """Memory of this process."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")
+    return int(read_process("self", "statm").split()[1]) * os.sysconf("SC_PAGESIZE")
 
 
 # Profile

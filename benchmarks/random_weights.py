@@ -7,10 +7,12 @@ frames of ten, Whisper three tokens for each second of audio.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.models.operands import Heads
 from engine.models.voxtral_realtime import (
@@ -30,11 +32,14 @@ from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import DEVICE_DTYPE, frames_limits, load_detector, windowed_on_device
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
+from engine.runner.windowed.runner import WindowedRunner
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
 from engine.server.speech import GateSettings
 from engine.spec import Vocabulary
+from engine.weights.store import resolve
+from engine.weights.windowed_models import load_speech_model
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 # Frames of ten that are text: 3.75 words a second, where people say two to three, of one token or two each.
@@ -114,9 +119,9 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
     return runner
 
 
-def voxtral_loop(kv: str, window: int, max_streams: int | None, small: bool) -> EngineLoop:
+def voxtral_loop(kv: str, max_streams: int | None, small: bool) -> EngineLoop:
     """As in a server: with speech detection and skipped silence."""
-    runner = voxtral_runner(kv, window, max_streams, small)
+    runner = voxtral_runner(kv, 1024, max_streams, small)
     streams = runner.memory.streams
     scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
     cut = skip_settings(EngineConfig().cut_silence_s)
@@ -173,8 +178,8 @@ class ScriptedSpeaker(DecoderBatch):
         starts = [len(text) - len(row.draft) for text, row in zip(known, self._rows, strict=True)]
         return [self._answer(row, column - starts[row] + 1) for row, column in places]
 
-    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
-        self._speaker.say(last)
+    def next_tokens(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
+        self._speaker.next_tokens(last)
         self.logits = self._speaker.logits
         return [self._answer(index, len(row.tokens)) for index, row in enumerate(self._rows)]
 
@@ -211,15 +216,23 @@ def count_tokens(windows: DeviceWindows, counts: list[int], script_of: Whisper |
     decoder._passes = counted  # type: ignore[method-assign]
 
 
-def whisper_loop(size: str, max_streams: int | None, small: bool) -> EngineLoop:
+def windowed_runner(
+    size: str | None, model: str | None, max_streams: int | None, counts: list[int], small: bool
+) -> tuple[WindowedRunner, Limits]:
+    """Whisper of this size with random weights and scripted tokens, or a model with its real weights; see
+    `count_tokens` for `counts`."""
     device = require_device("cpu" if small else "cuda")
-    dtype = DEVICE_DTYPE if device.type == "cuda" else torch.float32
-    model, pieces = random_whisper(size, device)
-    runner, limits = windowed_on_device(
-        f"whisper-{size}", model, pieces, device, dtype, free_memory(device), max_streams
-    )
+    dtype, room = DEVICE_DTYPE if device.type == "cuda" else torch.float32, free_memory(device)
+    found, pieces = random_whisper(size, device) if size else load_speech_model(resolve(model or ""))
+    name = Path(model).name if model else f"whisper-{size}"
+    runner, limits = windowed_on_device(name, found, pieces, device, dtype, room, max_streams)
     windows = runner._windows
     assert isinstance(windows, DeviceWindows)
-    count_tokens(windows, [], model)
+    count_tokens(windows, counts, found if isinstance(found, Whisper) and size else None)
+    return runner, limits
+
+
+def whisper_loop(size: str, max_streams: int | None, small: bool) -> EngineLoop:
+    runner, limits = windowed_runner(size, None, max_streams, [], small)
     scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
     return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), GateSettings())

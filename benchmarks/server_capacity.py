@@ -23,16 +23,14 @@ Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
 from __future__ import annotations
 
 import argparse
-import tempfile
 import time
-from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.clients import ClientProcesses, Findings, Schedule, play_paced
+from benchmarks.clients import ClientProcesses, Findings, Schedule, play_lags
 from benchmarks.measuring import is_at_most, parser_of, percentiles, show, write_json
 from benchmarks.servers import Server, add_server_options
 from benchmarks.sounds import SAMPLE_RATE, speech, utterances
@@ -59,21 +57,18 @@ class Load:
     silent: float = 0.0
 
     @classmethod
-    def parse(cls, text: str, rate: int, append_ms: int, silent: float) -> Load:
-        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]; the others are the defaults of the last three."""
-        given = text.split(":")
-        defaults = [str(rate), str(append_ms), str(silent)]
-        sessions, *others = [*given, *defaults[len(given) - 1 :]]
-        return cls(int(sessions), int(others[0]), int(others[1]), float(others[2]))
+    def parse(cls, text: str) -> Load:
+        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]"""
+        return cls(*(kind(part) for kind, part in zip((int, int, int, float), text.split(":"), strict=False)))
 
     def __str__(self) -> str:
         silent = f", each silent for {self.silent:.0%} of the time" if self.silent else ""
         return f"{self.sessions} sessions, {self.rate // 1000} kHz, appends of {self.append_ms} ms{silent}"
 
 
-def heard_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, float]]:
-    """Where the server's detector hears speech in the sound that clients send, which goes round, in seconds. Models
-    that say nothing in pauses by themselves need no detector to score their words."""
+def spans_of_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, float]]:
+    """Where the server's detector finds speech in the audio that clients play in a loop, in seconds. Models that output
+    nothing in pauses need no detector to score their words."""
     sound = speech(audio)
     seconds = len(sound) / SAMPLE_RATE
     if everywhere:
@@ -93,7 +88,7 @@ def heard_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, floa
 def measure(server: Server, load: Load, options: argparse.Namespace, spans: list[tuple[float, float]]) -> Result:
     windowed = is_windowed(options)
     clients = ClientProcesses(
-        play_paced,
+        play_lags,
         load.sessions,
         options.clients,
         urls=server.urls,
@@ -178,7 +173,6 @@ def summary(
         "client_cores": cores["clients"],
         "gateway_us_per_append": sum(gateways) * each_us,
         "engine_us_per_append": cores["engine"] * each_us,
-        "events": dict(sum((found.events for found in findings), Counter())),
     }
 
 
@@ -195,28 +189,21 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sessions", nargs="+", default=["600"], metavar="LOAD", help="see above")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds that are counted, for each load")
-    parser.add_argument("--rate", type=int, default=SAMPLE_RATE, help="16000 or 24000, for loads without a rate")
-    parser.add_argument("--append-ms", type=int, default=80, help="for loads without a length of appends")
-    parser.add_argument("--silent", type=float, default=0.0, help="share of the time for which each session is silent")
     add_server_options(parser)
     options = parser.parse_args(arguments)
     if options.small:
         # A tiny Voxtral on the CPU, unless another model is asked for.
-        options.sessions, options.seconds, options.device, options.clients = ["2:24000:50:0.2"], 2.0, "cpu", 1
-        options.max_streams, options.max_load, options.workers = 4, 0.0, 1
+        options.sessions, options.seconds, options.clients = ["2:24000:50:0.2"], 2.0, 1
+        options.max_streams, options.workers = 4, 1
     windowed, results = is_windowed(options), list[Result]()
-    with tempfile.TemporaryDirectory(prefix="server-") as name:
-        folder = options.logs or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        spans, began = heard_speech(options.audio, options.null or windowed), time.monotonic()
-        with Server(options, folder) as server:
-            print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
-            for text in options.sessions:
-                load = Load.parse(text, options.rate, options.append_ms, options.silent)
-                results.append(measure(server, load, options, spans))
-                outcome = "holds" if holds(results[-1], windowed) else "FAILS"
-                show(f"Whole server, {load}, {options.seconds:.0f} s: {outcome}", results[-1])
-                write_json(options, {"arguments": vars(options), "results": results})
+    spans, began = spans_of_speech(options.audio, options.null or windowed), time.monotonic()
+    with Server(options, counts_streams_only=options.small) as server:
+        print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+        for load in map(Load.parse, options.sessions):
+            results.append(measure(server, load, options, spans))
+            outcome = "holds" if holds(results[-1], windowed) else "FAILS"
+            show(f"Whole server, {load}, {options.seconds:.0f} s: {outcome}", results[-1])
+            write_json(options, {"arguments": vars(options), "results": results})
 
 
 if __name__ == "__main__":

@@ -9,12 +9,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import urllib.request
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import RunFailed, cpu_seconds, with_descendants
+from benchmarks.measuring import RunFailed, cpu_seconds, read_process, with_descendants
 
 READY_S = 180.0
 
@@ -26,17 +27,13 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
         "--whisper", metavar="SIZE", help="Whisper of this size with random weights and scripted tokens"
     )
     parser.add_argument("--null", action="store_true", help="no model: measures the cost of the gateways")
-    parser.add_argument("--device", default="cuda", help="of --model")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
-    parser.add_argument("--window", type=int, default=1024, help="decoder window of Voxtral in tokens")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
     parser.add_argument("--gateways", type=int, default=1, help="processes of `tickertape serve` that use the engine")
     parser.add_argument("--workers", type=int, help="workers of each gateway; default: the server chooses")
-    parser.add_argument("--max-load", type=float, help="another limit on the engine's load; 0 counts streams only")
     parser.add_argument("--clients", type=int, default=4, help="processes of clients")
     parser.add_argument("--joins-per-second", type=float, default=50.0)
     parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: made-up voices")
-    parser.add_argument("--logs", type=Path, help="folder for the logs of the processes")
 
 
 class Child:
@@ -65,10 +62,15 @@ class Child:
 
 
 class Server:
-    """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them."""
+    """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them.
+    With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load."""
 
-    def __init__(self, options: argparse.Namespace, folder: Path) -> None:
-        self._options = options
+    def __init__(self, options: argparse.Namespace, counts_streams_only: bool) -> None:
+        self._options, self._counts_streams_only = options, counts_streams_only
+        # A benchmark that is told to stop (SIGTERM) leaves its blocks, and so ends the processes.
+        self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
+        self._folder = tempfile.TemporaryDirectory(prefix="server-")
+        folder = Path(self._folder.name)
         address, self.urls, self._children = f"ipc://{folder / 'engine'}", list[str](), list[Child]()
         try:
             self.engine = self._start("engine", [*self._engine_command(), "--listen", address], folder)
@@ -93,18 +95,18 @@ class Server:
         room = [] if options.max_streams is None else [str(options.max_streams)]
         if options.model:
             limit = ["--model.max-streams", *room] if room else []
-            return ["realtime.cli", "engine", "--model", options.model, "--device", options.device, *limit]
+            return ["realtime.cli", "engine", "--model", options.model, *limit]
         command = ["benchmarks.engines", *(["--max-streams", *room] if room else [])]
         if options.null:
             return command
         command += ["--whisper", options.whisper] if options.whisper else ["--voxtral", "--kv", options.kv]
-        return [*command, "--window", str(options.window), *(["--small"] if options.small else [])]
+        return [*command, *(["--small"] if options.small else [])]
 
     def _gateway(self, number: int, address: str, folder: Path) -> Child:
         options, port = self._options, free_port()
         command = ["realtime.cli", "serve", "--engine", address, "--port", str(port)]
         command += ["--workers", str(options.workers)] if options.workers else []
-        command += [] if options.max_load is None else ["--limits.max-load", str(options.max_load)]
+        command += ["--limits.max-load", "0"] if self._counts_streams_only else []
         self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
         return self._start(f"gateway{number}", command, folder)
 
@@ -137,15 +139,8 @@ class Server:
 
     def workers(self) -> list[int]:
         """Process ids of the first gateway's workers, the oldest first."""
-        found = []
-        for pid in with_descendants(self.gateways[0].pid):
-            try:
-                command = Path(f"/proc/{pid}/cmdline").read_text()
-            except OSError:
-                continue
-            if "realtime.workers.worker" in command:
-                found.append(pid)
-        return sorted(found)
+        pids = with_descendants(self.gateways[0].pid)
+        return sorted(pid for pid in pids if "realtime.workers.worker" in read_process(pid, "cmdline"))
 
     def check(self) -> None:
         for child in self._children:
@@ -154,6 +149,8 @@ class Server:
     def stop(self) -> None:
         for child in reversed(self._children):
             child.stop()
+        self._folder.cleanup()
+        signal.signal(signal.SIGTERM, self._on_term)
 
 
 def free_port() -> int:

@@ -26,7 +26,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -36,8 +35,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks import fleet
-from benchmarks.clients import ClientProcesses, Schedule, play_resuming, summary
-from benchmarks.engines import null_loop
+from benchmarks.clients import ClientProcesses, Schedule, play_whole, summary
+from benchmarks.engines import engine_client, null_loop
 from benchmarks.measuring import (
     parser_of,
     percentiles,
@@ -53,7 +52,6 @@ from benchmarks.recordings import joined_sessions, read_manifest, sample_path, s
 from benchmarks.scoring import differing_words, plain_words
 from benchmarks.servers import Server, add_server_options
 from benchmarks.sounds import Samples, speech, voice
-from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineProcess
 from engine.client.stream import EngineStream
 from engine.messages import Closed, Text
@@ -129,22 +127,19 @@ class SpeakingClient:
 
 async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills: int, alive_s: float) -> Figures:
     """Plays all sessions at once and kills the engine `kills` times, each time at a random moment of its life."""
-    engine = make(1)
-    client = EngineClient([engine])
-    await client.start()
-    rate, chance, memory = client.spec.sample_rate, random.Random(1), list[int]()
-    speakers = [SpeakingClient(await client.open(f"s{i}"), parts, rate) for i, parts in enumerate(sessions)]
-    while len(memory) < kills and not all(speaker.is_done for speaker in speakers):
-        await until(lambda: client.ready, PATIENCE_S)
-        await asyncio.sleep(chance.uniform(0.0, 2 * alive_s))
-        assert engine.pid is not None
-        os.kill(engine.pid, signal.SIGKILL)
-        memory.append(resident_bytes())
-        await until(lambda: not client.ready, PATIENCE_S)
-    texts = [await speaker.text() for speaker in speakers]
-    metrics = client.metrics()
-    await client.close()
-    return {"texts": texts, "metrics": metrics, "memory": memory}
+    engine, chance, memory = make(1), random.Random(1), list[int]()
+    async with engine_client(engine) as client:
+        rate = client.spec.sample_rate
+        speakers = [SpeakingClient(await client.open(f"s{i}"), parts, rate) for i, parts in enumerate(sessions)]
+        while len(memory) < kills and not all(speaker.is_done for speaker in speakers):
+            await until(lambda: client.ready, PATIENCE_S)
+            await asyncio.sleep(chance.uniform(0.0, 2 * alive_s))
+            assert engine.pid is not None
+            os.kill(engine.pid, signal.SIGKILL)
+            memory.append(resident_bytes())
+            await until(lambda: not client.ready, PATIENCE_S)
+        texts = [await speaker.text() for speaker in speakers]
+        return {"texts": texts, "metrics": client.metrics(), "memory": memory}
 
 
 def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
@@ -160,7 +155,7 @@ def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
 
 
 def real_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
-    return EngineProcess(EngineConfig(options.model, options.device, threads=options.threads, share_of=share_of))
+    return EngineProcess(EngineConfig(options.model, options.device, threads=1, share_of=share_of))
 
 
 def null_engine(share_of: int) -> EngineProcess:
@@ -171,7 +166,7 @@ def random_engine(options: argparse.Namespace, share_of: int) -> EngineProcess:
     """Limits the streams to the sessions, to leave memory for the other engine."""
     from benchmarks.random_weights import voxtral_loop
 
-    return EngineProcess(partial(voxtral_loop, options.kv, 1024, options.sessions, options.small))
+    return EngineProcess(partial(voxtral_loop, options.kv, options.sessions, options.small))
 
 
 def compare_words(options: argparse.Namespace) -> Figures:
@@ -214,16 +209,14 @@ async def measure_pauses(
 ) -> Figures:
     """Seconds until the next words, over all sessions and kills, with this number of spare engines."""
     engines = [make(1 + spares) for _ in range(1 + spares)]
-    client = EngineClient(engines, ClientSettings(spares=spares))
     began = time.perf_counter()
-    await client.start()
-    start_s = time.perf_counter() - began
 
     async def waits(since: float) -> list[float]:
         moments = await asyncio.gather(*(speaker.next_words() for speaker in speakers))
         return [moment - since for moment in moments]
 
-    try:
+    async with engine_client(*engines, spares=spares) as client:
+        start_s = time.perf_counter() - began
         await until(lambda: client.capacity().spares_ready == spares, PATIENCE_S)
         rate = client.spec.sample_rate
         speakers = [
@@ -257,8 +250,6 @@ async def measure_pauses(
         metrics = client.metrics()
         for speaker in speakers:
             await speaker.stop()
-    finally:
-        await client.close()
     return {
         "spares": spares,
         "sessions": sessions,
@@ -308,7 +299,7 @@ def play_server(server: Server, kind: str, options: argparse.Namespace) -> list[
     own_parts = not options.model
     audio, url = options.audio, server.urls[0].partition("?")[0]
     clients = ClientProcesses(
-        play_resuming,
+        play_whole,
         options.sessions,
         options.clients,
         urls=[url],
@@ -337,15 +328,12 @@ def lose_in_server(options: argparse.Namespace) -> list[Figures]:
         options.model = DEFAULT_MODEL
     results: list[Figures] = []
     references: list[str] | None = None
-    with tempfile.TemporaryDirectory(prefix="survival-") as name:
-        folder = options.logs or Path(name)
-        folder.mkdir(parents=True, exist_ok=True)
-        with Server(options, folder) as server:
-            for kind in [kind for kind, times in options.kinds for _ in range(times)]:
-                outcomes = play_server(server, kind, options)
-                references = references or [outcome["text"] for outcome in outcomes]
-                results.append({"kind": kind, **summary(outcomes, references)})
-                print(row(results[-1]), flush=True)
+    with Server(options, counts_streams_only=True) as server:
+        for kind in [kind for kind, times in options.kinds for _ in range(times)]:
+            outcomes = play_server(server, kind, options)
+            references = references or [outcome["text"] for outcome in outcomes]
+            results.append({"kind": kind, **summary(outcomes, references)})
+            print(row(results[-1]), flush=True)
     return results
 
 
@@ -381,11 +369,10 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--sessions", type=int, default=2)
     one.add_argument("--seconds", type=float, default=120.0, help="audio per session")
     one.add_argument("--model", default=DEFAULT_MODEL)
-    one.set_defaults(run=compare_words, device="auto", threads=1)
+    one.set_defaults(run=compare_words, device="auto")
     one = with_common_options(commands.add_parser("spare", help="time until the next words, with and without a spare"))
     one.add_argument("--model", default=DEFAULT_MODEL)
     one.add_argument("--device", default="auto")
-    one.add_argument("--threads", type=int, default=1, help="CPU threads of the model")
     one.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
     one.add_argument("--kv", choices=("bf16", "fp8"), default="bf16", help="its keys and values")
     one.add_argument("--sessions", type=int, default=2)
@@ -398,7 +385,7 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--sessions", type=int, default=8)
     one.add_argument("--seconds", type=float, default=30.0, help="duration of each session")
     add_server_options(one)
-    one.set_defaults(run=lose_in_server, device="auto", workers=2, max_load=0.0)
+    one.set_defaults(run=lose_in_server, workers=2)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))
     one.add_argument(
         "--kinds",
@@ -408,10 +395,8 @@ def main(arguments: list[str] | None = None) -> None:
     )
     one.add_argument("--sessions", type=int, default=4, help="clients that speak at the same time")
     one.add_argument("--seconds", type=float, default=20.0, help="length of the recording that a session sends")
-    one.add_argument("--streams", type=int, default=8, help="streams that an engine has room for")
     one.add_argument("--model", default="moonshine-tiny")
     one.add_argument("--null", action="store_true", help="engines without a model")
-    one.add_argument("--head-away", type=float, default=120.0, metavar="SECONDS")
     one.set_defaults(run=lose_in_fleet)
     options = parser.parse_args(arguments)
     results = options.run(options)

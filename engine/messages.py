@@ -56,6 +56,13 @@ class Open(Message, tag="open"):
     suspect: tuple[int, int] | None = None
     # The rule for the ends of turns, where text ends too. None: text ends only at a flush.
     turns: TurnRule | None = None
+    # Of a stream that is reopened: the sample at which its audio continues, the one at which its segment began, and the
+    # one up to which speech probabilities were received; tags of the last flush sent and of the last one answered.
+    sample: Count = 0
+    segment: Count = 0
+    heard_until: Count = 0
+    flushes: Count = 0
+    answered: Count = 0
 
 
 class Item(Message):
@@ -121,6 +128,9 @@ class Abort(Message, tag="abort"):
     stream: str
 
 
+# Commands from which a gateway that adopts a stream can have it rebuilt. Their payloads are bytes.
+KeptCommand = Feed | Flush | ChangeTurns
+
 # A session's number rises by this with each new owner. An owner raises the number by one whenever it migrates the
 # session to another engine, so a former owner never reaches the number of a later one.
 NEXT_OWNER = 1 << 32
@@ -142,7 +152,7 @@ class SaveHandoff(Message, tag="save_handoff"):
 
     stream: str
     key: str
-    number: Count
+    owner_number: Count
     consumed: Count
     entries: list[bytes]
     base: bytes | None = None
@@ -172,7 +182,7 @@ class Adopt(Message, tag="adopt"):
 
     stream: str
     key: str
-    number: Count
+    owner_number: Count
 
 
 class Renew(Message, tag="renew"):
@@ -182,7 +192,7 @@ class Renew(Message, tag="renew"):
     stream: str
     key: str
     tag: Count
-    number: Count
+    owner_number: Count
 
 
 class Claim(Message, tag="claim"):
@@ -203,7 +213,7 @@ class DropHandoff(Message, tag="drop_handoff"):
 
     stream: str
     key: str
-    number: Count
+    owner_number: Count
 
 
 # About a session, not about a stream.
@@ -316,14 +326,14 @@ class Wanted(Message, tag="wanted"):
     higher number has migrated it to another engine, and answers with a `DropHandoff` of this number."""
 
     key: str
-    number: int
+    owner_number: int
 
 
 class Fenced(Message, tag="fenced"):
     """This session belongs to another gateway now, if the receiver's number of it is lower."""
 
     key: str
-    number: int
+    owner_number: int
 
 
 class Held(Message, tag="held"):
@@ -332,7 +342,7 @@ class Held(Message, tag="held"):
 
     key: str
     tag: int
-    number: int = 0
+    owner_number: int = 0
     whole: bool = True
 
 
@@ -340,7 +350,7 @@ class Renewed(Message, tag="renewed"):
     """Answers `Renew`: the session's new number, or 0 if it belongs to another gateway."""
 
     tag: int
-    number: int
+    owner_number: int
 
 
 class Claimed(Message, tag="claimed"):
@@ -355,11 +365,14 @@ class SessionGiven(Message, tag="session_given"):
     The outputs that the entries do not cover follow at once. `end` (position) and `sample` are where the stream's audio
     ends, `segment` the sample where its current segment began, `flushes` and `answered` the tags of the last flush
     received and answered, `token` the position of the next token: all as the engine counts. `stream` is empty if there
-    is none.
+    is none. Speech probabilities up to sample `heard_until` are in the entries.
+
+    If another engine can rebuild the stream (windowed models), `kept` has what it needs: the commands since the last
+    `state`, or all of them if there is no state, and the audio before that state which is still needed.
     """
 
     key: str
-    number: int = 0
+    owner_number: int = 0
     stream: str = ""
     base: bytes = b""
     chunks: list[bytes] = []
@@ -375,6 +388,10 @@ class SessionGiven(Message, tag="session_given"):
     token: int = 0
     delay_positions: int | None = None
     options: dict[str, str] = {}
+    heard_until: Count = 0
+    turns: TurnRule | None = None
+    state: StreamState | None = None
+    kept: list[KeptCommand] | None = None
 
 
 # About a session, not about a stream.

@@ -23,7 +23,7 @@ from engine.boundary.input_cache import SenderCache
 from engine.client.client import EngineClient
 from engine.client.engine_handles import RemoteEngine
 from engine.client.link import Processor
-from engine.client.prepared import check_same_model, parse_items, render
+from engine.client.prepared_audio import check_same_model, parse_items, render
 from engine.messages import Failed, Text
 from engine.spec import ModelSpec
 

@@ -1,9 +1,9 @@
 """The fleet's manager: in each round it collects reports, decides by pure functions, and starts and drains units.
 
-`FleetActor` in `fleet/cluster/actors.py` runs it on the head; `Crew` is its access to nodes and keepers. It holds no
-stream and no session. Its state that must survive a restart is one small value, `Memory`, which its owner stores; the
-running processes are read from the records of the nodes. The functions at the top add up fleet-wide figures from the
-reports of gateways, and name problems of running units for the operator.
+`ManagerActor` in `fleet/cluster/actors.py` runs it on the head; `Keepers` is its access to nodes and keepers. It holds
+no stream and no session. Its state that must survive a restart is one small value, `ManagerState`, which its owner
+stores; the running processes are read from the records of the nodes. The functions at the top add up fleet-wide figures
+from the reports of gateways, and name problems of running units for the operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from fleet.plan import Decision, FleetPlan, Load, ScaleMemory, decide, plan_from
 from fleet.reconcile import reconcile
 from fleet.state import (
     Action,
-    Actual,
+    ActualState,
+    DesiredState,
     DrainEngine,
     FleetError,
     Forget,
@@ -29,7 +30,6 @@ from fleet.state import (
     Unit,
     UnitState,
     Wait,
-    Wanted,
     next_table,
 )
 
@@ -110,8 +110,8 @@ SILENT_S = 5.0
 MOST_NOTES = 50
 
 
-class Crew(Protocol):
-    """The manager's access to nodes and keepers; `RayCrew` in production."""
+class Keepers(Protocol):
+    """The manager's access to nodes and keepers; `RayKeepers` in production."""
 
     def nodes(self) -> list[Node]:
         """The nodes that are alive now."""
@@ -119,7 +119,7 @@ class Crew(Protocol):
     def found_on(self, node: Node) -> list[Unit]:
         """The units that run on a node already, from earlier keepers. Raises FleetError."""
 
-    def hire(self, unit: Unit, plan: FleetPlan) -> None:
+    def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:
         """Start a keeper for this unit on its node."""
 
     def reports(self, table: Table, figures: Mapping[str, Any]) -> Mapping[str, Report]:
@@ -132,7 +132,7 @@ class Crew(Protocol):
 
 
 @dataclass(slots=True)
-class Memory:
+class ManagerState:
     """The state that survives a restart of the manager."""
 
     plan: FleetPlan
@@ -155,7 +155,7 @@ class Memory:
         }
 
     @classmethod
-    def from_json(cls, tree: dict[str, Any]) -> Memory:
+    def from_json(cls, tree: dict[str, Any]) -> ManagerState:
         return cls(
             plan_from(tree["plan"]),
             ScaleMemory(tree["wanted"]),
@@ -167,7 +167,7 @@ class Memory:
         )
 
     @classmethod
-    def of(cls, plan: FleetPlan) -> Memory:
+    def of(cls, plan: FleetPlan) -> ManagerState:
         return cls(plan, ScaleMemory(plan.engine.least))
 
 
@@ -176,8 +176,8 @@ class Manager:
 
     def __init__(
         self,
-        crew: Crew,
-        memory: Memory,
+        crew: Keepers,
+        memory: ManagerState,
         store: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
@@ -323,7 +323,7 @@ class Manager:
         for unit in found:
             if unit.name not in self._units:
                 self._note(f"{unit.name} runs on {name} already")
-                self._hire(unit)
+                self._start_keeper(unit)
 
     def _newly_refused(self) -> int:
         """Sessions that gateways refused for lack of room since their last reports."""
@@ -373,25 +373,25 @@ class Manager:
         load = load_of(capacities.values(), self._refused)
         return decide(self._memory.plan.rules, self._memory.scale, load, self._clock())
 
-    def _wanted(self, engines: int) -> Wanted:
+    def _wanted(self, engines: int) -> DesiredState:
         memory, plan = self._memory, self._memory.plan
         if memory.is_going_down:
-            return Wanted(0, 0, memory.generation, plan.needs)
-        return Wanted(engines, plan.gateway.count, memory.generation, plan.needs, memory.drained)
+            return DesiredState(0, 0, memory.generation, plan.needs)
+        return DesiredState(engines, plan.gateway.count, memory.generation, plan.needs, memory.drained)
 
-    def _actual(self) -> Actual:
+    def _actual(self) -> ActualState:
         now = self._clock()
         self._avoided = {name: until for name, until in self._avoided.items() if until > now}
         # An avoided node keeps its units and gets none: it is shown without free resources.
         nodes = tuple(
             replace(node, cpus=0.0, gpus=0.0) if node.name in self._avoided else node for node in self._nodes.values()
         )
-        return Actual(nodes, tuple(self._units.values()), self._memory.next_number, frozenset(self._taken))
+        return ActualState(nodes, tuple(self._units.values()), self._memory.next_number, frozenset(self._taken))
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Start):
             self._note(f"{action.unit.name} starts on {action.unit.node}")
-            self._hire(action.unit)
+            self._start_keeper(action.unit)
             self._remember()
         elif isinstance(action, DrainEngine):
             self._note(f"{action.name} drains: {action.why}")
@@ -406,11 +406,11 @@ class Manager:
             self._memory.drained -= {action.name}
             self._crew.dismiss(action.name)
 
-    def _hire(self, unit: Unit) -> None:
+    def _start_keeper(self, unit: Unit) -> None:
         self._memory.next_number = max(self._memory.next_number, unit.number + 1)
         self._units[unit.name] = unit
         self._heard_at[unit.name] = self._clock()
-        self._crew.hire(unit, self._memory.plan)
+        self._crew.start_keeper(unit, self._memory.plan)
 
     def _remember(self) -> None:
         if (now := self._memory.as_json()) != self._stored:

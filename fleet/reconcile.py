@@ -8,14 +8,31 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from fleet.state import Action, Actual, DrainEngine, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait, Wanted
+from fleet.state import (
+    Action,
+    ActualState,
+    DesiredState,
+    DrainEngine,
+    Forget,
+    Kind,
+    Needs,
+    Node,
+    Start,
+    Unit,
+    UnitState,
+    Wait,
+)
 
 # Tolerance for sums of fractions such as 0.1.
 _ALMOST = 1e-6
 
 
 def place(
-    kind: Kind, wanted: Wanted, nodes: Iterable[Node], units: Collection[Unit], taken: Collection[tuple[str, int]] = ()
+    kind: Kind,
+    wanted: DesiredState,
+    nodes: Iterable[Node],
+    units: Collection[Unit],
+    taken: Collection[tuple[str, int]] = (),
 ) -> tuple[Node, int] | str:
     """Returns the node and port for one more unit, or the reason why there is no room for it.
 
@@ -47,13 +64,13 @@ def place(
     return chosen, free_port(chosen.host, needs.port, nodes, units, taken)
 
 
-def _stays(unit: Unit, wanted: Wanted) -> bool:
+def _stays(unit: Unit, wanted: DesiredState) -> bool:
     """Whether the unit is neither drained nor about to be replaced."""
     is_leaving = unit.state is UnitState.DRAINING or unit.name in wanted.drained
     return unit.generation == wanted.generation and not is_leaving
 
 
-def room_on(node: Node, wanted: Wanted, units: Iterable[Unit]) -> tuple[float, float]:
+def room_on(node: Node, wanted: DesiredState, units: Iterable[Unit]) -> tuple[float, float]:
     """Free CPUs and GPUs of a node."""
     cpus, gpus = node.cpus, node.gpus
     for unit in units:
@@ -86,7 +103,7 @@ def _fits(needs: Needs, cpus: float, gpus: float) -> bool:
 PREFIX = {Kind.ENGINE: "e", Kind.GATEWAY: "g"}
 
 
-def reconcile(wanted: Wanted, actual: Actual) -> list[Action]:
+def reconcile(wanted: DesiredState, actual: ActualState) -> list[Action]:
     """The actions to perform now."""
     actions: list[Action] = []
     alive = {node.name for node in actual.nodes}
@@ -108,7 +125,7 @@ def reconcile(wanted: Wanted, actual: Actual) -> list[Action]:
 
 
 def _reconcile_kind(
-    kind: Kind, wanted: Wanted, actual: Actual, kept: list[Unit], number: int
+    kind: Kind, wanted: DesiredState, actual: ActualState, kept: list[Unit], number: int
 ) -> tuple[list[Action], int]:
     mine = [unit for unit in kept if unit.kind is kind]
     leaving = [unit for unit in mine if _is_asked_to_leave(unit, wanted) and unit.state is not UnitState.DRAINING]
@@ -138,7 +155,7 @@ def _reconcile_kind(
 
 
 def _departures(
-    kind: Kind, wanted: Wanted, mine: list[Unit], leaving: list[Unit], staying: list[Unit], is_full: bool
+    kind: Kind, wanted: DesiredState, mine: list[Unit], leaving: list[Unit], staying: list[Unit], is_full: bool
 ) -> list[Action]:
     """The units to drain now."""
     count = wanted.count(kind)
@@ -170,7 +187,7 @@ def drain_order(units: Iterable[Unit], generation: int) -> list[Unit]:
     return sorted(units, key=lambda unit: (unit.generation == generation, unit.busy, -unit.number))
 
 
-def _is_asked_to_leave(unit: Unit, wanted: Wanted) -> bool:
+def _is_asked_to_leave(unit: Unit, wanted: DesiredState) -> bool:
     return unit.name in wanted.drained or unit.node in wanted.drained
 
 

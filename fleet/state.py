@@ -1,6 +1,7 @@
-"""Plain data of a fleet: errors, the table of engines, nodes and units, and the actions that change them.
+"""Data of a fleet: nodes and units, their desired and actual state, actions, and the table of engines for gateways.
 
-A unit is one engine or gateway process. `fleet/manager.py` compares `Actual` with `Wanted` and performs `Action`s.
+A unit is one engine or gateway process. `fleet/manager.py` compares `ActualState` with `DesiredState` and
+performs `Action`s.
 """
 
 from __future__ import annotations
@@ -129,7 +130,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class DesiredState:
     """The state that the operator's plan and scaling ask for."""
 
     engines: int
@@ -144,7 +145,7 @@ class Wanted:
 
 
 @dataclass(frozen=True, slots=True)
-class Actual:
+class ActualState:
     """The state that the last round of the manager found."""
 
     nodes: tuple[Node, ...]

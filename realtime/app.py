@@ -22,16 +22,16 @@ from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
 from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
-from realtime.http.gateway import Gateway
 from realtime.http.routes import build_app
+from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.factory import GatewayServices
+from realtime.serving.metric_totals import report
 from realtime.serving.quota import SessionQuota
-from realtime.serving.tokens import Signer, fleet_secret, signing_secret
-from realtime.serving.totals import report
-from realtime.serving.websocket import PatientHttp, realtime_websocket
+from realtime.serving.session_factory import GatewayServices
+from realtime.serving.signed_tokens import Signer, fleet_secret, signing_secret
+from realtime.serving.websocket import HttpWithDeadlines, realtime_websocket
 
 log = logging.getLogger("tickertape")
 
@@ -44,7 +44,7 @@ REMOTE_WAIT_S = 10.0
 class Server(uvicorn.Server):
     """uvicorn's server, with a drain before the sockets are closed, and with reloading of the configuration."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: WebSocketRoutes) -> None:
         super().__init__(config)
         self.gateway = gateway
         # Called with the configuration after each reload.
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
         self.config.ws_max_size = config.limits.message_bytes
         self.config.ws_ping_interval = config.server.ping_interval_s or None
         self.config.ws_ping_timeout = config.server.dead_after_s or None
-        cast(type[PatientHttp], self.config.http_protocol_class).handshake_s = config.server.handshake_s
+        cast(type[HttpWithDeadlines], self.config.http_protocol_class).handshake_s = config.server.handshake_s
         set_log_level(config.server.log_level)
         self.gateway.reloaded()
         for listener in self.on_reload:
@@ -144,9 +144,9 @@ class RunningServer:
         await self.task
 
 
-def build_server(engine: EngineApi, config: Config, around: GatewayServices | None = None) -> Server:
+def build_server(engine: EngineApi, config: Config, services: GatewayServices | None = None) -> Server:
     """The gateway over a running engine, ready to `serve()`."""
-    app = build_app(engine, config, around)
+    app = build_app(engine, config, services)
     settings = config.server
     metrics = app.state.gateway.metrics
     descriptors = Descriptors(lambda: metrics.refused.labels("descriptors").inc())
@@ -189,11 +189,11 @@ def freeze_modules() -> None:
 async def listening(
     engine: EngineApi,
     config: Config,
-    around: GatewayServices | None = None,
+    services: GatewayServices | None = None,
     sockets: list[socket.socket] | None = None,
 ) -> AsyncIterator[RunningServer]:
     """A listening gateway over a running engine, which is stopped at the end. Raises OSError if it cannot listen."""
-    server = build_server(engine, config, around)
+    server = build_server(engine, config, services)
     task = asyncio.create_task(_serve(server, sockets), name="server")
     try:
         await server.wait_until_listening(task)
@@ -231,8 +231,8 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
     try:
-        around = GatewayServices(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
-        async with listening(client, config, around) as server:
+        services = GatewayServices(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
+        async with listening(client, config, services) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
             server.server.on_reload.append(partial(_limit_engines, client))
             log.info("listening on %s", server.url)

@@ -89,12 +89,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _open_what_is_closed()
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if options.version:
-        return _print_version()
-    if options.command is None:
-        parser.print_help(sys.stderr)
-        return USAGE
     try:
+        if options.version:
+            return _print_version()
+        if options.command is None:
+            parser.print_help(sys.stderr)
+            return USAGE
         code: int = options.run(options)
         return code
     except KeyboardInterrupt:
@@ -123,6 +123,7 @@ def _print_version() -> int:
     from importlib.metadata import version
 
     sys.stdout.write(f"tickertape {version('tickertape')}\n")
+    sys.stdout.flush()
     return 0
 
 

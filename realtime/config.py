@@ -32,10 +32,25 @@ ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://(?:[A-Za-z0-9_.-]+|\[[0-9A-Fa-f:
 HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*")
 # Addresses of engines: ipc on the same machine, tcp on another one, inproc in the same process.
 ENGINE = re.compile(r"ipc://.+|inproc://.+|tcp://[^\s:/]+:([0-9]{1,5})|tcp://\[[0-9A-Fa-f:.]+\]:([0-9]{1,5})")
+# Devices that models run on.
+DEVICE = re.compile(r"auto|cpu|cuda(?::(?:0|[1-9][0-9]{0,2}))?")
 # More processes would only wait for one another.
 MOST_WORKERS = 64
 # Longer than the delay of any model between speech and its text.
 MIN_CUT_SILENCE_S = 3.0
+# The least values of settings for which 0 does not mean "no limit": with less, the server would accept clients and fail
+# each of them.
+LEAST = {
+    "server.handshake_s": (0.1, "requests would be cut off before they arrive"),
+    "limits.message_bytes": (256, "every message of a client would be refused"),
+    "limits.control_bytes": (256, "every message that is not audio would be refused"),
+    "limits.outbox_events": (8, "every client would be closed as one that does not read"),
+    "limits.outbox_bytes": (4096, "every client would be closed as one that does not read"),
+    "limits.upload_bytes": (1, "every file would be refused"),
+    "limits.upload_s": (1.0, "every file would be refused"),
+    "limits.spool_bytes": (1, "every file would be refused"),
+    "limits.uploads": (1, "no file would ever be transcribed"),
+}
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Keys that a running server applies at a reload; all others need a restart. Keys of [session], and limits for the
 # memory of a session, apply to sessions that begin afterwards.
@@ -303,7 +318,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{name}: there is no file {file!r}; set the path of an existing PEM file")
     if config.limits.max_load > 1:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
-    _check_not_zero(config)
+    _check_least(config)
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
     _check_proxies(server)
@@ -333,11 +348,14 @@ def _check_keys(auth: AuthConfig) -> None:
             raise ConfigError(f"auth.keys: {text}")
 
 
-def _check_not_zero(config: Config) -> None:
-    if config.limits.uploads == 0:
-        raise ConfigError("limits.uploads must be at least 1: with 0 no file would ever be transcribed")
-    if config.server.handshake_s == 0:
-        raise ConfigError("server.handshake_s must be more than 0: with 0 every request would be cut off at once")
+def _check_least(config: Config) -> None:
+    for name, (least, consequence) in LEAST.items():
+        section, key = name.split(".")
+        value = getattr(getattr(config, section), key)
+        if 0 <= value < least:
+            raise ConfigError(f"{name} must be at least {least:g}, not {value:g}: with less {consequence}")
+    if 0 < config.limits.outbox_characters < LEAST["limits.outbox_bytes"][0]:
+        raise ConfigError(f"limits.outbox_characters must be 0 or at least {LEAST['limits.outbox_bytes'][0]:g}")
 
 
 def _check_proxies(server: ServerConfig) -> None:
@@ -413,6 +431,8 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             "model.spare needs an engine that this server starts: remove it, or model.engines and fleet.table"
         )
+    if not DEVICE.fullmatch(model.device):
+        raise ConfigError(f"model.device must be auto, cpu, cuda, or cuda:1 for the second GPU, not {model.device!r}")
     for address in model.engines:
         match = ENGINE.fullmatch(address)
         port = match and (match[1] or match[2])

@@ -1,11 +1,10 @@
-"""The gateway's exceptions and WebSocket close codes, and the parsing of numbers in queries and forms.
+"""The gateway's exceptions and WebSocket close codes.
 
 The texts of `ClientFault` and `Refusal` are sent to clients: they contain no paths, secrets or internals.
 """
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -71,28 +70,3 @@ class Refusal(GatewayError):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
-
-
-# Numbers in queries and forms: only plain ASCII digits. Python's `int` and `float` also accept digits of other scripts,
-# underscores, spaces, leading zeros, `nan` and strings of any length.
-
-_WHOLE = re.compile(r"0|[1-9][0-9]{0,18}")
-_DECIMAL = re.compile(r"-?(?:(?:0|[1-9][0-9]{0,18})(?:\.[0-9]{0,24})?|\.[0-9]{1,24})(?:[eE][+-]?[0-9]{1,3})?")
-
-
-def whole_number(name: str, text: str, low: int, high: int) -> int:
-    """Parse an integer. Raises ValueError with a sentence that names the parameter and does not repeat the text."""
-    if _WHOLE.fullmatch(text):
-        value = int(text)
-        if low <= value <= high:
-            return value
-    raise ValueError(f"'{name}' must be a whole number from {low} to {high}, in plain digits.")
-
-
-def decimal_number(name: str, text: str, low: float, high: float) -> float:
-    """Parse a number that may have a fraction; otherwise like `whole_number`."""
-    if _DECIMAL.fullmatch(text):
-        value = float(text)
-        if low <= value <= high:
-            return value
-    raise ValueError(f"'{name}' must be a number from {low:g} to {high:g}, in plain digits.")

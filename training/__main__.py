@@ -23,8 +23,8 @@ import torch
 from engine.errors import EngineError
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.weights.pretrained import load_speech_model, load_streaming_weights
 from engine.weights.store import WeightsError, pull, resolve
+from engine.weights.windowed_models import load_speech_model, load_streaming_weights
 from realtime.bench.words import Normaliser, english_normaliser
 from training.config import BadConfig, read_config
 from training.corpora import SAMPLE_RATE, CorpusError, read_corpora

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from engine.models.moonshine import Moonshine, frames_after
 from engine.models.moonshine_streaming import RunningNorm, StreamingSpec
-from engine.weights.pretrained import load_streaming_weights
+from engine.weights.windowed_models import load_streaming_weights
 from training.augment import augment
 from training.config import MaskConfig, TrainingConfig
 from training.corpora import Speech, Utterance, windows

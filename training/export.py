@@ -11,7 +11,7 @@ from torch import Tensor
 
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingSpec
-from engine.weights.pretrained import description, pack_rows
+from engine.weights.windowed_models import description, pack_rows
 
 # Products that the engine takes with 8 bits lose nothing by being stored so. The third convolution is not one of them.
 _EIGHT_BIT = ("qkv_proj.weight", "o_proj.weight", "fc1.weight", "fc2.weight", "conv2.linear.weight", "cross_kv.weight")

@@ -158,6 +158,8 @@ class Bye(Message, tag="bye"):
 ToEngine = Batch | Beat | Again | Repair | Bye
 ToGateway = Update | Beat | Again | Missing
 
+# What msgspec raises for bytes from elsewhere; TypeError: the key of a map is not hashable.
+_UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[bool, msgspec.msgpack.Decoder[Any]] = {
     True: msgspec.msgpack.Decoder(ToEngine),
@@ -184,7 +186,7 @@ def decode(frames: Frames, to_engine: bool) -> Any:
         if header and 0x80 <= header[0] <= 0x8F:
             return _greeting_decoder.decode(header)
         return _decoders[to_engine].decode(header)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
+    except _UNREADABLE as error:
         raise WireError(f"not a message of this protocol: {error}") from None
 
 
@@ -213,7 +215,6 @@ def rows_of(payload: Payload | None) -> int | None:
 # Commands of a batch are encoded and decoded one by one: if what a client sent makes a command unencodable or
 # undecodable, only its own stream ends, and the other commands of the batch are executed.
 
-_UNREADABLE = (msgspec.DecodeError, ValueError, RecursionError)
 # MessagePack prefix of an array; its length follows in four bytes.
 _ARRAY = b"\xdd"
 

@@ -31,7 +31,7 @@ from engine.boundary.codec import Frames
 from engine.fleet_secret import derive
 
 # Address of ZeroMQ's authentication requests (ZAP); there is one handler per context.
-DOOR = "inproc://zeromq.zap.01"
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"tickertape"
 LOOPBACK = ("localhost", "::1")
 
@@ -76,7 +76,7 @@ class ZapAuthenticator:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: LinkKeys) -> None:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
-        self.socket.bind(DOOR)
+        self.socket.bind(ZAP_ENDPOINT)
         self._known = z85.decode(keys.gateway.public)
 
     def answer_all(self) -> None:
@@ -210,7 +210,7 @@ class Numbering:
         self.taken = number
 
 
-def _feel_pulse(socket: zmq.Socket[bytes]) -> None:
+def _set_heartbeat(socket: zmq.Socket[bytes]) -> None:
     socket.heartbeat_ivl, socket.heartbeat_timeout = PULSE_MS, PULSE_TIMEOUT_MS
 
 
@@ -240,7 +240,7 @@ class GatewaySocket:
         self._socket.linger = 0
         if keys is not None and uses_tcp(address):
             keys.lock_gateway(self._socket)
-        _feel_pulse(self._socket)
+        _set_heartbeat(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSED)
         self._socket.connect(check_address(address))
         self._closed = False
@@ -317,7 +317,7 @@ class EngineSocket:
         # Sending to a gateway that is gone raises an error, which is the first sign that it is gone.
         self._socket.router_mandatory = True
         self._socket.linger = 500
-        _feel_pulse(self._socket)
+        _set_heartbeat(self._socket)
         self._monitor = self._socket.get_monitor_socket(REFUSED)
         self._refusal_said_at = float("-inf")
         self._poller = zmq.Poller()

@@ -20,7 +20,7 @@ from engine.client.engine_handles import EngineHandle
 from engine.client.handoff import AdoptedSession, HandoffClient, Owned, handoff_target
 from engine.client.link import EngineLink, Processor, processor_for, warm_up
 from engine.client.pool import LOOK_SECONDS, Capacity, TableFile, TableReport, capacity_of
-from engine.client.prepared import Rendered, inject, render
+from engine.client.prepared_audio import Rendered, inject, render
 from engine.client.replay import StreamLimits, positions_to_keep
 from engine.client.stream import EngineStream, HandoffTarget
 from engine.client.supervisor import EngineMetrics, Supervisor
@@ -80,7 +80,7 @@ class EngineClient:
             settings.recovery_timeout_s,
             settings.max_load,
             settings.spares,
-            self.handoffs.heard,
+            self.handoffs.on_output,
             self.handoffs.claim,
             self._make_place,
             None if settings.fleet_secret is None else LinkKeys.from_secret(settings.fleet_secret),
@@ -154,7 +154,7 @@ class EngineClient:
                     await self._running.pool.open_on(pooled, opened)
                     return opened
                 except BaseException as error:
-                    opened.abandon()
+                    opened.cancel_opening()
                     if not isinstance(error, (AtCapacity, EngineDead)):
                         raise
                     refusal = error
@@ -186,7 +186,7 @@ class EngineClient:
 
     def _make_adopted(self, adopted: messages.SessionGiven) -> EngineStream:
         self._names.add(adopted.stream)
-        opening = messages.Open(adopted.stream, True, adopted.delay_positions, adopted.options)
+        opening = messages.Open(adopted.stream, True, adopted.delay_positions, adopted.options, turns=adopted.turns)
         return EngineStream(opening, self.spec, self._limits(), self._ended)
 
     def capacity(self) -> Capacity:

@@ -33,7 +33,7 @@ LEFT_SECONDS = 60.0
 
 # Ended sessions that a lost engine may still have a copy of: how long they are remembered, and how many.
 OVER_SECONDS = 600.0
-MOST_OVER = 10_000
+MAX_ENDED = 10_000
 
 HandoffAnswer = messages.Held | messages.Renewed | messages.Claimed
 
@@ -43,7 +43,7 @@ class Owned:
     """A session of this gateway; `place` is the link to the engine that has its value, if any."""
 
     key: str
-    number: int
+    owner_number: int
     place: EngineLink | None
 
 
@@ -54,7 +54,7 @@ class AdoptedSession:
     If it had a stream, the stream continues at its sample `goes_on_at`, and `flushes` flushes of it are unanswered.
     """
 
-    number: int
+    owner_number: int
     base: bytes
     chunks: list[bytes]
     entries: list[bytes]
@@ -83,7 +83,7 @@ class HandoffClient:
         # Copies of sessions that are of no use: up to which number, and since when. The oldest comes first.
         self._over: dict[str, tuple[int, float]] = {}
 
-    def heard(self, pooled: PooledEngine, output: messages.SessionOutput) -> None:
+    def on_output(self, pooled: PooledEngine, output: messages.SessionOutput) -> None:
         match output:
             case messages.Wanted(key, number):
                 is_outdated = self.on_wanted is not None and self.on_wanted(key, number)
@@ -117,7 +117,7 @@ class HandoffClient:
         """What a lost engine may still have of a session, up to this number, is of no use any more."""
         self._over.pop(key, None)
         self._over[key] = (number, asyncio.get_running_loop().time())
-        if len(self._over) > MOST_OVER:
+        if len(self._over) > MAX_ENDED:
             del self._over[next(iter(self._over))]
 
     async def confirm(self, pool: EnginePool) -> None:
@@ -140,7 +140,7 @@ class HandoffClient:
 
     def _send_claim(self, link: EngineLink, tag: int) -> None:
         owned = [] if self.sessions is None else self.sessions()
-        claims = [(session.key, session.number, session.place not in (None, link)) for session in owned]
+        claims = [(session.key, session.owner_number, session.place not in (None, link)) for session in owned]
         link.send(messages.Claim("", tag, claims))
 
     # Sessions of other gateways.
@@ -155,16 +155,16 @@ class HandoffClient:
             pooled: pooled.link for pooled in pool.all if pooled.link is not None and pooled.link is not owned.place
         }
         asking = self._ask_all(links, owned.key)
-        number = owned.number
+        number = owned.owner_number
         if owned.place is not None:
             renewed = await self._answer(owned.place, partial(_send_renewal, owned))
             if not isinstance(renewed, messages.Renewed):
                 raise EngineDead(f"the engine at {owned.place.address} has not answered")
-            number = renewed.number
+            number = renewed.owner_number
         others = await _answers_of(asking.values(), OTHERS_SECONDS)
         for task in asking.values():
             task.cancel()
-        return 0 if any(held.number > number for held in others) else number
+        return 0 if any(held.owner_number > number for held in others) else number
 
     async def adopt(
         self, pool: EnginePool, key: str, is_wanted: Callable[[], bool] = lambda: True
@@ -188,7 +188,7 @@ class HandoffClient:
                 raise EngineDead("not all engines have answered; try again in a few seconds")
             return None
         # An engine that the session has left knows its number but does not have its value.
-        at = max(found, key=lambda pooled: (found[pooled].number, found[pooled].whole))
+        at = max(found, key=lambda pooled: (found[pooled].owner_number, found[pooled].whole))
         newest = found[at]
         if not newest.whole:
             raise EngineDead("the gateway that has the session is just coming back; try again in a few seconds")
@@ -232,7 +232,7 @@ class HandoffClient:
         """Raises EngineDead if the engine does not answer, or another gateway has adopted the session first."""
         adopting: asyncio.Future[AdoptedSession | None] = asyncio.get_running_loop().create_future()
         self._adopting[pooled, held.key] = adopting
-        link.send(messages.Adopt("", held.key, held.number))
+        link.send(messages.Adopt("", held.key, held.owner_number))
         try:
             await asyncio.wait((adopting, link.ended), timeout=ANSWER_SECONDS, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -249,7 +249,7 @@ class HandoffClient:
         """Must run synchronously: the stream's outputs follow in the same message."""
         asked = self._adopting.get((pooled, adopted.key))
         found = None
-        if adopted.number:
+        if adopted.owner_number:
             found = self._take(pooled, adopted)
         if asked is not None and not asked.done():
             asked.set_result(found)
@@ -257,10 +257,10 @@ class HandoffClient:
             # The adoption was given up. Save the session again for the next one.
             pooled.link.send(_left_again(adopted))
             if found.stream is not None:
-                found.stream.lay_down()
+                found.stream.release()
 
     def _take(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> AdoptedSession:
-        given = (adopted.number, adopted.base, adopted.chunks, adopted.entries, pooled.link)
+        given = (adopted.owner_number, adopted.base, adopted.chunks, adopted.entries, pooled.link)
         if not adopted.stream:
             return AdoptedSession(*given)
         stream = self._make_stream(adopted)
@@ -288,30 +288,30 @@ async def _answers_of(
         answers += [task.result() for task in done if task.exception() is None]
         if not done:
             break
-        if any(held.number for held in answers):
+        if any(held.owner_number for held in answers):
             timeout = OTHERS_SECONDS
     return answers
 
 
 def _send_renewal(owned: Owned, link: EngineLink, tag: int) -> None:
-    link.send(messages.Renew("", owned.key, tag, owned.number))
+    link.send(messages.Renew("", owned.key, tag, owned.owner_number))
 
 
 def _has_session(task: asyncio.Task[messages.Held]) -> bool:
-    return task.done() and not task.cancelled() and task.exception() is None and task.result().number > 0
+    return task.done() and not task.cancelled() and task.exception() is None and task.result().owner_number > 0
 
 
 def _discard(link: EngineLink, newest: messages.Held, task: asyncio.Task[messages.Held]) -> None:
     """Make an engine drop a value of the session that is older than the adopted one."""
-    if _has_session(task) and (older := task.result()).number < newest.number:
-        link.send(messages.DropHandoff("", older.key, older.number))
+    if _has_session(task) and (older := task.result()).owner_number < newest.owner_number:
+        link.send(messages.DropHandoff("", older.key, older.owner_number))
 
 
 def _left_again(adopted: messages.SessionGiven) -> messages.SaveHandoff:
     return messages.SaveHandoff(
         adopted.stream,
         adopted.key,
-        adopted.number,
+        adopted.owner_number,
         adopted.consumed,
         adopted.entries,
         base=adopted.base,

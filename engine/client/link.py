@@ -151,7 +151,7 @@ Queued = tuple[messages.Command | None, list[messages.Item]]
 class Source(Protocol):
     """Sends a replay piece by piece, as the queue asks for it."""
 
-    def take(self) -> Queued | None:
+    def next_piece(self) -> Queued | None:
         """Return the next piece; None if there is none at the moment."""
 
 
@@ -207,7 +207,7 @@ class SendQueue:
         added = 0
         while self._sources and added < most and self._replay_bytes + added < REPLAY_WINDOW_BYTES:
             source = self._sources.popleft()
-            piece = source.take()
+            piece = source.next_piece()
             if piece is None:
                 continue
             self._sources.insert(REPLAYED_TOGETHER - 1, source)

@@ -78,8 +78,8 @@ class Migrations:
         finally:
             del self._moving[stream]
         # Free the reserved place; the stream takes it.
-        place.drop()
+        place.abort_everywhere()
         if pooled.streams.get(stream.id) is stream and stream.may_move:
             del pooled.streams[stream.id]
-            stream.part(self._clock())
+            stream.start_migration(self._clock())
             self._recovery.carry(stream, target)

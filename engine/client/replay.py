@@ -8,32 +8,12 @@ with its last text: text that was received is not repeated, text that was lost i
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
-from msgspec import structs
-
-from engine.messages import Item, StreamState, Text, TurnRule, Word
+from engine.boundary.kept_audio import KeptAudio, ReplayEntry
+from engine.messages import Item, StreamState, Text, Word
 from engine.spec import ModelSpec
-
-
-@dataclass(frozen=True, slots=True)
-class AskedFlush:
-    """A flush was requested at this point."""
-
-    tag: int
-    pause: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NewTurns:
-    """The rule for turn ends changed at this point."""
-
-    turns: TurnRule | None
-
-
-ReplayEntry = Item | AskedFlush | NewTurns
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +28,8 @@ class Replay:
     # Items before the state's position, and the position until which latency does not matter (the engine catches up).
     known: list[Item] = field(default_factory=list)
     catch_up_until: int = 0
+    # The sample at which the entries begin, on the new engine's count.
+    sample: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,13 +56,13 @@ class Memory(Protocol):
     def replay(self, kept: KeptAudio) -> Replay:
         """What to send to a new engine. All later text comes from that engine."""
 
-    def hear(self, text: Text) -> Text | None:
+    def on_text(self, text: Text) -> Text | None:
         """Record text from the engine; returns the part of it that is new, or None."""
 
-    def take(self, state: StreamState) -> None:
+    def on_state(self, state: StreamState) -> None:
         """Record the state after all text so far."""
 
-    def go_on(self, position: int, token: int) -> None:
+    def start_at(self, position: int, token: int) -> None:
         """An adopted stream: nothing before `position` is kept, and its next token belongs to position `token`."""
 
     @property
@@ -89,105 +71,6 @@ class Memory(Protocol):
 
     def is_whole(self, kept: KeptAudio) -> bool:
         """Whether a replay gives exactly the same text. An adopted stream must first hear a full window again."""
-
-
-class KeptAudio:
-    """The last part of a stream: items, flushes and rule changes in the order in which they were sent."""
-
-    def __init__(self, spec: ModelSpec) -> None:
-        self.end = spec.prefix_positions
-        self.end_sample = 0
-        self._spec = spec
-        self._entries: deque[ReplayEntry] = deque()
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def add(self, items: Sequence[Item]) -> None:
-        self._entries.extend(items)
-        if items:
-            last = items[-1]
-            self.end = last.offset + last.length
-            came = last.length * self._spec.samples_per_position if last.samples is None else last.samples
-            self.end_sample = last.sample + came
-
-    def mark_flush(self, tag: int, unanswered: Collection[int], pause: int | None = None) -> None:
-        """Record a flush. It replaces flushes directly before it that are answered."""
-        while self._entries and isinstance(self._entries[-1], AskedFlush) and self._entries[-1].tag not in unanswered:
-            self._entries.pop()
-        self._entries.append(AskedFlush(tag, pause))
-
-    def mark_turns(self, turns: TurnRule | None) -> None:
-        """Record a change of the turn rule. It replaces one directly before it."""
-        if self._entries and isinstance(self._entries[-1], NewTurns):
-            self._entries.pop()
-        self._entries.append(NewTurns(turns))
-
-    def first(self) -> Item | None:
-        return next((entry for entry in self._entries if isinstance(entry, Item)), None)
-
-    def drop_before(self, position: int) -> Item | None:
-        """Drop everything before `position`, including flushes; returns the first item that stays.
-
-        An audio item stays whole. A gap is cut at `position`, so that a long gap does not keep more than audio would.
-        """
-        while (first := self.first()) is not None and first.offset < position:
-            if first.offset + first.length > position and first.key:
-                break
-            while self._entries.popleft() is not first:
-                pass
-            if first.offset + first.length > position:
-                self._entries.appendleft(self._rest_of_gap(first, position))
-        return first
-
-    def _rest_of_gap(self, gap: Item, position: int) -> Item:
-        rate = self._spec.samples_per_position
-        covered = gap.length * rate if gap.samples is None else gap.samples
-        passed = min((position - gap.offset) * rate, covered)
-        length = gap.offset + gap.length - position
-        samples = None if gap.samples is None else covered - passed
-        return structs.replace(gap, offset=position, length=length, sample=gap.sample + passed, samples=samples)
-
-    def drop_flushes(self, tag: int) -> None:
-        """Drop leading flushes up to `tag`."""
-        while self._entries and isinstance(self._entries[0], AskedFlush) and self._entries[0].tag <= tag:
-            self._entries.popleft()
-
-    def split(self, position: int, tag: int) -> tuple[list[Item], list[ReplayEntry]]:
-        """The items before a position, and the entries after them without the flushes up to `tag`."""
-        before: list[Item] = []
-        after: list[ReplayEntry] = []
-        for entry in self._entries:
-            if isinstance(entry, Item) and entry.offset < position:
-                before.append(entry)
-                after = [flush for flush in after if isinstance(flush, AskedFlush)]
-            elif not isinstance(entry, AskedFlush) or entry.tag > tag:
-                after.append(entry)
-        return before, after
-
-    def sample_at(self, position: int) -> int:
-        """The sample at which a kept position starts."""
-        for entry in self._entries:
-            if isinstance(entry, Item) and entry.offset + entry.length > position:
-                inside = max(0, position - entry.offset) * self._spec.samples_per_position
-                return entry.sample + (inside if entry.samples is None else min(inside, entry.samples))
-        return self.end_sample
-
-    def from_beginning(self) -> Replay:
-        """All entries, with positions and samples counted from the first kept item."""
-        first = self.first()
-        positions = (self.end if first is None else first.offset) - self._spec.prefix_positions
-        samples = self.end_sample if first is None else first.sample
-        entries = [_earlier(entry, positions, samples) for entry in self._entries]
-        return Replay(positions, samples, entries)
-
-
-def _earlier(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
-    if isinstance(entry, Item):
-        return structs.replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
-    if isinstance(entry, AskedFlush) and entry.pause is not None:
-        return replace(entry, pause=max(0, entry.pause - samples))
-    return entry
 
 
 class TokenMemory:
@@ -216,11 +99,11 @@ class TokenMemory:
             self._words.popleft()
 
     def replay(self, kept: KeptAudio) -> Replay:
-        replay = kept.from_beginning()
-        self._replayed = self._replayed or bool(replay.entries)
-        return replace(replay, forced_tokens=list(self._tokens))
+        positions, samples, entries = kept.from_beginning()
+        self._replayed = self._replayed or bool(entries)
+        return Replay(positions, samples, entries, forced_tokens=list(self._tokens))
 
-    def hear(self, text: Text) -> Text | None:
+    def on_text(self, text: Text) -> Text | None:
         self._tokens.extend(text.tokens)
         if self._replayed:
             # A replayed flush completes the word before it once more, or the rest of that word.
@@ -231,10 +114,10 @@ class TokenMemory:
     def _is_known(self, word: Word) -> bool:
         return any(known.end_sample == word.end_sample and known.text.endswith(word.text) for known in self._words)
 
-    def take(self, state: StreamState) -> None:
+    def on_state(self, state: StreamState) -> None:
         raise AssertionError("a model with one token per position sends no states")
 
-    def go_on(self, position: int, token: int) -> None:
+    def start_at(self, position: int, token: int) -> None:
         self._first, self._kept_from = token, position
 
     @property
@@ -264,16 +147,18 @@ class SavedWindow:
         known, entries = kept.split(position, tag)
         # The new engine may fall behind by as much audio again while it catches up; after that, latency counts.
         catch_up_until = kept.end + (kept.end - position)
-        return Replay(0, 0, entries, state=state, known=known, catch_up_until=catch_up_until)
+        sample = kept.sample_at(position)
+        return Replay(0, 0, entries, state=state, known=known, catch_up_until=catch_up_until, sample=sample)
 
-    def hear(self, text: Text) -> Text | None:
+    def on_text(self, text: Text) -> Text | None:
         return text
 
-    def take(self, state: StreamState) -> None:
-        if state.audio_from >= self._kept_from:
+    def on_state(self, state: StreamState) -> None:
+        is_newer = self._state is None or state.position >= self._state.position
+        if is_newer and state.audio_from >= self._kept_from:
             self._state, self._kept_from = state, 0
 
-    def go_on(self, position: int, token: int) -> None:
+    def start_at(self, position: int, token: int) -> None:
         self._kept_from = position
 
     @property

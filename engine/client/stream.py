@@ -20,9 +20,10 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.items import make_cutter, prepare
+from engine.boundary.kept_audio import AskedFlush, KeptAudio, NewTurns, ReplayEntry
 from engine.client.crash_suspects import CrashSuspicion
 from engine.client.link import EngineLink, ItemRefused, Queued
-from engine.client.replay import AskedFlush, KeptAudio, NewTurns, Replay, ReplayEntry, StreamLimits, memory_for
+from engine.client.replay import Replay, StreamLimits, memory_for
 from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
 from engine.messages import Item
 from engine.spec import ModelSpec
@@ -193,7 +194,7 @@ class Delivery:
         else:
             self._on_done()
 
-    def take(self) -> Queued | None:
+    def next_piece(self) -> Queued | None:
         if self._opening is not None:
             opening, self._opening = self._opening, None
             return opening
@@ -257,7 +258,7 @@ class Outputs:
         self._news = asyncio.Event()
         self._listener: Callable[[messages.Output], None] | None = None
         # Speech before this sample has been reported.
-        self._reported_until = 0
+        self.reported_until = 0
         # Whether the last reported frame was speech.
         self.speech_goes_on = False
 
@@ -278,12 +279,17 @@ class Outputs:
             self._queue.append((self.told, output))
             self._news.set()
 
-    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+    def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         """Pass each output to the listener as it comes. The listener must not block or raise."""
         self._listener = listener
         while self._queue:
             self.read, output = self._queue.popleft()
             listener(output)
+
+    def adopt(self, told: int, reported_until: int) -> None:
+        """Continue for another gateway, which has read `told` outputs and speech up to this sample."""
+        self.begin(told)
+        self.reported_until = reported_until
 
     def begin(self, told: int) -> None:
         """Another engine runs the stream and has sent `told` outputs; the outputs queued here are not among them."""
@@ -307,21 +313,21 @@ class Outputs:
 
     def _new_part(self, speech: messages.Speech) -> messages.Speech | None:
         """Return the part that was not reported before (the audio may be a replay), or None."""
-        if speech.sample >= self._reported_until and speech.frame_samples and speech.probabilities:
-            self._reported_until = speech.sample + len(speech.probabilities) * speech.frame_samples
+        if speech.sample >= self.reported_until and speech.frame_samples and speech.probabilities:
+            self.reported_until = speech.sample + len(speech.probabilities) * speech.frame_samples
             return speech
-        if speech.frame_samples > self._sample_rate and speech.sample < self._reported_until:
+        if speech.frame_samples > self._sample_rate and speech.sample < self.reported_until:
             # A long silence is one long frame. Return only the samples that were not reported.
-            known = min(self._reported_until - speech.sample, speech.frame_samples)
+            known = min(self.reported_until - speech.sample, speech.frame_samples)
             speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
         if not speech.frame_samples:
             return None
-        known = max(0, -(-(self._reported_until - speech.sample) // speech.frame_samples))
+        known = max(0, -(-(self.reported_until - speech.sample) // speech.frame_samples))
         probabilities = speech.probabilities[known:]
         if not probabilities:
             return None
         sample = speech.sample + known * speech.frame_samples
-        self._reported_until = sample + len(probabilities) * speech.frame_samples
+        self.reported_until = sample + len(probabilities) * speech.frame_samples
         return messages.Speech(speech.stream, sample, speech.frame_samples, probabilities)
 
 
@@ -506,9 +512,9 @@ class EngineStream:
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return aiter(self._outputs)
 
-    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+    def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         """Pass each output to the listener as it comes, instead of iteration. The listener must not raise."""
-        self._outputs.listen(listener)
+        self._outputs.subscribe(listener)
 
     @property
     def target(self) -> HandoffTarget | None:
@@ -530,7 +536,7 @@ class EngineStream:
         migration: an adopting gateway would continue on the previous engine, and the client sends the audio again."""
         return self._cutter.rest() if self.previous_engine.leaving is None else np.zeros(0, np.float32)
 
-    def lay_down(self) -> None:
+    def release(self) -> None:
         """The stream continues at another gateway: send nothing more, and deliver no more outputs here."""
         if self.previous_engine.leaving is not None and self._delivery is not None:
             self._delivery.abort()
@@ -562,6 +568,11 @@ class EngineStream:
             state=replay.state,
             catch_up_until=replay.catch_up_until,
             suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
+            sample=replay.sample,
+            segment=max(0, self._cutter.segment - replay.samples),
+            heard_until=max(0, self._outputs.reported_until - replay.samples),
+            flushes=self._tags,
+            answered=min(self._unanswered, default=self._tags + 1) - 1,
         )
         self._delivery = Delivery(link, opening, replay, self._finished, self.previous_engine.settle)
         try:
@@ -577,14 +588,19 @@ class EngineStream:
         end, sample = adopted.end + positions, adopted.sample + samples
         self.place.begin(link, Replay(positions, samples, []))
         self._kept.end, self._kept.end_sample = end, sample
-        self._memory.go_on(end, adopted.token + positions)
+        if adopted.kept is None:
+            self._memory.start_at(end, adopted.token + positions)
+        else:
+            self._kept.take(adopted.kept)
+            if adopted.state is not None:
+                self._memory.on_state(adopted.state)
         self._tags = adopted.flushes
         self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
         self._watch_for_audio()
-        self._outputs.begin(adopted.consumed)
+        self._outputs.adopt(adopted.consumed, adopted.heard_until + samples)
         self.was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id)
-        return self._cutter.go_on(end, sample, adopted.segment + samples)
+        return self._cutter.continue_from(end, sample, adopted.segment + samples)
 
     @property
     def may_move(self) -> bool:
@@ -597,7 +613,7 @@ class EngineStream:
         """Whether there is silence, and no flush is unanswered."""
         return not self._outputs.speech_goes_on and not self._unanswered
 
-    def part(self, now: float) -> None:
+    def start_migration(self, now: float) -> None:
         """Leave the engine for another one. The old one keeps the stream until the new one has all of it."""
         self.previous_engine.begin(self.target)
         self.place.lose(now, self._kept.end)
@@ -608,18 +624,18 @@ class EngineStream:
         """Whether the last output has not come yet."""
         return not self._ended
 
-    def abandon(self) -> None:
+    def cancel_opening(self) -> None:
         """The caller gave up while the stream was being opened: abort it and deliver no outputs."""
         if self._delivery is not None:
             self._delivery.abort()
         self._ended = True
 
-    def drop(self) -> None:
+    def abort_everywhere(self) -> None:
         """The stream is not needed any more, here or at another gateway: abort it on all engines."""
         if self._delivery is not None:
             self._delivery.abort()
         self.previous_engine.end()
-        self.lay_down()
+        self.release()
 
     def detach(self, why: str, now: float) -> None:
         """The engine is lost. Until another one takes over, audio is kept and nothing is sent."""
@@ -631,7 +647,7 @@ class EngineStream:
         """Positions that the engine may have been computing when it died."""
         return self.place.uncomputed(self._kept.end)
 
-    def take(self, output: messages.Output) -> None:
+    def on_output(self, output: messages.Output) -> None:
         """Handle an output of the engine that runs the stream now."""
         self._outputs.told += 1
         self.place.from_engine(output)
@@ -642,7 +658,7 @@ class EngineStream:
                     self._delivery.opened()
                 self._answer_open(None)
             case messages.Text():
-                self._outputs.put(self._memory.hear(output))
+                self._outputs.put(self._memory.on_text(output))
             case messages.Speech():
                 self._outputs.put_speech(output)
             case messages.Flushed():
@@ -650,7 +666,7 @@ class EngineStream:
                     self._unanswered.discard(output.tag)
                     self._outputs.put(output)
             case messages.StreamState():
-                self._memory.take(output)
+                self._memory.on_state(output)
                 self._memory.trim(self._kept)
             case messages.Failed() if self._opened is not None and not self._opened.done():
                 self._answer_open(error_of(output))

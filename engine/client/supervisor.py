@@ -251,7 +251,7 @@ class Supervisor:
         try:
             await asyncio.wait({connecting, exited}, return_when=asyncio.FIRST_COMPLETED)
             if not connecting.done():
-                raise EngineDead(f"{exited.result()} before it was ready; its log says why")
+                raise EngineDead(f"{exited.result()}. That was before it was ready; its log says why")
             spec = connecting.result()
         finally:
             for task in (connecting, exited):
@@ -286,7 +286,7 @@ class Supervisor:
             if is_new and stream.place.lost_at is not None:
                 stream.place.speaks()
                 self._recovery.note_progress(stream)
-            stream.take(output)
+            stream.on_output(output)
 
         def on_progress(progress: codec.Progress) -> None:
             stream = pooled.streams.get(progress.stream)

@@ -26,7 +26,7 @@ class PagePool:
         assert self.can_reserve(pages), "ask can_reserve first"
         self.reserved += pages
 
-    def take(self) -> int:
+    def allocate(self) -> int:
         """Take one of the reserved pages."""
         return self._free.pop()
 
@@ -58,7 +58,7 @@ class RingTable:
         self.covered = blocks * self._page_positions
         added = []
         while len(self.pages) < blocks and len(self.pages) < self._ring_pages:
-            page = self._pool.take()
+            page = self._pool.allocate()
             added.append((len(self.pages), page))
             self.pages.append(page)
         return added

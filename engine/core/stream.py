@@ -258,7 +258,7 @@ class StreamText:
         tokens, unsent = result.tokens, self._unsent
         if len(tokens) == 1 and tokens[0] in self._blanks and start >= self._stream.forced and not ends_segment:
             unsent.append(tokens[0])  # most frames are blank
-            return None if len(unsent) < REPORT_AFTER_TOKENS else self._say("", [])
+            return None if len(unsent) < REPORT_AFTER_TOKENS else self._text("", [])
         words: list[Word] = []
         delta = self._push_frames(start, tokens, words) if tokens else ""
         if result.timed or result.pending:
@@ -268,18 +268,18 @@ class StreamText:
             delta += self._finish_word(words)
         if not delta and not words and len(unsent) < REPORT_AFTER_TOKENS:
             return None
-        return self._say(delta, words)
+        return self._text(delta, words)
 
     def end_segment(self) -> list[Text]:
         """Emit the unfinished word and its punctuation: text before a flush does not wait for text after it."""
         words: list[Word] = []
         delta = self._push_timed(self.pending, words) + self._finish_word(words)
         self.pending = ()
-        return [self._say(delta, words)] if delta or words else []
+        return [self._text(delta, words)] if delta or words else []
 
     def report(self) -> Text:
         """Return a Text with all tokens that were not sent yet, without a delta."""
-        return self._say("", [])
+        return self._text("", [])
 
     def save(self) -> Saved:
         word, pending = self.builder.unfinished, [astuple(timed) for timed in self.pending]
@@ -291,7 +291,7 @@ class StreamText:
         self._unsent = list(saved["unsent"])
         self.pending = [TimedToken(*timed) for timed in saved["pending"]]
 
-    def _say(self, delta: str, words: list[Word]) -> Text:
+    def _text(self, delta: str, words: list[Word]) -> Text:
         stream = self._stream
         tokens, self._unsent = self._unsent, []
         return Text(stream.id, delta, words, tokens, stream.clock.sample_at(stream.computed))

@@ -230,9 +230,9 @@ class DecoderLayer(nn.Module):
 
     def forward(self, x: Tensor, layer: int, run: DecoderPass, rotary: Rotary, angles: Tensor) -> tuple[Tensor, Tensor]:
         query, key, value = self.self_attn.project(self.input_layernorm(x), rotary, angles)
-        x = x + self.self_attn.o_proj(run.speak(layer, query * self._scale, key, value))
+        x = x + self.self_attn.o_proj(run.self_attention(layer, query * self._scale, key, value))
         query = split_heads(self.encoder_attn.q_proj(self.post_attention_layernorm(x)), self.self_attn.heads)
-        mixed, weights = run.listen(layer, query * self._scale)
+        mixed, weights = run.cross_attention(layer, query * self._scale)
         x = x + self.encoder_attn.o_proj(mixed)
         return x + self.mlp(self.final_layernorm(x)), weights
 
@@ -311,7 +311,7 @@ class Moonshine(nn.Module):
         config = self.config
         return DecoderShape(config.decoder_layers, config.heads, config.width // config.heads)
 
-    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+    def prompt_tokens(self, language: str, task: str, before: Sequence[int]) -> list[int]:
         return self.start_tokens
 
     def new_state(self, batch: int, capacity: int) -> DecoderState:

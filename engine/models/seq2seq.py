@@ -171,12 +171,12 @@ class DecoderPass:
         seen = torch.arange(state.keys.shape[3], device=positions.device) <= index
         return cls(index, state, encoded, seen)
 
-    def speak(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    def self_attention(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         """Self-attention over the text so far; query is already scaled."""
         keys, values = self.state.extend(layer, self.index, key, value)
         return join_heads(scaled_dot_product_attention(query, keys, values, attn_mask=self.seen, scale=1.0))
 
-    def listen(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
+    def cross_attention(self, layer: int, query: Tensor) -> tuple[Tensor, Tensor]:
         """Cross-attention over the audio, and its weights [batch, heads, count, frames]; query is already scaled."""
         mixed, weights = attend(query, self.encoded.keys[layer], self.encoded.values[layer], self.encoded.real)
         return join_heads(mixed), weights
@@ -232,7 +232,7 @@ class SpeechModel(Protocol):
     def encode_slowly(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
         """As `encode`, yielding between layers, so that the caller may interleave other work."""
 
-    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+    def prompt_tokens(self, language: str, task: str, before: Sequence[int]) -> list[int]:
         """The tokens that start a text. `language`: a code (empty: the model's first); `task`: empty to transcribe;
         `before`: tokens of the text before it. Without any of these: `start_tokens`."""
 

@@ -290,9 +290,9 @@ class _DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor, layer: int, run: DecoderPass) -> tuple[Tensor, Tensor]:
         query, key, value = self.attn.project(self.attn_ln(x))
-        x = x + self.attn.out(run.speak(layer, query * self._scale, key, value))
+        x = x + self.attn.out(run.self_attention(layer, query * self._scale, key, value))
         query = split_heads(self.cross_attn.query(self.cross_attn_ln(x)), self.attn.heads)
-        mixed, weights = run.listen(layer, query * self._scale)
+        mixed, weights = run.cross_attention(layer, query * self._scale)
         x = x + self.cross_attn.out(mixed)
         return x + self.mlp(self.mlp_ln(x)), weights
 
@@ -389,7 +389,7 @@ class Whisper(nn.Module):
         config = self.config
         return DecoderShape(config.text_layers, config.text_heads, config.width // config.text_heads)
 
-    def opening(self, language: str, task: str, before: Sequence[int]) -> list[int]:
+    def prompt_tokens(self, language: str, task: str, before: Sequence[int]) -> list[int]:
         if not (language or task or before):
             return self.start_tokens
         config = self.config

@@ -32,8 +32,8 @@ from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.runner.windowed.windows import DeviceWindows, HostWindows
 from engine.spec import ModelSpec, Vocabulary
 from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.pretrained import load_speech_model, load_streaming_weights
 from engine.weights.registry import STREAMING_ENCODER
+from engine.weights.windowed_models import load_speech_model, load_streaming_weights
 
 # A windowed stream needs a few megabytes (up to 29 during speech with an encoder in blocks): a CPU runs out of time
 # long before it runs out of memory.

@@ -32,7 +32,7 @@ MOST_ENTRY_BYTES = 8 * 1024 * 1024
 # Ended sessions that had several owners: how long, and how many of them, their last owner number is remembered. Without
 # it a former owner that was stopped meanwhile could continue with its own copy.
 OVER_SECONDS = 600.0
-MOST_OVER = 10_000
+MAX_ENDED = 10_000
 # Sessions given in one tick: each may have a long log, and live outputs wait behind them.
 GIVEN_AT_ONCE = 16
 REVIEW_SECONDS = 0.25
@@ -43,7 +43,7 @@ class SavedHandoff:
     """The saved value of one session."""
 
     key: str
-    number: int
+    owner_number: int
     owner: Peer | None
     # Lowest number accepted from the owner, which may not know its new number yet.
     least: int = 0
@@ -70,7 +70,7 @@ class _Elsewhere:
     """A session without a value here that still exists: its gateway has claimed it, or (owner None) has migrated it to
     another engine."""
 
-    number: int
+    owner_number: int
     owner: Peer | None
     since: float
 
@@ -78,7 +78,7 @@ class _Elsewhere:
 class HandoffTable:
     """All saved handoffs of an engine.
 
-    `reaches` asks a gateway for a session and returns whether the gateway is connected; `hear_out` takes in all
+    `reaches` asks a gateway for a session and returns whether the gateway is connected; `apply_received` takes in all
     received messages of a gateway; `abort` ends a stream.
     """
 
@@ -87,13 +87,13 @@ class HandoffTable:
         hosted_streams: HostedStreams,
         clock: Callable[[], float],
         reaches: Callable[[Peer, messages.Wanted], bool],
-        hear_out: Callable[[Peer], None],
+        apply_received: Callable[[Peer], None],
         abort: Callable[[str], None],
     ) -> None:
         self._hosted = hosted_streams
         self._clock = clock
         self._reaches = reaches
-        self._hear_out = hear_out
+        self._apply_received = apply_received
         self._abort = abort
         self._handoffs: dict[str, SavedHandoff] = {}
         # Keys of sessions with claimants.
@@ -110,20 +110,20 @@ class HandoffTable:
     def __len__(self) -> int:
         return len(self._handoffs)
 
-    def take(self, peer: Peer, command: messages.SessionCommand) -> None:
+    def on_command(self, peer: Peer, command: messages.SessionCommand) -> None:
         match command:
             case messages.SaveHandoff():
                 self._save_handoff(peer, command)
             case messages.Ask():
                 peer.outputs.append(self._held(command.key, command.tag))
             case messages.Adopt():
-                self._adopt(peer, command.key, command.number)
+                self._adopt(peer, command.key, command.owner_number)
             case messages.Renew():
                 peer.outputs.append(messages.Renewed(command.tag, self._renew(peer, command)))
             case messages.Claim():
                 self._claim(peer, command)
             case messages.DropHandoff():
-                self._disown(command)
+                self._on_drop(command)
 
     def leave(self, peer: Peer) -> None:
         """A gateway is gone: its sessions and their streams wait to be adopted."""
@@ -170,10 +170,10 @@ class HandoffTable:
 
     def _take_away(self, handoff: SavedHandoff, owner: Peer) -> None:
         """The owner is late. If its release has arrived already, that counts."""
-        self._hear_out(owner)
+        self._apply_received(owner)
         if handoff.owner is not owner or self._handoffs.get(handoff.key) is not handoff:
             return
-        if self._clock() < self._in_doubt_until:
+        if self._stood_still:
             # The session may have continued on another engine whose gateway has not said so yet.
             self._refuse_claimants(handoff)
         else:
@@ -182,38 +182,48 @@ class HandoffTable:
     def _held(self, key: str, tag: int) -> messages.Held:
         handoff, elsewhere = self._handoffs.get(key), self._elsewhere.get(key)
         if handoff is not None:
-            return messages.Held(key, tag, handoff.number, whole=not self._is_in_doubt(handoff))
-        return messages.Held(key, tag) if elsewhere is None else messages.Held(key, tag, elsewhere.number, whole=False)
+            return messages.Held(key, tag, handoff.owner_number, whole=not self._is_in_doubt(handoff))
+        return (
+            messages.Held(key, tag)
+            if elsewhere is None
+            else messages.Held(key, tag, elsewhere.owner_number, whole=False)
+        )
 
     def _renew(self, peer: Peer, command: messages.Renew) -> int:
         handoff = self._handoffs.get(command.key)
         if handoff is None:
-            return command.number
-        if handoff.owner is not peer or command.number < handoff.least:
+            return command.owner_number
+        if handoff.owner is not peer or command.owner_number < handoff.least:
             return 0
         self._refuse_claimants(handoff)
-        handoff.number += messages.NEXT_OWNER
-        return handoff.number
+        handoff.owner_number += messages.NEXT_OWNER
+        return handoff.owner_number
 
-    def _disown(self, command: messages.DropHandoff) -> None:
+    def _on_drop(self, command: messages.DropHandoff) -> None:
         handoff, elsewhere = self._handoffs.get(command.key), self._elsewhere.get(command.key)
-        if elsewhere is not None and elsewhere.number <= command.number:
+        if elsewhere is not None and elsewhere.owner_number <= command.owner_number:
             del self._elsewhere[command.key]
-        if handoff is None or handoff.number > command.number:
+        if handoff is None or handoff.owner_number > command.owner_number:
             return
         self._forget(handoff)
-        if handoff.number >= messages.NEXT_OWNER:
+        if handoff.owner_number >= messages.NEXT_OWNER:
             self._over.pop(command.key, None)
-            self._over[command.key] = (command.number, self._clock())
-            if len(self._over) > MOST_OVER:
+            self._over[command.key] = (command.owner_number, self._clock())
+            if len(self._over) > MAX_ENDED:
                 del self._over[next(iter(self._over))]
-        if handoff.number < command.number:
+        if handoff.owner_number < command.owner_number:
             # The session has migrated. A gateway that asks all engines now may have asked the other one too early.
-            self._elsewhere[command.key] = _Elsewhere(command.number, None, self._clock())
+            self._elsewhere[command.key] = _Elsewhere(command.owner_number, None, self._clock())
 
     def _is_in_doubt(self, handoff: SavedHandoff) -> bool:
         """Whether its owner may have continued it on another engine without having told this one."""
-        return handoff.owner is None and bool(handoff.left_by) and self._clock() < self._in_doubt_until
+        return handoff.owner is None and bool(handoff.left_by) and self._stood_still
+
+    @property
+    def _stood_still(self) -> bool:
+        """Whether this engine was stopped a short time ago. Messages may be taken in before the first tick since."""
+        now = self._clock()
+        return now < self._in_doubt_until or now - self._ticked_at > STOOD_STILL_SECONDS
 
     def _claim(self, peer: Peer, claim: messages.Claim) -> None:
         """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved values that it
@@ -224,8 +234,8 @@ class HandoffTable:
             was_left = handoff is not None and handoff.owner is None and handoff.left_by == peer.gateway
             if handoff is not None and handoff.owner is peer:
                 continue
-            if handoff is not None and handoff.number > number and not was_left:
-                peer.outputs.append(messages.Fenced(key, handoff.number))
+            if handoff is not None and handoff.owner_number > number and not was_left:
+                peer.outputs.append(messages.Fenced(key, handoff.owner_number))
             elif handoff is None and last > number:
                 peer.outputs.append(messages.Fenced(key, last))
             elif handoff is None or handoff.owner is None:
@@ -237,10 +247,10 @@ class HandoffTable:
 
     def _save_handoff(self, peer: Peer, given: messages.SaveHandoff) -> None:
         handoff = self._handoffs.get(given.key)
-        least = 0 if handoff is None else handoff.least if handoff.owner is peer else handoff.number + 1
+        least = 0 if handoff is None else handoff.least if handoff.owner is peer else handoff.owner_number + 1
         if handoff is None and given.key in self._over:
             least = self._over[given.key][0]
-        if given.number < least:
+        if given.owner_number < least:
             peer.outputs.append(messages.Fenced(given.key, least))
             return
         if given.base is not None:
@@ -264,16 +274,16 @@ class HandoffTable:
 
     def _begin(self, peer: Peer, given: messages.SaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
         assert given.base is not None
-        handoff = known or SavedHandoff(given.key, given.number, peer, given.number)
+        handoff = known or SavedHandoff(given.key, given.owner_number, peer, given.owner_number)
         self._handoffs[given.key] = handoff
         self._elsewhere.pop(given.key, None)
         if handoff.owner not in (None, peer):
             # It was adopted on another engine and has migrated here.
-            handoff.owner.outputs.append(messages.Fenced(handoff.key, given.number))
+            handoff.owner.outputs.append(messages.Fenced(handoff.key, given.owner_number))
         if handoff.owner is not peer:
             self._refuse_claimants(handoff)
-            handoff.owner, handoff.left_by, handoff.least = peer, "", given.number
-        handoff.number, handoff.base = max(handoff.number, given.number), given.base
+            handoff.owner, handoff.left_by, handoff.least = peer, "", given.owner_number
+        handoff.owner_number, handoff.base = max(handoff.owner_number, given.owner_number), given.base
         handoff.entries, handoff.entry_bytes, handoff.keep_s = [], 0, given.keep_s
         handoff.position_offset, handoff.sample_offset = given.position_offset, given.sample_offset
         if given.chunk:
@@ -299,7 +309,7 @@ class HandoffTable:
 
     def _adopt(self, peer: Peer, key: str, number: int) -> None:
         handoff = self._handoffs.get(key)
-        if handoff is None or not messages.same_owner(number, handoff.number):
+        if handoff is None or not messages.same_owner(number, handoff.owner_number):
             # It has a newer owner since the peer asked, and its client may be connected there.
             peer.outputs.append(messages.SessionGiven(key))
             return
@@ -309,7 +319,9 @@ class HandoffTable:
             handoff.claimants.append(peer)
         self._wanted.add(key)
         owner = handoff.owner
-        if owner is peer or (owner is not None and not self._reaches(owner, messages.Wanted(key, handoff.number))):
+        if owner is peer or (
+            owner is not None and not self._reaches(owner, messages.Wanted(key, handoff.owner_number))
+        ):
             # A send to a lost owner has already released its sessions.
             if handoff.owner is owner:
                 self._release(handoff)
@@ -319,7 +331,7 @@ class HandoffTable:
         """The session has no owner now; its stream continues with the audio it has."""
         owner, handoff.owner, handoff.left_at = handoff.owner, None, self._clock()
         if owner is not None and handoff.claimants and owner not in handoff.claimants:
-            owner.outputs.append(messages.Fenced(handoff.key, handoff.number + messages.NEXT_OWNER))
+            owner.outputs.append(messages.Fenced(handoff.key, handoff.owner_number + messages.NEXT_OWNER))
         if handoff.hosted is not None:
             self._hosted.detach(handoff.hosted)
 
@@ -342,11 +354,11 @@ class HandoffTable:
         for other in handoff.claimants[:-1]:
             other.outputs.append(messages.SessionGiven(handoff.key))
         handoff.claimants, handoff.owner, handoff.left_by = [], claimant, ""
-        handoff.number += messages.NEXT_OWNER
-        handoff.least = handoff.number
+        handoff.owner_number += messages.NEXT_OWNER
+        handoff.least = handoff.owner_number
         adopted = messages.SessionGiven(
             handoff.key,
-            handoff.number,
+            handoff.owner_number,
             base=handoff.base,
             chunks=list(handoff.chunks),
             entries=handoff.entries,
@@ -380,6 +392,11 @@ def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
     adopted.stream = hosted.name
     adopted.end, adopted.sample, adopted.segment = hosted.end, hosted.end_sample, hosted.segment
     adopted.flushes = hosted.flushes
-    adopted.answered = answers[0] - 1 if answers else hosted.answered
+    # An engine that rebuilds a stream says some things again; what the gateway before it had received counts.
+    adopted.answered = max(opening.answered, answers[0] - 1) if answers else hosted.answered
     adopted.token = hosted.tokens - tokens
-    adopted.delay_positions, adopted.options = opening.delay_positions, opening.options
+    adopted.delay_positions, adopted.options, adopted.turns = opening.delay_positions, opening.options, opening.turns
+    speech = [output.sample for output in ahead if isinstance(output, messages.Speech)]
+    adopted.heard_until = max(opening.heard_until, speech[0]) if speech else hosted.heard_until
+    if hosted.kept is not None:
+        adopted.state, adopted.kept = hosted.state, hosted.kept.give()

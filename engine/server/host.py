@@ -75,7 +75,7 @@ class LoadReport:
         status.lag_ms = 1000 * (max(lags, default=0) * spec.samples_per_position / spec.sample_rate + waited_s)
         status.speaking = sum(stream.speaking for stream in streams)
         counted_since = now - COUNTED_SECONDS
-        status.counted = sum(stream.live and stream.heard_at > counted_since for stream in streams)
+        status.counted = sum(stream.live and stream.last_active_at > counted_since for stream in streams)
         status.steps = totals.steps
         status.step_ns = {
             "speech": totals.speech_ns,
@@ -127,7 +127,7 @@ class CommandIntake:
         # Commands not passed to the loop yet. They must be passed on before its streams are looked at.
         self._coming: list[messages.Command] = []
 
-    def take(self, peer: Peer, batch: codec.Batch, frames: Frames, now: int) -> list[bytes]:
+    def apply(self, peer: Peer, batch: codec.Batch, frames: Frames, now: int) -> list[bytes]:
         """Apply a batch. Returns the keys of missing data, which must be sent again first; then nothing is applied."""
         keyed = [self._keyed(peer, data, frames) for data in batch.data]
         missing = [key for key in peer.cache.missing(keyed, peer.repaired) if key not in peer.gone]
@@ -173,7 +173,7 @@ class CommandIntake:
         if isinstance(command, messages.Feed):
             self._feed(peer, command, audio)
         elif isinstance(command, messages.SessionCommand):
-            self._handoffs.take(peer, command)
+            self._handoffs.on_command(peer, command)
         elif isinstance(command, messages.Open):
             self._hand_on(now)
             self._open(peer, command, audio)
@@ -192,7 +192,7 @@ class CommandIntake:
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._hosted.streams[name].fed(command.items, self._loop.scheduler.spec.samples_per_position)
+            self._hosted.streams[name].on_audio(command.items, self._loop.scheduler.spec.samples_per_position)
             self._coming.append(messages.Feed(name, command.items))
 
     def _take_request(
@@ -203,6 +203,7 @@ class CommandIntake:
                 self._hosted.streams[name].flushed(command.tag, command.pause)
                 self._coming.append(messages.Flush(name, command.tag, command.pause))
             case messages.ChangeTurns():
+                self._hosted.streams[name].turns_changed(command.turns)
                 self._coming.append(messages.ChangeTurns(name, command.turns))
             case messages.Finish():
                 self._hosted.streams[name].finished()
@@ -222,13 +223,13 @@ class CommandIntake:
             peer.outputs.append(messages.Failed(command.stream, type(refusal).__name__, str(refusal)))
             return
         spec = self._loop.scheduler.spec
-        name = self._hosted.open(peer, command, spec.prefix_positions, self._clock())
+        name = self._hosted.open(peer, command, spec, self._clock())
         try:
             self._fill_in(name, command.items, audio)
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._hosted.streams[name].fed(command.items, spec.samples_per_position)
+            self._hosted.streams[name].on_audio(command.items, spec.samples_per_position)
             self._coming.append(msgspec.structs.replace(command, stream=name))
         # The command is kept with the stream, for its options; its audio is not.
         command.items = []
@@ -268,7 +269,7 @@ class CommandIntake:
     def _fail(self, name: str, why: str, code: str = BadItem.__name__) -> None:
         """End one stream with an error."""
         hosted = self._hosted.streams[name]
-        hosted.tell(messages.Failed(hosted.name, code, why.replace(name, hosted.name)))
+        hosted.send_output(messages.Failed(hosted.name, code, why.replace(name, hosted.name)))
         self._hosted.forget(name)
         self._coming.append(messages.Abort(name))
 
@@ -319,7 +320,7 @@ class EngineHost:
         self._clock = clock
         self._peers: dict[bytes, Peer] = {}
         self._hosted = HostedStreams()
-        self._handoffs = HandoffTable(self._hosted, clock, self._reaches, self._hear_out, self._abort)
+        self._handoffs = HandoffTable(self._hosted, clock, self._reaches, self._apply_received, self._abort)
         self._intake = CommandIntake(loop, self._hosted, self._handoffs, clock)
         self._progress_at = self._status_at = 0.0
         self._drains_until = 0.0
@@ -342,7 +343,7 @@ class EngineHost:
             self._drains_until = now + seconds
             status.draining = self._intake.draining = True
             for peer in self._peers.values():
-                peer.spoke_at = now - BEAT_SECONDS
+                peer.last_sent_at = now - BEAT_SECONDS
         nothing_left = not self._hosted.streams and not len(self._handoffs)
         return nothing_left or now >= self._drains_until
 
@@ -355,7 +356,7 @@ class EngineHost:
         self._take_turns(now)
         dead = self._step()
         self._report(now)
-        if not self._loop.is_flying:
+        if not self._loop.has_launched_step:
             self._load.spend_beside_steps(self._clock() - began - (steps.ns - stepped_ns) / 1e9)
         if dead is not None:
             raise EngineDead(dead)
@@ -383,7 +384,7 @@ class EngineHost:
             elif peer is None:
                 self._dismiss(name, "this engine does not know the connection; connect again")
             else:
-                peer.heard_at = self._clock()
+                peer.last_received_at = self._clock()
                 self._dispatch(peer, message, frames)
         except WireError as error:
             logger.warning("a gateway sent a message that cannot be decoded: %s", error)
@@ -431,7 +432,7 @@ class EngineHost:
         A gateway that comes back opens its streams again. If it is gone for good, its last messages are applied first.
         """
         if not comes_back:
-            self._hear_out(peer)
+            self._apply_received(peer)
             if self._peers.get(peer.name) is not peer:
                 return
         del self._peers[peer.name]
@@ -439,7 +440,7 @@ class EngineHost:
         for name in self._hosted.leave(peer):
             self._abort(name)
 
-    def _hear_out(self, peer: Peer) -> None:
+    def _apply_received(self, peer: Peer) -> None:
         """Take in all received batches of a gateway."""
         while self._take_batch(peer, self._clock()):
             pass
@@ -454,7 +455,7 @@ class EngineHost:
             return False
         beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
         if not self._socket.send(peer.name, codec.encode(beat)):
-            self._miss(peer)
+            self._lose_gateway(peer)
             return False
         peer.outputs.append(wanted)
         return True
@@ -466,7 +467,7 @@ class EngineHost:
                 numbering.acknowledged(message.ack)
                 arrival = numbering.arrive(message.seq, len(peer.inbox))
                 if arrival is Arrival.NEXT:
-                    peer.inbox.append((message, frames, peer.heard_at))
+                    peer.inbox.append((message, frames, peer.last_received_at))
                 elif arrival is Arrival.AFTER_A_GAP:
                     self._ask_again(peer)
             case codec.Beat():
@@ -522,7 +523,7 @@ class EngineHost:
             return False
         batch, frames, _ = peer.inbox[0]
         try:
-            missing = self._intake.take(peer, batch, frames, time.monotonic_ns())
+            missing = self._intake.apply(peer, batch, frames, time.monotonic_ns())
         except Exception:
             logger.exception("a batch of gateway %s cannot be applied; the gateway must connect again", peer.gateway)
             self._dismiss(peer.name, "the engine could not apply a batch; connect again")
@@ -551,7 +552,7 @@ class EngineHost:
                         peer.outputs.append(output)
                 else:
                     self._route(output)
-            if dead is None and not self._loop.is_flying:
+            if dead is None and not self._loop.has_launched_step:
                 self._record.wipe()
         return dead
 
@@ -561,7 +562,7 @@ class EngineHost:
             if hosted is not None and output.probabilities:
                 hosted.speaking = output.probabilities[-1] >= SPEECH_THRESHOLD
                 if max(output.probabilities) >= SPEECH_THRESHOLD:
-                    hosted.heard_at = self._clock()
+                    hosted.last_active_at = self._clock()
         elif isinstance(output, (messages.Closed, messages.Failed)):
             self._hosted.forget(name)
         if hosted is None:
@@ -569,7 +570,7 @@ class EngineHost:
         if isinstance(output, (messages.Failed, messages.Refused)):
             output.message = output.message.replace(name, hosted.name)
         output.stream = hosted.name
-        hosted.tell(output)
+        hosted.send_output(output)
 
     def _report(self, now: float) -> None:
         self._load.count(self._loop)
@@ -583,26 +584,26 @@ class EngineHost:
             waited = [now - peer.inbox[0][2] for peer in self._peers.values() if peer.waits_for_a_turn]
             self._load.measure(self._loop, self._hosted.streams.values(), max(waited, default=0.0), now)
         for peer in list(self._peers.values()):
-            if now - peer.heard_at > SILENCE_SECONDS:
+            if now - peer.last_received_at > SILENCE_SECONDS:
                 logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)
                 self._drop(peer)
             elif peer.outputs or peer.name in progress:
-                self._say(peer, self._update(peer, progress.get(peer.name, [])), now)
+                self._send(peer, self._update(peer, progress.get(peer.name, [])), now)
             elif self._beat_is_due(peer, now):
                 beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
-                self._say(peer, codec.encode(beat), now)
+                self._send(peer, codec.encode(beat), now)
 
     def _beat_is_due(self, peer: Peer, now: float) -> bool:
         unacknowledged = peer.numbering.taken > peer.acknowledged
-        return now - peer.spoke_at >= (ACK_SECONDS if unacknowledged else BEAT_SECONDS)
+        return now - peer.last_sent_at >= (ACK_SECONDS if unacknowledged else BEAT_SECONDS)
 
-    def _say(self, peer: Peer, frames: list[Any], now: float) -> None:
+    def _send(self, peer: Peer, frames: list[Any], now: float) -> None:
         """Send to a gateway. Only a failed send shows that a gateway is gone."""
-        peer.acknowledged, peer.spoke_at = peer.numbering.taken, now
+        peer.acknowledged, peer.last_sent_at = peer.numbering.taken, now
         if not self._socket.send(peer.name, frames):
-            self._miss(peer)
+            self._lose_gateway(peer)
 
-    def _miss(self, peer: Peer) -> None:
+    def _lose_gateway(self, peer: Peer) -> None:
         logger.warning("gateway %s is gone; its sessions wait to be adopted", peer.gateway)
         # Its last messages may have arrived since.
         self._receive_all()
@@ -648,7 +649,7 @@ class EngineHost:
             if hosted is None:
                 continue
             if moving_is_work and hosted.computed != stream.computed:
-                hosted.computed, hosted.heard_at = stream.computed, now
+                hosted.computed, hosted.last_active_at = stream.computed, now
             reached = self._loop.reached(name)
             if hosted.reported != reached:
                 hosted.reported = reached

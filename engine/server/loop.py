@@ -121,15 +121,17 @@ class EngineLoop:
         # Called with the streams and positions about to be computed: if the engine dies now, they are crash suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
-        self._cut = SilenceSkipper(scheduler, None if detector is None else cut, self._say)
+        self._cut = SilenceSkipper(scheduler, None if detector is None else cut, self._emit)
         self._listener: Listener | None = None
         if detector is not None:
             hear = self._cut.judge
-            self._listener = Listener(scheduler, detector, gate, self._say, self._announce, self._blame, hear)
+            self._listener = Listener(
+                scheduler, detector, gate, self._emit, self._announce, self._end_failed_stream, hear
+            )
         # Streams of windowed models are rebuilt from saved states, those of frame-synchronous models from their tokens.
         self._states: StreamStates | None = None
         if runner.saves_state:
-            self._states = StreamStates(scheduler, runner, self._listener, self._blame)
+            self._states = StreamStates(scheduler, runner, self._listener, self._end_failed_stream)
         # Whether silent streams take part in no steps.
         self.silence_is_free = gate is not None
         self._dead = False
@@ -154,17 +156,17 @@ class EngineLoop:
             try:
                 handlers[type(command)](command, now)
             except _REFUSALS as error:
-                self._say(Refused(error.stream, type(error).__name__, str(error)))
+                self._emit(Refused(error.stream, type(error).__name__, str(error)))
             except StreamError as error:
                 self.scheduler.fail(error)
             except EngineDead as error:
                 self._broken = error  # the next step reports it
                 return
             except Exception as error:
-                self._blame(command.stream, error)
+                self._end_failed_stream(command.stream, error)
             if command.stream not in self.scheduler.streams:
                 self._forget(command.stream)
-        self._check_books()
+        self._check_consistency()
 
     def step(self) -> StepOutput | None:
         """Run one step over all streams with work. Returns None if there are no outputs."""
@@ -173,7 +175,7 @@ class EngineLoop:
         if self._broken is None:
             try:
                 self._run_step(outputs)
-                self._check_books()
+                self._check_consistency()
             except Exception as error:
                 self._broken = error
         if self._broken is not None:
@@ -198,9 +200,9 @@ class EngineLoop:
         self.meter.end(live_share)
         if self._listener is not None:
             self._listener.bound_words(outputs)
-        self._cut.tell(outputs)
+        self._cut.add_skips(outputs)
         if self._states is not None:
-            outputs += self._states.take(committed, outputs)
+            outputs += self._states.states_after_step(committed, outputs)
         self._forget_ended(outputs)
 
     def _say_the_rest(self, outputs: list[Output]) -> None:
@@ -220,7 +222,7 @@ class EngineLoop:
         return STEPS_AHEAD_WHILE_REBUILDING if self._rebuild.has_the_device else STEPS_AHEAD
 
     @property
-    def is_flying(self) -> bool:
+    def has_launched_step(self) -> bool:
         """Whether a step is under way: its streams are still crash suspects if the engine dies."""
         return bool(self._launched)
 
@@ -238,14 +240,14 @@ class EngineLoop:
         """Run the speech detector. Returns the share of the audio that belongs to live streams."""
         if self._listener is None or not self._listener.has_work:
             return 0.0
-        self._listener.listen()
+        self._listener.detect()
         return self._listener.live_share
 
     def _plan(self) -> StepPlan:
         rebuild = self._rebuild.positions()
         shares = Shares(live=False, upload_positions=0) if rebuild else self._uploads.shares()
         plan = self.scheduler.plan(shares.live, shares.upload_positions, rebuild)
-        self._blame_surprises()
+        self._end_streams_with_errors()
         plans = [*(launched.plan for launched in self._launched), plan]
         self._announce(self._targets(plans))
         self.meter.times.plan_ns = self.meter.lap()
@@ -282,7 +284,7 @@ class EngineLoop:
                 self._listener.collect(launched.launches)
                 outputs += self._take_outbox()
             outputs += self._judged(plan, self.scheduler.commit(plan, results))
-            self._blame_surprises()
+            self._end_streams_with_errors()
             plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
             meter.times.commit_ns += meter.lap()
             ns = meter.account(plan, launched.began)
@@ -323,12 +325,12 @@ class EngineLoop:
             if self._states is None:
                 raise BadItem(message.stream, "this model does not go on from saved states; send its tokens instead")
             self._states.resume(message, now)
-        self._say(Opened(message.stream))
+        self._emit(Opened(message.stream))
 
     def _feed(self, message: Feed, now: int) -> None:
         self._cut.feed(message.stream, message.items, now)
         if self._listener is not None:
-            self._listener.take(message.stream, message.items)
+            self._listener.add_audio(message.stream, message.items)
 
     def _flush(self, message: Flush, now: int) -> None:
         self._cut.check_open(message.stream)
@@ -353,7 +355,7 @@ class EngineLoop:
 
     # Outputs.
 
-    def _say(self, output: Output) -> None:
+    def _emit(self, output: Output) -> None:
         self._outbox.append(output)
 
     def _take_outbox(self) -> list[Output]:
@@ -379,7 +381,7 @@ class EngineLoop:
 
     # Unexpected errors.
 
-    def _blame(self, name: str, error: Exception) -> None:
+    def _end_failed_stream(self, name: str, error: Exception) -> None:
         """End the stream whose work raised an unexpected error; other streams continue."""
         logger.error("stream %s ends because of an unexpected error; other streams go on", name, exc_info=error)
         text = f"the engine failed on this stream ({type(error).__name__}); its log says why, other streams go on"
@@ -390,12 +392,12 @@ class EngineLoop:
         except Exception as error:
             self._broken = error
 
-    def _blame_surprises(self) -> None:
+    def _end_streams_with_errors(self) -> None:
         surprises, self.scheduler.surprises = self.scheduler.surprises, []
         for name, error in surprises:
-            self._blame(name, error)
+            self._end_failed_stream(name, error)
 
-    def _check_books(self) -> None:
+    def _check_consistency(self) -> None:
         """After an unexpected error in one stream: stop the engine if the bookkeeping of the others is inconsistent."""
         if not self._in_doubt:
             return

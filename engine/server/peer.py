@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field
 
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, Payload
 from engine.boundary.input_cache import ReceiverCache
+from engine.boundary.kept_audio import KeptAudio
 from engine.boundary.sockets import Numbering
+from engine.spec import ModelSpec
 
 # Most outputs kept per stream until a saved handoff includes them; few are kept for streams without a handoff.
 MOST_OUTPUTS_KEPT = 4096
@@ -28,7 +31,7 @@ class HostedStream:
     name: str
     live: bool
     # When it last caused work (clock seconds); the opening counts as work.
-    heard_at: float
+    last_active_at: float
     loop_name: str
     opening: messages.Open
     # End of its audio (position and sample), and the sample at which the current segment began.
@@ -45,40 +48,62 @@ class HostedStream:
     speaking: bool = False
     # Number of outputs so far; (sequence number, output) of those that no saved handoff includes; whether the session
     # saves handoffs.
-    told: int = 0
+    outputs_sent: int = 0
     outputs: deque[tuple[int, messages.Output]] = field(default_factory=deque)
-    accounted: bool = False
+    saves_handoffs: bool = False
+    # Speech probabilities before this sample were sent.
+    heard_until: int = 0
+    # What a gateway that adopts the stream needs to rebuild it on another engine: the last state sent, and the commands
+    # since then with the audio that the state needs. None if the stream is not rebuilt from a state.
+    state: messages.StreamState | None = None
+    kept: KeptAudio | None = None
 
-    def fed(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
+    def on_audio(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
         for item in items[-1:]:
             self.end = item.offset + item.length
             came = item.length * samples_per_position if item.samples is None else item.samples
             self.end_sample = item.sample + came
+        if self.kept is not None:
+            # Copies: the scheduler removes the payload of an item that it has planned.
+            self.kept.add([copy(item) for item in items])
 
     def flushed(self, tag: int, pause: int | None) -> None:
-        self.flushes = tag
+        if self.kept is not None:
+            self.kept.mark_flush(tag, range(self.answered + 1, tag), pause)
+        self.flushes = max(self.flushes, tag)
         if pause is None:
             self.segment = self.end_sample
+
+    def turns_changed(self, turns: messages.TurnRule | None) -> None:
+        if self.kept is not None:
+            self.kept.mark_turns(turns)
 
     def finished(self) -> None:
         self.segment = self.end_sample
 
-    def tell(self, output: messages.Output) -> None:
+    def send_output(self, output: messages.Output) -> None:
         """Send an output to the gateway, if there is one, and keep it until a saved handoff includes it."""
-        self.told += 1
+        self.outputs_sent += 1
         if isinstance(output, messages.Flushed):
-            self.answered = output.tag
+            self.answered = max(self.answered, output.tag)
         elif isinstance(output, messages.Text):
             self.tokens += len(output.tokens)
-        self.outputs.append((self.told, output))
-        if len(self.outputs) > (MOST_OUTPUTS_KEPT if self.accounted else OUTPUTS_KEPT_WITHOUT_HANDOFF):
+        elif isinstance(output, messages.Speech):
+            until = output.sample + len(output.probabilities) * output.frame_samples
+            self.heard_until = max(self.heard_until, until)
+        elif isinstance(output, messages.StreamState) and self.kept is not None:
+            self.state = output
+            self.kept.drop_before(output.audio_from)
+            self.kept.drop_flushes(output.tag)
+        self.outputs.append((self.outputs_sent, output))
+        if len(self.outputs) > (MOST_OUTPUTS_KEPT if self.saves_handoffs else OUTPUTS_KEPT_WITHOUT_HANDOFF):
             self.outputs.popleft()
         if self.peer is not None:
             self.peer.outputs.append(output)
 
     def forget_outputs(self, consumed: int) -> None:
         """A saved handoff includes the first `consumed` outputs."""
-        self.accounted = True
+        self.saves_handoffs = True
         while self.outputs and self.outputs[0][0] <= consumed:
             self.outputs.popleft()
 
@@ -90,7 +115,7 @@ class Peer:
     name: bytes
     gateway: str
     cache: ReceiverCache[Payload]
-    heard_at: float
+    last_received_at: float
     numbering: Numbering = field(default_factory=Numbering)
     # Batches to take in, each with the time at which it arrived.
     inbox: deque[tuple[codec.Batch, Frames, float]] = field(default_factory=deque)
@@ -104,7 +129,7 @@ class Peer:
     # The gateway's name -> the loop's name, of each stream that takes commands.
     streams: dict[str, str] = field(default_factory=dict)
     acknowledged: int = 0
-    spoke_at: float = 0.0
+    last_sent_at: float = 0.0
 
     @property
     def waits_for_a_turn(self) -> bool:
@@ -131,13 +156,19 @@ class HostedStreams:
         self.changed = False
         self._openings = 0
 
-    def open(self, peer: Peer, opening: messages.Open, first_position: int, now: float) -> str:
+    def open(self, peer: Peer, opening: messages.Open, spec: ModelSpec, now: float) -> str:
         """Register a new stream; returns its name in the loop. The crash record needs the gateway's name in it."""
         self._openings += 1
         stream = opening.stream
         name = f"{peer.gateway}/{self._openings}/{stream}"
+        state, first_position = opening.state, spec.prefix_positions
         hosted = HostedStream(peer, stream, opening.live, now, name, opening, first_position)
+        hosted.end = first_position if state is None else state.position
+        hosted.end_sample, hosted.segment = opening.sample, opening.segment
         hosted.tokens = first_position + len(opening.forced_tokens)
+        hosted.heard_until, hosted.flushes, hosted.answered = opening.heard_until, opening.flushes, opening.answered
+        if spec.rereads_window and opening.live:
+            hosted.state, hosted.kept = state, KeptAudio(spec)
         self.streams[name] = hosted
         peer.streams[stream] = name
         self.changed = True

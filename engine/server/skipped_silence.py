@@ -177,7 +177,7 @@ class SkippingStream:
         while len(self._skips) > 1 and self._skips[1][0] <= position:
             self._skips.pop(0)
 
-    def tell(self, text: Text) -> None:
+    def add_skips(self, text: Text) -> None:
         """Insert `SKIPPED` tokens for unreported skips into the tokens of a text."""
         start, tokens, done = self._reported_until, [], 0
         self._reported_until = end = start + len(text.tokens)
@@ -335,12 +335,12 @@ class SilenceSkipper:
         except StreamError as error:
             self._scheduler.fail(error)
 
-    def tell(self, outputs: Iterable[Output]) -> None:
+    def add_skips(self, outputs: Iterable[Output]) -> None:
         """Add the skipped positions to the texts, so that a replay skips the same."""
         if self._streams:
             for output in outputs:
                 if isinstance(output, Text) and (stream := self._streams.get(output.stream)) is not None:
-                    stream.tell(output)
+                    stream.add_skips(output)
 
     def gateway_count(self, name: str, position: int) -> int:
         stream = self._streams.get(name)

@@ -506,8 +506,8 @@ class Listener:
     alone, and only a stream that fails ends. An asynchronous detector is launched first and asked for its results
     later (`collect`).
 
-    Callbacks: `say` sends an output, `heard` is called with each `Speech`, `announce` with the streams about to be
-    processed, and `blame` ends a stream with an error.
+    Callbacks: `emit` sends an output, `on_speech` is called with each `Speech`, `announce` with the streams about to be
+    processed, and `end_failed` ends a stream with an error.
     """
 
     def __init__(
@@ -515,12 +515,12 @@ class Listener:
         scheduler: Scheduler,
         detector: Detector,
         gate: GateSettings | None,
-        say: Callable[[Output], None],
+        emit: Callable[[Output], None],
         announce: Callable[[Iterable[Target]], None],
-        blame: Callable[[str, Exception], None],
-        heard: Callable[[Speech], None],
+        end_failed: Callable[[str, Exception], None],
+        on_speech: Callable[[Speech], None],
     ) -> None:
-        self._heard = heard
+        self._on_speech = on_speech
         self._detector = detector
         self._gates: dict[str, SpeechGate] = {}
         # For streams with a gate: where their words can be.
@@ -536,9 +536,9 @@ class Listener:
         if gate is not None:
             spec = scheduler.spec
             self._file_settings = gate.for_files((spec.window_for(live=False) - 2) * spec.samples_per_position)
-        self._say = say
+        self._emit = emit
         self._announce = announce
-        self._blame = blame
+        self._end_failed = end_failed
         self._open: set[str] = set()
         # Results not collected yet, in the order of the launches, and the number of launches so far.
         self._answers: deque[Callable[[], list[Speech]]] = deque()
@@ -569,7 +569,7 @@ class Listener:
     def change_turns(self, name: str, rule: TurnRule | None) -> None:
         """Set the turn rule from now on; audio received so far is judged by the old rule."""
         if name in self._gates and name in self._pending_audio:
-            self.listen()
+            self.detect()
         if rule is None or name not in self._gates:
             self._turns.pop(name, None)
         elif name in self._turns:
@@ -588,8 +588,8 @@ class Listener:
             self._spoken.pop(name, None)
             self._pending_audio.pop(name, None)
 
-    def take(self, name: str, items: Sequence[Item]) -> None:
-        """Keep new audio for the next `listen`."""
+    def add_audio(self, name: str, items: Sequence[Item]) -> None:
+        """Keep new audio for the next `detect`."""
         pending_audio = self._pending_audio.get(name)
         if pending_audio is None:
             pending_audio = self._pending_audio[name] = PendingAudio(self._scheduler.spec)
@@ -597,7 +597,7 @@ class Listener:
         if spoken is not None and items:
             spoken.came = end
 
-    def listen(self) -> None:
+    def detect(self) -> None:
         """Detect speech in the audio received since the last call, and apply the gates' decisions."""
         streams = self._scheduler.streams
         waiting, self._pending_audio = self._pending_audio, {}
@@ -643,10 +643,10 @@ class Listener:
             spoken.ask(lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
             return
         if name in self._pending_audio:
-            self.listen()
+            self.detect()
         if gate is None:
             then(None)
-        elif name in self._gates:  # else an error in `listen` has ended the stream
+        elif name in self._gates:  # else an error in `detect` has ended the stream
             turns = self._turns.get(name)
             if turns is not None and turns.last >= pause:
                 scheduler.mark(name, flush.tag)
@@ -666,7 +666,7 @@ class Listener:
             return
         waits = spoken is not None and spoken.is_asked
         if (gate is not None or waits) and name in self._pending_audio:
-            self.listen()
+            self.detect()
         if spoken is not None:
             spoken.asked_until = spoken.came
             if waits:
@@ -739,7 +739,7 @@ class Listener:
                 self._unheard_in_a_row += 1
                 if self._unheard_in_a_row > MOST_UNHEARD:
                     raise EngineDead(f"the speech detector failed: {type(error).__name__}: {error}") from error
-                self._blame(batch[0][0], error)
+                self._end_failed(batch[0][0], error)
                 return []
             logger.warning("speech detection failed for a batch of streams, trying them one by one: %r", error)
         return self._detect_apart(batch)
@@ -762,14 +762,14 @@ class Listener:
             raise EngineDead(f"the speech detector failed: {type(last).__name__}: {last}") from last
         self._unheard_in_a_row = 0
         for name, reason in failed:
-            self._blame(name, reason)
+            self._end_failed(name, reason)
         return found
 
     def _pass_silence(self, name: str, samples: int) -> None:
         try:
             speech = self._detector.pass_silence(name, samples)
         except Exception as error:
-            self._blame(name, error)
+            self._end_failed(name, error)
         else:
             self._found(speech)
 
@@ -780,17 +780,17 @@ class Listener:
                 spoken.note(speech)
             if gate is not None and not self._scheduler.streams[speech.stream].finished:
                 self._pass_gate(speech, gate)
-            self._heard(speech)
+            self._on_speech(speech)
         except Exception as error:
-            self._blame(speech.stream, error)
+            self._end_failed(speech.stream, error)
         else:
-            self._say(speech)
+            self._emit(speech)
 
     def _pass_gate(self, speech: Speech, gate: SpeechGate) -> None:
         name, turns, times = speech.stream, self._turns.get(speech.stream), self._times[speech.stream]
         stream = self._scheduler.streams[name]
         times.forget_before(stream.clock.sample_at(stream.base))
-        times.hear(speech.sample, speech.frame_samples, speech.probabilities)
+        times.add_probabilities(speech.sample, speech.frame_samples, speech.probabilities)
         for probabilities, is_end in [(speech.probabilities, False)] if turns is None else turns.split(speech):
             self._apply_decisions(name, gate.judge(probabilities, speech.frame_samples))
             if is_end:

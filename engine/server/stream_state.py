@@ -21,19 +21,19 @@ QUIET_SECONDS = 1.0
 
 
 class StreamStates:
-    """Saves the states of a loop's streams, and restores them. `blame` ends one stream with an error."""
+    """Saves the states of a loop's streams, and restores them. `end_failed` ends one stream with an error."""
 
     def __init__(
         self,
         scheduler: Scheduler,
         runner: Runner,
         listener: Listener | None,
-        blame: Callable[[str, Exception], None],
+        end_failed: Callable[[str, Exception], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._listener = listener
-        self._blame = blame
+        self._end_failed = end_failed
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
         # Per stream: tag of its last flush, and its position when its state was last saved.
@@ -53,7 +53,7 @@ class StreamStates:
         if self._listener is not None:
             self._listener.resume(name, state.parts)
 
-    def take(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
+    def states_after_step(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
         """The states to send after a step: of streams that ran or had outputs, and now and then of quiet ones."""
         streams = self._scheduler.streams
         names = dict.fromkeys(task.stream for task in plan.decode) if plan is not None else {}
@@ -70,7 +70,7 @@ class StreamStates:
                 try:
                     states.append(self._take(name))
                 except Exception as error:
-                    self._blame(name, error)
+                    self._end_failed(name, error)
         return states
 
     def forget(self, name: str) -> None:

@@ -34,7 +34,7 @@ class WordTimes:
         # End of the last word.
         self._said_until = 0
 
-    def hear(self, sample: int, frame_samples: int, probabilities: Iterable[float]) -> None:
+    def add_probabilities(self, sample: int, frame_samples: int, probabilities: Iterable[float]) -> None:
         """Add the speech probabilities of frames; the first frame begins at `sample`."""
         for probability in probabilities:
             if probability >= self._threshold:

@@ -1,5 +1,6 @@
 """The Ray actors of a fleet: one around each keeper, one around the manager, and the manager's calls to the keepers.
 
+A keeper starts and watches one engine or gateway process on its node (`fleet/keepers/`).
 Each actor has a thread that does its work. Calls between actors carry only reports, tables and orders, a few a second,
 independent of the load of the fleet.
 """
@@ -21,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fleet.keepers.keeper import EngineKeeper, GatewayKeeper, Keeper, Place
 from fleet.keepers.process import Records
-from fleet.manager import Manager, Memory
+from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan, plan_from
 from fleet.state import FleetError, Kind, Node, Table, Unit, write_whole
 
@@ -32,7 +33,7 @@ ANSWER_S = 2.0
 FIRST_ANSWER_S = 60.0
 
 
-class RayCrew:
+class RayKeepers:
     """Keepers as Ray actors, for the manager: started on their nodes, called all at once, started again when lost."""
 
     def __init__(
@@ -65,7 +66,7 @@ class RayCrew:
             raise FleetError(f"node {node.name} does not answer: {error}") from error
         return units
 
-    def hire(self, unit: Unit, plan: FleetPlan) -> None:
+    def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:
         needs = plan.needs[unit.kind]
         place = Place(unit.node, self._nodes[unit.node].host, self._fingerprint)
         actor = self._keeper.options(
@@ -116,7 +117,7 @@ class RayCrew:
             unit, plan, _ = self._hired[name]
             if unit.node in self._ids:
                 logger.info("the keeper of %s is lost; another one is started", name)
-                self.hire(unit, plan)
+                self.start_keeper(unit, plan)
         except RayError:
             logger.info("the keeper of %s does not answer now", name)
         return None
@@ -167,14 +168,14 @@ class KeeperActor:
                 logger.exception("a step of the keeper of %s failed", self._keeper.unit.name)
 
 
-class FleetActor:
+class ManagerActor:
     """The actor of the manager; its memory is a file on the head's disk."""
 
     def __init__(self, plan: dict[str, Any], fingerprint: str) -> None:
         wanted = plan_from(plan)
         self._file = wanted.folder / "memory.json"
-        memory = self._remembered() or Memory.of(wanted)
-        self._crew = RayCrew(memory.plan, fingerprint, KeeperActor, units_on)
+        memory = self._remembered() or ManagerState.of(wanted)
+        self._crew = RayKeepers(memory.plan, fingerprint, KeeperActor, units_on)
         self._manager = Manager(self._crew, memory, self._store)
         self._lock = threading.Lock()
         self._look_s = wanted.look_s
@@ -227,9 +228,9 @@ class FleetActor:
             except Exception:
                 logger.exception("a round of the fleet's manager failed")
 
-    def _remembered(self) -> Memory | None:
+    def _remembered(self) -> ManagerState | None:
         try:
-            return Memory.from_json(json.loads(self._file.read_text()))
+            return ManagerState.from_json(json.loads(self._file.read_text()))
         except (OSError, ValueError, KeyError):
             return None
 

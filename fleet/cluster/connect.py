@@ -224,7 +224,7 @@ class FleetCalls:
             raise FleetError(f"{text}: start it with `tickertape fleet up`") from None
 
     def call(self, method: str, *arguments: Any, timeout_s: float = CALL_S) -> Any:
-        """Calls a method of `FleetActor`. Raises FleetError."""
+        """Calls a method of `ManagerActor`. Raises FleetError."""
         from ray.exceptions import GetTimeoutError, RayError, RayTaskError
 
         try:
@@ -243,11 +243,11 @@ class FleetCalls:
         self._ray.kill(self._actor)
 
     def _started(self, plan: FleetPlan) -> Any:
-        from fleet.cluster.actors import FleetActor
+        from fleet.cluster.actors import ManagerActor
 
         print_of_secret = fingerprint(read_secret(plan.secret_path))
         options = {"name": FLEET, "namespace": plan.name, "lifetime": "detached", "get_if_exists": True}
-        made = self._ray.remote(FleetActor).options(
+        made = self._ray.remote(ManagerActor).options(
             **options,
             max_restarts=-1,
             num_cpus=0,

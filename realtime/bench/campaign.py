@@ -87,7 +87,7 @@ class Campaign:
         self._report(f"  {summary(run)}: {'; '.join(missed) if missed else 'objective met'}")
         return run
 
-    def _compare(self, held: RunRecord) -> Words:
+    def _compare(self, held: RunRecord) -> WordErrors:
         """Repeat some clients of the long run alone, and compare their text: load must not change it."""
         count = min(self._options.alone, held.streams)
         alone: list[str] = []
@@ -99,9 +99,9 @@ class Campaign:
         references = [playlist(self._bank, client, self._options.hold, PAUSE_S).text for client in range(held.streams)]
         changed = error_rate(list(zip(alone, loaded[:count], strict=True)))
         if any(text is None for text in references):
-            return Words(count, None, None, None, changed)
+            return WordErrors(count, None, None, None, changed)
         known = [text or "" for text in references]
-        return Words(
+        return WordErrors(
             count,
             error_rate(list(zip(known[:count], alone, strict=True))),
             error_rate(list(zip(known[:count], loaded[:count], strict=True))),
@@ -126,7 +126,7 @@ class Campaign:
 
 
 @dataclass(frozen=True, slots=True)
-class Words:
+class WordErrors:
     """Word error rates, alone and under load, of the clients that were repeated alone.
 
     `all_loaded` is the rate of all clients under load. `changed` is the share of words that differ between alone and
@@ -150,7 +150,7 @@ class Result:
     objective: Objective
     runs: list[RunRecord]
     held: RunRecord
-    words: Words | None
+    words: WordErrors | None
     settings: dict[str, Any]
     missed: list[str] = field(init=False)
 

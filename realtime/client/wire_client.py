@@ -94,14 +94,11 @@ def realtime_url(text: str, model: str | None = None) -> str:
     """The WebSocket URL of a server, given as `host:port` or as the URL of its page, `/v1` or socket. Raises
     CannotConnect."""
     split = split_address(text)
-    scheme = PLAIN_SCHEMES.get(split.scheme)
-    if scheme is None or not split.netloc:
-        raise CannotConnect(f"{without_secrets(text)!r} is not the address of a server; write http://HOST:PORT")
     path = split.path.rstrip("/")
     if not path.endswith("/realtime"):
         path = f"{path or '/v1'}/realtime"
     query = {"intent": "transcription"} | ({"model": model} if model else {})
-    return urlunsplit((scheme, split.netloc, path, split.query or urlencode(query), ""))
+    return urlunsplit((PLAIN_SCHEMES[split.scheme], split.netloc, path, split.query or urlencode(query), ""))
 
 
 def split_address(text: str) -> SplitResult:
@@ -111,10 +108,15 @@ def split_address(text: str) -> SplitResult:
         split = urlsplit(url)
         (split.hostname or "").encode("idna")
         usable = split.path.isascii() and url.isprintable() and " " not in url
+        usable = usable and split.scheme in PLAIN_SCHEMES and bool(split.hostname)
     except ValueError:
         usable = False
     if not usable:
         raise CannotConnect(f"{without_secrets(text)!r} is not the address of a server; write http://HOST:PORT")
+    try:
+        split.port  # noqa: B018  (the property raises for an invalid port)
+    except ValueError:
+        raise CannotConnect(f"{without_secrets(text)!r} has an invalid port; write http://HOST:PORT") from None
     return split
 
 

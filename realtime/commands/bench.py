@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 from pathlib import Path
 from typing import Any
 
-from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, UsageError, note, out
+from realtime.commands.terminal import (
+    FAILED,
+    KEY_VARIABLE,
+    OK,
+    CommandFailed,
+    UsageError,
+    check_server,
+    check_writable,
+    note,
+    out,
+)
 
 EPILOG = """\
 Examples:
@@ -47,13 +58,13 @@ def add(commands: Any) -> None:
         "--seconds", type=_seconds, default=30.0, help="seconds of audio of each client in a search run"
     )
     parser.add_argument("--hold", type=_seconds, default=120.0, help="seconds of audio of each client in the final run")
-    parser.add_argument("--warm-up", type=float, default=5.0, help="seconds at the start of a run that do not count")
-    parser.add_argument("--slo-final", type=float, default=1.5, help="objective: time to final p95, in seconds")
-    parser.add_argument("--slo-lag", type=float, default=2.5, help="objective: lag p95, in seconds")
+    parser.add_argument("--warm-up", type=_number, default=5.0, help="seconds at the start of a run that do not count")
+    parser.add_argument("--slo-final", type=_number, default=1.5, help="objective: time to final p95, in seconds")
+    parser.add_argument("--slo-lag", type=_number, default=2.5, help="objective: lag p95, in seconds")
     parser.add_argument("--alone", type=_positive, default=2, help="clients to repeat alone, to compare the text")
     parser.add_argument("--chunk-ms", type=_positive, default=100, help="milliseconds of audio in one message")
     parser.add_argument("--silence-ms", type=_positive, default=500, help="milliseconds of silence that end a turn")
-    parser.add_argument("--rate", type=_positive, default=24_000, help="sample rate of the audio that is sent")
+    parser.add_argument("--rate", type=_rate, default=24_000, help="sample rate of the audio that is sent")
     parser.add_argument("--model", help="the model to request")
     parser.add_argument("--processes", type=_positive, help="generator processes (default: half of the cores)")
     parser.add_argument("--output", type=Path, default=Path("bench-results"), metavar="DIR")
@@ -74,6 +85,22 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("must be between 0 and 86400 seconds")
+    return value
+
+
+def _rate(text: str) -> int:
+    from audio.formats import MAX_RATE, MIN_RATE
+
+    value = int(text)
+    if not MIN_RATE <= value <= MAX_RATE:
+        raise argparse.ArgumentTypeError(f"must be between {MIN_RATE} and {MAX_RATE} Hz, not {value}")
+    return value
+
+
 def run(options: argparse.Namespace) -> int:
     from realtime.bench.campaign import Campaign
     from realtime.bench.clients import BadManifest, Target, build_bank
@@ -82,10 +109,12 @@ def run(options: argparse.Namespace) -> int:
 
     if options.warm_up >= min(options.seconds, options.hold):
         raise UsageError("--warm-up must be shorter than --seconds and --hold")
+    check_server(options.url)
+    check_writable(options.output, "--output")
     try:
         url = realtime_url(options.url, options.model)
         files = _recordings(options)
-        options.output.mkdir(parents=True, exist_ok=True)
+        asyncio.run(_try_to_connect(url))
         note(f"reading {len(files)} recordings")
         bank = build_bank(files, options.rate, options.output / "audio.raw")
     except (CannotConnect, BadManifest) as error:
@@ -102,6 +131,19 @@ def run(options: argparse.Namespace) -> int:
     out(result.text())
     note(f"written to {options.output}: results.json, plot.svg and every event")
     return OK if result.good else FAILED
+
+
+async def _try_to_connect(url: str) -> None:
+    """Open a session once. Raises CannotConnect if that can never succeed; a server that is busy or starting is part
+    of what is measured."""
+    from realtime.client.wire_client import Refused, open_session
+
+    try:
+        async with open_session(url, os.environ.get(KEY_VARIABLE)):
+            pass
+    except Refused as error:
+        if error.status not in (429, 503):
+            raise
 
 
 def _recordings(options: argparse.Namespace) -> list[tuple[Path, str | None]]:

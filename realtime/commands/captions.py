@@ -33,7 +33,7 @@ from realtime.client.wire_client import (
 )
 from realtime.commands import file_transcription
 from realtime.commands.caption_view import CaptionView, ShownWord
-from realtime.commands.file_transcription import FileFailed, heard, note_what_is_not_taken
+from realtime.commands.file_transcription import FileFailed, read_pieces, warn_unsupported_options
 from realtime.commands.terminal import KEY_VARIABLE, STANDARD_INPUT, CommandFailed
 from realtime.commands.transcription_options import TranscriptionOptions
 from realtime.commands.transcripts import TranscriptFile
@@ -49,7 +49,7 @@ class AudioClock:
         self._began: float | None = None
         self._received = 0
 
-    def heard(self, samples: int) -> None:
+    def advance(self, samples: int) -> None:
         """Count a chunk of audio. The first one began its own length before it arrived."""
         if self._began is None:
             self._began = self._time() - samples / MODEL_RATE
@@ -78,7 +78,7 @@ class Listener:
         if file is not None:
             file.on_trouble = lambda text: self.trouble("disk", text)
 
-    def heard(self, delta: str, words: Sequence[ShownWord]) -> None:
+    def on_text(self, delta: str, words: Sequence[ShownWord]) -> None:
         """Take final text, and the words that it completes."""
         self.last_news = asyncio.get_running_loop().time()
         self._captions.add(delta, words, self._clock.now)
@@ -103,10 +103,10 @@ class Listener:
         """Handle an event of the server. Raises CommandFailed for an error event."""
         match event.get("type"):
             case kind if kind == DELTA:
-                self.heard(event["delta"], _shown_words(event))
+                self.on_text(event["delta"], _shown_words(event))
             case kind if kind == COMPLETED:
                 # The last word of a turn is completed by the end of the turn and not by a delta.
-                self.heard("", _shown_words(event)[self._words :])
+                self.on_text("", _shown_words(event)[self._words :])
                 self.end_turn()
             case kind if kind == FAILED:
                 self.end_turn()
@@ -147,7 +147,7 @@ async def paced(path: Path) -> Sound:
     """Chunks of a file in real time: each at the time at which its last sample would have been recorded."""
     loop = asyncio.get_running_loop()
     began, sent = None, 0
-    async for piece in heard(path):
+    async for piece in read_pieces(path):
         began = loop.time() if began is None else began
         for chunk in _chunks(piece):
             sent += len(chunk)
@@ -158,7 +158,7 @@ async def paced(path: Path) -> Sound:
 
 async def as_it_comes(path: Path) -> Sound:
     """Chunks of a pipe as they arrive; the writer sets the pace."""
-    async for piece in heard(path, CHUNK_SAMPLES):
+    async for piece in read_pieces(path, CHUNK_SAMPLES):
         for chunk in _chunks(piece):
             yield chunk
 
@@ -211,7 +211,7 @@ async def _through_engine(
             async def listen() -> None:
                 async for output in stream:
                     if isinstance(output, messages.Text):
-                        listener.heard(output.delta, [_shown(word) for word in output.words])
+                        listener.on_text(output.delta, [_shown(word) for word in output.words])
                     elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                         raise EngineError(output.message)
 
@@ -233,7 +233,7 @@ async def _through_server(
     transcription_options, key = TranscriptionOptions.of(options), os.environ.get(KEY_VARIABLE)
     try:
         if transcription_options.given():
-            await asyncio.to_thread(note_what_is_not_taken, HttpServer(options.server, key), transcription_options)
+            await asyncio.to_thread(warn_unsupported_options, HttpServer(options.server, key), transcription_options)
         asked = SessionOptions(
             MODEL_RATE,
             TURNS,
@@ -273,7 +273,7 @@ async def _feed(
     """Send the audio, and finish the session even if the source of the audio fails."""
     try:
         async for samples in sound:
-            clock.heard(len(samples))
+            clock.advance(len(samples))
             captions.heard(clock.now)
             await send(samples)
     except asyncio.CancelledError:

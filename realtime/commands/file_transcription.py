@@ -255,9 +255,9 @@ class FileTranscriber:
                 delta = output.delta if transcript.text else output.delta.lstrip()
                 transcript.text += delta
                 transcript.words += [timed_word(word) for word in output.words]
-                heard = output.sample / MODEL_RATE
+                second = output.sample / MODEL_RATE
                 elapsed = asyncio.get_running_loop().time() - began
-                bar.update(row, completed=heard, clock=clock(heard), speed=f"{heard / max(elapsed, 0.01):.1f}x")
+                bar.update(row, completed=second, clock=clock(second), speed=f"{second / max(elapsed, 0.01):.1f}x")
             elif isinstance(output, messages.Closed):
                 return
             elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
@@ -267,7 +267,7 @@ class FileTranscriber:
 async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> None:
     """Feed everything that can be decoded. An error in the file is raised after its valid part has been fed."""
     try:
-        async for piece in heard(path):
+        async for piece in read_pieces(path):
             transcript.samples += len(piece)
             await stream.feed(piece)
     finally:
@@ -276,7 +276,7 @@ async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> No
             await stream.finish()
 
 
-async def heard(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Samples]:
+async def read_pieces(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Samples]:
     """The pieces of a file, or of standard input as they arrive; Ctrl-C ends standard input."""
     if path != STANDARD_INPUT:
         pieces = pieces_of(path, samples)
@@ -285,7 +285,7 @@ async def heard(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Sampl
         return
     with EndOnInterrupt() as interrupt:
         source = StandardInput(lambda: interrupt.ended)
-        pieces = gathered(blocks_of(source), samples)
+        pieces = join_blocks(blocks_of(source), samples)
         try:
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 yield piece
@@ -295,10 +295,10 @@ async def heard(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Sampl
 
 def pieces_of(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
     """The audio of a file in pieces, like `gathered`."""
-    return gathered(read_file(path), samples)
+    return join_blocks(read_file(path), samples)
 
 
-def gathered(blocks: Iterator[Samples], samples: int) -> Iterator[Samples]:
+def join_blocks(blocks: Iterator[Samples], samples: int) -> Iterator[Samples]:
     """Join blocks to pieces of at least `samples` samples; the last piece may be shorter.
 
     An error is raised after all samples before it were returned.
@@ -404,7 +404,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
         yield file, os.fstat(file.fileno()).st_size if path.is_file() else None
 
 
-def note_what_is_not_taken(server: HttpServer, transcription_options: TranscriptionOptions) -> None:
+def warn_unsupported_options(server: HttpServer, transcription_options: TranscriptionOptions) -> None:
     """Print a note about options that the server's model does not support. Raises CannotConnect."""
     _taken(server.get("/v1/models"), server.url, transcription_options)
 

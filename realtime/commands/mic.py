@@ -49,10 +49,11 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from realtime.commands import microphone
-    from realtime.commands.terminal import UsageError, out
+    from realtime.commands.terminal import UsageError, check_server, out
 
     if options.format and not options.output:
         raise UsageError("--format is the format of --output; add --output FILE")
+    check_server(options.server)
     recorder = microphone.find_recorder()
     if options.list:
         out(recorder.devices())

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from realtime.commands.terminal import note, out
+from realtime.commands.terminal import CACHE_VARIABLE, UsageError, check_writable, note, out
 from realtime.config import ModelConfig
 
 # The recording for `tickertape demo`, `doctor` and `bench`.
@@ -75,13 +76,21 @@ def model_name(name: str) -> str:
 
 
 def fetch(name: str, *, fresh: bool = False) -> Path:
-    """The path of a model, which is downloaded if needed, with progress on standard error. A path is returned as is."""
+    """The path of a model, which is downloaded if needed, with progress on standard error. A path is returned as is.
+    Raises UsageError if there is no such model, or if the cache folder cannot be written."""
     from rich.console import Console
 
-    from engine.weights.store import available_models, cache_folder, pull, resolve
+    from engine.weights.store import UnknownModel, available_models, cache_folder, pull, resolve
 
-    if name not in available_models() or (not fresh and (cache_folder() / name).exists()):
-        return pull(name, note, fresh=True) if fresh else resolve(name)
+    try:
+        if name not in available_models():
+            return pull(name, note, fresh=True) if fresh else resolve(name)
+    except UnknownModel as error:
+        raise UsageError(str(error)) from error
+    # `Path.exists` raises an error for a folder that may not be read.
+    if not fresh and os.path.exists(cache_folder() / name):
+        return resolve(name)
+    check_writable(cache_folder(), CACHE_VARIABLE)
     console = Console(file=sys.stderr)
     with console.status(f"downloading {name}"):
         return pull(name, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True), fresh=fresh)

@@ -20,7 +20,7 @@ from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys
-from realtime.serving.tokens import fleet_secret
+from realtime.serving.signed_tokens import fleet_secret
 
 # systemd's socket for Type=notify.
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
@@ -119,7 +119,7 @@ class Reloading:
             self._restart()
 
 
-class Hangup:
+class SignalHandlers:
     """Handles SIGHUP and SIGUSR2 from the start of the command, because their default ends the process.
 
     A terminal that is closed sends SIGHUP too; the server then stops as with Ctrl-C.
@@ -231,7 +231,7 @@ def run(options: argparse.Namespace) -> int:
     check_fleet_secret(config)
     check_spool()
     check_port(config.server.host, config.server.port)
-    hangup = Hangup()
+    hangup = SignalHandlers()
     if not config.engines_elsewhere:
         fetch(model_name(config.model.name))
     import asyncio
@@ -295,7 +295,9 @@ def check_port(host: str, port: int) -> None:
         ) from error
 
 
-async def _serve(config: Config, readiness: Readiness, read_again: Callable[[], Config], hangup: Hangup) -> None:
+async def _serve(
+    config: Config, readiness: Readiness, read_again: Callable[[], Config], hangup: SignalHandlers
+) -> None:
     from realtime.app import running_server
     from realtime.commands.serve import Reloading
 
@@ -315,7 +317,7 @@ async def _serve(config: Config, readiness: Readiness, read_again: Callable[[], 
 
 
 async def _serve_workers(
-    config: Config, workers: int, readiness: Readiness, read_again: Callable[[], Config], hangup: Hangup
+    config: Config, workers: int, readiness: Readiness, read_again: Callable[[], Config], hangup: SignalHandlers
 ) -> None:
     import asyncio
 

@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, out, read_config
+from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, check_server, out, read_config
 
 if TYPE_CHECKING:
     from realtime.client.http_client import HttpServer
@@ -55,6 +55,7 @@ def _interval(text: str) -> float:
 def run(options: argparse.Namespace) -> int:
     from realtime.client.wire_client import CannotConnect
 
+    check_server(options.url)
     try:
         server = _server(options)
         if options.ready:
@@ -92,7 +93,7 @@ def _server(options: argparse.Namespace) -> HttpServer:
     from realtime.client.http_client import HttpServer
 
     key = os.environ.get(KEY_VARIABLE)
-    if options.url:
+    if options.url is not None:
         return HttpServer(options.url, key)
     settings = read_config(options.config, {}).server
     return HttpServer(own_url(settings), key, _own_trust(settings))

@@ -61,6 +61,30 @@ def read_config(path: str | None, flags: Mapping[str, object]) -> Config:
     return load_config(path, environment, flags)
 
 
+def check_server(url: str | None) -> None:
+    """Raise UsageError if this is not the address of a server. None is accepted: the option was not given."""
+    if url is None:
+        return
+    from realtime.client.wire_client import CannotConnect, split_address
+
+    try:
+        split_address(url)
+    except CannotConnect as error:
+        raise UsageError(str(error)) from error
+
+
+def check_writable(folder: Path, option: str) -> None:
+    """Create the folder. Raise UsageError, which names the option, if no file can be written to it."""
+    import tempfile
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
+    except OSError as error:
+        raise UsageError(f"cannot write to {folder}: {error.strerror}; name another {option}") from error
+
+
 class EndOnInterrupt:
     """Context manager for Ctrl-C while audio is read: the first sets `ended`, so that the audio ends and the text is
     finished; the second stops at once."""

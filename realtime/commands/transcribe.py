@@ -9,7 +9,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from audio.errors import AudioError
-from realtime.commands.terminal import FAILED, OK, STANDARD_INPUT, CommandFailed, UsageError, note, out, shown_name
+from realtime.commands.terminal import (
+    FAILED,
+    OK,
+    STANDARD_INPUT,
+    UsageError,
+    check_server,
+    check_writable,
+    note,
+    out,
+    shown_name,
+)
 from realtime.commands.transcription_options import add_transcription_options
 from realtime.config import ModelConfig
 
@@ -71,7 +81,7 @@ def run(options: argparse.Namespace) -> int:
     _check(options, formats)
     # Check everything before a model is loaded.
     if options.output_dir is not None:
-        _check_writable(options.output_dir, [f"{_stem(file)}.{name}" for file in options.files for name in formats])
+        _check_output(options.output_dir, [f"{_stem(file)}.{name}" for file in options.files for name in formats])
     files = _readable(options.files, here=not options.server)
     failed = len(options.files) - len(files)
     if not files:
@@ -86,6 +96,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace, formats: list[str]) -> None:
+    check_server(options.server)
     if options.files.count(STANDARD_INPUT) > 1:
         raise UsageError("standard input can be read only once; name - once")
     if STANDARD_INPUT in options.files and sys.stdin.isatty():
@@ -172,21 +183,12 @@ async def _play_all(files: list[Path], options: argparse.Namespace) -> int:
     return failed
 
 
-def _check_writable(folder: Path, names: list[str]) -> None:
-    """Raise CommandFailed if files with these names cannot be written to the folder."""
-    import tempfile
-
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
-            pass
-    except OSError as error:
-        raise CommandFailed(f"cannot write to {folder}: {error.strerror}; name another --output-dir") from error
+def _check_output(folder: Path, names: list[str]) -> None:
+    """Raise UsageError if files with these names cannot be written to the folder."""
+    check_writable(folder, "--output-dir")
     for name in names:
         if (folder / name).is_dir():
-            raise CommandFailed(
-                f"cannot write {folder / name}: a folder with that name exists; name another --output-dir"
-            )
+            raise UsageError(f"cannot write {folder / name}: a folder with that name exists; name another --output-dir")
 
 
 def _readable(files: list[Path], *, here: bool) -> list[Path]:

@@ -135,13 +135,22 @@ _encoder = msgspec.json.Encoder()
 
 
 def decode_json(data: str | bytes) -> Json:
-    """The JSON object in a frame. Raises ClientFault, also for nesting that is too deep for the parser."""
+    """The JSON object in a message. Raises ClientFault, also for nesting that is too deep for the parser."""
+    return _decode_object(data, "message", "a JSON object with a 'type'")
+
+
+def decode_body(data: bytes) -> Json:
+    """The JSON object in the body of a request; otherwise like `decode_json`."""
+    return _decode_object(data, "body", "a JSON object")
+
+
+def _decode_object(data: str | bytes, what: str, expected: str) -> Json:
     try:
         value = _decoder.decode(data)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        raise ClientFault("invalid_json", "The message is not valid JSON.") from None
+        raise ClientFault("invalid_json", f"The {what} is not valid JSON.") from None
     if not isinstance(value, dict):
-        raise ClientFault("invalid_json", "The message must be a JSON object with a 'type'.")
+        raise ClientFault("invalid_json", f"The {what} must be {expected}.")
     return value
 
 

@@ -20,7 +20,8 @@ from http import HTTPStatus
 from uuid import uuid4
 
 from realtime.dialects.base import DirectAnswer, Json, Nothing, Request, SessionFacts
-from realtime.errors import ClientFault, Refusal, decimal_number, whole_number
+from realtime.errors import ClientFault, Refusal
+from realtime.numbers import decimal_number, whole_number
 from realtime.session.events import (
     Answered,
     Commit,
@@ -215,7 +216,7 @@ def _raw_format(query: Mapping[str, str]) -> AudioFormat | None:
             "encoding", f"'{encoding[:40]}' is not supported; send {known}, or a container without 'encoding'."
         )
     rate = _whole(query, "sample_rate", 16_000 if encoding == "linear16" else G711_RATE, MIN_RATE, MAX_RATE)
-    return AudioFormat(RAW[encoding], rate if encoding == "linear16" else G711_RATE, binary=True)
+    return AudioFormat(RAW[encoding], rate, binary=True)
 
 
 def _endpointing(query: Mapping[str, str]) -> int:

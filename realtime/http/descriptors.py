@@ -16,8 +16,8 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realtime.errors import Refusal
-from realtime.http.gateway import refused
-from realtime.serving.websocket import PatientHttp
+from realtime.http.websocket_routes import refusal_response
+from realtime.serving.websocket import HttpWithDeadlines
 
 log = logging.getLogger("tickertape.server")
 
@@ -48,7 +48,7 @@ class Descriptors:
     def __init__(self, on_refused: Callable[[], None]) -> None:
         self.on_refused = on_refused
         # Connections in the last half of the reserve that have not sent a request yet, the oldest first.
-        self.silent: dict[SparingHttp, None] = {}
+        self.silent: dict[DescriptorAwareHttp, None] = {}
         self._say_again_at = 0.0
 
     def limit(self) -> int:
@@ -59,10 +59,10 @@ class Descriptors:
         limit = self.limit()
         if limit == resource.RLIM_INFINITY or descriptor < limit - reserve_of(limit):
             return False
-        self._say(descriptor, limit)
+        self._warn(descriptor, limit)
         return True
 
-    def came(self, connection: SparingHttp, descriptor: int) -> None:
+    def on_connection(self, connection: DescriptorAwareHttp, descriptor: int) -> None:
         """Register a new connection in the reserve. If too many in its upper half have sent no request, the oldest is
         aborted: the next connection must get a descriptor, or the system drops it before it can be answered."""
         limit = self.limit()
@@ -73,7 +73,7 @@ class Descriptors:
                 del self.silent[oldest]
                 oldest.transport.abort()
 
-    def _say(self, taken: int, limit: int) -> None:
+    def _warn(self, taken: int, limit: int) -> None:
         now = asyncio.get_running_loop().time()
         if now >= self._say_again_at:
             self._say_again_at = now + SAY_AGAIN_S
@@ -89,7 +89,7 @@ def reserve_of(limit: int) -> int:
     return min(MOST_RESERVED, limit // 4)
 
 
-class SparingHttp(PatientHttp):
+class DescriptorAwareHttp(HttpWithDeadlines):
     """HTTP protocol that keeps the reserve of descriptors free of sessions and uploads."""
 
     descriptors: Descriptors
@@ -100,7 +100,7 @@ class SparingHttp(PatientHttp):
         self._is_short = self.descriptors.is_short(number)
         if self._is_short:
             self.app = _FromReserve(self.app, self.descriptors.on_refused)
-            self.descriptors.came(self, number)
+            self.descriptors.on_connection(self, number)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.descriptors.silent.pop(self, None)
@@ -116,9 +116,9 @@ class SparingHttp(PatientHttp):
         return not self._is_short and super()._should_upgrade()
 
 
-def sparing_http(handshake_s: float, descriptors: Descriptors) -> type[SparingHttp]:
+def sparing_http(handshake_s: float, descriptors: Descriptors) -> type[DescriptorAwareHttp]:
     """The HTTP protocol class for uvicorn, with this deadline and this reserve."""
-    return type("SparingHttp", (SparingHttp,), {"handshake_s": handshake_s, "descriptors": descriptors})
+    return type("DescriptorAwareHttp", (DescriptorAwareHttp,), {"handshake_s": handshake_s, "descriptors": descriptors})
 
 
 class _FromReserve:
@@ -139,7 +139,7 @@ class _FromReserve:
         if scope["path"] not in WATCHED:
             self._on_refused()
             text = "The server has no file descriptors left for another connection; try again."
-            app = refused(
+            app = refusal_response(
                 scope["path"],
                 Refusal(503, "server_busy", text, retry_after_s=RETRY_AFTER_S, kind="server_error"),
             )

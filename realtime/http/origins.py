@@ -23,7 +23,7 @@ from starlette.websockets import WebSocket
 
 from realtime.config import ServerConfig, is_loopback
 from realtime.errors import Refusal
-from realtime.http.gateway import refused
+from realtime.http.websocket_routes import refusal_response
 from realtime.metrics.gateway import Metrics
 
 DEFAULT_PORTS = {"http": "80", "ws": "80", "https": "443", "wss": "443"}
@@ -108,7 +108,7 @@ class BrowserGuard:
                 self._rules.check(Headers(scope=scope))
             except Refusal as refusal:
                 self._metrics.refused.labels(refusal.param).inc()
-                response = refused(scope["path"], refusal)
+                response = refusal_response(scope["path"], refusal)
                 if scope["type"] == "websocket":
                     await WebSocket(scope, receive, send).send_denial_response(response)
                 else:

@@ -19,17 +19,17 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import EngineDead
 from realtime.config import Config
 from realtime.errors import ClientFault, Refusal
-from realtime.http.answers import Answers
-from realtime.http.context import Authenticator, Context
-from realtime.http.forms import FormReader
-from realtime.http.gateway import LISTEN, Gateway, refused
-from realtime.http.listen import ListenRoute
+from realtime.http.authentication import Authenticator, Context
+from realtime.http.deepgram_file_route import ListenRoute
+from realtime.http.info_routes import Answers
 from realtime.http.origins import BrowserGuard, BrowserRules, Cors
-from realtime.http.prepare import PrepareRoutes
-from realtime.http.uploads import UploadRoutes
+from realtime.http.prepared_audio_routes import PrepareRoutes
+from realtime.http.transcription_routes import UploadRoutes
+from realtime.http.upload_forms import FormReader
+from realtime.http.websocket_routes import LISTEN, WebSocketRoutes, refusal_response
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.factory import GatewayServices
 from realtime.serving.registry import Sessions
+from realtime.serving.session_factory import GatewayServices
 from realtime.serving.websocket import clean_headers
 
 FOLDER = Path(__file__).parents[1] / "web"
@@ -62,13 +62,13 @@ def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
     return endpoint
 
 
-def build_app(engine: EngineApi, config: Config, around: GatewayServices | None = None) -> Starlette:
+def build_app(engine: EngineApi, config: Config, services: GatewayServices | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
-    around = around or GatewayServices()
-    authenticator = Authenticator([key.reveal() for key in config.auth.keys], around.signer)
-    sessions = Sessions(engine, config, time.monotonic, time.time, around)
-    context = Context(engine, config, around.metrics, authenticator, sessions)
-    gateway = Gateway(context)
+    services = services or GatewayServices()
+    authenticator = Authenticator([key.reveal() for key in config.auth.keys], services.signer)
+    sessions = Sessions(engine, config, time.monotonic, time.time, services)
+    context = Context(engine, config, services.metrics, authenticator, sessions)
+    gateway = WebSocketRoutes(context)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
         ClientFault: _on_fault,
@@ -78,7 +78,7 @@ def build_app(engine: EngineApi, config: Config, around: GatewayServices | None 
         405: _on_wrong_method,
     }
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
-    guard = Middleware(BrowserGuard, rules, around.metrics)
+    guard = Middleware(BrowserGuard, rules, services.metrics)
     app = Starlette(
         routes=[*_sockets(gateway), *_answers(context), *page_routes()],
         middleware=[Middleware(_CleanHeaders), Middleware(RefusedBodies), guard, Middleware(Cors, rules)],
@@ -89,8 +89,8 @@ def build_app(engine: EngineApi, config: Config, around: GatewayServices | None 
     return app
 
 
-def _sockets(gateway: Gateway) -> list[BaseRoute]:
-    paths = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, LISTEN: gateway.listen}
+def _sockets(gateway: WebSocketRoutes) -> list[BaseRoute]:
+    paths = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, LISTEN: gateway.deepgram}
     sockets = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
     return [*sockets, *(Route(path, _upgrade_required, methods=["GET"]) for path in paths)]
 
@@ -101,7 +101,7 @@ async def _upgrade_required(request: Request) -> Response:
         "This address is a WebSocket: connect to it with ws:// or wss://. If the client did, a proxy on the way drops "
         "the headers 'Upgrade' and 'Connection'; configure it to pass them on."
     )
-    answer = refused(request.url.path, Refusal(426, "upgrade_required", text))
+    answer = refusal_response(request.url.path, Refusal(426, "upgrade_required", text))
     answer.headers["Upgrade"], answer.headers["Connection"] = "websocket", "Upgrade"
     return answer
 
@@ -172,7 +172,7 @@ class RefusedBodies:
         if scope["type"] != "http" or (b"connection", b"close") not in scope["headers"]:
             await self._app(scope, receive, send)
             return
-        arrived = refused = False
+        arrived = is_refused = False
 
         async def receive_counted() -> Message:
             nonlocal arrived
@@ -181,10 +181,10 @@ class RefusedBodies:
             return message
 
         async def send_and_read(message: Message) -> None:
-            nonlocal refused
-            refused = refused or message.get("status", 0) >= 400
+            nonlocal is_refused
+            is_refused = is_refused or message.get("status", 0) >= 400
             is_last = message["type"] == "http.response.body" and not message.get("more_body", False)
-            if refused and is_last and not arrived:
+            if is_refused and is_last and not arrived:
                 await send({**message, "more_body": True})
                 await self._drop_body(receive_counted)
                 message = {"type": "http.response.body"}
@@ -214,30 +214,32 @@ class _AsgiEndpoint:
 
 async def _on_refusal(request: Request, error: Exception) -> Response:
     assert isinstance(error, Refusal)
-    return refused(request.url.path, error)
+    return refusal_response(request.url.path, error)
 
 
 async def _on_fault(request: Request, error: Exception) -> Response:
     assert isinstance(error, ClientFault)
-    return refused(request.url.path, error)
+    return refusal_response(request.url.path, error)
 
 
 async def _on_client_gone(request: Request, error: Exception) -> Response:
     """The client does not get this response; it keeps a client that leaves early from being logged as an error."""
     text = "The client left before its request was complete."
-    return refused(request.url.path, Refusal(499, "client_gone", text))
+    return refusal_response(request.url.path, Refusal(499, "client_gone", text))
 
 
 async def _on_no_engine(request: Request, error: Exception) -> Response:
     text = "The engine is not ready yet."
     refusal = Refusal(503, "engine_not_ready", text, retry_after_s=5, kind="server_error")
-    return refused(request.url.path, refusal)
+    return refusal_response(request.url.path, refusal)
 
 
 async def _on_not_found(request: Request, error: Exception) -> Response:
     path = request.url.path
-    return refused(path, Refusal(404, "not_found", f"This server has no {request.method} {path[:200]}."))
+    return refusal_response(path, Refusal(404, "not_found", f"This server has no {request.method} {path[:200]}."))
 
 
 async def _on_wrong_method(request: Request, error: Exception) -> Response:
-    return refused(request.url.path, Refusal(405, "method_not_allowed", f"This path does not allow {request.method}."))
+    return refusal_response(
+        request.url.path, Refusal(405, "method_not_allowed", f"This path does not allow {request.method}.")
+    )

@@ -14,7 +14,7 @@ import numpy as np
 from realtime.serving.inbox import FED_BYTES, Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.outbox import Outbox
-from realtime.serving.socket_extras import Part
+from realtime.serving.websocket_extension import Part
 from realtime.session.events import Hangup
 
 # Causes of a hang-up that end one channel only; any other cause closes the socket.

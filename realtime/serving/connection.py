@@ -19,8 +19,8 @@ from realtime.errors import CloseCode
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession, fail
-from realtime.serving.socket_extras import PART, SocketExtras
 from realtime.serving.throttle import SHARE_S, FairTurns, Pace
+from realtime.serving.websocket_extension import PART, SocketExtras
 from realtime.session.events import Hangup
 
 log = logging.getLogger("tickertape.connection")

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from engine import messages
 from engine.client.pool import Capacity
-from engine.client.prepared import Rendered
+from engine.client.prepared_audio import Rendered
 from engine.spec import ModelSpec
 from realtime.session.events import Samples
 
@@ -25,7 +25,7 @@ class StreamApi(Protocol):
     async def finish(self) -> None: ...
     async def abort(self) -> None: ...
     def __aiter__(self) -> AsyncIterator[messages.Output]: ...
-    def listen(self, listener: Callable[[messages.Output], None]) -> None: ...
+    def subscribe(self, listener: Callable[[messages.Output], None]) -> None: ...
 
 
 class EngineApi(Protocol):

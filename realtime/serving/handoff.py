@@ -286,6 +286,8 @@ class SessionHandoff:
         self._due: EngineLink | None = None
         # Whether an engine that was lost may still have a copy.
         self._left_copy = False
+        # The stream in the last save of this process.
+        self.given_stream: EngineStream | None = None
         # Nothing is saved any more: the session has ended, or another process owns it.
         self._is_closed = False
 
@@ -363,8 +365,9 @@ class SessionHandoff:
         moves = max(number % messages.NEXT_OWNER, self.number % messages.NEXT_OWNER)
         self.number = max(self.number, number // messages.NEXT_OWNER * messages.NEXT_OWNER + moves)
         if link is not None and link is not self._link:
-            # The session has moved meanwhile, with a number below the one that the former engine has just got.
-            link.send(messages.DropHandoff("", self._key, number))
+            # The session has moved meanwhile, with a number below the one that the former engine has just got. The
+            # higher number says so to the former engine: until the new one has the save, the session is not gone.
+            link.send(messages.DropHandoff("", self._key, self.number))
             self.begin_anew()
         return True
 
@@ -377,6 +380,7 @@ class SessionHandoff:
     def give_up(self) -> None:
         """Send the last save of this process: from now on the session waits to be adopted."""
         self._stale = True
+        self.given_stream = self._stream()
         self._send(last=True)
 
     def end(self) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 
 from engine.client.link import ItemRefused
-from engine.client.prepared import parse_items
+from engine.client.prepared_audio import parse_items
 from realtime.dialects.base import (
     AudioText,
     Dialect,
@@ -27,9 +27,9 @@ from realtime.dialects.long_append import AUDIO_MESSAGE, LongAppend
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault
-from realtime.serving.intake import AudioIntake
+from realtime.serving.audio_intake import AudioIntake
 from realtime.serving.live_session import LiveSession
-from realtime.serving.socket_extras import Part
+from realtime.serving.websocket_extension import Part
 from realtime.session.events import Answered, Clear, Commit, Configure, End, Injected, Problem
 from realtime.session.settings import Settings
 
@@ -72,7 +72,7 @@ class Inbox:
         self.settle()
         self._long = self._mistake = None
         self._let_go = False
-        self._intake = self._intake.on_new_socket()
+        self._intake = self._intake.for_new_socket()
 
     def settle_all(self) -> None:
         """Submit all audio, including the samples in the resampler: the session will be adopted by another process."""
@@ -134,7 +134,7 @@ class Inbox:
             return True
 
     def _tell(self, fault: ClientFault, event_id: str | None = None) -> None:
-        self._live.tell(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
+        self._live.send_event(Problem(fault.code, fault.message, fault.param, fault.event_id or event_id))
 
     async def _message(self, raw: str | bytes, gone: Callable[[], bool]) -> bool:
         """Handle a short message. Returns whether it had a mistake that was answered; other mistakes are raised."""
@@ -207,7 +207,7 @@ class Inbox:
             taken = await self._live.inject(await asyncio.to_thread(parse_items, request.items))
         except ItemRefused as error:
             raise ClientFault("item_refused", f"{error}.", param="items", event_id=request.event_id) from error
-        self._live.tell(Injected(taken))
+        self._live.send_event(Injected(taken))
 
     async def _end(self, gone: Callable[[], bool]) -> None:
         if self._ended:
@@ -226,7 +226,7 @@ class Inbox:
         """Handle a message that is not audio. Returns whether it had a mistake that was answered."""
         match request:
             case DirectAnswer(body):
-                self._live.tell(Answered(body))
+                self._live.send_event(Answered(body))
             case Update():
                 return self._update(request)
             case Configure(settings, event_id):
@@ -313,4 +313,4 @@ class Inbox:
             settings = dialect.start_settings(self._live.session.settings)
             if settings.format != self._intake.format:
                 self._intake = AudioIntake(settings.format)
-            self._live.adopt(settings)
+            self._live.apply_settings(settings)

@@ -216,7 +216,7 @@ def _shared(file: BinaryIO) -> BinaryIO:
     return shared
 
 
-class _Forks:
+class _DecoderProgram:
     """The program of `decoder_process.py`: started when the first decoder is needed, and again if it has died."""
 
     def __init__(self) -> None:
@@ -287,5 +287,5 @@ class _Forks:
                 process.wait()
 
 
-_forks = _Forks()
+_forks = _DecoderProgram()
 atexit.register(_forks.stop)

@@ -140,7 +140,7 @@ class StreamRunner:
     def engine_stream(self) -> EngineStream | None:
         return self.stream if isinstance(self.stream, EngineStream) else None
 
-    def leave_for(self, reanchor: Reanchor) -> None:
+    def restart_stream(self, reanchor: Reanchor) -> None:
         """Abandon the current stream and begin a new one with the session's current options."""
         self._generation += 1
         self.settings, self._runs_out = self.session.settings, False
@@ -177,20 +177,20 @@ class StreamRunner:
             self._fed = self.session.engine_start + adopted.goes_on_at
         return self._fed
 
-    def lay_down(self) -> None:
+    def release(self) -> None:
         """Leave the stream running in the engine: another process adopts it."""
         stream, self.stream = self.engine_stream, None
         if stream is not None:
-            stream.lay_down()
+            stream.release()
 
-    def drop(self) -> None:
+    def abort_everywhere(self) -> None:
         """End the stream if an engine runs it for this process. Another process owns the session now; engines ignore
         this for a stream that was adopted."""
         stream, self.stream = self.engine_stream, None
         if stream is not None:
-            stream.drop()
+            stream.abort_everywhere()
 
-    async def abandon(self) -> None:
+    async def close(self) -> None:
         """End the stream, if there is one, and empty the queue."""
         stream, self.stream = self.stream, None
         if stream is not None:
@@ -224,7 +224,7 @@ class StreamRunner:
     async def _execute(self, command: EngineCommand, group: asyncio.TaskGroup) -> None:
         match command:
             case Reanchor(base, replay):
-                await self._leave()
+                await self._abort_current()
                 await self._open(base, group)
                 for audio in replay:
                     await self._hear(audio, group)
@@ -234,7 +234,7 @@ class StreamRunner:
                     self._runs_out = True
                     await self.stream.finish()
                     await self._said_all
-                    await self._leave()
+                    await self._abort_current()
                 self._runs_out = False
             case Feed(samples):
                 try:
@@ -328,7 +328,7 @@ class StreamRunner:
             if over and not said_all.done():
                 said_all.set_result(None)
 
-        stream.listen(hear)
+        stream.subscribe(hear)
 
     def _hand_on(self, output: messages.Output) -> None:
         assert not isinstance(output, NOT_FOR_SESSIONS), "handled by the engine client"
@@ -351,7 +351,7 @@ class StreamRunner:
         self._strange_flushes -= 1
         return True
 
-    async def _leave(self) -> None:
+    async def _abort_current(self) -> None:
         """Abort the stream; its outputs are ignored already."""
         stream, self.stream, self._said_all = self.stream, None, None
         if stream is not None:
@@ -436,13 +436,13 @@ class LiveSession:
         else:
             self.handoff.close()
 
-    def tell(self, event: ServerEvent) -> None:
+    def send_event(self, event: ServerEvent) -> None:
         """Send the client an event that does not come from the core."""
         self.outbox.put(event)
         if self.handoff is not None and self.resumable:
             self.handoff.begin_anew()
 
-    def adopt(self, settings: Settings) -> None:
+    def apply_settings(self, settings: Settings) -> None:
         """Apply the initial settings of a dialect, without an answer to the client."""
         for effect in self.session.handle(Configure(settings), self.clock()):
             if not isinstance(effect, Send):
@@ -517,7 +517,7 @@ class LiveSession:
                 if name == "stalls":
                     log.warning("session %s: speech without text; starting a new engine stream", self.id)
             case Reanchor():
-                self.runner.leave_for(effect)
+                self.runner.restart_stream(effect)
                 self._start()
             case Feed() | FeedGap() | FlushEngine() | FinishEngine() | Reopen() | FollowTurns():
                 self._command(effect)
@@ -563,7 +563,7 @@ class LiveSession:
         if self._reanchor is not None:
             # A new stream was decided on, and its replay audio is lost: silence takes its place.
             base = self._reanchor.base
-            self.runner.leave_for(Reanchor(base, (core.appended - base,)))
+            self.runner.restart_stream(Reanchor(base, (core.appended - base,)))
             for mark in core.marks:
                 queue.put(FlushEngine(mark.pause))
         else:
@@ -596,12 +596,13 @@ class LiveSession:
     async def let_go(self, is_fenced: bool) -> None:
         """End the session here without ending its engine stream: another process continues it.
 
-        `is_fenced`: another process took the session over. A stream that this one has opened since then is ended.
+        `is_fenced`: another process took the session over. A stream that this one has opened since then, or since its
+        last save, is ended.
         """
-        if is_fenced:
-            self.runner.drop()
+        if is_fenced or self.handoff is None or self.runner.engine_stream is not self.handoff.given_stream:
+            self.runner.abort_everywhere()
         else:
-            self.runner.lay_down()
+            self.runner.release()
         await self.close()
 
     # The task that runs the engine stream
@@ -609,7 +610,7 @@ class LiveSession:
     def stop(self) -> None:
         """End the session now, without a message to the client. May be called twice."""
         # A closed core ignores later events, such as a tick, that would start the task again.
-        self.session.abandon()
+        self.session.close_without_effects()
         if self._task is not None:
             self._task.cancel()
             self._stopped, self._task = self._task, None
@@ -637,8 +638,8 @@ class LiveSession:
             log.exception("session %s failed", self.id)
             self._end(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
-            await self.runner.abandon()
+            await self.runner.close()
 
     def _end(self, hangup: Hangup) -> None:
-        self.session.abandon()
+        self.session.close_without_effects()
         self.outbox.hang_up(hangup)

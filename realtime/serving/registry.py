@@ -19,9 +19,9 @@ from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.factory import GatewayServices, OpenSession, SessionFactory
+from realtime.serving.process_pauses import PauseDetector
 from realtime.serving.quota import Admission, Caller, Figures, LocalQuota, SessionQuota
-from realtime.serving.standstill import Standstill
+from realtime.serving.session_factory import GatewayServices, OpenSession, SessionFactory
 from realtime.session.events import Hangup
 from realtime.session.settings import Settings
 
@@ -34,12 +34,14 @@ TAKEN_OVER = Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "take
 RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
 
 
-@dataclass(frozen=True, slots=True)
-class _Coming:
+@dataclass(slots=True)
+class _Adoption:
     """An adoption in progress; `waiting` has one `has_left` for each request that waits for the session."""
 
-    task: asyncio.Task[OpenSession | None]
     waiting: list[Callable[[], bool]]
+    task: asyncio.Task[OpenSession | None] | None = None
+    # The highest number with which another process was found to own the session meanwhile.
+    fenced: int = 0
 
 
 class Sessions:
@@ -51,27 +53,27 @@ class Sessions:
         config: Config,
         clock: Callable[[], float],
         wall_clock: Callable[[], float],
-        around: GatewayServices | None = None,
+        services: GatewayServices | None = None,
     ) -> None:
-        around = around or GatewayServices()
+        services = services or GatewayServices()
         self.engine = engine
         self.draining = False
         self._config = config
-        self._metrics = around.metrics
+        self._metrics = services.metrics
         self._clock = clock
-        self._signer = around.signer
-        self._maker = SessionFactory(engine, config, clock, wall_clock, around)
-        self._claimants = around.claimants
+        self._signer = services.signer
+        self._maker = SessionFactory(engine, config, clock, wall_clock, services)
+        self._claimants = services.claimants
         self._entries: dict[str, OpenSession] = {}
         # Adoptions in progress by session id, and tasks that end sessions which other processes adopt.
-        self._coming: dict[str, _Coming] = {}
+        self._coming: dict[str, _Adoption] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._quota: SessionQuota = around.quota or LocalQuota(config.limits, clock)
+        self._quota: SessionQuota = services.quota or LocalQuota(config.limits, clock)
         # Whether a drain leaves resumable sessions to other processes.
         self.hands_over = False
-        self.standstill: Standstill | None = None
+        self.standstill: PauseDetector | None = None
         if self._claimants is not None:
-            self.standstill = Standstill(clock, self._claimants.confirm)
+            self.standstill = PauseDetector(clock, self._claimants.confirm)
             handoff_client = self._claimants.handoffs
             handoff_client.on_wanted, handoff_client.on_fenced, handoff_client.sessions = (
                 self._wanted,
@@ -253,7 +255,7 @@ class Sessions:
         if self._claimants is None or self.draining:
             return self._entries.get(session_id)
         assert self.standstill is not None
-        await self.standstill.over()
+        await self.standstill.wait_until_sure()
         entry = self._entries.get(session_id)
         if entry is not None and entry.live.resumable and (handoff := entry.live.handoff) is not None:
             # Another gateway may have adopted it without our knowing yet, or may claim it at this moment.
@@ -266,21 +268,26 @@ class Sessions:
         """Adopt a session of another process. Concurrent requests for the same session share one adoption."""
         coming = self._coming.get(session_id)
         if coming is None:
-            waiting = [has_left]
-            task = asyncio.create_task(self._adopt(session_id, caller, waiting), name=f"adopt {session_id}")
-            self._coming[session_id] = coming = _Coming(task, waiting)
-            task.add_done_callback(lambda _: self._coming.pop(session_id, None))
+            self._coming[session_id] = coming = _Adoption([has_left])
+            coming.task = asyncio.create_task(self._adopt(session_id, caller, coming), name=f"adopt {session_id}")
+            coming.task.add_done_callback(lambda _: self._coming.pop(session_id, None))
         else:
             coming.waiting.append(has_left)
+        assert coming.task is not None
         return await asyncio.shield(coming.task)
 
-    async def _adopt(self, session_id: str, caller: str, waiting: list[Callable[[], bool]]) -> OpenSession | None:
+    async def _adopt(self, session_id: str, caller: str, coming: _Adoption) -> OpenSession | None:
         assert self._claimants is not None
-        adopted = await self._claimants.adopt(session_id, lambda: not all(has_left() for has_left in waiting))
+        adopted = await self._claimants.adopt(session_id, lambda: not all(has_left() for has_left in coming.waiting))
         if adopted is None:
             return None
+        if coming.fenced > adopted.owner_number:
+            # This process was stopped between the two messages of the engine.
+            if adopted.stream is not None:
+                adopted.stream.abort_everywhere()
+            raise EngineDead("another gateway has just adopted the session; try again in a few seconds")
         try:
-            entry = self._maker.go_on(session_id, caller, adopted)
+            entry = self._maker.adopt(session_id, caller, adopted)
         except Exception as error:
             if adopted.stream is not None:
                 await adopted.stream.abort()
@@ -313,40 +320,47 @@ class Sessions:
         if entry.live.handoff.number > number:
             return True
         if _has_place(entry):
-            self._give_up(entry, TAKEN_OVER)
+            self._save_and_release(entry, TAKEN_OVER)
         return False
 
-    def _give_up(self, entry: OpenSession, hangup: Hangup) -> None:
+    def _save_and_release(self, entry: OpenSession, hangup: Hangup) -> None:
         """Save a session for the last time and let it go. Without an await: it must not change after the last save."""
         handoff = entry.live.handoff
         assert handoff is not None
         entry.inbox.settle_all()
         handoff.give_up()
-        self._let_go(entry, hangup)
+        self._release(entry, hangup)
 
     def _fenced(self, session_id: str, number: int) -> None:
         """Another process owns a session with this number: if it is higher than ours, the session ends here."""
-        entry = self._entries.get(session_id)
+        entry, coming = self._entries.get(session_id), self._coming.get(session_id)
+        if coming is not None:
+            coming.fenced = max(coming.fenced, number)
         if entry is not None and entry.live.handoff is not None and entry.live.handoff.number < number:
             log.warning("session %s was taken over by another process; it ends here", session_id)
             entry.live.handoff.end()
-            self._let_go(entry, TAKEN_OVER, is_fenced=True)
+            self._release(entry, TAKEN_OVER, is_fenced=True)
 
-    def _let_go(self, entry: OpenSession, hangup: Hangup, is_fenced: bool = False) -> None:
+    def _release(self, entry: OpenSession, hangup: Hangup, is_fenced: bool = False) -> None:
         self._remove(entry)
         entry.is_let_go = True
-        entry.live.session.abandon()
-        leaving = asyncio.create_task(self._leave(entry, hangup, is_fenced), name=f"leave {entry.live.id}")
+        entry.live.session.close_without_effects()
+        leaving = asyncio.create_task(self._finish_release(entry, hangup, is_fenced), name=f"leave {entry.live.id}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
-    async def _leave(self, entry: OpenSession, hangup: Hangup, is_fenced: bool) -> None:
+    async def _finish_release(self, entry: OpenSession, hangup: Hangup, is_fenced: bool) -> None:
         # The last save leaves before the client is disconnected and resumes elsewhere.
         assert entry.live.handoff is not None
-        await entry.live.handoff.left()
-        if entry.connection is not None:
-            entry.connection.hang_up(hangup)
-        await entry.live.let_go(is_fenced)
+        try:
+            await entry.live.handoff.left()
+        except Exception:
+            log.exception("the last save of session %s failed; the session is released nevertheless", entry.live.id)
+        finally:
+            # Whatever happens to the save: the client must not stay on a socket that nothing serves.
+            if entry.connection is not None:
+                entry.connection.hang_up(hangup)
+            await entry.live.let_go(is_fenced)
 
     # The ticker
 
@@ -430,7 +444,7 @@ class Sessions:
         for entry in list(self._entries.values()):
             if self.hands_over and _can_move(entry):
                 # Its adoption was in progress when the drain began.
-                self._give_up(entry, RESTARTING)
+                self._save_and_release(entry, RESTARTING)
                 continue
             if entry.connection is not None:
                 entry.connection.hang_up(RESTARTING)
@@ -445,7 +459,7 @@ class Sessions:
             while _can_move(entry) and not _has_place(entry) and self._clock() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             if entry.live.id in self._entries and _can_move(entry):
-                self._give_up(entry, RESTARTING)
+                self._save_and_release(entry, RESTARTING)
             await asyncio.sleep(pause_s)
 
 

@@ -1,6 +1,6 @@
 """uvicorn's HTTP and WebSocket protocol classes, hardened for a public realtime server.
 
-- `PatientHttp`: deadlines for slow requests and for responses that the client does not read.
+- `HttpWithDeadlines`: deadlines for slow requests and for responses that the client does not read.
 - `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and
   limits on the memory and the CPU time that one client can use without a pause.
 - `FrameSplitter` and `text_of_whole_frame`: fast handling of typical frames, and fragments of long ones.
@@ -32,12 +32,14 @@ from websockets.frames import (  # type: ignore[attr-defined]
 )
 from websockets.protocol import State
 
-from realtime.serving.socket_extras import EXTENSION, PART, Part, SocketExtras, Taker
+from realtime.serving.websocket_extension import EXTENSION, PART, Part, SocketExtras, Taker
 
 # Proxies refuse responses with large headers.
 MAX_HEADER_CHARACTERS = 500
 
 _CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
+# The target of a request that is a whole URL: its host, and its path and query.
+_ABSOLUTE_FORM = re.compile(rb"(?i:https?|wss?)://([^/?@]+)((?:[/?].*)?)")
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -573,7 +575,25 @@ class _HeldFlow(FlowControl):
         self.read_paused = False
 
 
-class PatientHttp(H11Protocol):
+class _OriginForm(h11.Connection):
+    """h11's parser, for clients that send a whole URL as the target of a request, as to a proxy. A server must accept
+    that form (RFC 9112, 3.2.2); the host of the URL counts, not that of the header."""
+
+    def next_event(self) -> Any:
+        event = super().next_event()
+        if not isinstance(event, h11.Request) or not (match := _ABSOLUTE_FORM.fullmatch(event.target)):
+            return event
+        host, rest = match.groups()
+        headers = [(name, value) for name, value in event.headers if name != b"host"]
+        return h11.Request(
+            method=event.method,
+            headers=[(b"host", host), *headers],
+            target=rest if rest.startswith(b"/") else b"/" + rest,
+            http_version=event.http_version,
+        )
+
+
+class HttpWithDeadlines(H11Protocol):
     """uvicorn's HTTP protocol with deadlines: for the header of a request, for slow bodies, and for unread responses.
 
     uvicorn limits only the pause between two requests. It also parses everything that was read at once, so a body of
@@ -582,6 +602,10 @@ class PatientHttp(H11Protocol):
 
     # Seconds for the header of a request.
     handshake_s = 10.0
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.conn = _OriginForm(h11.SERVER)
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

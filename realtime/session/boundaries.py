@@ -216,12 +216,12 @@ class UtteranceWatch:
         self._last_word, self._last_speech = saved.last_word, saved.last_speech
         self._settled, self._asked = saved.settled, saved.asked
 
-    def say(self, words: Sequence[TimedWord]) -> int | None:
+    def on_words(self, words: Sequence[TimedWord]) -> int | None:
         """Take new words. Returns the end of the utterance before them, if the gap lies between."""
         last, self._last_word = self._last_word, words[-1].end
         return last if last is not None and words[0].start - last >= self._gap else None
 
-    def hear(self, probability: float, heard: int) -> None:
+    def on_probability(self, probability: float, heard: int) -> None:
         """Take the speech probability of the frame that ends at sample `heard`."""
         if probability >= SPEECH:
             self._last_speech = heard
@@ -394,7 +394,7 @@ class Boundaries:
 
     def clear_late(self, sample: int, source_ms: float) -> None:
         self._stop_announced(sample)
-        self.turns.drop()
+        self.turns.drop_current()
         self._send(Cleared())
         self._pass(sample, source_ms)
 
@@ -407,7 +407,7 @@ class Boundaries:
 
     # Engine outputs
 
-    def hear(self, probability: float, samples: int, now: float) -> None:
+    def on_probability(self, probability: float, samples: int, now: float) -> None:
         """Take the speech probability of the next frame, which has this many samples."""
         self.audio.covered += samples
         if self._watch is not None:
@@ -432,7 +432,7 @@ class Boundaries:
 
     def _hear_utterance(self, watch: UtteranceWatch, probability: float) -> None:
         heard = self.audio.covered
-        watch.hear(probability, heard)
+        watch.on_probability(probability, heard)
         self._end_utterance(watch.ended(heard))
         # As in `flush_ended`: audio without probabilities may end within a word, and a flush would cut it.
         if self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate:
@@ -466,11 +466,11 @@ class Boundaries:
         if self.turns.current is not None:
             self._end(self.audio.appended, now)
 
-    def tell(self, events: list[ServerEvent], now: float) -> None:
+    def send_events(self, events: list[ServerEvent], now: float) -> None:
         """Send events of the turns to the client, with the ends of utterances between them."""
         for event in events:
             if isinstance(event, Delta) and event.words and self._utterances is not None:
-                self._end_utterance(self._utterances.say(event.words))
+                self._end_utterance(self._utterances.on_words(event.words))
             self._send(event)
             if isinstance(event, Completed) and event.goes_on:
                 self.boundary = min(event.end, self.audio.appended)
@@ -490,7 +490,7 @@ class Boundaries:
             return
         turn.announced = True
         self._send(SpeechStarted(turn.item_id, turn.start))
-        self.tell(self.turns.release(), now)
+        self.send_events(self.turns.release(), now)
 
     def _end(self, end: int, now: float, *, words_until: int | None = None, event_id: str | None = None) -> Turn:
         """Commit the open turn at sample `end`. Words before `words_until` belong to it (None: all until the flush)."""

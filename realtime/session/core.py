@@ -250,7 +250,7 @@ class Session:
         getattr(self, handler)(event, now)
         return effects
 
-    def abandon(self) -> None:
+    def close_without_effects(self) -> None:
         """Close the session without effects: every later event is illegal."""
         self.phase = Phase.CLOSED
 
@@ -380,7 +380,7 @@ class Session:
         if event.delta or event.words:
             self._stall.heard_text(event, self._engine_start, now)
             self._engine_failures = 0
-            self._boundaries.tell(self._turns.route(event, self._engine_start, now), now)
+            self._boundaries.send_events(self._turns.route(event, self._engine_start, now), now)
             self._drain_if_idle()
 
     def _speech(self, event: messages.Speech, now: float) -> None:
@@ -406,16 +406,16 @@ class Session:
         samples = end - self._audio.covered
         if samples > 0:
             self._stall.heard_speech(probability, samples, now)
-            self._boundaries.hear(probability, samples, now)
+            self._boundaries.on_probability(probability, samples, now)
 
     def _flushed(self, event: messages.Flushed, now: float) -> None:
         if not self._marks:
             raise IllegalEvent("the engine answered a flush that was not requested")
         mark = self._marks.popleft().sample
-        self._boundaries.tell(self._turns.settle(), now)
+        self._boundaries.send_events(self._turns.settle(), now)
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
-        self._boundaries.tell(self._turns.complete_until(mark), now)
+        self._boundaries.send_events(self._turns.complete_until(mark), now)
         self._boundaries.settle(mark)
         if self.phase is Phase.COMMITTING and not self._waiting:
             self._move(Phase.ACTIVE)
@@ -429,13 +429,13 @@ class Session:
             self._speech(speech, now)
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
-        self._boundaries.tell(self._turns.settle(), now)
+        self._boundaries.send_events(self._turns.settle(), now)
         if self.phase is Phase.FINISHING:
             while self._waiting:
                 self._resolve(self._waiting.popleft(), now)
             self._recall_speech(now)
             self._boundaries.end_open(now)
-            self._boundaries.tell(self._turns.complete_until(self.appended), now)
+            self._boundaries.send_events(self._turns.complete_until(self.appended), now)
             self._boundaries.settle(self.appended)
             self._send(Ended(self.appended))
             self._close_finished()
@@ -457,7 +457,7 @@ class Session:
         self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
-        self._boundaries.tell(self._turns.settle(), now)
+        self._boundaries.send_events(self._turns.settle(), now)
         self._engine_start = event.base
 
     def _resolve(self, waiting: Waiting, now: float) -> None:

@@ -170,7 +170,7 @@ class Turns:
         turn.end, turn.flushed = end, True
         self.ended.append(turn)
 
-    def drop(self) -> None:
+    def drop_current(self) -> None:
         """Drop the open turn; all its text has arrived."""
         if self.current is not None:
             self.current.move(TurnState.CLEARED)

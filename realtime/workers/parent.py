@@ -21,8 +21,8 @@ import msgspec
 
 from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
-from realtime.serving.tokens import signing_secret
-from realtime.serving.totals import Totals
+from realtime.serving.metric_totals import Totals
+from realtime.serving.signed_tokens import signing_secret
 from realtime.workers.shared_quota import QuotaCoordinator
 from realtime.workers.worker_link import (
     Counted,
@@ -230,15 +230,15 @@ class Parent:
                 if not worker.ready.done():
                     worker.ready.set_result(None)
             elif isinstance(message, Enter | Leave | Own):
-                self._quota.hear(worker.number, message)
+                self._quota.on_message(worker.number, message)
             elif isinstance(message, Counted | Scrape):
-                self.totals.hear(worker.number, message.report)
+                self.totals.add_report(worker.number, message.report)
                 if isinstance(message, Scrape):
                     worker.line.send(Scraped(message.number, self._exposition()))
 
     def _exposition(self) -> str:
         if self._engine_counters is not None:
-            self.totals.hear(PARENT, self._engine_counters())
+            self.totals.add_report(PARENT, self._engine_counters())
         return self.totals.exposition().decode()
 
     def _keep(self, worker: Worker) -> None:

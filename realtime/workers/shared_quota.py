@@ -81,7 +81,7 @@ class SharedQuota:
             self._told_at = self._clock()
             self._line.send(Own(own))
 
-    def hear(self, message: Entered | Others) -> None:
+    def on_message(self, message: Entered | Others) -> None:
         """Take a message of the parent."""
         if isinstance(message, Others):
             self.others = message.figures
@@ -108,7 +108,7 @@ class QuotaCoordinator:
         self._figures.pop(worker, None)
         self.counts.forget(worker)
 
-    def hear(self, worker: int, message: Enter | Leave | Own) -> None:
+    def on_message(self, worker: int, message: Enter | Leave | Own) -> None:
         """Take a message of a worker; ignored if the worker was removed."""
         if worker not in self._lines:
             return

@@ -11,23 +11,76 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Callable, Iterable
 
 import uvloop
+from prometheus_client.core import Metric
 
 from engine.logs import WITH_PROCESS, set_log_level, set_up_logging
 from realtime.app import Server, gateway_of_several, share_of
 from realtime.config import Config, ConfigError
-from realtime.workers.shared_metrics import SharedMetrics
+from realtime.serving.metric_totals import report
 from realtime.workers.shared_quota import SharedQuota
-from realtime.workers.worker_link import Entered, Line, Others, Ready, Reload, Retire, Scraped, Start, decode_config
+from realtime.workers.worker_link import (
+    Counted,
+    Entered,
+    Line,
+    Others,
+    Ready,
+    Reload,
+    Retire,
+    Scrape,
+    Scraped,
+    Start,
+    decode_config,
+)
 
 log = logging.getLogger("tickertape.worker")
+
+# Interval of reports. If a worker is killed, its counts since the last report are lost.
+REPORT_S = 0.25
+# Timeout for an answer of the parent.
+ANSWER_S = 5.0
 
 
 def port_socket(host: str, port: int) -> socket.socket:
     """A listening socket on the port that all workers share; the kernel distributes connections among them."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     return socket.create_server((host, port), family=family, reuse_port=True, backlog=2048)
+
+
+class SharedMetrics:
+    """Reports this worker's metrics to the parent, and asks the parent for the sums. `families` returns the
+    worker's metrics, each with a flag: all workers see the same values."""
+
+    def __init__(self, line: Line, families: Callable[[], Iterable[tuple[Metric, bool]]]) -> None:
+        self._line = line
+        self._families = families
+        self._asked: dict[int, asyncio.Future[bytes]] = {}
+        self._number = 0
+
+    async def run(self) -> None:
+        while True:
+            self.report()
+            await asyncio.sleep(REPORT_S)
+
+    def report(self) -> None:
+        self._line.send(Counted(report(self._families())))
+
+    async def of_all(self) -> bytes:
+        """The metrics of all workers as Prometheus text, with the current ones of this worker. Raises TimeoutError."""
+        self._number = number = self._number + 1
+        self._asked[number] = asked = asyncio.get_running_loop().create_future()
+        self._line.send(Scrape(number, report(self._families())))
+        try:
+            return await asyncio.wait_for(asked, ANSWER_S)
+        finally:
+            del self._asked[number]
+
+    def on_message(self, message: Scraped) -> None:
+        """Take an answer of the parent."""
+        if message.number in self._asked and not self._asked[message.number].done():
+            self._asked[message.number].set_result(message.text.encode())
 
 
 async def work(end: socket.socket) -> None:
@@ -51,9 +104,9 @@ async def work(end: socket.socket) -> None:
                     gateway.sessions.hands_over = True
                     server.server.should_exit = True
                 elif isinstance(message, Entered | Others):
-                    quota.hear(message)
+                    quota.on_message(message)
                 elif isinstance(message, Scraped):
-                    shared.hear(message)
+                    shared.on_message(message)
                 elif isinstance(message, Reload):
                     _reload(server.server, share_of(decode_config(message.config)))
             log.warning("the parent process has ended; this worker stops")
@@ -69,7 +122,7 @@ async def work(end: socket.socket) -> None:
             hearing.cancel()
             reporting.cancel()
     # The last report, after all sockets were closed.
-    shared.tell()
+    shared.report()
     await line.drain()
     line.close()
 

@@ -66,7 +66,7 @@ class Others(msgspec.Struct, tag="others"):
 
 
 class Counted(msgspec.Struct, tag="counted"):
-    """The metrics of the sending worker, made by `realtime.serving.totals.report`."""
+    """The metrics of the sending worker, made by `realtime.serving.metric_totals.report`."""
 
     report: msgspec.Raw
 

@@ -118,9 +118,9 @@ class TimedLoop(uvloop.Loop):
 
 def time_protocols(recorder: HoldRecorder) -> None:
     """The loop calls the methods of a connection's protocol directly."""
-    from realtime.serving.websocket import PatientHttp, RealtimeWebSocket
+    from realtime.serving.websocket import HttpWithDeadlines, RealtimeWebSocket
 
-    for protocol in (PatientHttp, RealtimeWebSocket):
+    for protocol in (HttpWithDeadlines, RealtimeWebSocket):
         for name in PROTOCOL_CALLS:
             setattr(protocol, name, _timed_method(recorder, getattr(protocol, name)))
 

@@ -11,8 +11,8 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from engine.boundary.items import hash_payload
-from realtime.http.context import Authenticator
-from realtime.serving.tokens import Signer
+from realtime.http.authentication import Authenticator
+from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import Settings
 from tests.attacks.real_server import BAD_KEY, GOOD_KEY, OTHER_KEY, SIGNING_SECRET
 from tests.attacks.sound import flac

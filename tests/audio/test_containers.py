@@ -38,8 +38,8 @@ from audio.errors import (
     EmptyAudio,
     NoAudioTrack,
     NotAudio,
-    NotServed,
     TooCompressed,
+    UnsupportedFormat,
     UnsupportedRate,
 )
 from tests.waiting import stays
@@ -216,6 +216,17 @@ def test_an_unknown_codec_is_refused(files: dict[str, bytes]) -> None:
     _, error = decode_until_error(files["webm"].replace(b"A_OPUS", b"A_NONE"))
     assert isinstance(error, NotAudio)
     assert "codec" in str(error)
+
+
+@pytest.mark.parametrize("channels", [0, 65_535])
+def test_a_wav_header_with_no_possible_number_of_channels_says_so(channels: int, tmp_path: Path) -> None:
+    fields = struct.pack("<HHIIHH", 1, channels, 16_000, 32_000, min(2 * channels, 65_535), 16)
+    sound = bytes(64_000)
+    data = b"RIFF" + struct.pack("<I", 36 + len(sound)) + b"WAVEfmt " + struct.pack("<I", 16) + fields
+    data += b"data" + struct.pack("<I", len(sound)) + sound
+    (tmp_path / "x.wav").write_bytes(data)
+    for _, error in (decode_until_error(data), read_until_error(tmp_path / "x.wav")):
+        assert isinstance(error, NotAudio) and "channels" in str(error) and "send 1 to 64 channels" in str(error)
 
 
 def test_an_audio_track_without_samples_is_empty(files: dict[str, bytes], tmp_path: Path) -> None:
@@ -575,12 +586,12 @@ def test_a_codec_that_is_not_served_is_refused_by_its_name(kind: str, tmp_path: 
     data = write(*UNSERVED[kind], {})
     for error in (decode_until_error(data)[1], upload_until_error(data)):
         if "mp4" not in kind or "index" not in str(error):
-            assert isinstance(error, NotServed), error
+            assert isinstance(error, UnsupportedFormat), error
             assert f"the codec '{kind.split()[0]}' is not served; send Opus" in str(error)
     path = tmp_path / "file"
     path.write_bytes(data)
     if kind in ("wavpack", "tta"):
-        assert isinstance(read_until_error(path)[1], NotServed)
+        assert isinstance(read_until_error(path)[1], UnsupportedFormat)
     else:
         assert_is_the_tone(joined(list(read_file(path))), SECONDS, tolerance=0.15)
 
@@ -603,7 +614,7 @@ def test_a_codec_that_is_not_served_is_refused_by_its_name(kind: str, tmp_path: 
 def test_a_format_that_is_not_served_is_refused_by_its_name(container: str, codec: str, rate: int, name: str) -> None:
     data = write(container, codec, rate, {})
     for error in (decode_until_error(data)[1], upload_until_error(data)):
-        assert isinstance(error, NotServed)
+        assert isinstance(error, UnsupportedFormat)
         assert str(error) == f"the format {name} is not served; send WebM, Ogg, MP3, FLAC, WAV or MP4"
     assert error.sentence.startswith("The format") and error.sentence.endswith("MP4.")
 

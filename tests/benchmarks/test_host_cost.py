@@ -9,7 +9,7 @@ from benchmarks.host_cost import Bench
 
 @pytest.mark.parametrize(("silent_every", "silent"), [(0, 0), (1, 6), (2, 3)])
 def test_every_item_is_computed_or_cut(silent_every: int, silent: int) -> None:
-    bench = Bench(streams=6, gateways=2, steps=2, words_every=5, silent_every=silent_every)
+    bench = Bench(streams=6, gateways=2, silent_every=silent_every)
     for _ in range(60):
         bench.round()
     while bench.loop.has_work():
@@ -17,6 +17,6 @@ def test_every_item_is_computed_or_cut(silent_every: int, silent: int) -> None:
     streams = bench.loop.scheduler.streams
     assert len(streams) == 6
     assert sum(stream.computed < 60 for stream in streams.values()) == silent
-    # All that was entrusted is kept, and what was read is forgotten.
+    # Every handoff is kept, and outputs that were read are forgotten.
     assert len(bench.host._handoffs) == 6
     assert all(len(hosted.outputs) <= 6 for hosted in bench.host._hosted.streams.values())

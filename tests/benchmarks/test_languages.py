@@ -41,10 +41,9 @@ def test_without_a_list_there_are_no_word_errors() -> None:
     assert report["wer_found"] is None and report["wer_told"] is None
 
 
-@pytest.mark.parametrize("arguments", [["--languages", "es,xx"], ["--limit", "0"]])
-def test_bad_arguments_are_told_before_anything_is_fetched(arguments: list[str]) -> None:
+def test_a_bad_limit_is_refused_before_anything_is_fetched() -> None:
     with pytest.raises(SystemExit) as stopped:
-        languages.main(arguments)
+        languages.main(["--limit", "0"])
     assert stopped.value.code == 2
 
 

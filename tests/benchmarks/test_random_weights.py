@@ -27,7 +27,7 @@ class Quiet(DecoderBatch):
         self.logits = torch.zeros(len(kept), 1)
         return []
 
-    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
+    def next_tokens(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         self.said += 1
         self.logits = torch.zeros(len(last), 1)
         return []
@@ -68,7 +68,7 @@ def test_text_goes_on_behind_what_is_committed() -> None:
 
 
 def test_random_weights_say_something() -> None:
-    loop = voxtral_loop("bf16", 1024, 1, small=True)
+    loop = voxtral_loop("bf16", 1, small=True)
     spec = loop.runner.spec
     cutter = make_cutter(spec)
     loop.submit([Open("s")], 0)

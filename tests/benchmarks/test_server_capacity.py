@@ -11,8 +11,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from benchmarks.clients import Findings, Orders, PacedClient, Schedule, Track, own_part
-from benchmarks.measuring import cpu_seconds, with_descendants
+from benchmarks.clients import Findings, LagClient, Orders, Schedule, Track, own_part
+from benchmarks.measuring import cpu_seconds, read_process, with_descendants
 from benchmarks.server_capacity import Load, Result, holds, summary
 
 ORDERS = Orders(["ws://one", "ws://two"], [0], 1, None, delay_ms=480, speech=[(0.0, 1.6)])
@@ -56,37 +56,35 @@ def test_processor_time_is_counted_per_append() -> None:
 def test_a_words_lag_counts_from_the_append_that_held_its_last_sample() -> None:
     findings = Findings()
     track = Track(np.arange(1280 * 20, dtype=np.int16).tobytes())
-    client = PacedClient(3, ORDERS, SCHEDULE, (track, track), findings)
-    client._sent = [100.0 + 0.08 * index for index in range(20)]
+    client = LagClient(3, ORDERS, SCHEDULE, (track, track), findings)
+    client.sent_at = [100.0 + 0.08 * index for index in range(20)]
     client._texts.extend([("lost", 100.1), ("hello", 100.9)])
-    client._note({"word": "hello", "start": 0.08, "end": 0.16})
+    client._score({"word": "hello", "start": 0.08, "end": 0.16})
     # The second append, sent at 100.08, ends with that sample; 480 of the 820 ms are the model's.
     assert findings.lags == [(0.9, pytest.approx(340.0))]
-    client._note({"word": "unknown", "start": 0.2, "end": 0.3})
+    client._score({"word": "unknown", "start": 0.2, "end": 0.3})
     assert len(findings.lags) == 1
 
 
 def test_words_in_pauses_are_counted_and_not_scored() -> None:
     findings = Findings()
     track = Track(np.zeros(16_000 * 10, dtype=np.int16).tobytes())
-    client = PacedClient(0, replace(ORDERS, speech=[(2.0, 4.0), (6.0, 8.0)]), SCHEDULE, (track, track), findings)
+    client = LagClient(0, replace(ORDERS, speech=[(2.0, 4.0), (6.0, 8.0)]), SCHEDULE, (track, track), findings)
     client._start = 5 * 16_000
-    client._sent = [100.0 + 0.08 * index for index in range(200)]
+    client.sent_at = [100.0 + 0.08 * index for index in range(200)]
     client._silent = {100, 101}
     # In the sound that is five seconds and a half to seven seconds, which goes round after ten.
     for start, scored in ((0.5, False), (1.2, True), (2.7, True), (2.95, False), (7.5, True), (8.0, False)):
         before = len(findings.lags)
         client._texts.append(("word", 120.0))
-        client._note({"word": "word", "start": start, "end": start + 0.1})
+        client._score({"word": "word", "start": start, "end": start + 0.1})
         assert (len(findings.lags) > before) == scored, start
     assert findings.in_pauses == 3
 
 
 def test_a_load_is_written_in_a_word() -> None:
-    usual = (16_000, 80, 0.0)
-    assert Load.parse("600", *usual) == Load(600) and Load.parse("500:24000:50", *usual) == Load(500, 24_000, 50)
-    assert Load.parse("1000:16000:80:0.5", *usual).silent == 0.5
-    assert Load.parse("7:8000", 24_000, 50, 0.2) == Load(7, 8000, 50, 0.2)
+    assert Load.parse("600") == Load(600, 16_000, 80) and Load.parse("500:24000:50") == Load(500, 24_000, 50)
+    assert Load.parse("1000:16000:80:0.5").silent == 0.5
 
 
 def test_each_session_has_a_part_of_the_sound_of_its_own_and_always_the_same() -> None:
@@ -106,9 +104,23 @@ def test_processor_time_counts_what_a_process_started() -> None:
     assert cpu_seconds(process.pid) == 0.0
 
 
+def test_a_benchmark_that_is_told_to_stop_ends_its_server() -> None:
+    command = [sys.executable, "-m", "benchmarks.server_capacity", "--null", "--workers", "1", "--sessions", "1"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and "ready after" in process.stdout.readline()
+        started = with_descendants(process.pid)[1:]
+        assert len(started) >= 2, "an engine and a gateway"
+        process.terminate()
+        assert process.wait() != 0
+        deadline = time.monotonic() + 60
+        while any(read_process(pid, "cmdline") for pid in started):
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+
 def test_no_two_sessions_send_the_same_frames() -> None:
     track = Track(np.arange(-12_800, 12_800, dtype=np.int16).tobytes())
-    clients = [PacedClient(number, ORDERS, SCHEDULE, (track, track), Findings()) for number in range(50)]
+    clients = [LagClient(number, ORDERS, SCHEDULE, (track, track), Findings()) for number in range(50)]
     frames = [{bytes(track.piece(client._start + 1280 * k, 1280)) for k in range(20)} for client in clients]
     assert sum(map(len, frames)) == len(set().union(*frames))
 
@@ -116,14 +128,14 @@ def test_no_two_sessions_send_the_same_frames() -> None:
 def test_a_final_text_is_late_from_the_end_of_speech_on() -> None:
     findings = Findings()
     track = Track(np.zeros(16_000 * 10, dtype=np.int16).tobytes())
-    client = PacedClient(0, ORDERS, SCHEDULE, (track, track), findings)
-    client._sent = [100.0 + 0.08 * index for index in range(50)]
+    client = LagClient(0, ORDERS, SCHEDULE, (track, track), findings)
+    client.sent_at = [100.0 + 0.08 * index for index in range(50)]
     events = [
         {"type": "input_audio_buffer.speech_stopped", "item_id": "a", "audio_end_ms": 2100},
         {"type": "conversation.item.input_audio_transcription.completed", "item_id": "a", "transcript": "yes"},
         {"type": "conversation.item.input_audio_transcription.completed", "item_id": "b", "transcript": "no end"},
     ]
     for event in events:
-        client._take(event, now=102.5)
+        client.take(event, now=102.5)
     # Speech ended half a second before the turn did, at 1.6 s, in the append that was sent at 101.52.
     assert findings.finals == [pytest.approx(980.0)]

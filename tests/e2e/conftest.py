@@ -15,7 +15,7 @@ from blockbuster import BlockBuster, blockbuster_ctx
 
 from realtime.app import Server, listening
 from realtime.config import Config, ServerConfig
-from realtime.http.forms import Spool
+from realtime.http.upload_forms import Spool
 from realtime.serving.isolated_decoder import IsolatedDecoder
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -113,7 +113,7 @@ def spools(monkeypatch: pytest.MonkeyPatch) -> list[Spool]:
             super().__init__(*arguments)
             made.append(self)
 
-    monkeypatch.setattr("realtime.http.forms.Spool", Seen)
+    monkeypatch.setattr("realtime.http.upload_forms.Spool", Seen)
     return made
 
 

@@ -11,7 +11,7 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from realtime.serving.factory import SessionFactory
+from realtime.serving.session_factory import SessionFactory
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_openai_client import wav
@@ -135,7 +135,7 @@ async def test_a_socket_that_fails_at_once_takes_no_place(serve: Serve, monkeypa
 
     async with serve(limits={"max_sessions": 1}) as running:
         with monkeypatch.context() as broken:
-            broken.setattr("realtime.http.gateway.Connection", fail)
+            broken.setattr("realtime.http.websocket_routes.Connection", fail)
             with pytest.raises(InvalidStatus):
                 async with connect(running.ws):
                     pass

@@ -196,6 +196,16 @@ async def test_no_end_of_utterances_without_interim_results(serve: Serve) -> Non
     assert "UtteranceEnd" not in [event["type"] for event in events]
 
 
+@pytest.mark.parametrize(("encoding", "rate"), [("mulaw", 16_000), ("alaw", 24_000), ("linear16", 24_000)])
+async def test_audio_is_read_at_the_rate_of_the_query(serve: Serve, encoding: str, rate: int) -> None:
+    query = f"encoding={encoding}&sample_rate={rate}"
+    async with serve() as running, raw_client(listen(running, query)) as client:
+        await client.socket.send(bytes(rate * (2 if encoding == "linear16" else 1)))
+        await client.socket.send(b"")
+        events, _ = await rest(client)
+    assert events[-1]["duration"] == pytest.approx(1.0, abs=0.01)
+
+
 async def test_no_interims_unless_asked_for_and_an_empty_frame_closes(serve: Serve) -> None:
     async with serve() as running, raw_client(listen(running, "encoding=mulaw&sample_rate=8000")) as client:
         assert client.socket.response is not None and "dg-request-id" in client.socket.response.headers

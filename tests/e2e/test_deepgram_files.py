@@ -64,6 +64,8 @@ async def test_plain_words_and_no_utterances_unless_asked_for(serve: Serve) -> N
         ("encoding=linear16&sample_rate=16000", SPOKEN, 3.2),
         ("encoding=linear16&sample_rate=8000", tone(2.0, 8_000), 2.0),
         ("encoding=mulaw&sample_rate=8000", (b"\x90" * 8 + b"\x10" * 8) * 500, 1.0),
+        ("encoding=mulaw&sample_rate=16000", (b"\x90" * 16 + b"\x10" * 16) * 500, 1.0),
+        ("encoding=alaw&sample_rate=48000", (b"\x9a" * 48 + b"\x1a" * 48) * 500, 1.0),
     ],
 )
 async def test_raw_samples_say_in_the_query_what_they_are(

@@ -167,6 +167,11 @@ async def test_client_secrets_check_their_body(serve: Serve) -> None:
         ):
             assert (await http.post(url, json=body)).status_code == 400, body
         assert (await http.post(url, content=b"{nonsense")).status_code == 400
+        for path in ("client_secrets", "transcription_sessions"):
+            for wrong in (b"[]", b'"text"', b"1", b"null"):
+                answer = await http.post(f"{running.base_url}/realtime/{path}", content=wrong)
+                assert answer.status_code == 400
+                assert answer.json()["error"]["message"] == "The body must be a JSON object."
         assert (await http.post(url, content=b"x" * 2_000_000)).status_code == 413
         made = (await http.post(url)).json()
         assert made["value"].startswith("ek_") and made["session"]["object"] == "realtime.transcription_session"
@@ -227,6 +232,44 @@ async def test_a_client_secret_goes_with_its_key(serve: Serve) -> None:
         assert refused.value.response.status_code == 401
         async with greeted_client(running.ws, additional_headers=bearers[1]):
             pass
+
+
+@pytest.mark.parametrize(
+    ("line", "host", "status"),
+    [
+        ("GET http://127.0.0.1:8000/health HTTP/1.1", "127.0.0.1", b"200"),
+        ("GET HTTP://localhost/v1/models?x=http://y/ HTTP/1.1", "127.0.0.1", b"200"),
+        ("GET http://localhost HTTP/1.1", "127.0.0.1", b"200"),
+        ("GET http://localhost?x HTTP/1.1", "127.0.0.1", b"200"),
+        ("GET ws://localhost/v1/realtime HTTP/1.1", "127.0.0.1", b"426"),
+        # The host of the target counts, for the check of names too.
+        ("GET http://evil.example/capacity HTTP/1.1", "127.0.0.1", b"403"),
+        ("GET http://127.0.0.1/capacity HTTP/1.1", "evil.example", b"200"),
+        ("GET http://user@localhost/health HTTP/1.1", "127.0.0.1", b"404"),
+        ("GET ftp://localhost/health HTTP/1.1", "127.0.0.1", b"404"),
+    ],
+)
+async def test_a_whole_url_may_be_the_target_of_a_request(serve: Serve, line: str, host: str, status: bytes) -> None:
+    async with serve() as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(f"{line}\r\nHost: {host}\r\nConnection: close\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            answer = await reader.read()
+        writer.close()
+    assert answer.split(b" ", 2)[1] == status
+
+
+async def test_a_socket_may_be_opened_with_a_whole_url(serve: Serve) -> None:
+    async with serve() as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        target = f"http://127.0.0.1:{running.port}/v1/realtime?intent=transcription"
+        upgrade = "Connection: Upgrade\r\nUpgrade: websocket\r\nSec-WebSocket-Version: 13"
+        key = "Sec-WebSocket-Key: dGhlIHNhbXBsZSBub25jZQ=="
+        writer.write(f"GET {target} HTTP/1.1\r\nHost: other\r\n{upgrade}\r\n{key}\r\n\r\n".encode())
+        async with asyncio.timeout(10):
+            assert (await reader.readline()).split(b" ")[1] == b"101"
+            await reader.readuntil(b"session.created")
+        writer.close()
 
 
 async def test_paths_without_v1_are_served_too(serve: Serve) -> None:

@@ -16,7 +16,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from realtime.serving import websocket
-from realtime.serving.intake import AudioIntake
+from realtime.serving.audio_intake import AudioIntake
 from realtime.serving.websocket import MAX_WAITING_BYTES, PART_BYTES, RealtimeWebSocket
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import greeted_client

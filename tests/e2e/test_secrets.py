@@ -36,16 +36,16 @@ BEARER = {"Authorization": f"Bearer {KEY}"}
 # Python loads this at its start, in workers too: faults where a caller is known already. What is logged of them are
 # whole stack traces.
 FAULTY = """
-from realtime.http.answers import Answers
+from realtime.http.info_routes import Answers
 from realtime.serving.inbox import Inbox
-from realtime.http import uploads
+from realtime.http import transcription_routes
 
 def fail(*_, **__):
     raise RuntimeError("a fault that nobody foresaw")
 
 Answers._model = fail
 Inbox._handle = fail
-uploads.read_request = fail
+transcription_routes.read_request = fail
 """
 
 
@@ -217,7 +217,18 @@ async def test_commands_that_talk_to_a_server_show_no_secret(tmp_path: Path, eng
             ["transcribe", "--server", server.http, str(silence)],
             ["transcribe", "--server", address, str(silence)],
             ["transcribe", "--live", "--server", address, str(silence)],
-            ["bench", address, "--streams", "1", "--hold", "2", "--warm-up", "1", "--output", str(tmp_path / "bench")],
+            [
+                "bench",
+                server.http,
+                "--streams",
+                "1",
+                "--hold",
+                "2",
+                "--warm-up",
+                "1",
+                "--output",
+                str(tmp_path / "bench"),
+            ],
             ["check-config", str(file)],
             ["serve", "--config", str(file), "--port", str(server.port)],
             ["engine", "--listen", "nowhere", "--config", str(file)],
@@ -246,7 +257,7 @@ def test_values_that_hold_secrets_do_not_show_them() -> None:
     from engine.client.client import ClientSettings
     from realtime.bench.clients import Target
     from realtime.config import AuthConfig, Config
-    from realtime.serving.tokens import Signer
+    from realtime.serving.signed_tokens import Signer
     from realtime.workers.worker_link import Reload, Start, encode_config
 
     config = encode_config(Config(auth=AuthConfig(keys=(KEY,), secret=SIGNING)))

@@ -18,8 +18,8 @@ from typing import Any
 import httpx
 import pytest
 
-from realtime.http.forms import IN_MEMORY_BYTES, MAX_FORM_BYTES, Spool
-from realtime.http.prepare import PrepareRoutes
+from realtime.http.prepared_audio_routes import PrepareRoutes
+from realtime.http.upload_forms import IN_MEMORY_BYTES, MAX_FORM_BYTES, Spool
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.test_deepgram_files import wav as pcm_wav
 from tests.e2e.test_openai_client import wav
@@ -203,7 +203,7 @@ async def test_rendering_is_off_unless_configured(serve: Serve) -> None:
 async def test_unread_renderings_count_until_they_have_left(
     serve: Serve, spools: list[Spool], renders: list[PrepareRoutes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("realtime.http.prepare.MAX_RENDERED_BYTES", 30_000_000)
+    monkeypatch.setattr("realtime.http.prepared_audio_routes.MAX_RENDERED_BYTES", 30_000_000)
     # Noise: items that are equal go out once.
     form = {"files": {"file": ("a.wav", pcm_wav(random.Random(0).randbytes(2 * 120 * 16_000)), "audio/wav")}}
     async with serve(server=INJECTS) as running, httpx.AsyncClient() as http:

@@ -10,7 +10,7 @@ import httpx
 import numpy as np
 import pytest
 
-from realtime.http.forms import IN_MEMORY_BYTES, Spool
+from realtime.http.upload_forms import IN_MEMORY_BYTES, Spool
 from tests.audio.test_containers import write
 from tests.audio.test_mp4_files import FILES as MP4_FILES
 from tests.audio.test_mp4_files import video

@@ -82,7 +82,7 @@ class LocalCrew:
     def found_on(self, node: Node) -> list[Unit]:
         return [record.unit(node.name) for record in Records(self.plan.node_folder(node.name)).running()]
 
-    def hire(self, unit: Unit, plan: FleetPlan) -> None:
+    def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:
         (host,) = [node.host for node in self.there if node.name == unit.node]
         made = EngineKeeper if unit.kind is Kind.ENGINE else GatewayKeeper
         self.keepers[unit.name] = made(unit, plan, Place(unit.node, host, self.print))

@@ -14,7 +14,7 @@ import pytest
 
 from fleet.keepers.keeper import GatewayKeeper
 from fleet.keepers.process import Records, kill_family
-from fleet.manager import Manager, Memory
+from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan
 from fleet.state import FleetError, Node
 from tests.fleet.conftest import LocalCrew, until
@@ -39,7 +39,7 @@ class Stored:
 
 
 def manager_of(plan: FleetPlan, crew: LocalCrew, stored: Stored | None = None) -> Manager:
-    return Manager(crew, Memory.of(plan), stored or Stored())
+    return Manager(crew, ManagerState.of(plan), stored or Stored())
 
 
 def serving(status: Told) -> dict[str, str]:
@@ -81,7 +81,7 @@ def test_the_status_names_a_keeper_that_does_not_answer(
 ) -> None:
     """Its machine stands still, and Ray has not missed it yet."""
     now = 100.0
-    manager = Manager(crew, Memory.of(plan), Stored(), clock=lambda: now)
+    manager = Manager(crew, ManagerState.of(plan), Stored(), clock=lambda: now)
     run(manager, lambda status: len(serving(status)) == 2)
     reports = crew.reports
     monkeypatch.setattr(crew, "reports", lambda *given: {n: r for n, r in reports(*given).items() if n[0] == "g"})
@@ -114,7 +114,7 @@ def test_memory_survives_as_a_value(plan: FleetPlan, crew: LocalCrew) -> None:
     manager.upgrade()
     manager.drain("n2")
     manager.step()
-    memory = Memory.from_json(stored.value)
+    memory = ManagerState.from_json(stored.value)
     assert memory.plan == plan and memory.scale.wanted == 2 and memory.generation == 2
     assert memory.drained == {"n2"} and memory.table["number"] >= 1 and memory.next_number > 2
 
@@ -202,7 +202,7 @@ def test_a_clock_that_is_off_is_shown_and_hinders_nothing(
     plan: FleetPlan, crew: LocalCrew, off_s: float, said: str
 ) -> None:
     """The head's is off by so much here: to it, all others are off by the same the other way."""
-    manager = Manager(crew, Memory.of(plan), Stored(), wall_clock=lambda: time.time() + off_s)
+    manager = Manager(crew, ManagerState.of(plan), Stored(), wall_clock=lambda: time.time() + off_s)
     status = run(manager, lambda status: len(serving(status)) == 2)
     errors = [unit["error"] for unit in status["units"]]
     if said:

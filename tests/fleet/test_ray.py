@@ -92,7 +92,7 @@ def pids(status: Told) -> dict[str, int]:
 
 def actors_of(record: Record) -> list[int]:
     """Ray's workers below the head that run our actors."""
-    return [*below(record, "ray::KeeperActor"), *below(record, "ray::FleetActor")]
+    return [*below(record, "ray::KeeperActor"), *below(record, "ray::ManagerActor")]
 
 
 def below(record: Record, program: str) -> list[int]:

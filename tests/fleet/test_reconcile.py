@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.reconcile import drain_order, reconcile
-from fleet.state import Actual, DrainEngine, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait, Wanted
+from fleet.state import ActualState, DesiredState, DrainEngine, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait
 
 NEEDS = {Kind.ENGINE: Needs(1.0, 1.0, 5600), Kind.GATEWAY: Needs(1.0, 0.0, 8000)}
 SERVING = UnitState.SERVING
@@ -19,9 +19,9 @@ class World:
     """Does what reconciliation says, a step at a time: what starts serves at the next look, what drains ends then."""
 
     def __init__(self, nodes: tuple[Node, ...], units: tuple[Unit, ...] = ()) -> None:
-        self.actual = Actual(nodes, units, 1 + max((unit.number for unit in units), default=0))
+        self.actual = ActualState(nodes, units, 1 + max((unit.number for unit in units), default=0))
 
-    def step(self, wanted: Wanted) -> list[object]:
+    def step(self, wanted: DesiredState) -> list[object]:
         actions = reconcile(wanted, self.actual)
         after = {UnitState.STARTING: SERVING, UnitState.DRAINING: UnitState.ENDED}
         units = {unit.name: replace(unit, state=after.get(unit.state, unit.state)) for unit in self.actual.units}
@@ -39,7 +39,7 @@ class World:
         self.actual = replace(self.actual, units=tuple(units.values()), next_number=number)
         return list(actions)
 
-    def settle(self, wanted: Wanted) -> None:
+    def settle(self, wanted: DesiredState) -> None:
         for _ in range(60):
             all_serve = all(unit.state is SERVING for unit in self.actual.units)
             if all(isinstance(action, Wait) for action in self.step(wanted)) and all_serve:
@@ -58,7 +58,7 @@ def nodes(count: int, cpus: float = 4.0, gpus: float = 2.0) -> tuple[Node, ...]:
 @given(st.integers(1, 4), st.integers(0, 9), st.integers(0, 6))
 def test_a_fleet_comes_to_what_is_wanted_as_far_as_there_is_room(machines: int, engines: int, gateways: int) -> None:
     world = World(nodes(machines))
-    wanted = Wanted(engines, gateways, 1, NEEDS)
+    wanted = DesiredState(engines, gateways, 1, NEEDS)
     world.settle(wanted)
     there = [unit.node for unit in world.serving(Kind.GATEWAY)]
     assert len(there) == min(gateways, 4 * machines)
@@ -75,7 +75,7 @@ def test_any_change_of_mind_ends_well() -> None:
         world = World(machines)
         for generation in range(1, 4):
             drained = frozenset(node.name for node in machines if chance.random() < 0.4)
-            wanted = Wanted(chance.randint(1, 6), chance.randint(1, 3), generation, NEEDS, drained)
+            wanted = DesiredState(chance.randint(1, 6), chance.randint(1, 3), generation, NEEDS, drained)
             for _ in range(chance.randint(0, 4)):
                 world.step(wanted)
             world.settle(wanted)
@@ -94,7 +94,7 @@ def test_an_upgrade_spreads_what_had_come_together() -> None:
         )
         world = World(nodes(2, cpus=8.0, gpus=4.0), together)
         for generation in (2, 3):
-            world.settle(Wanted(2, 2, generation, NEEDS))
+            world.settle(DesiredState(2, 2, generation, NEEDS))
             for kind in Kind:
                 assert {unit.node for unit in world.serving(kind)} == {"n0", "n1"}
 
@@ -103,9 +103,9 @@ def test_an_upgrade_spreads_what_had_come_together() -> None:
 @given(st.integers(1, 5))
 def test_an_upgrade_with_room_to_spare_never_serves_with_fewer(engines: int) -> None:
     world = World(nodes(3))
-    world.settle(Wanted(engines, 1, 1, NEEDS))
+    world.settle(DesiredState(engines, 1, 1, NEEDS))
     for _ in range(40):
-        world.step(Wanted(engines, 1, 2, NEEDS))
+        world.step(DesiredState(engines, 1, 2, NEEDS))
         assert len(world.serving(Kind.ENGINE)) >= engines
         assert len([unit for unit in world.actual.units if unit.kind is Kind.ENGINE]) <= engines + 2
     assert {unit.generation for unit in world.actual.units} == {2}
@@ -113,19 +113,19 @@ def test_an_upgrade_with_room_to_spare_never_serves_with_fewer(engines: int) -> 
 
 def test_an_upgrade_of_a_full_fleet_takes_one_away_at_a_time() -> None:
     world = World(nodes(2))
-    world.settle(Wanted(4, 1, 1, NEEDS))
+    world.settle(DesiredState(4, 1, 1, NEEDS))
     for _ in range(40):
-        world.step(Wanted(4, 1, 2, NEEDS))
+        world.step(DesiredState(4, 1, 2, NEEDS))
         assert len(world.serving(Kind.ENGINE)) >= 3
     assert {unit.generation for unit in world.actual.units} == {2}
 
 
 def test_an_upgrade_whose_first_engine_does_not_start_stops_there() -> None:
     world = World(nodes(3))
-    world.settle(Wanted(2, 1, 1, NEEDS))
+    world.settle(DesiredState(2, 1, 1, NEEDS))
     old = {unit.name for unit in world.serving(Kind.ENGINE)}
     for _ in range(10):
-        world.step(Wanted(2, 1, 2, NEEDS))
+        world.step(DesiredState(2, 1, 2, NEEDS))
         stuck = tuple(
             replace(unit, state=UnitState.STARTING) if unit.generation == 2 and unit.kind is Kind.ENGINE else unit
             for unit in world.actual.units
@@ -137,9 +137,9 @@ def test_an_upgrade_whose_first_engine_does_not_start_stops_there() -> None:
 
 def test_units_of_a_lost_node_are_forgotten_and_started_elsewhere_in_one_step() -> None:
     world = World(nodes(2))
-    world.settle(Wanted(2, 2, 1, NEEDS))
+    world.settle(DesiredState(2, 2, 1, NEEDS))
     world.actual = replace(world.actual, nodes=world.actual.nodes[:1])
-    actions = world.step(Wanted(2, 2, 1, NEEDS))
+    actions = world.step(DesiredState(2, 2, 1, NEEDS))
     assert sum(isinstance(action, Forget) for action in actions) == 2
     started = [action.unit for action in actions if isinstance(action, Start)]
     assert {unit.node for unit in started} == {"n0"} and len(started) == 2
@@ -147,8 +147,8 @@ def test_units_of_a_lost_node_are_forgotten_and_started_elsewhere_in_one_step() 
 
 def test_a_drained_node_is_left_only_when_others_serve() -> None:
     world = World(nodes(2))
-    world.settle(Wanted(2, 2, 1, NEEDS))
-    wanted = Wanted(2, 2, 1, NEEDS, frozenset({"n1"}))
+    world.settle(DesiredState(2, 2, 1, NEEDS))
+    wanted = DesiredState(2, 2, 1, NEEDS, frozenset({"n1"}))
     for _ in range(20):
         world.step(wanted)
         assert len(world.serving(Kind.ENGINE)) >= 2 and len(world.serving(Kind.GATEWAY)) >= 2
@@ -156,8 +156,8 @@ def test_a_drained_node_is_left_only_when_others_serve() -> None:
 
 
 def test_without_a_place_it_says_why_and_waits() -> None:
-    actual = Actual(nodes(1, gpus=0.0), (), 1)
-    actions = reconcile(Wanted(1, 0, 1, NEEDS), actual)
+    actual = ActualState(nodes(1, gpus=0.0), (), 1)
+    actions = reconcile(DesiredState(1, 0, 1, NEEDS), actual)
     assert [type(action) for action in actions] == [Wait]
     assert "no node has one" in actions[0].why  # type: ignore[union-attr]
 

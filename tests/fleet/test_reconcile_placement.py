@@ -6,16 +6,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.reconcile import place, room_on
-from fleet.state import Kind, Needs, Node, Unit, Wanted
+from fleet.state import DesiredState, Kind, Needs, Node, Unit
 
 ENGINE, GATEWAY = Kind.ENGINE, Kind.GATEWAY
 
 
-def wanted(gpus: float = 1.0, cpus: float = 1.0, drained: frozenset[str] = frozenset()) -> Wanted:
-    return Wanted(9, 9, 1, {ENGINE: Needs(cpus, gpus, 5600), GATEWAY: Needs(1.0, 0.0, 8000)}, drained)
+def wanted(gpus: float = 1.0, cpus: float = 1.0, drained: frozenset[str] = frozenset()) -> DesiredState:
+    return DesiredState(9, 9, 1, {ENGINE: Needs(cpus, gpus, 5600), GATEWAY: Needs(1.0, 0.0, 8000)}, drained)
 
 
-def fill(plan: Wanted, kind: Kind, nodes: list[Node], most: int) -> list[Unit]:
+def fill(plan: DesiredState, kind: Kind, nodes: list[Node], most: int) -> list[Unit]:
     units: list[Unit] = []
     for number in range(1, most + 1):
         found = place(kind, plan, nodes, units)

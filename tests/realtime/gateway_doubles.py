@@ -17,7 +17,7 @@ from engine import messages
 from engine.boundary.input_cache import SenderCache
 from engine.client.link import Processor
 from engine.client.pool import Capacity
-from engine.client.prepared import Rendered, render
+from engine.client.prepared_audio import Rendered, render
 from engine.errors import AtCapacity, EngineDead, StreamFinished
 from engine.options import Options
 from engine.spec import NAMES, ModelSpec
@@ -125,7 +125,7 @@ class FakeStream:
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return self._iterate()
 
-    def listen(self, listener: Callable[[messages.Output], None]) -> None:
+    def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         self._telling = asyncio.create_task(self._tell(listener))
 
     async def _tell(self, listener: Callable[[messages.Output], None]) -> None:

@@ -8,7 +8,7 @@ import re
 import subprocess
 import traceback
 import typing
-from dataclasses import FrozenInstanceError, asdict, fields
+from dataclasses import FrozenInstanceError, asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +54,23 @@ from realtime.config import (
         ),
         ({"server.tls_cert": "x.pem", "server.tls_key": "y.pem"}, "there is no file 'x.pem'"),
         ({"server.drain_s": 10**400}, "server.drain_s is too large a number"),
-        ({"server.handshake_s": 0}, "server.handshake_s must be more than 0"),
+        ({"server.handshake_s": 0}, "server.handshake_s must be at least 0.1, not 0: with less requests"),
+        ({"server.handshake_s": "0.0000001"}, "server.handshake_s must be at least 0.1, not 1e-07"),
+        ({"limits.message_bytes": 0}, "limits.message_bytes must be at least 256, not 0: with less every message"),
+        ({"limits.control_bytes": "0"}, "limits.control_bytes must be at least 256, not 0"),
+        ({"limits.outbox_events": "1"}, "limits.outbox_events must be at least 8, not 1"),
+        ({"limits.outbox_bytes": 0}, "limits.outbox_bytes must be at least 4096, not 0"),
+        ({"limits.outbox_characters": 1}, "limits.outbox_characters must be 0 or at least 4096"),
+        ({"limits.upload_bytes": 0}, "limits.upload_bytes must be at least 1, not 0"),
+        ({"limits.upload_s": 0}, "limits.upload_s must be at least 1, not 0"),
+        ({"limits.spool_bytes": 0}, "limits.spool_bytes must be at least 1, not 0"),
         ({"limits.uploads": 0}, "limits.uploads must be at least 1"),
         ({"auth.keys": ["long-enough\n"]}, "auth.keys: a key must be printable ASCII"),
         ({"auth.keys": [" long-enough"]}, "auth.keys: a key must be printable ASCII"),
         ({"auth.keys": ["schlüssel"]}, "auth.keys: a key must be printable ASCII"),
+        ({"model.device": "tpu"}, "model.device must be auto, cpu, cuda, or cuda:1 for the second GPU, not 'tpu'"),
+        ({"model.device": "cuda:-1"}, "model.device must be auto"),
+        ({"model.device": ""}, "model.device must be auto"),
         ({"model.engines": "gpu1"}, "model.engines: 'gpu1' is not an engine address"),
         ({"model.engines": "http://gpu1:5555"}, "is not an engine address"),
         ({"model.engines": "tcp://gpu1"}, "is not an engine address"),
@@ -218,6 +230,9 @@ def test_what_can_be_reloaded_changes_in_place_and_the_rest_is_named() -> None:
     assert changes.need_restart == ("server.port", "model.name")
     assert str(changes) == (
         "changed: auth.keys, limits.max_sessions; changed and needs a restart: server.port, model.name"
+    )
+    assert str(take_over(config, replace(config, limits=replace(limits, uploads=9)))) == (
+        "changed and needs a restart: limits.uploads"
     )
     assert limits.max_sessions == 7, "holders of the section see the change"
     assert config.auth.keys == (MARK,) and config.server.port == 8000 and config.model.name == "default"

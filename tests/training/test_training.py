@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.weights.pretrained import load_streaming_weights
+from engine.weights.windowed_models import load_streaming_weights
 from tests.training.tiny import SPEC, tiny_model, write_corpus
 from training.augment import augment
 from training.config import BadConfig, TrainingConfig, read_config

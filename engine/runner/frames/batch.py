@@ -113,8 +113,8 @@ def outcome_of(results: Download, count: int) -> StepOutcome:
 ENCODE_BATCH = 256
 
 
-class EncoderSlab:
-    """Encoder input of the positions that streams still need: one row each, written when items are encoded.
+class EncoderInputs:
+    """Encoder input of the positions that streams still need: one row each, written when the convolutions have run.
 
     Row 0 is the model's silence. The spare row after the last one is written by the padding rows of a batch.
     """

@@ -19,7 +19,7 @@ from engine.core.plan import SILENCE_ROW
 from engine.models.voxtral_realtime import BOS, MAX_DELAY_POSITIONS, STREAMING_PAD, VoxtralRealtime
 from engine.runner.bias import BiasTables
 from engine.runner.device import upload
-from engine.runner.frames.batch import NOT_FORCED, EncoderSlab, SlotState, StepBuffers
+from engine.runner.frames.batch import NOT_FORCED, EncoderInputs, SlotState, StepBuffers
 from engine.runner.frames.memory import StackCache
 
 GUARD_AFTER_BLANKS = 200
@@ -108,7 +108,7 @@ class ModelPasses:
         model: VoxtralRealtime,
         encoder: StackCache,
         decoder: StackCache,
-        slab: EncoderSlab,
+        slab: EncoderInputs,
         state: SlotState,
         buffers: StepBuffers,
         bias: BiasTables,

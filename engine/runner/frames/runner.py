@@ -36,7 +36,7 @@ from engine.runner.device import Download, StepGraphs, free_memory, require_devi
 from engine.runner.frames.batch import (
     ENCODE_BATCH,
     NOT_FORCED,
-    EncoderSlab,
+    EncoderInputs,
     Payloads,
     SlotState,
     StepBuffers,
@@ -146,7 +146,7 @@ class VoxtralRunner(Runner):
         self._state = SlotState(memory.streams, model.device)
         self._keywords = KeywordTrees(vocabulary)
         self._bias = BiasTables(memory.streams + 1, self._keywords.spelling, model.device)
-        self._slab = EncoderSlab(model, self.spec, memory.cache_embeds)
+        self._slab = EncoderInputs(model, self.spec, memory.cache_embeds)
         self._buffers = StepBuffers(
             capacity=min(memory.streams, LARGEST_BATCH),
             payload_samples=self._slab.payload_samples,

@@ -85,7 +85,7 @@ class Row:
         lead = float(values[answer.token] - values[token])
         return replace(answer, token=token, log_probability=answer.log_probability - lead)
 
-    def take(self, answer: DecodedToken, end_token: int) -> None:
+    def add_token(self, answer: DecodedToken, end_token: int) -> None:
         if answer.token == end_token:
             self.ended = self.done = True
             return
@@ -127,13 +127,14 @@ class DecoderBatch:
         places with the numbers `kept`."""
         return answers_of(self._read(known, places, kept))
 
-    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
+    def next_tokens(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         """One more token per row, given each row's last (token, position)."""
         given = upload(np.array(last, np.int64), self._barred.device)
         return answers_of(self.next(given, max(position for _, position in last) + 1))
 
     def next(self, given: Tensor, text: int) -> Tensor:
-        """As `say`, on the device: `given` [rows, 2] has tokens and positions, `text` is the longest text in tokens."""
+        """As `next_tokens`, on the device: `given` [rows, 2] has tokens and positions, `text` the length of the longest
+        text."""
         hidden, attention = self._decode(given[:, :1], given[:, 1:], self._state.first(text), self._encoded)
         return self._choose(hidden[:, 0], attention[:, 0], self._audio)
 
@@ -198,10 +199,10 @@ class GreedyDecoder:
         last = self._check_drafts(decoder_batch, rows, prefixes)
         while not all(row.done for row in rows):
             yield
-            for index, (row, answer) in enumerate(zip(rows, decoder_batch.say(last), strict=True)):
+            for index, (row, answer) in enumerate(zip(rows, decoder_batch.next_tokens(last), strict=True)):
                 if not row.done:
                     answer = row.favour(answer, row.state, decoder_batch.logits[index])
-                    row.take(answer, self._model.end_token)
+                    row.add_token(answer, self._model.end_token)
                     last[index] = (answer.token, last[index][1] + 1)
 
     def _check_drafts(
@@ -224,7 +225,7 @@ class GreedyDecoder:
             agreed = at == start - 1 or (len(row.tokens) == at - start + 1 and row.tokens[-1] == known[index][at])
             if row.done or not agreed:
                 continue
-            row.take(answer, self._model.end_token)
+            row.add_token(answer, self._model.end_token)
             last[index] = (answer.token, at + 1)
         return last
 
@@ -294,7 +295,7 @@ class LanguageState:
         """Whether a growing window of this many positions is still too short to detect its language."""
         return not self.settled and positions < TELLING_POSITIONS
 
-    def hear(self, judgement: Judgement, options: Options, positions: int) -> None:
+    def update(self, judgement: Judgement, options: Options, positions: int) -> None:
         self.no_speech = judgement.no_speech
         if self.settled:
             return
@@ -366,7 +367,7 @@ def _next(sizes: Sequence[int], size: int) -> int:
     return sizes[bisect_left(sizes, size)]
 
 
-class Stage:
+class DecoderBuffers:
     """The buffers, and the recorded graphs that work on them."""
 
     def __init__(
@@ -456,7 +457,9 @@ class Stage:
 class RecordedDecoderBatch(DecoderBatch):
     """A batch in the buffers of a stage: known text is read directly, new tokens are decoded by recorded graphs."""
 
-    def __init__(self, model: SpeechModel, stage: Stage, heard: Sequence[Encoded], audio: list[int], text: int) -> None:
+    def __init__(
+        self, model: SpeechModel, stage: DecoderBuffers, heard: Sequence[Encoded], audio: list[int], text: int
+    ) -> None:
         rows, frames = len(audio), max(part.values.shape[3] for part in heard)
         self._stage = stage
         self._shape = shape = stage.shapes.fit(rows, frames, text)
@@ -468,7 +471,7 @@ class RecordedDecoderBatch(DecoderBatch):
         stage.audio[:rows].copy_(upload(np.array(audio, np.int64), stage.barred.device))
         super().__init__(model, stage.barred, whole, stage.audio[: shape.rows], state)
 
-    def say(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
+    def next_tokens(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
         stage, rows = self._stage, len(last)
         stage.given[:rows].copy_(upload(np.array(last, np.int64), stage.barred.device))
         stage.run(self._shape)

@@ -49,7 +49,7 @@ class EncodedAudio:
 class StreamEncoder(Protocol):
     """Encodes the windows of many streams, by slot. `audio` is always [1, samples] of the task's whole window."""
 
-    def hear(self, task: DecodeTask, audio: Tensor) -> EncodedAudio: ...
+    def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio: ...
 
     def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
         """The utterance ends with this task's window; `said` is its whole text. The next utterance's first pass comes
@@ -149,11 +149,11 @@ class WindowEncoder:
         self._to_end = to_end or model
         self._tails = Tails(pieces, policy, device)
 
-    def hear(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
+    def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
         return at_once(self.hear_slowly(task, audio))
 
     def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
-        """As `hear`, yielding after each piece of work."""
+        """As `encode`, yielding after each piece of work."""
         tail = self._tails.near(task.slot, task.base, task.end)
         if tail is not None:
             audio = torch.cat((tail.up_to(task.base), audio), dim=1)
@@ -167,7 +167,7 @@ class WindowEncoder:
         return EncodedAudio(encoded, tail.start, task.end, tail.tokens)
 
     def hear_together(self, tasks: Sequence[DecodeTask], slab: AudioSlab) -> list[EncodedAudio]:
-        """As `hear`, for several windows in one batch."""
+        """As `encode`, for several windows in one batch."""
         tails = [self._tails.near(task.slot, task.base, task.end) for task in tasks]
         starts = [task.base if tail is None else tail.start for task, tail in zip(tasks, tails, strict=True)]
         # Silence in the place of the tail and of the pause after it.
@@ -237,7 +237,7 @@ class BlockEncoder:
         """Positions from the beginning of an utterance to its first complete block."""
         return self._next_block_at(self._start(0))
 
-    def hear(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
+    def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
         utterance = self._utterances.get(task.slot)
         if utterance is None or utterance.heard < task.base or self._is_long(utterance, task):
             utterance = self._utterances[task.slot] = self._start(task.base)

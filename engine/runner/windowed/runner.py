@@ -31,7 +31,7 @@ from engine.runner.windowed.stability import (
     HypothesisToken,
     Policy,
     Progress,
-    Seams,
+    UtteranceJoiner,
     before_marks,
     best_cut,
     committable,
@@ -54,7 +54,7 @@ LAST_CHARACTERS = 2_000
 _WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
 
 
-class Prompts:
+class PromptTokenizer:
     """Tokenises prompts. The number of a token is its merge rank."""
 
     def __init__(self, pieces: Sequence[bytes]) -> None:
@@ -129,7 +129,7 @@ class _Reading:
     # Streams are read one by one, because it failed to read them together.
     apart: bool = False
 
-    def go_on(self, time_is_up: Callable[[], bool]) -> bool:
+    def run(self, time_is_up: Callable[[], bool]) -> bool:
         """Do one piece of work, and more while there is time; True if all is done."""
         for _ in self.work:
             if time_is_up():
@@ -141,7 +141,7 @@ class _Reading:
         self.open_slots.discard(slot)
         self.results[slot] = DecodeResult(error=why)
 
-    def drop(self, slot: int) -> None:
+    def on_closed(self, slot: int) -> None:
         """A stream was closed: stop decoding for it."""
         self.open_slots.discard(slot)
         if slot in self.rows:
@@ -164,9 +164,9 @@ class WindowedRunner(SynchronousRunner):
         self._model = model
         self._policy = policy
         self._windows = windows
-        self._seams = Seams(vocabulary.pieces)
+        self._seams = UtteranceJoiner(vocabulary.pieces)
         self._keywords = KeywordTrees(vocabulary)
-        self._prompts = Prompts(vocabulary.pieces)
+        self._prompts = PromptTokenizer(vocabulary.pieces)
         self._slots: dict[int, _Slot] = {}
         self._uploads: _Reading | None = None
         # Slots of streams that could not be opened, and why; and readings of single streams that failed in a row.
@@ -187,7 +187,7 @@ class WindowedRunner(SynchronousRunner):
         live = [task for task in plan.decode[: plan.live] if task.slot not in results]
         uploads = [task for task in plan.decode[plan.live :] if task.slot not in results]
         if live:
-            results |= self._windows.share_out(live, self._read_whole)
+            results |= self._windows.run_in_parts(live, self._read_whole)
         if uploads:
             if self._uploads is None:
                 self._uploads = self._read(uploads, live=False)
@@ -203,9 +203,9 @@ class WindowedRunner(SynchronousRunner):
         return reading.results
 
     def _go_on(self, reading: _Reading, tasks: Sequence[DecodeTask], time_is_up: Callable[[], bool]) -> bool:
-        """As `_Reading.go_on`. If that fails, the streams are read one by one: it is one of them that ends."""
+        """As `_Reading.run`. If that fails, the streams are read one by one: it is one of them that ends."""
         try:
-            is_done = reading.go_on(time_is_up)
+            is_done = reading.run(time_is_up)
             if not reading.apart:
                 self._failed_readings = 0
             return is_done
@@ -217,7 +217,7 @@ class WindowedRunner(SynchronousRunner):
         reading.rows.clear()
         left = [task for task in tasks if task.slot in reading.open_slots and task.slot not in reading.results]
         reading.work = self._pieces_apart(left, reading)
-        return reading.go_on(time_is_up)
+        return reading.run(time_is_up)
 
     def _pieces_apart(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
         failed: list[Exception] = []
@@ -246,7 +246,7 @@ class WindowedRunner(SynchronousRunner):
             for live in (True, False):
                 self._windows.stream_encoder(live).forget(slot)
             if self._uploads is not None:
-                self._uploads.drop(slot)
+                self._uploads.on_closed(slot)
                 if not self._uploads.open_slots:
                     self._uploads = None
         for opened in plan.opened:
@@ -290,7 +290,7 @@ class WindowedRunner(SynchronousRunner):
             due = [task for task in unread if task.slot in reading.open_slots and self._slots[task.slot].live == live]
             if due:
                 # Streams closed meanwhile are left out: their slots may belong to others by then.
-                sounds |= yield from self._windows.hear(due, live, reading.open_slots)
+                sounds |= yield from self._windows.encode(due, live, reading.open_slots)
         # 3. Detect language and speech.
         self._judge([task for task in unread if task.slot in sounds and task.slot in reading.open_slots], sounds)
         # 4. Decode.
@@ -323,7 +323,7 @@ class WindowedRunner(SynchronousRunner):
         if self._model.judging is None or not new:
             return
         for task, judgement in zip(new, self._windows.judge([sounds[task.slot] for task in new]), strict=True):
-            self._slots[task.slot].language_state.hear(judgement, self.spec.options, task.end - task.base)
+            self._slots[task.slot].language_state.update(judgement, self.spec.options, task.end - task.base)
 
     def judgement(self, slot: int) -> tuple[str, float | None]:
         language_state = self._slots[slot].language_state
@@ -361,7 +361,9 @@ class WindowedRunner(SynchronousRunner):
         seconds = sound.frames * model.samples_per_frame / SAMPLE_RATE
         said_marks = [] if task.pending else slot.marks
         committed = self._seams.prefix(sound.said, said_marks, [heard.token for heard in slot.committed])
-        opening = model.opening(slot.language_state.language, slot.language_state.task, slot.language_state.prompt)
+        opening = model.prompt_tokens(
+            slot.language_state.language, slot.language_state.task, slot.language_state.prompt
+        )
         room = model.max_tokens - len(opening) - len(committed) - 1
         most = max(1, min(room, round(seconds * policy.tokens_per_second) + 4 - len(committed)))
         frames_per_position = SAMPLES_PER_POSITION / model.samples_per_frame
@@ -448,8 +450,8 @@ class WindowedRunner(SynchronousRunner):
     def _joined(
         self, task: DecodeTask, new: list[HypothesisToken], before: float, after: float
     ) -> tuple[list[TimedToken], list[HypothesisToken]]:
-        """Tokens to commit with their times, and the same as the slot remembers them. With the first words of an
-        utterance, the marks between it and the last one are decided."""
+        """Tokens to commit with their times, and the same as the slot remembers them. The punctuation
+        between two utterances is decided when the second one has words."""
         slot = self._slots[task.slot]
         if new and slot.committed:
             new = self._seams.begun(slot.committed[-1].token, new)

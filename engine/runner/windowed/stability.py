@@ -41,7 +41,7 @@ def surely_ends(new: list[HypothesisToken], pieces: list[bytes], policy: Policy)
     return new[-1].log_probability >= SURE_END and all(heard.log_probability >= policy.sure for heard in new)
 
 
-class Seams:
+class UtteranceJoiner:
     """Joins the text of two successive utterances of a stream: marks and capitals."""
 
     def __init__(self, pieces: list[bytes]) -> None:

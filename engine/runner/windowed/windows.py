@@ -23,7 +23,15 @@ from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
 from engine.models.compiled import Decode
 from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
 from engine.runner.device import NotEnoughMemory, gib
-from engine.runner.windowed.decoder import GreedyDecoder, Judgement, RecordedDecoderBatch, Row, Shapes, Stage, judge
+from engine.runner.windowed.decoder import (
+    DecoderBuffers,
+    GreedyDecoder,
+    Judgement,
+    RecordedDecoderBatch,
+    Row,
+    Shapes,
+    judge,
+)
 from engine.runner.windowed.encoders import EncodedAudio, StreamEncoder, WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab, WindowMemory
 from engine.runner.windowed.stability import Policy
@@ -48,7 +56,7 @@ class Windows(Protocol):
     def stream_encoder(self, live: bool) -> StreamEncoder:
         """The encoder with the state of live streams, or of uploads."""
 
-    def hear(
+    def encode(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
     ) -> Generator[None, None, dict[int, EncodedAudio]]:
         """Encode; returns the encoded audio by slot. Yields after each piece of work; slots that are not in `wanted` by
@@ -60,7 +68,7 @@ class Windows(Protocol):
     def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
         """The model's judgement of the encoded audio before it is read."""
 
-    def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
+    def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         """Call `read` for the live tasks, in parts as large as can be read at once; returns all results."""
 
     def warm_up(self) -> None: ...
@@ -93,7 +101,7 @@ class HostWindows:
     def stream_encoder(self, live: bool) -> StreamEncoder:
         return self._encoder if live else self._file_encoder
 
-    def hear(
+    def encode(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
     ) -> Generator[None, None, dict[int, EncodedAudio]]:
         sounds: dict[int, EncodedAudio] = {}
@@ -101,7 +109,7 @@ class HostWindows:
             if task.slot not in wanted:
                 continue
             if live:
-                sounds[task.slot] = self._encoder.hear(task, self.audio(task))
+                sounds[task.slot] = self._encoder.encode(task, self.audio(task))
             else:
                 sounds[task.slot] = yield from self._file_encoder.hear_slowly(task, self.audio(task))
             yield
@@ -113,7 +121,7 @@ class HostWindows:
     def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
         return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
 
-    def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
+    def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         """One stream at a time to each free thread: with fixed shares one thread would wait for another. Streams are
         not batched, because a matrix product of many rows rounds differently than one of a single row."""
         waiting = deque(tasks)
@@ -167,8 +175,8 @@ def _be_next_reader(numbers: Iterator[int]) -> None:
 #
 # Audio stays on the device, one row per position, so a step uploads only row numbers and new audio. Windows are sorted
 # by length, so that those encoded together need little padding; masks keep the rows independent. Each token of a batch
-# costs one launch, one upload and one copy back (`Stage` in decoder.py). Uploads are decoded in buffers of their own
-# and without recorded graphs, because they may be interrupted.
+# costs one launch, one upload and one copy back (`DecoderBuffers` in decoder.py). Uploads are decoded in buffers of
+# their own and without recorded graphs, because they may be interrupted.
 
 
 class DeviceWindows:
@@ -199,7 +207,7 @@ class DeviceWindows:
     def stream_encoder(self, live: bool) -> StreamEncoder:
         return self._encoder if live else self._file_encoder
 
-    def hear(
+    def encode(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
     ) -> Generator[None, None, dict[int, EncodedAudio]]:
         sounds: dict[int, EncodedAudio] = {}
@@ -221,7 +229,7 @@ class DeviceWindows:
     def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
         return judge(self._model, Encoded.stack(_heard(sounds)))
 
-    def share_out(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
+    def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         in_order = sorted(tasks, key=lambda task: len(task.rows))
         results: Results = {}
         for first in range(0, len(in_order), self._memory.rows):
@@ -268,7 +276,7 @@ class DeviceWindows:
 
 
 class _StagedDecoder(GreedyDecoder):
-    """A decoder that also decodes live batches with the recorded graphs of a `Stage`."""
+    """A decoder that also decodes live batches with the recorded graphs of a `DecoderBuffers`."""
 
     def __init__(
         self, model: SpeechModel, memory: WindowMemory, frames: int, device: torch.device, dtype: torch.dtype
@@ -276,7 +284,7 @@ class _StagedDecoder(GreedyDecoder):
         super().__init__(model, device)
         # A model with a fixed context has windows of one length.
         shapes = Shapes.up_to(memory.rows, frames, model.max_tokens, max(200, model.frames_of(model.min_samples)))
-        self._stage: Stage | None = Stage(
+        self._stage: DecoderBuffers | None = DecoderBuffers(
             model, self._barred, shapes, dtype, memory.tokens_at_once, records=device.type == "cuda"
         )
 

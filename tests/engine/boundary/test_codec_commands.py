@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import messages
-from engine.boundary.codec import UnreadableCommand, decode_commands, encode_command
+from engine.boundary.codec import UnreadableCommand, WireError, decode, decode_commands, encode_command
 from engine.messages import Item, StreamState
 
 ITEM = Item(3, 1, 128, data=0, samples=100)
@@ -74,6 +74,15 @@ def test_spoilt_bytes_are_read_or_refused(data: st.DataObject) -> None:
         spoilt[data.draw(st.integers(0, len(spoilt) - 1))] = data.draw(st.integers(0, 255))
     cut = data.draw(st.integers(0, len(spoilt)))
     assert len(decode_commands([msgspec.Raw(bytes(spoilt[:cut]))])) == 1
+
+
+def test_a_map_with_an_unhashable_key_is_refused() -> None:
+    key = msgspec.msgpack.encode(msgspec.msgpack.Ext(1, b"x"))
+    command = b"\x92\xa4open\x81" + key + b"\x01"
+    (unread,) = decode_commands([msgspec.Raw(command)])
+    assert isinstance(unread, UnreadableCommand)
+    with pytest.raises(WireError):
+        decode([command], to_engine=True)
 
 
 def test_nesting_that_would_exhaust_the_stack_is_refused() -> None:

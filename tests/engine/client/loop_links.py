@@ -142,7 +142,7 @@ class LoopLink:
         while self._commands:
             self._submit(*self._commands.popleft())
         while self._sources and self.lost is None:
-            entry = self._sources[0].take()
+            entry = self._sources[0].next_piece()
             if entry is None:
                 self._sources.popleft()
             else:

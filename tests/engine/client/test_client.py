@@ -303,7 +303,7 @@ async def test_a_listener_is_told_what_a_reader_would_be() -> None:
             await fakes.until(lambda stream=stream: len(stream._outputs) > 0)  # type: ignore[misc]
             outputs: list[messages.Output] = []
             if name == "listened to":
-                stream.listen(outputs.append)
+                stream.subscribe(outputs.append)
                 await stream.finish()
                 await fakes.until(lambda: bool(outputs) and isinstance(outputs[-1], messages.Closed))  # noqa: B023
             else:

@@ -12,8 +12,8 @@ from engine.client.engine_handles import RemoteEngine
 from engine.messages import Closed
 from tests.engine import fakes
 from tests.engine.client.cuttable_line import cuttable_line
-from tests.engine.client.test_adoption import entrust
-from tests.engine.client.test_fleet_secret import engine_over_tcp
+from tests.engine.client.test_handoff import entrust
+from tests.engine.test_fleet_secret import engine_over_tcp
 
 
 def used(client: EngineClient) -> list[int]:

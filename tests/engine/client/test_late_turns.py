@@ -11,7 +11,15 @@ import pytest
 
 from audio.speech_edges import EdgeDetector, EdgeSettings, Fall
 from engine.messages import Closed, Flushed, Speech, Text, TurnRule, Word
-from tests.engine.client.test_rebuilding import PACKET, Build, EngineDeath, Fate, Session, build_tiny, utterances
+from tests.engine.client.test_recovery_rebuilding import (
+    PACKET,
+    Build,
+    EngineDeath,
+    Fate,
+    Session,
+    build_tiny,
+    utterances,
+)
 
 __all__ = ["build_tiny"]
 

@@ -14,9 +14,10 @@ import zmq
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import decode_commands
+from engine.boundary.kept_audio import AskedFlush
 from engine.client import link as link_module
 from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, REPLAYED_TOGETHER, EngineLink, LinkEvents, SendQueue
-from engine.client.replay import AskedFlush, Replay
+from engine.client.replay import Replay
 from engine.client.stream import REPLAY_ITEMS, Delivery
 from engine.errors import EngineDead
 from engine.messages import Abort, Feed, Finish, Flush, Item, Open
@@ -188,7 +189,7 @@ def test_live_commands_never_starve_replays() -> None:
     commands: list[Any] = [(messages.Flush("replayed", tag), []) for tag in range(3)]
 
     class Source:
-        def take(self) -> Any:
+        def next_piece(self) -> Any:
             return commands.pop(0) if commands else None
 
     outbox.pace(Source())
@@ -204,7 +205,7 @@ def test_a_source_that_is_paced_twice_is_asked_once_in_a_round() -> None:
     class Source:
         pieces = [(Abort("a"), []), (Abort("b"), [])]
 
-        def take(self) -> Any:
+        def next_piece(self) -> Any:
             return self.pieces.pop(0) if self.pieces else None
 
     source = Source()
@@ -289,7 +290,7 @@ def test_more_replays_than_an_engine_rebuilds_together_take_no_turns() -> None:
         def __init__(self, number: int) -> None:
             self.number, self.left = number, 4
 
-        def take(self) -> Any:
+        def next_piece(self) -> Any:
             if not self.left:
                 return None
             self.left -= 1

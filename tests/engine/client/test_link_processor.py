@@ -16,7 +16,7 @@ from msgspec import structs
 from engine.boundary.input_cache import CacheStats, SenderCache
 from engine.boundary.items import hash_payload, make_cutter, prepare
 from engine.client.link import ItemRefused, Processor, processor_for, warm_up
-from engine.client.prepared import check_same_model, parse_items, render
+from engine.client.prepared_audio import check_same_model, parse_items, render
 from engine.messages import Item
 from engine.spec import FeatureShape
 from tests.engine import fakes

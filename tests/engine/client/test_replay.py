@@ -9,7 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.client.replay import AskedFlush, KeptAudio, SavedWindow, TokenMemory, memory_for, positions_to_keep
+from engine.boundary.kept_audio import AskedFlush, KeptAudio
+from engine.client.replay import SavedWindow, TokenMemory, memory_for, positions_to_keep
 from engine.messages import Item, StreamState, Text, Word
 from engine.spec import KvGroup
 from tests.engine import fakes
@@ -47,11 +48,11 @@ def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> Non
     kept.mark_flush(1, {1})
     kept.add(items(10, 2))
     assert kept.drop_before(FIRST + 4) == items(4, 1)[0]
-    replay = kept.from_beginning()
-    assert (replay.positions, replay.samples) == (4, 4 * fakes.POSITION)
-    replayed = [entry for entry in replay.entries if isinstance(entry, Item)]
+    positions, samples, entries = kept.from_beginning()
+    assert (positions, samples) == (4, 4 * fakes.POSITION)
+    replayed = [entry for entry in entries if isinstance(entry, Item)]
     assert [(entry.offset, entry.sample) for entry in replayed] == [(e.offset, e.sample) for e in items(0, 8)]
-    assert replay.entries[6] == AskedFlush(1)
+    assert entries[6] == AskedFlush(1)
     # What is kept itself stays on the stream's own clock.
     assert kept.first() == items(4, 1)[0]
 
@@ -60,8 +61,7 @@ def test_a_replay_of_nothing_starts_where_the_stream_is() -> None:
     kept = KeptAudio(SPEC)
     kept.add(items(0, 3))
     assert kept.drop_before(kept.end) is None
-    replay = kept.from_beginning()
-    assert (replay.positions, replay.samples, replay.entries) == (3, 3 * fakes.POSITION, [])
+    assert kept.from_beginning() == (3, 3 * fakes.POSITION, [])
 
 
 def test_flushes_without_audio_do_not_pile_up() -> None:
@@ -90,7 +90,7 @@ def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple
         kept.add(items(fed, more))
         fed += more
         news = min(news, fed - heard)
-        memory.hear(Text("s", "", [], list(range(heard, heard + news))))
+        memory.on_text(Text("s", "", [], list(range(heard, heard + news))))
         heard += news
         memory.trim(kept)
         first = kept.first()
@@ -101,13 +101,13 @@ def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple
 
 def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
     memory = TokenMemory(SPEC, 100)
-    memory.hear(spoken(["the", "cat"]))
+    memory.on_text(spoken(["the", "cat"]))
     kept = KeptAudio(SPEC)
     kept.add(items(0, 3))
     memory.replay(kept)
-    again = memory.hear(Text("s", "", [Word("cat", 100, 200)], []))
+    again = memory.on_text(Text("s", "", [Word("cat", 100, 200)], []))
     assert again is None
-    news = memory.hear(structs.replace(spoken(["sat"], 2), tokens=[4]))
+    news = memory.on_text(structs.replace(spoken(["sat"], 2), tokens=[4]))
     assert news is not None and [word.text for word in news.words] == ["sat"]
 
 
@@ -115,16 +115,16 @@ def test_a_word_is_known_as_long_as_tokens_of_it_are_kept() -> None:
     memory, kept = TokenMemory(SPEC, keep_positions=4), KeptAudio(SPEC)
     kept.add(items(0, 10))
     last = 10 * fakes.POSITION
-    memory.hear(Text("s", " catnip", [Word("catnip", last - 200, last)], [1] * 10))
+    memory.on_text(Text("s", " catnip", [Word("catnip", last - 200, last)], [1] * 10))
     # The silence of a flush moves positions only; the word's last tokens are said in it.
     kept.add([Item(FIRST + 10, 4, last, samples=0)])
     kept.mark_flush(1, set())
-    memory.hear(Text("s", "", [], [0] * 4))
+    memory.on_text(Text("s", "", [], [0] * 4))
     memory.trim(kept)
     assert kept.sample_at(FIRST + 10) == last
     memory.replay(kept)
-    assert memory.hear(Text("s", "", [Word("nip", last - 100, last)], [])) is None
-    assert memory.hear(Text("s", " dog", [Word("dog", last, last + 100)], [2])) is not None
+    assert memory.on_text(Text("s", "", [Word("nip", last - 100, last)], [])) is None
+    assert memory.on_text(Text("s", " dog", [Word("dog", last, last + 100)], [2])) is not None
 
 
 # A model that rereads its window goes on from its last saved state.
@@ -153,7 +153,7 @@ def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
     kept.add(windowed_items(6, 2))
     kept.mark_flush(2, {1, 2})
     state = StreamState("s", audio_from=4, position=8, tag=1, parts={})
-    memory.take(state)
+    memory.on_state(state)
     memory.trim(kept)
     kept.add(windowed_items(8, 3))
     replay = memory.replay(kept)
@@ -168,6 +168,6 @@ def test_answered_flushes_leave_with_their_audio() -> None:
     for tag in range(1, 100):
         kept.add(windowed_items(tag - 1, 1))
         kept.mark_flush(tag, {tag})
-        memory.take(StreamState("s", tag, tag, tag, {}))
+        memory.on_state(StreamState("s", tag, tag, tag, {}))
         memory.trim(kept)
         assert len(kept) <= 1

@@ -133,7 +133,7 @@ def test_published_weights_match_transformers(name: str) -> None:
     folder = cache_folder() / name
     if not folder.exists():
         pytest.skip(f"run `tickertape pull {name}` first")
-    from engine.weights.pretrained import load_speech_model
+    from engine.weights.windowed_models import load_speech_model
 
     model, pieces = load_speech_model(folder)
     assert isinstance(model, Moonshine)

@@ -16,7 +16,7 @@ from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneratio
 
 from engine.models.whisper import Whisper, WhisperConfig, without_lone_frames
 from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.pretrained import load_speech_model
+from engine.weights.windowed_models import load_speech_model
 
 OPENAI_NAMES = [
     ("model.", ""),
@@ -80,10 +80,20 @@ def say(model: Whisper, audio: Tensor, lengths: list[int], tokens: Tensor) -> Te
 # Bad input
 
 
-@pytest.mark.parametrize("content", [b"", b"not a checkpoint at all", b"PK\x03\x04 half a zip"])
+@pytest.mark.parametrize(
+    "content", [b"", b"not a checkpoint at all", b"PK\x03\x04 half a zip", b"a", b"root:x:0:0:root", b"RIFF....WAVE"]
+)
 def test_damaged_openai_file(tmp_path: Path, content: bytes) -> None:
     (tmp_path / "model.pt").write_bytes(content)
     with pytest.raises(BadCheckpoint, match=r"model\.pt|checkpoint"):
+        load_speech_model(tmp_path)
+
+
+@pytest.mark.parametrize("config", ["[]", "5", '{"model_type": ["whisper"]}', '{"model_type": "whisper"}'])
+def test_config_that_describes_no_model(tmp_path: Path, config: str) -> None:
+    (tmp_path / "config.json").write_text(config)
+    save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
+    with pytest.raises(BadCheckpoint):
         load_speech_model(tmp_path)
 
 

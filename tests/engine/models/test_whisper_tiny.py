@@ -15,10 +15,10 @@ from audio.containers import read_file
 from engine.models.seq2seq import Encoded
 from engine.models.whisper import Whisper
 from engine.runner.windowed.decoder import GreedyDecoder, Row, judge
-from engine.runner.windowed.runner import Prompts
+from engine.runner.windowed.runner import PromptTokenizer
 from engine.runner.windowed.stability import is_mark
-from engine.weights.pretrained import load_speech_model
 from engine.weights.store import cache_folder
+from engine.weights.windowed_models import load_speech_model
 
 NAME = "whisper-tiny"
 VOICES = {
@@ -60,7 +60,7 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Encoded]:
 
 def said(encoded: Encoded, language: str, task: str = "") -> str:
     model, pieces = whisper()
-    row = Row([], [], 12, None, encoded.audio[0], opening=model.opening(language, task, []))
+    row = Row([], [], 12, None, encoded.audio[0], opening=model.prompt_tokens(language, task, []))
     with torch.inference_mode():
         GreedyDecoder(model).run([row], encoded)
     return b"".join(pieces[token] for token in row.tokens).decode(errors="replace")
@@ -70,7 +70,7 @@ def test_prompts_have_the_tokens_of_the_published_tokenizer() -> None:
     _, pieces = whisper()
     published = Tokenizer.from_file(str(cache_folder() / NAME / "tokenizer.json"))
     for text in ("Tickertape, Moonshine.", "Übergrößen in Łódź; it's 1234 o'clock", "天気は  良い\n今日"):
-        assert Prompts(pieces).tokens(text) == published.encode(f" {text}", add_special_tokens=False).ids
+        assert PromptTokenizer(pieces).tokens(text) == published.encode(f" {text}", add_special_tokens=False).ids
 
 
 def test_languages_are_told_apart(heard: dict[str, Encoded]) -> None:
@@ -95,7 +95,7 @@ def test_words_are_found_where_they_are_said(heard: dict[str, Encoded]) -> None:
     """The first frame, before any speech, draws the most attention."""
     model, pieces = whisper()
     for language, encoded in heard.items():
-        row = Row([], [], 40, None, encoded.audio[0], opening=model.opening(language, "", []))
+        row = Row([], [], 40, None, encoded.audio[0], opening=model.prompt_tokens(language, "", []))
         with torch.inference_mode():
             GreedyDecoder(model).run([row], encoded)
         words = [peak for token, peak in zip(row.tokens, row.peaks, strict=True) if not is_mark(pieces[token])]

@@ -11,7 +11,15 @@ from engine.boundary import codec
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.messages import NEXT_OWNER
 from engine.server import handoff
-from engine.server.handoff import CLAIM_SECONDS, MOST_ENTRIES, OVER_SECONDS, RELEASE_SECONDS, STOOD_STILL_SECONDS
+from engine.server.handoff import (
+    CLAIM_SECONDS,
+    MOST_ENTRIES,
+    OVER_SECONDS,
+    RELEASE_SECONDS,
+    REVIEW_SECONDS,
+    STOOD_STILL_SECONDS,
+)
+from engine.server.host import LEAST_COMMANDS
 from tests.engine.server.test_host import Host, calm, command, say_all
 
 __all__ = ["calm"]
@@ -29,7 +37,7 @@ def adopt(host: Host, name: bytes, number: int | None = None) -> None:
     """Ask for the session first, and adopt what the engine says it has."""
     if number is None:
         host.send(name, command(messages.Ask("", "s", 1)))
-        number = held(host, name)[-1].number
+        number = held(host, name)[-1].owner_number
     host.send(name, command(messages.Adopt("", "s", number)))
 
 
@@ -99,7 +107,7 @@ def test_a_stream_moves_to_another_gateway_without_a_change_in_its_words(host: H
     entrust(host, b"a", len(known), last=True)
     adopt(host, b"b")
     (value,) = adopted(host, b"b")
-    assert (value.number, value.base, value.stream, value.consumed) == (SECOND, b"base", "good", len(known))
+    assert (value.owner_number, value.base, value.stream, value.consumed) == (SECOND, b"base", "good", len(known))
     assert value.end == host.loop.scheduler.spec.prefix_positions + 10
     assert value.sample == 10 * host.loop.scheduler.spec.samples_per_position
     finish_at(host, b"b", 10)
@@ -135,7 +143,7 @@ def test_an_owner_that_does_not_answer_is_fenced_and_changes_nothing_any_more(ho
     entrust(host, b"b", 0, number=SECOND, base=b"fresh", last=True)
     host.greet(b"c")
     adopt(host, b"c")
-    assert (adopted(host, b"c")[0].base, adopted(host, b"c")[0].number) == (b"fresh", THIRD)
+    assert (adopted(host, b"c")[0].base, adopted(host, b"c")[0].owner_number) == (b"fresh", THIRD)
 
 
 def test_an_owner_that_is_gone_is_noticed_at_once(host: Host, calm: str) -> None:
@@ -204,7 +212,7 @@ def test_what_a_gateway_gave_up_without_being_heard_waits_for_another(host: Host
     entrust(host, b"a", 0)
     come_back(host, b"a")
     adopt(host, b"b")
-    assert adopted(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].owner_number == SECOND
 
 
 def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host: Host) -> None:
@@ -215,7 +223,7 @@ def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host
     host.line.gone.clear()
     host.greet(b"a")
     adopt(host, b"b")
-    assert adopted(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].owner_number == SECOND
     claim(host, b"a", ("s", 1, False))
     assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
     assert len(host.host._handoffs) == 1
@@ -231,7 +239,7 @@ def test_a_session_whose_gateway_has_come_back_is_not_over(host: Host) -> None:
     adopt(host, b"b")
     assert messages.Wanted("s", 2) in host.said(b"a")
     listen(host, RELEASE_SECONDS + 1)
-    assert (adopted(host, b"b")[-1].base, adopted(host, b"b")[-1].number) == (b"again", SECOND + 1)
+    assert (adopted(host, b"b")[-1].base, adopted(host, b"b")[-1].owner_number) == (b"again", SECOND + 1)
 
 
 def test_what_a_gateway_claimed_and_never_left_is_forgotten_in_time_and_with_it(host: Host) -> None:
@@ -269,13 +277,26 @@ def test_an_engine_that_stood_still_gives_nothing_away_that_its_owner_may_have_t
     assert held(host, b"b")[-1] == messages.Held("s", 4), "it has gone on elsewhere"
 
 
+def test_an_engine_that_stood_still_gives_nothing_away_when_the_first_that_it_hears_is_that_the_owner_is_back(
+    host: Host,
+) -> None:
+    """The owner connects anew before the engine has looked at the time, and has gone on at another engine."""
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    host.now += STOOD_STILL_SECONDS + 5
+    host.greet(b"a")
+    assert adopted(host, b"b") == [messages.SessionGiven("s")]
+    claim(host, b"a", ("s", 2, True))
+    assert not fenced(host, b"a")
+
+
 def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
     entrust(host, b"a", 0)
     host.now += STOOD_STILL_SECONDS + 5
     host.line.gone.add(b"a")
     listen(host, CLAIM_SECONDS + 1)
     adopt(host, b"b")
-    assert adopted(host, b"b")[0].number == SECOND
+    assert adopted(host, b"b")[0].owner_number == SECOND
 
 
 def test_what_an_owner_gives_up_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
@@ -303,7 +324,7 @@ def test_a_former_owner_never_gets_past_the_next_one(host: Host, moves: int) -> 
     host.greet(b"c")
     adopt(host, b"c")
     entrust(host, b"b", 0, number=SECOND, base=b"fresh", last=True)
-    assert (adopted(host, b"c")[-1].base, adopted(host, b"c")[-1].number) == (b"fresh", THIRD)
+    assert (adopted(host, b"c")[-1].base, adopted(host, b"c")[-1].owner_number) == (b"fresh", THIRD)
 
 
 def test_an_owner_that_comes_from_another_engine_fences_the_one_that_was_here(host: Host) -> None:
@@ -317,7 +338,7 @@ def test_a_request_from_before_somebody_else_had_the_session_takes_nothing(host:
     entrust(host, b"a", 0, last=True)
     host.greet(b"c")
     adopt(host, b"c")
-    assert adopted(host, b"c")[0].number == SECOND
+    assert adopted(host, b"c")[0].owner_number == SECOND
     adopt(host, b"b", 1)
     assert adopted(host, b"b") == [messages.SessionGiven("s")]
     assert not [output for output in host.said(b"c") if isinstance(output, messages.Wanted)]
@@ -343,13 +364,28 @@ def test_an_engine_that_stood_still_hears_the_owner_out_before_it_takes_a_sessio
     assert adopted(host, b"c")
 
 
+def test_a_late_owner_is_heard_out_however_much_it_has_sent(host: Host) -> None:
+    """Its answer is behind more commands than the engine takes in before a step."""
+    entrust(host, b"a", 0)
+    adopt(host, b"b")
+    listen(host, RELEASE_SECONDS - 0.1)
+    assert not adopted(host, b"b")
+    for _ in range(3):
+        host.post(b"a", *(command(messages.Ask("", "other", 1)) for _ in range(LEAST_COMMANDS)))
+    host.post(b"a", command(messages.SaveHandoff("good", "s", 1, 0, [], base=b"last", keep_s=KEEP_S, last=True)))
+    host.now += REVIEW_SECONDS
+    host.tick()
+    (given,) = adopted(host, b"b")
+    assert given.base == b"last"
+
+
 def test_of_two_who_ask_the_last_has_the_session(host: Host) -> None:
     entrust(host, b"a", 0)
     host.greet(b"c")
     adopt(host, b"b")
     adopt(host, b"c")
     entrust(host, b"a", 0, last=True)
-    assert adopted(host, b"b") == [messages.SessionGiven("s")] and adopted(host, b"c")[0].number == SECOND
+    assert adopted(host, b"b") == [messages.SessionGiven("s")] and adopted(host, b"c")[0].owner_number == SECOND
 
 
 def test_what_is_kept_is_bounded(host: Host) -> None:
@@ -438,7 +474,7 @@ def test_a_former_owner_does_not_go_on_with_a_session_that_is_over(host: Host) -
 
 
 def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(handoff, "MOST_OVER", 3)
+    monkeypatch.setattr(handoff, "MAX_ENDED", 3)
     for number in range(5):
         key = f"s{number}"
         host.send(b"a", command(messages.SaveHandoff("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
@@ -452,7 +488,7 @@ def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypa
 
 def renew(host: Host, name: bytes, number: int, key: str = "s") -> int:
     host.send(name, command(messages.Renew("", key, 9, number)))
-    return [output for output in host.said(name) if isinstance(output, messages.Renewed)][-1].number
+    return [output for output in host.said(name) if isinstance(output, messages.Renewed)][-1].owner_number
 
 
 def test_whoever_asked_before_the_owner_went_on_gets_nothing(host: Host) -> None:
@@ -469,7 +505,7 @@ def test_whoever_asked_before_the_owner_went_on_gets_nothing(host: Host) -> None
     assert not fenced(host, b"a")
     adopt(host, b"b")
     listen(host, 2 * RELEASE_SECONDS)
-    assert adopted(host, b"b")[-1].number == THIRD
+    assert adopted(host, b"b")[-1].owner_number == THIRD
 
 
 def test_only_the_owner_of_a_session_goes_on_with_it(host: Host) -> None:

@@ -346,7 +346,7 @@ def test_a_batch_that_breaks_the_intake_costs_its_gateway_the_connection(
         host.greet(name)
         host.send(name, command(messages.Open("good")))
     with monkeypatch.context() as patched:
-        patched.setattr(host.host._intake, "take", lambda *_: 1 / 0)
+        patched.setattr(host.host._intake, "apply", lambda *_: 1 / 0)
         host.send(b"g", feed("good", 0), audio=(audio(0),))
     assert [to for to, message in host.line.left if isinstance(message, codec.Unwelcome)] == [b"g"]
     say_all(host, b"h", "good", range(20))

@@ -30,7 +30,7 @@ from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
 from engine.server.speech import GateSettings
 from tests.engine import fakes
-from tests.engine.server.test_blame import items_of
+from tests.engine.server.test_loop_failures import items_of
 
 SPEC = fakes.FRAMES
 SETTLED, PRE_ROLL = 10 * fakes.POSITION, 2 * fakes.POSITION

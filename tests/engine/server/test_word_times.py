@@ -16,7 +16,7 @@ def listened(*spans: tuple[float, float], until: float = 10.0) -> WordTimes:
     """A stream with speech in these spans, in seconds."""
     times = WordTimes(0.35)
     frames = [any(a <= at * FRAME / SECOND < b for a, b in spans) for at in range(round(until * SECOND / FRAME))]
-    times.hear(0, FRAME, [0.9 if speaks else 0.1 for speaks in frames])
+    times.add_probabilities(0, FRAME, [0.9 if speaks else 0.1 for speaks in frames])
     return times
 
 
@@ -65,10 +65,10 @@ def test_no_word_ends_behind_speech_and_none_before_the_last(
     frames = [any(a <= at * FRAME / SECOND < b for a, b in spans) for at in range(400)]
     probabilities = [0.9 if speaks else 0.1 for speaks in frames]
     times = WordTimes(0.35)
-    times.hear(0, FRAME, probabilities[:cut])
+    times.add_probabilities(0, FRAME, probabilities[:cut])
     twin = WordTimes(0.35)
     twin.resume(times.save())
-    twin.hear(cut * FRAME, FRAME, probabilities[cut:])
+    twin.add_probabilities(cut * FRAME, FRAME, probabilities[cut:])
     said = [Word("w", round(start * SECOND), round((start + length) * SECOND)) for start, length in words]
     asked = [(word.start_sample, word.end_sample) for word in said]
     twin.bound(said)
@@ -87,6 +87,6 @@ def test_what_is_kept_does_not_grow_with_the_age_of_a_stream() -> None:
     times, sizes = WordTimes(0.35), []
     for second in range(4_000):
         times.forget_before(second * SECOND)
-        times.hear(second * SECOND, FRAME, [0.9, 0.1] * 15)
+        times.add_probabilities(second * SECOND, FRAME, [0.9, 0.1] * 15)
         sizes.append(len(times.save()["starts"]))
     assert max(sizes[2_000:]) <= max(sizes[:1_000]) <= 16 * (KEPT_SAMPLES // SECOND + 2)

@@ -115,12 +115,12 @@ def test_outputs_that_cannot_be_written_are_said_before_the_model_is_loaded(
     tmp_path: Path, no_engine: None, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(write_wav(tmp_path / "a.wav", sound(0.5)))
-    assert cli.main(["transcribe", "--output-dir", file, file]) == 1
+    assert cli.main(["transcribe", "--output-dir", file, file]) == 2
     assert capsys.readouterr().err == f"error: cannot write to {file}: File exists; name another --output-dir\n"
-    assert cli.main(["transcribe", "--output-dir", "/proc", file]) == 1
+    assert cli.main(["transcribe", "--output-dir", "/proc", file]) == 2
     assert capsys.readouterr().err.startswith("error: cannot write to /proc: ")
     (tmp_path / "out" / "a.srt").mkdir(parents=True)
-    assert cli.main(["transcribe", "--srt", "--output-dir", str(tmp_path / "out"), file]) == 1
+    assert cli.main(["transcribe", "--srt", "--output-dir", str(tmp_path / "out"), file]) == 2
     assert "a.srt: a folder with that name exists" in capsys.readouterr().err
 
 

@@ -16,8 +16,8 @@ from realtime.dialects.openai import OpenAIDialect
 from realtime.serving.connection import Connection
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
-from realtime.serving.socket_extras import SocketExtras
 from realtime.serving.throttle import FairTurns, Pace
+from realtime.serving.websocket_extension import SocketExtras
 from realtime.session.settings import AudioFormat, Settings
 from tests.realtime.gateway_doubles import FakeEngine
 

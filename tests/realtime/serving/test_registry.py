@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
+from engine.errors import EngineDead
 from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode, Refusal
 from realtime.serving import quota
 from realtime.serving.connection import Connection
 from realtime.serving.quota import Caller
-from realtime.serving.registry import Sessions
-from realtime.serving.socket_extras import SocketExtras
+from realtime.serving.registry import TAKEN_OVER, Sessions
 from realtime.serving.throttle import FairTurns
+from realtime.serving.websocket_extension import SocketExtras
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -46,6 +49,41 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
         assert socket._hangup is not None and socket._hangup.code == CloseCode.INTERNAL
         assert [record.message for record in caplog.records] == [f"session {bad.live.id} failed"]
     assert len(entries) == 0, "the good one had no socket"
+
+
+class BrokenHandoff:
+    """A handoff whose last save fails, as after the loss of its engine."""
+
+    number, owned, has_place, given_stream = 1, None, True, None
+
+    def give_up(self) -> None:
+        pass
+
+    def end(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+    async def left(self) -> None:
+        raise EngineDead("the engine is gone")
+
+
+async def test_a_session_whose_last_save_fails_is_released_and_its_client_hears_of_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    entries = sessions()
+    async with entries.open(Caller("one"), Settings(), [OpenAIDialect]) as (entry,):
+        socket = Connection(entry.live, entry.inbox, never, never, SocketExtras(), FairTurns())  # type: ignore[arg-type]
+        entries.attach((entry,), socket)
+        entry.live.handoff = BrokenHandoff()  # type: ignore[assignment]
+        entries._save_and_release(entry, TAKEN_OVER)
+        await asyncio.gather(*entries._leaving)
+        assert socket._hangup == TAKEN_OVER and len(entries) == 0
+        assert entries._quota.counts.total() == 0  # type: ignore[attr-defined]
+    assert [record.message for record in caplog.records] == [
+        f"the last save of session {entry.live.id} failed; the session is released nevertheless"
+    ]
 
 
 async def test_callers_that_come_once_are_counted_within_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

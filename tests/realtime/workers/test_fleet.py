@@ -19,8 +19,8 @@ from engine.server.main import run_engine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.metrics.gateway import Metrics
-from realtime.serving.factory import GatewayServices
-from realtime.serving.tokens import Signer
+from realtime.serving.session_factory import GatewayServices
+from realtime.serving.signed_tokens import Signer
 from tests.engine import fakes
 from tests.engine.client.test_pool_table import put
 from tests.realtime.workers import engines

@@ -18,9 +18,9 @@ from engine.client.client import EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
-from realtime.http.gateway import Gateway
-from realtime.serving.factory import GatewayServices
-from realtime.serving.tokens import Signer
+from realtime.http.websocket_routes import WebSocketRoutes
+from realtime.serving.session_factory import GatewayServices
+from realtime.serving.signed_tokens import Signer
 from realtime.session.events import Configure, EngineSwitched
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes
@@ -39,7 +39,7 @@ class Place:
 
     url: str
     client: EngineClient
-    gateway: Gateway
+    gateway: WebSocketRoutes
 
     @property
     def entries(self) -> list[Any]:
@@ -156,6 +156,21 @@ async def test_an_old_owner_that_goes_on_after_a_takeover_changes_nothing(
             assert events[-1]["transcript"] == calm
 
 
+@asynccontextmanager
+async def resumed(url: str) -> AsyncIterator[RawClient]:
+    """As a client does it: after 503, which an engine that stood still causes, it asks again."""
+    async with AsyncExitStack() as stack:
+        while True:
+            try:
+                client = await stack.enter_async_context(raw_client(url))
+                break
+            except InvalidStatus as refused:
+                if refused.response.status_code != 503:
+                    raise
+                await asyncio.sleep(0.1)
+        yield client
+
+
 async def test_no_event_id_comes_twice_whoever_goes_on_with_a_session() -> None:
     """Greetings are no part of what a session was sent, and each connection has one. The owner is lost each time, so
     that the next one goes on from what the engine was told, not from a last word."""
@@ -169,7 +184,8 @@ async def test_no_event_id_comes_twice_whoever_goes_on_with_a_session() -> None:
         if "seq" in event:
             assert by_number.setdefault(event["seq"], event) == event, "an event that is sent again is the same"
 
-    async with places(number=3) as found:
+    # The time is bounded here, so that a wait that never ends is shown with the line that waits.
+    async with places(number=3) as found, asyncio.timeout(90):
         for place in found:
             place.client.handoffs.on_wanted = None
         async with raw_client(found[0].url) as client:
@@ -188,7 +204,7 @@ async def test_no_event_id_comes_twice_whoever_goes_on_with_a_session() -> None:
             # Some of what came is asked for again.
             last = max(by_number)
             after = last - turn % 3
-            async with raw_client(f"{place.url}?resume={token}&after={after}") as again:
+            async with resumed(f"{place.url}?resume={token}&after={after}") as again:
                 greeting = await again.receive()
                 note(greeting)
                 first = greeting["received_samples"] * 2

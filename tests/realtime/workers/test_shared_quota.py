@@ -33,7 +33,7 @@ class Parent:
         """The next message, which is of this kind."""
         message = await asyncio.wait_for(self.unheard.get(), 10)
         assert isinstance(message, kind), message
-        self.target.hear(1, message)
+        self.target.on_message(1, message)
 
 
 @asynccontextmanager
@@ -45,7 +45,7 @@ async def two_sides(**limits: int) -> AsyncIterator[tuple[SharedQuota, Parent]]:
 
     async def hear() -> None:
         async for message in theirs:
-            quota.hear(message)
+            quota.on_message(message)
 
     tasks = [asyncio.create_task(parent.read()), asyncio.create_task(hear())]
     try:
@@ -133,6 +133,6 @@ async def test_what_a_worker_said_before_it_ended_is_not_counted_after() -> None
             await asyncio.sleep(0)
         parent.target.remove(1)
         for _ in range(3):
-            parent.target.hear(1, parent.unheard.get_nowait())
+            parent.target.on_message(1, parent.unheard.get_nowait())
         assert parent.target.counts.total() == 0
         asking.cancel()

@@ -16,7 +16,7 @@ from engine.options import Options
 from engine.runner.windowed.decoder import TELLING_POSITIONS, GreedyDecoder, Judgement, LanguageState, Row, judge
 from engine.runner.windowed.encoders import WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
-from engine.runner.windowed.runner import Prompts, WindowedRunner, windowed_spec
+from engine.runner.windowed.runner import PromptTokenizer, WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
 from engine.spec import Vocabulary
@@ -51,7 +51,7 @@ def language_state(given: dict[str, str] | None = None, options: Options = LANGU
 
 
 def test_prompts_of_nothing_and_of_what_the_vocabulary_lacks() -> None:
-    prompts = Prompts([b"a", b" ", b"b", b" a", b"ab"])
+    prompts = PromptTokenizer([b"a", b" ", b"b", b" a", b"ab"])
     assert prompts.tokens("") == prompts.tokens("  \n ") == []
     assert prompts.tokens("ab xyz") == [3, 2, 1] and len(prompts.tokens("a" * 100_000)) <= 2_000
 
@@ -67,7 +67,7 @@ def test_a_prompt_that_is_one_long_word_is_looked_through_once(monkeypatch: pyte
             return super().get(piece, default)
 
     pieces = [*(bytes([byte]) for byte in range(256)), b"\xf0\x90", b"\x90\x80", b"\xf0\x90\x90\x80"]
-    prompts, counted = Prompts(pieces), Counted({piece: token for token, piece in enumerate(pieces)})
+    prompts, counted = PromptTokenizer(pieces), Counted({piece: token for token, piece in enumerate(pieces)})
     monkeypatch.setattr(prompts, "_ranks", counted)
     letters = 2_000
     assert prompts.tokens("\U00010400" * letters) == [ord(" "), *[258] * letters]
@@ -78,7 +78,7 @@ def test_a_doubtful_utterance_is_noise_where_nobody_speaks_and_a_translation_is_
     policy = Policy()
     heard = language_state({"language": "de"})
     assert heard.doubt(policy, to_end=True) == policy.doubt, "a model that does not say whether anybody speaks"
-    heard.hear(Judgement(0.9, [1.0, 0.0, 0.0]), LANGUAGES, 60)
+    heard.update(Judgement(0.9, [1.0, 0.0, 0.0]), LANGUAGES, 60)
     assert heard.doubt(policy, to_end=True) == policy.sure and heard.language == "de"
     assert language_state({"task": "translate"}).doubt(policy, to_end=True) == float("-inf")
 
@@ -86,9 +86,9 @@ def test_a_doubtful_utterance_is_noise_where_nobody_speaks_and_a_translation_is_
 def test_doubtful_words_are_said_where_somebody_surely_speaks() -> None:
     """Short prompts in which whisper-tiny heard a speaker had -1.1, and nothing was said of them."""
     policy, heard = Policy(), language_state({"language": "de"})
-    heard.hear(Judgement(0.1, [1.0, 0.0, 0.0]), LANGUAGES, 20)
+    heard.update(Judgement(0.1, [1.0, 0.0, 0.0]), LANGUAGES, 20)
     assert heard.doubt(policy, to_end=True) < -1.1 < heard.doubt(policy, to_end=False)
-    heard.hear(Judgement(0.5, [1.0, 0.0, 0.0]), LANGUAGES, 20)
+    heard.update(Judgement(0.5, [1.0, 0.0, 0.0]), LANGUAGES, 20)
     assert heard.doubt(policy, to_end=True) == policy.doubt
 
 
@@ -103,12 +103,12 @@ def test_what_models_take_is_what_the_doubles_take() -> None:
 
 def test_texts_begin_as_whisper_was_trained(model: Whisper) -> None:
     start, german, translate, transcribe, previous, no_timestamps = 50258, 50261, 50358, 50359, 50361, 50363
-    assert model.opening("de", "", []) == [start, german, transcribe, no_timestamps]
-    assert model.opening("", "translate", []) == [start, start + 1, translate, no_timestamps]
-    told = model.opening("de", "", [7, 8, 9])
+    assert model.prompt_tokens("de", "", []) == [start, german, transcribe, no_timestamps]
+    assert model.prompt_tokens("", "translate", []) == [start, start + 1, translate, no_timestamps]
+    told = model.prompt_tokens("de", "", [7, 8, 9])
     assert told == [previous, 7, 8, 9, start, german, transcribe, no_timestamps]
-    assert model.opening("de", "", range(1000))[:32] == [previous, *range(969, 1000)]
-    assert small(51_864).opening("", "", []) == [50257, 50362]
+    assert model.prompt_tokens("de", "", range(1000))[:32] == [previous, *range(969, 1000)]
+    assert small(51_864).prompt_tokens("", "", []) == [50257, 50362]
 
 
 def test_symbols_that_nobody_speaks_are_barred_and_notes_are_not() -> None:
@@ -121,25 +121,25 @@ def test_symbols_that_nobody_speaks_are_barred_and_notes_are_not() -> None:
 def test_a_language_is_found_out_once_and_stays() -> None:
     heard = language_state()
     assert heard.waits(TELLING_POSITIONS - 1) and not heard.waits(TELLING_POSITIONS)
-    heard.hear(Judgement(0.1, [0.1, 0.9, 0.0]), LANGUAGES, TELLING_POSITIONS - 1)
+    heard.update(Judgement(0.1, [0.1, 0.9, 0.0]), LANGUAGES, TELLING_POSITIONS - 1)
     assert (heard.language, heard.settled) == ("de", False), "a short utterance decides for itself alone"
-    heard.hear(Judgement(0.1, [0.4, 0.3, 0.3]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.4, 0.3, 0.3]), LANGUAGES, TELLING_POSITIONS)
     assert (heard.language, heard.settled) == ("en", False), "so does one that the model is not sure of"
-    heard.hear(Judgement(0.1, [0.2, 0.2, 0.6]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.2, 0.2, 0.6]), LANGUAGES, TELLING_POSITIONS)
     assert (heard.language, heard.settled) == ("fr", True)
-    heard.hear(Judgement(0.3, [1.0, 0.0, 0.0]), LANGUAGES, 100)
+    heard.update(Judgement(0.3, [1.0, 0.0, 0.0]), LANGUAGES, 100)
     assert (heard.language, heard.no_speech) == ("fr", 0.3) and not heard.waits(1)
 
 
 def test_only_languages_that_may_be_spoken_are_found() -> None:
     heard = language_state({"languages": "de,fr"})
-    heard.hear(Judgement(0.1, [0.8, 0.15, 0.05]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.8, 0.15, 0.05]), LANGUAGES, TELLING_POSITIONS)
     assert (heard.language, heard.settled) == ("de", True)
 
 
 def test_what_was_found_out_is_saved() -> None:
     heard, rebuilt = language_state(), language_state()
-    heard.hear(Judgement(0.1, [0.0, 0.0, 1.0]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.0, 0.0, 1.0]), LANGUAGES, TELLING_POSITIONS)
     rebuilt.resume(heard.save())
     assert rebuilt == heard
 
@@ -177,7 +177,7 @@ def test_streams_with_other_languages_and_prompts_do_not_change_a_text(
     model: Whisper, streams: list[tuple[str, str, list[int], int]]
 ) -> None:
     audio = [torch.randn(length, generator=torch.Generator().manual_seed(length)) for *_, length in streams]
-    openings = [model.opening(language, task, before) for language, task, before, _ in streams]
+    openings = [model.prompt_tokens(language, task, before) for language, task, before, _ in streams]
     together = decoded(model, audio, openings)
     for sound, opening, row in zip(audio, openings, together, strict=True):
         (alone,) = decoded(model, [sound], [opening])

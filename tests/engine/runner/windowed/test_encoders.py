@@ -44,7 +44,7 @@ def sound_of(positions: int, seed: int = 0) -> Tensor:
 def hear(stream_encoder: BlockEncoder, audio: Tensor, base: int, end: int, pause: bool = False) -> EncodedAudio:
     window = audio[:, base * SAMPLES_PER_POSITION : end * SAMPLES_PER_POSITION]
     with torch.inference_mode():
-        return stream_encoder.hear(DecodeTask(0, "s", base, base, end, [], [], False, pause), window)
+        return stream_encoder.encode(DecodeTask(0, "s", base, base, end, [], [], False, pause), window)
 
 
 def test_the_next_pass_is_due_when_the_next_block_is_there(model: Moonshine) -> None:
@@ -108,7 +108,7 @@ def test_speech_that_never_pauses_holds_no_more_than_its_window(model: Moonshine
         base = end - window
         task = DecodeTask(0, "s", base, base, end, [], [], False)
         with torch.inference_mode():
-            sound = stream_encoder.hear(task, audio[:, : window * SAMPLES_PER_POSITION])
+            sound = stream_encoder.encode(task, audio[:, : window * SAMPLES_PER_POSITION])
         most_frames = max(most_frames, sound.frames)
         _, audio_from = stream_encoder.save(0, base, end)
         most_audio = max(most_audio, end - audio_from)

@@ -232,7 +232,7 @@ def test_a_row_that_begins_again_is_not_decoded_on(peaks: list[int], taken: int)
     row = Row([], [], 20, None, 100, progress=Progress(30.0, far_back=20.0))
     for token, peak in enumerate(peaks, 3):
         if not row.done:
-            row.take(DecodedToken(token, 0.0, peak), end_token=2)
+            row.add_token(DecodedToken(token, 0.0, peak), end_token=2)
     assert len(row.tokens) == taken and not row.ended
 
 
@@ -484,7 +484,7 @@ def test_words_go_out_at_a_pause_that_surely_ends_a_sentence_and_its_mark_stays_
         sound = EncodedAudio(model.encode(audio, [audio.shape[1]]), 0.0, 20.0)
     said = Row([], [], 9, None, sound.frames)
     for token, peak in ((4, 10), (5, 30), (6, 60), (2, 60)):
-        said.take(DecodedToken(token, 0.0, peak), end_token=2)
+        said.add_token(DecodedToken(token, 0.0, peak), end_token=2)
     result = runner._result(DecodeTask(0, "s", 0, 15, 20, [], [], False, pause=True), sound, said)
     assert [timed.token for timed in result.timed] == [4, 5] and not result.pending
     final = runner._finish(DecodeTask(0, "s", 0, 20, 20, [0] * 20, [], True))
@@ -510,7 +510,7 @@ def test_a_pass_that_says_old_words_again_is_followed_by_one_that_does_not_know_
     ]
     said = Row([4, 5, 7, 4], [], 9, None, sound.frames)
     for token, peak in zip((5, 7), heard_at, strict=True):
-        said.take(DecodedToken(token, -0.5, peak), end_token=2)
+        said.add_token(DecodedToken(token, -0.5, peak), end_token=2)
     result = runner._result(DecodeTask(0, "s", 0, 25, 29, [], [], False), sound, said)
     assert result.keep_from == kept_from and [timed.token for timed in result.timed] == []
     assert bool(runner._slots[0].committed) == (kept_from == 0)
@@ -565,14 +565,14 @@ def test_a_saved_state_that_cannot_be_loaded_ends_its_stream_alone(model: Moonsh
 
 
 def broken_ear(runner: WindowedRunner, slots: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    hear = runner._windows.stream_encoder(True).hear
+    hear = runner._windows.stream_encoder(True).encode
 
     def failing(task: DecodeTask, audio: torch.Tensor) -> EncodedAudio:
         if task.slot in slots:
             raise IndexError("a hole in the audio")
         return hear(task, audio)
 
-    monkeypatch.setattr(runner._windows.stream_encoder(True), "hear", failing)
+    monkeypatch.setattr(runner._windows.stream_encoder(True), "encode", failing)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.core.plan import TimedToken
-from engine.runner.windowed.stability import HypothesisToken, Seams, before_marks, is_mark
+from engine.runner.windowed.stability import HypothesisToken, UtteranceJoiner, before_marks, is_mark
 
 PIECES = [b" we", b" We", b" what", b" What", b" I", b"'m", b",", b".", b"?", b" rare", b" Mary"]
 TOKENS = {piece.decode(): token for token, piece in enumerate(PIECES)}
-SEAMS = Seams(PIECES)
+SEAMS = UtteranceJoiner(PIECES)
 
 
 def heard(*pieces: str) -> list[HypothesisToken]:

@@ -35,7 +35,7 @@ def test_every_stream_is_read_once_and_by_itself(threads: int, streams: int) -> 
         parts.append([task.slot for task in tasks])
         return {task.slot: DecodeResult(keep_from=task.slot) for task in tasks}
 
-    results = windows.share_out(tasks_of(streams), read)
+    results = windows.run_in_parts(tasks_of(streams), read)
     windows.close()
     assert sorted(parts) == [[slot] for slot in range(streams)]
     assert {slot: result.keep_from for slot, result in results.items()} == {slot: slot for slot in range(streams)}
@@ -55,7 +55,7 @@ def test_streams_do_not_wait_behind_a_long_one_while_a_thread_is_free(slow: int)
                 others_are_read.set()
         return {task.slot: DecodeResult() for task in tasks}
 
-    windows.share_out(tasks_of(4), read)
+    windows.run_in_parts(tasks_of(4), read)
     windows.close()
     assert in_time == [True]
 
@@ -70,5 +70,5 @@ def test_what_a_helping_thread_raises_is_raised() -> None:
         return {}
 
     with pytest.raises(ValueError, match="cannot be read"):
-        windows.share_out(tasks_of(2), read)
+        windows.run_in_parts(tasks_of(2), read)
     windows.close()

@@ -1,0 +1,162 @@
+"""The last part of a stream as it was sent to an engine: what another engine needs to rebuild the stream.
+
+A gateway keeps it for the loss of an engine. An engine keeps it for the loss of a gateway: the gateway that adopts the
+stream gets it, and can have the stream rebuilt from then on.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+from msgspec import structs
+
+from engine.messages import ChangeTurns, Feed, Flush, Item, KeptCommand, TurnRule
+from engine.spec import ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class AskedFlush:
+    """A flush was requested at this point."""
+
+    tag: int
+    pause: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NewTurns:
+    """The rule for turn ends changed at this point."""
+
+    turns: TurnRule | None
+
+
+ReplayEntry = Item | AskedFlush | NewTurns
+
+
+class KeptAudio:
+    """The last part of a stream: items, flushes and rule changes in the order in which they were sent."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        self.end = spec.prefix_positions
+        self.end_sample = 0
+        self._spec = spec
+        self._entries: deque[ReplayEntry] = deque()
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def add(self, items: Sequence[Item]) -> None:
+        self._entries.extend(items)
+        if items:
+            last = items[-1]
+            self.end = last.offset + last.length
+            came = last.length * self._spec.samples_per_position if last.samples is None else last.samples
+            self.end_sample = last.sample + came
+
+    def mark_flush(self, tag: int, unanswered: Collection[int], pause: int | None = None) -> None:
+        """Record a flush. It replaces flushes directly before it that are answered."""
+        while self._entries and isinstance(self._entries[-1], AskedFlush) and self._entries[-1].tag not in unanswered:
+            self._entries.pop()
+        self._entries.append(AskedFlush(tag, pause))
+
+    def mark_turns(self, turns: TurnRule | None) -> None:
+        """Record a change of the turn rule. It replaces one directly before it."""
+        if self._entries and isinstance(self._entries[-1], NewTurns):
+            self._entries.pop()
+        self._entries.append(NewTurns(turns))
+
+    def first(self) -> Item | None:
+        return next((entry for entry in self._entries if isinstance(entry, Item)), None)
+
+    def drop_before(self, position: int) -> Item | None:
+        """Drop everything before `position`, including flushes; returns the first item that stays.
+
+        An audio item stays whole. A gap is cut at `position`, so that a long gap does not keep more than audio would.
+        """
+        while (first := self.first()) is not None and first.offset < position:
+            if first.offset + first.length > position and first.key:
+                break
+            while self._entries.popleft() is not first:
+                pass
+            if first.offset + first.length > position:
+                self._entries.appendleft(self._rest_of_gap(first, position))
+        return first
+
+    def _rest_of_gap(self, gap: Item, position: int) -> Item:
+        rate = self._spec.samples_per_position
+        covered = gap.length * rate if gap.samples is None else gap.samples
+        passed = min((position - gap.offset) * rate, covered)
+        length = gap.offset + gap.length - position
+        samples = None if gap.samples is None else covered - passed
+        return structs.replace(gap, offset=position, length=length, sample=gap.sample + passed, samples=samples)
+
+    def drop_flushes(self, tag: int) -> None:
+        """Drop leading flushes up to `tag`."""
+        while self._entries and isinstance(self._entries[0], AskedFlush) and self._entries[0].tag <= tag:
+            self._entries.popleft()
+
+    def split(self, position: int, tag: int) -> tuple[list[Item], list[ReplayEntry]]:
+        """The items before a position, and the entries after them without the flushes up to `tag`."""
+        before: list[Item] = []
+        after: list[ReplayEntry] = []
+        for entry in self._entries:
+            if isinstance(entry, Item) and entry.offset < position:
+                before.append(entry)
+                after = [flush for flush in after if isinstance(flush, AskedFlush)]
+            elif not isinstance(entry, AskedFlush) or entry.tag > tag:
+                after.append(entry)
+        return before, after
+
+    def sample_at(self, position: int) -> int:
+        """The sample at which a kept position starts."""
+        for entry in self._entries:
+            if isinstance(entry, Item) and entry.offset + entry.length > position:
+                inside = max(0, position - entry.offset) * self._spec.samples_per_position
+                return entry.sample + (inside if entry.samples is None else min(inside, entry.samples))
+        return self.end_sample
+
+    def from_beginning(self) -> tuple[int, int, list[ReplayEntry]]:
+        """Position and sample of the first kept item, and all entries with positions and samples counted from there."""
+        first = self.first()
+        positions = (self.end if first is None else first.offset) - self._spec.prefix_positions
+        samples = self.end_sample if first is None else first.sample
+        entries = [_earlier(entry, positions, samples) for entry in self._entries]
+        return positions, samples, entries
+
+    # On the way from an engine to the gateway that adopts the stream.
+
+    def give(self) -> list[KeptCommand]:
+        """All entries as commands; audio as bytes."""
+        commands: list[KeptCommand] = []
+        for entry in self._entries:
+            if isinstance(entry, AskedFlush):
+                commands.append(Flush("", entry.tag, entry.pause))
+            elif isinstance(entry, NewTurns):
+                commands.append(ChangeTurns("", entry.turns))
+            else:
+                item = entry if entry.payload is None else structs.replace(entry, payload=entry.payload.tobytes())
+                commands.append(Feed("", [item]))
+        return commands
+
+    def take(self, commands: Iterable[KeptCommand]) -> None:
+        """Continue with the entries that an engine has given."""
+        for command in commands:
+            if isinstance(command, Flush):
+                self._entries.append(AskedFlush(command.tag, command.pause))
+            elif isinstance(command, ChangeTurns):
+                self._entries.append(NewTurns(command.turns))
+            else:
+                for item in command.items:
+                    if item.payload is not None:
+                        item.payload = np.frombuffer(item.payload, np.float32)
+                self.add(command.items)
+
+
+def _earlier(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
+    if isinstance(entry, Item):
+        return structs.replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
+    if isinstance(entry, AskedFlush) and entry.pause is not None:
+        return replace(entry, pause=max(0, entry.pause - samples))
+    return entry

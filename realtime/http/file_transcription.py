@@ -1,0 +1,360 @@
+"""Transcribes uploaded files, and writes the result in OpenAI's formats: JSON, text, subtitles, server-sent events.
+
+In the engine uploads have lower priority than live streams.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import zlib
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any, BinaryIO
+
+from audio.errors import AudioError, TooManyDecoders
+from engine import messages
+from engine.errors import AtCapacity, EngineError
+from engine.options import MAX_PROMPT_CHARACTERS
+from engine.spec import NAMES, ModelSpec
+from realtime.dialects.base import encode_json
+from realtime.errors import ClientFault, Refusal
+from realtime.http.long_responses import Entries, json_pieces, text_pieces
+from realtime.http.upload_forms import MAX_FIELD_BYTES, Form
+from realtime.numbers import decimal_number
+from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.serving.isolated_decoder import decoded_file
+from realtime.session.events import Samples, TimedWord
+from realtime.session.settings import Settings
+from realtime.session.words import (
+    Subtitle,
+    each_subtitle,
+    first_word,
+    srt_blocks,
+    timed_words,
+    token_logprobs,
+    vtt_blocks,
+    word_fields,
+)
+
+FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
+READ_BYTES = 256 * 1024
+MAX_VALUE_CHARACTERS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class UploadRequest:
+    """The options of a transcription request. Unsupported fields of the form are not part of it."""
+
+    response_format: str
+    # Only the model's options have an effect.
+    settings: Settings
+    stream: bool
+    words: bool
+    logprobs: bool
+
+
+@dataclass(slots=True)
+class Transcript:
+    """The text of a file. Sums over its words are updated as they arrive, so a response needs no loop over all."""
+
+    sample_rate: int
+    # Code of the spoken language, if the model reports one.
+    language: str = ""
+    text: str = ""
+    words: list[TimedWord] = field(default_factory=list)
+    samples: int = 0
+    tokens: int = 0
+    # Number of tokens with a log-probability.
+    chances: int = 0
+    # Number and sum of the confidences of words, and the language codes of words in order of appearance.
+    confidences: int = 0
+    confidence_sum: float = 0.0
+    languages: dict[str, None] = field(default_factory=dict)
+
+    @property
+    def seconds(self) -> float:
+        return self.samples / self.sample_rate
+
+    def add_words(self, words: Sequence[TimedWord]) -> None:
+        self.words += words
+        for word in words:
+            self.count(word)
+
+    def count(self, word: TimedWord) -> None:
+        """Add a word to the sums."""
+        self.chances += len(word.chances)
+        if word.confidence is not None:
+            self.confidences += 1
+            self.confidence_sum += word.confidence
+        if word.language:
+            self.languages[word.language] = None
+
+
+def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest:
+    """Read the form. Lists are fields `name[]` or `name`; unknown fields are ignored. Raises Refusal."""
+    response_format = _field(form, "response_format") or "json"
+    if response_format not in FORMATS:
+        text = f"'response_format' must be one of {', '.join(FORMATS)}."
+        raise Refusal(400, "invalid_value", text, param="response_format")
+    granularities = _chosen(form, "timestamp_granularities", ("word", "segment"))
+    logprobs = "logprobs" in _chosen(form, "include", ("logprobs",))
+    _check_temperature(_field(form, "temperature"))
+    # OpenAI ignores `stream` for this model, so its clients expect a single answer.
+    model, stream = _field(form, "model"), _field(form, "stream").lower() in ("true", "1")
+    stream = stream and model != "whisper-1"
+    if logprobs and response_format != "json" and not stream:
+        text = "'include' with logprobs needs 'response_format' json."
+        raise Refusal(400, "invalid_value", text, param="include")
+    return UploadRequest(response_format, _settings(form, spec, task), stream, "word" in granularities, logprobs)
+
+
+def _chosen(form: Form, name: str, known: Sequence[str]) -> list[str]:
+    """The values of a list field; each must be one of `known`."""
+    values = _values(form, name)
+    for value in values:
+        if value not in known:
+            raise Refusal(400, "invalid_value", f"'{name}' can contain {' and '.join(known)}.", param=name)
+    return values
+
+
+def _check_temperature(given: str) -> None:
+    """The temperature has no effect, because the text is always the most probable one; an invalid value is refused."""
+    try:
+        if given:
+            decimal_number("temperature", given, 0, 1)
+    except ValueError as error:
+        raise Refusal(400, "invalid_value", str(error), param="temperature") from None
+
+
+def _settings(form: Form, spec: ModelSpec, task: str | None) -> Settings:
+    """The model's options, by the same rule as for sockets: hints that the model does not support have no effect."""
+    asked = Settings(
+        language=_field(form, "language") or None,
+        languages=tuple(_values(form, "languages")),
+        prompt=_field(form, "prompt", MAX_PROMPT_CHARACTERS),
+        keywords=tuple((word, 1.0) for word in _values(form, "keywords")),
+        task=task,
+    )
+    try:
+        return asked.in_force(spec)
+    except ClientFault as fault:
+        raise Refusal(400, fault.code, fault.message, param=fault.param) from fault
+
+
+def _values(form: Form, name: str) -> list[str]:
+    """The texts of a list field; the caller checks their length."""
+    return form.texts(f"{name}[]", MAX_FIELD_BYTES) + form.texts(name, MAX_FIELD_BYTES)
+
+
+def _field(form: Form, name: str, most: int = MAX_VALUE_CHARACTERS) -> str:
+    """A field that has one value; empty if it is missing."""
+    values = form.texts(name, most)
+    if len(values) > 1:
+        raise Refusal(400, "invalid_value", f"'{name}' was sent {len(values)} times; send it once.", param=name)
+    if form.file_field == name.encode():
+        raise Refusal(400, "invalid_value", f"'{name}' must be text, not a file.", param=name)
+    return values[0] if values else ""
+
+
+class Transcriber:
+    """Transcribes files, at most `at_once` at the same time."""
+
+    def __init__(self, engine: EngineApi, at_once: int) -> None:
+        self._engine = engine
+        self._places = asyncio.Semaphore(at_once)
+
+    async def deltas(self, file: BinaryIO, request: UploadRequest, transcript: Transcript) -> AsyncGenerator[str]:
+        """The text of a file as it arrives; `transcript` is complete at the end. Raises Refusal."""
+        async with self._places, self._stream(request) as stream:
+            # A file that is not audio fails at its first piece, before the response has begun.
+            feeding = asyncio.create_task(self._feed(file, stream, transcript), name=f"feed {stream.id}")
+            try:
+                async for delta in self._listen(stream, feeding, transcript):
+                    yield delta
+                await feeding
+            finally:
+                feeding.cancel()
+                await asyncio.gather(feeding, return_exceptions=True)
+
+    @asynccontextmanager
+    async def _stream(self, request: UploadRequest) -> AsyncIterator[StreamApi]:
+        name = f"file_{secrets.token_hex(8)}"
+        try:
+            stream = await self._engine.open(name, live=False, options=request.settings.engine_options())
+        except AtCapacity as error:
+            retry_s = max(1, round(self._engine.capacity().retry_after_s))
+            text = "The server is at capacity; try again."
+            raise Refusal(503, "server_busy", text, retry_after_s=retry_s, kind="server_error") from error
+        except EngineError as error:
+            raise _engine_gone() from error
+        except ValueError as error:
+            raise Refusal(400, "invalid_value", f"{error}.") from error
+        try:
+            yield stream
+        finally:
+            await stream.abort()
+
+    async def _listen(
+        self, stream: StreamApi, feeding: asyncio.Task[None], transcript: Transcript
+    ) -> AsyncIterator[str]:
+        outputs = aiter(stream)
+        while True:
+            waiting = asyncio.ensure_future(anext(outputs))
+            try:
+                await asyncio.wait((waiting, feeding), return_when=asyncio.FIRST_COMPLETED)
+                if feeding.done():
+                    # Raises if the file cannot be decoded.
+                    feeding.result()
+                output = await waiting
+            finally:
+                waiting.cancel()
+            if isinstance(output, messages.Text) and (output.delta or output.words):
+                delta = output.delta if transcript.text else output.delta.lstrip()
+                transcript.text += delta
+                transcript.tokens += len(output.tokens)
+                words = timed_words(output)
+                if words and not transcript.words:
+                    words[0] = first_word(words[0])
+                transcript.add_words(words)
+                transcript.language = transcript.language or output.language
+                # A word may be completed without new text.
+                if delta or words:
+                    yield delta
+            elif isinstance(output, messages.Closed):
+                return
+            elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
+                raise Refusal(500, "transcription_failed", output.message, kind="server_error")
+
+    async def _feed(self, file: BinaryIO, stream: StreamApi, transcript: Transcript) -> None:
+        try:
+            async with aclosing(decoded(file)) as steps:
+                async for samples in steps:
+                    transcript.samples += len(samples)
+                    await stream.feed(samples)
+            await stream.finish()
+        except EngineError as error:
+            raise _engine_gone() from error
+
+
+async def decoded(file: BinaryIO) -> AsyncGenerator[Samples]:
+    """The samples of a file in steps; the next step is decoded when the last one was taken. Raises Refusal."""
+    try:
+        async with aclosing(decoded_file(file)) as steps:
+            async for samples in steps:
+                yield samples
+    except TooManyDecoders as error:
+        raise Refusal(503, error.code, error.sentence, retry_after_s=60, kind="server_error") from error
+    except AudioError as error:
+        raise Refusal(400, error.code, error.sentence, param="file") from error
+
+
+def _engine_gone() -> Refusal:
+    return Refusal(503, "engine_unavailable", "The engine is not available; try again.", None, 5, "server_error")
+
+
+# Responses, made in pieces.
+
+PLAIN = "text/plain; charset=utf-8"
+# Fewer than other entries, because a segment has many words and its text is compressed for `compression_ratio`.
+SEGMENTS_AT_ONCE = 16
+
+
+def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[Iterator[bytes], str]:
+    """The body in pieces, and its content type."""
+    lines = each_subtitle(transcript.words, transcript.sample_rate)
+    match request.response_format:
+        case "text":
+            return text_pieces((transcript.text, "\n")), PLAIN
+        case "srt":
+            return text_pieces(srt_blocks(lines)), PLAIN
+        case "vtt":
+            return text_pieces(vtt_blocks(lines)), PLAIN
+        case "json":
+            asked = {"logprobs": _logprobs(transcript, empty=None)} if request.logprobs else {}
+            return json_pieces({"text": transcript.text, **asked, "usage": _duration(transcript)}), "application/json"
+    body: dict[str, Any] = {
+        "task": request.settings.task or "transcribe",
+        "language": language_name(transcript, request.settings),
+        "duration": round(transcript.seconds, 3),
+        "text": transcript.text,
+        "segments": Entries((_segment(number, line) for number, line in enumerate(lines)), at_once=SEGMENTS_AT_ONCE),
+        "usage": _duration(transcript),
+    }
+    if request.words:
+        body["words"] = Entries(word_fields(word, transcript.sample_rate) for word in transcript.words)
+    return json_pieces(body), "application/json"
+
+
+def _duration(transcript: Transcript) -> dict[str, Any]:
+    return {"type": "duration", "seconds": round(transcript.seconds, 3)}
+
+
+def _logprobs(transcript: Transcript, empty: list[Any] | None) -> Entries | list[Any] | None:
+    """The log-probabilities of all tokens; `empty` if the model has none."""
+    if not transcript.chances:
+        return empty
+    # None is not written, but it counts as work in `Entries`.
+    return Entries(entry for word in transcript.words for entry in token_logprobs((word,)) or (None,))
+
+
+def language_name(transcript: Transcript, settings: Settings) -> str:
+    """The name of the text's language, as in OpenAI's responses."""
+    code = "en" if settings.task else transcript.language or settings.language
+    return NAMES[code] if code else "unknown"
+
+
+def _segment(number: int, line: Subtitle) -> dict[str, Any]:
+    logs = [log for word in line.words for _, log in word.chances]
+    unheard = [word.no_speech for word in line.words if word.no_speech is not None]
+    spelled = line.text.encode()
+    return {
+        "id": number,
+        "seek": 0,
+        "start": round(line.start, 3),
+        "end": round(line.end, 3),
+        "text": line.text,
+        "tokens": [],
+        "temperature": 0.0,
+        "avg_logprob": round(sum(logs) / len(logs), 4) if logs else 0.0,
+        "compression_ratio": round(len(spelled) / len(zlib.compress(spelled)), 3),
+        "no_speech_prob": round(sum(unheard) / len(unheard), 4) if unheard else 0.0,
+    }
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """One server-sent event."""
+    return f"data: {encode_json(body)}\n\n".encode()
+
+
+def sse_delta(delta: str, transcript: Transcript, first: int, request: UploadRequest) -> bytes:
+    """The event with a delta, and with the requested fields for the words from index `first` on; empty if there is
+    nothing to send."""
+    extras: dict[str, Any] = {}
+    words = transcript.words[first:]
+    if request.words:
+        extras["words"] = [word_fields(word, transcript.sample_rate) for word in words]
+    if request.logprobs:
+        extras["logprobs"] = token_logprobs(words) or []
+    if not delta and not any(extras.values()):
+        return b""
+    return sse({"type": "transcript.text.delta", "delta": delta, **extras})
+
+
+def sse_done(transcript: Transcript, request: UploadRequest) -> Iterator[bytes]:
+    """The last events, in pieces."""
+    audio_tokens = round(transcript.seconds * 12.5)
+    usage = {
+        "type": "tokens",
+        "input_tokens": audio_tokens,
+        "output_tokens": transcript.tokens,
+        "total_tokens": audio_tokens + transcript.tokens,
+        "input_token_details": {"text_tokens": 0, "audio_tokens": audio_tokens},
+    }
+    extra: dict[str, Any] = {"duration": round(transcript.seconds, 3)} if request.words else {}
+    if request.logprobs:
+        extra["logprobs"] = _logprobs(transcript, empty=[])
+    yield b"data: "
+    yield from json_pieces({"type": "transcript.text.done", "text": transcript.text, "usage": usage, **extra})
+    yield b"\n\ndata: [DONE]\n\n"

@@ -1,0 +1,234 @@
+"""The routes that answer with JSON or metrics: models, client secrets, health, capacity and the Prometheus scrape."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from engine.client.pool import EngineShare
+from realtime.dialects.base import decode_body
+from realtime.dialects.openai import beta_session, ga_session, merge_beta, merge_ga
+from realtime.errors import Refusal
+from realtime.http.authentication import Context
+from realtime.session.settings import Settings
+
+
+async def read_body(request: Request, most_bytes: int) -> bytes:
+    """The whole body. Raises a 413 Refusal as soon as it is larger than `most_bytes`."""
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > most_bytes:
+            raise Refusal(413, "body_too_large", f"The body is larger than {most_bytes} bytes.")
+    return b"".join(chunks)
+
+
+def fleet_figures(path: str | None) -> dict[str, Any] | None:
+    """The figures of the whole fleet, from the file that the keeper of this gateway writes, with their age in seconds.
+
+    None if there is no such file. Blocks, so it must not run on the event loop.
+    """
+    if path is None:
+        return None
+    try:
+        file = Path(path)
+        written = file.stat().st_mtime
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return None
+    return {**found, "age_s": round(max(0.0, time.time() - written), 1)} if isinstance(found, dict) else None
+
+
+# A scrape is reused for this many times as long as it took to make.
+KEPT_TIMES = 10
+
+
+class Scrapes:
+    """A cache for the Prometheus scrape, which needs no key: making scrapes takes at most a tenth of the CPU time,
+    regardless of the number of requests. Concurrent requests share one."""
+
+    def __init__(self, make: Callable[[], Awaitable[bytes]], clock: Callable[[], float]) -> None:
+        self._make = make
+        self._clock = clock
+        self._last = b""
+        self._good_until = float("-inf")
+        self._making: asyncio.Task[bytes] | None = None
+
+    async def read(self) -> bytes:
+        """The scrape; raises the error that making it raised."""
+        if self._clock() < self._good_until:
+            return self._last
+        if self._making is None:
+            self._making = asyncio.create_task(self._make_anew(), name="figures for a scrape")
+        # A request that is cancelled must not cancel the scrape of the others.
+        return await asyncio.shield(self._making)
+
+    async def _make_anew(self) -> bytes:
+        began = self._clock()
+        try:
+            self._last = await self._make()
+            ended = self._clock()
+            self._good_until = ended + KEPT_TIMES * (ended - began)
+            return self._last
+        finally:
+            self._making = None
+
+
+# Lifetime of a client secret in seconds.
+MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
+MAX_JSON_BODY = 64 * 1024
+
+
+class Answers:
+    """The endpoints; one method for each path."""
+
+    def __init__(self, context: Context) -> None:
+        self._context = context
+        self._sessions = context.sessions
+        self._started = int(time.time())
+        self._scrapes = Scrapes(self._context.metrics.scrape, time.monotonic)
+
+    async def models(self, request: Request) -> Response:
+        self._context.caller_of(request)
+        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._sessions.listed_models()]})
+
+    async def model(self, request: Request) -> Response:
+        self._context.caller_of(request)
+        name = request.path_params["name"]
+        if name not in self._sessions.models():
+            raise Refusal(404, "model_not_found", f"The model '{name[:200]}' does not exist.", param="model")
+        return JSONResponse(self._model(name))
+
+    def _model(self, name: str) -> dict[str, Any]:
+        options = self._context.engine.spec.options
+        return {
+            "id": name,
+            "object": "model",
+            "created": self._started,
+            "owned_by": "tickertape",
+            "options": list(options.names),
+            "languages": list(options.languages),
+            "detects_language": options.detects_language,
+        }
+
+    async def client_secret(self, request: Request) -> Response:
+        """Issue a client secret: a short-lived key for a browser, with the initial settings of its sessions."""
+        caller = self._context.caller_of(request)
+        body = await _json_body(request)
+        seconds = _secret_seconds(body.get("expires_after"))
+        session = body.get("session")
+        if not isinstance(session, dict | None):
+            raise Refusal(400, "invalid_value", "'session' must be an object.", param="session")
+        settings = self._in_force(merge_ga(Settings(), session or {}))
+        secret = self._context.authenticator.issue(caller, settings, seconds)
+        facts = self._sessions.facts()
+        shown = ga_session(settings, facts, secret.expires_at)
+        return JSONResponse({"value": secret.value, "expires_at": secret.expires_at, "session": shown})
+
+    async def beta_secret(self, request: Request) -> Response:
+        """Issue a client secret in the format of OpenAI's beta, where the body is the settings."""
+        caller = self._context.caller_of(request)
+        settings = self._in_force(merge_beta(Settings(), await _json_body(request)))
+        secret = self._context.authenticator.issue(caller, settings, DEFAULT_SECRET_S)
+        shown = beta_session(settings, self._sessions.facts())
+        shown["client_secret"] = {"value": secret.value, "expires_at": secret.expires_at}
+        return JSONResponse(shown)
+
+    def _in_force(self, asked: Settings) -> Settings:
+        """The settings as the model supports them. Raises ClientFault."""
+        return asked.in_force(self._context.engine.spec)
+
+    async def health(self, request: Request) -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def ready(self, request: Request) -> Response:
+        if self._sessions.draining or not self._context.engine.ready:
+            reason = "draining" if self._sessions.draining else "starting"
+            return JSONResponse({"status": reason}, 503, {"Retry-After": "5"})
+        return JSONResponse({"status": "ready"})
+
+    async def capacity(self, request: Request) -> Response:
+        capacity, figures = self._context.engine.capacity(), self._sessions.all_figures()
+        return JSONResponse(
+            {
+                "gateway": self._context.config.gateway_name,
+                "sessions": figures.sessions,
+                "connected": figures.connected,
+                "speaking": figures.speaking,
+                "streams_used": capacity.used,
+                "streams_total": capacity.total,
+                "streams_counted": capacity.counted,
+                "streams_that_hold": capacity.holds,
+                "streams_free": capacity.free,
+                "load": round(capacity.load, 3),
+                "load_per_stream": round(capacity.load_per_stream, 4),
+                "max_load": self._context.limits.max_load,
+                "retry_after_s": capacity.retry_after_s,
+                "draining": self._sessions.draining,
+                "engines_wanted": capacity.engines_wanted,
+                "spares_ready": capacity.spares_ready,
+                "spares_wanted": capacity.spares_wanted,
+                "engines": [self._engine(engine) for engine in capacity.engines],
+                "engines_missing": [
+                    {"name": engine.name, "address": engine.address, "problem": engine.problem}
+                    for engine in capacity.missing
+                ],
+                "table_number": None if capacity.table is None else capacity.table.number,
+                "table_problem": "" if capacity.table is None else capacity.table.problem,
+                "fleet": await asyncio.to_thread(fleet_figures, self._context.config.fleet.figures),
+            }
+        )
+
+    def _engine(self, engine: EngineShare) -> dict[str, Any]:
+        spec = self._context.engine.spec
+        return {
+            "name": engine.name,
+            "address": engine.address,
+            "state": "draining" if engine.draining else "serving",
+            "streams": engine.used,
+            "streams_used": engine.used,
+            "streams_total": engine.total,
+            "streams_free": engine.free,
+            "speaking": engine.speaking,
+            "load": round(engine.load, 3),
+            "lag_ms": round(engine.lag_ms),
+            "model": spec.name,
+            "digest": spec.weights,
+            "version": engine.version,
+            "beat_age_s": round(engine.silent_s, 3),
+        }
+
+    async def prometheus(self, request: Request) -> Response:
+        try:
+            # With several workers the parent makes the sum at each scrape. A scrape cached in one worker could be older
+            # than one that another worker has answered since.
+            metrics = self._context.metrics
+            figures = await (self._scrapes.read() if metrics.of_all is None else metrics.scrape())
+        except TimeoutError as error:
+            text = "The other processes of the server do not answer; try again."
+            raise Refusal(503, "metrics_not_ready", text, retry_after_s=5, kind="server_error") from error
+        return Response(figures, media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+async def _json_body(request: Request) -> dict[str, Any]:
+    body = await read_body(request, MAX_JSON_BODY)
+    return decode_body(body) if body.strip() else {}
+
+
+def _secret_seconds(expires_after: Any) -> int:
+    if expires_after is None:
+        return DEFAULT_SECRET_S
+    seconds = expires_after.get("seconds", DEFAULT_SECRET_S) if isinstance(expires_after, dict) else None
+    if isinstance(seconds, bool) or not isinstance(seconds, int) or not MIN_SECRET_S <= seconds <= MAX_SECRET_S:
+        text = f"'expires_after.seconds' must be between {MIN_SECRET_S} and {MAX_SECRET_S}."
+        raise Refusal(400, "invalid_value", text, param="expires_after.seconds")
+    return seconds

@@ -1,0 +1,174 @@
+"""The endpoints for file transcription in OpenAI's API: a multipart form in; JSON, text, subtitles or events out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+from contextlib import aclosing, asynccontextmanager
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
+
+from engine.options import TRANSLATE
+from realtime.errors import Refusal
+from realtime.http.authentication import Context
+from realtime.http.file_transcription import (
+    Transcriber,
+    Transcript,
+    UploadRequest,
+    read_request,
+    sse,
+    sse_delta,
+    sse_done,
+    write_answer,
+)
+from realtime.http.long_responses import PiecesResponse, in_turns
+from realtime.http.upload_forms import FormReader, Upload, client_gone
+
+
+class UploadRoutes:
+    """`POST /v1/audio/transcriptions` and `/v1/audio/translations`."""
+
+    def __init__(self, context: Context, forms: FormReader) -> None:
+        self._context = context
+        self._forms = forms
+        self._limits = context.limits
+        self._transcriber = Transcriber(context.engine, self._limits.uploads)
+
+    async def transcriptions(self, request: Request) -> Response:
+        return await self._take(request, None)
+
+    async def translations(self, request: Request) -> Response:
+        """Like `transcriptions`, with the text translated to English."""
+        return await self._take(request, TRANSLATE)
+
+    async def _take(self, request: Request, task: str | None) -> Response:
+        self._context.caller_of(request)
+        upload = await self._forms.open(request)
+        async with self.answering(upload):
+            return await self._answer(upload, request, task)
+
+    @asynccontextmanager
+    async def answering(self, upload: Upload) -> AsyncIterator[None]:
+        """Wraps the making of a response: counts refusals and closes the upload on an error. Otherwise the response
+        closes the upload when it has been sent."""
+        try:
+            yield
+        except BaseException as error:
+            if isinstance(error, Refusal):
+                self.count(error.code)
+            await upload.close()
+            raise
+
+    async def _answer(self, upload: Upload, request: Request, task: str | None) -> Response:
+        file = upload.file
+        wanted = read_request(upload.form, self._context.engine.spec, task)
+        if wanted.stream:
+            transcript = self._new_transcript()
+            deltas = self._watched(self._transcriber.deltas(file, wanted, transcript), request)
+            return await self._stream(deltas, transcript, upload, wanted)
+        transcript = await self.transcript(upload, wanted, request)
+        pieces, media_type = write_answer(transcript, wanted)
+        return PiecesResponse(pieces, media_type, upload.close)
+
+    async def transcript(self, upload: Upload, wanted: UploadRequest, request: Request) -> Transcript:
+        """Transcribe the whole file, then release it. Raises Refusal."""
+        transcript = self._new_transcript()
+        deltas = self._watched(self._transcriber.deltas(upload.file, wanted, transcript), request)
+        async with aclosing(deltas):
+            async for _ in deltas:
+                pass
+        await upload.let_file_go()
+        self.count("ok")
+        return transcript
+
+    def _new_transcript(self) -> Transcript:
+        spec = self._context.engine.spec
+        return Transcript(spec.sample_rate, spec.options.only_language)
+
+    async def _watched(self, deltas: AsyncGenerator[str], request: Request) -> AsyncGenerator[str]:
+        """The text as it arrives. Raises Refusal after `limits.upload_s`, or when the client leaves, so that the next
+        file can begin."""
+        loop = asyncio.get_running_loop()
+        deadline = loop.time() + self._limits.upload_s
+        gone = asyncio.create_task(_disconnected(request), name="upload's client")
+        try:
+            while (delta := await _next(deltas, gone, deadline - loop.time())) is not None:
+                yield delta
+        finally:
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            await deltas.aclose()
+
+    async def _stream(
+        self, deltas: AsyncGenerator[str], transcript: Transcript, upload: Upload, wanted: UploadRequest
+    ) -> Response:
+        """The response with server-sent events. It begins with the first text; a refusal before that has its own HTTP
+        status."""
+        first = await anext(deltas, None)
+
+        async def body() -> AsyncIterator[bytes]:
+            try:
+                told = 0
+                async for delta in _with_first(first, deltas):
+                    event, told = sse_delta(delta, transcript, told, wanted), len(transcript.words)
+                    if event:
+                        yield event
+                self.count("ok")
+                async for part in in_turns(sse_done(transcript, wanted)):
+                    yield part
+            except Refusal as refusal:
+                self.count(refusal.code)
+                yield sse(dict(refusal.body()))
+
+        async def end() -> None:
+            await deltas.aclose()
+            await upload.close()
+
+        return _Streamed(body(), end)
+
+    def count(self, outcome: str) -> None:
+        self._context.metrics.uploads.labels(outcome).inc()
+
+
+class _Streamed(StreamingResponse):
+    """Server-sent events; `end` is called afterwards, also if the client leaves before the first one."""
+
+    def __init__(self, body: AsyncIterator[bytes], end: Callable[[], Awaitable[None]]) -> None:
+        super().__init__(body, media_type="text/event-stream")
+        self._end = end
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            await self._end()
+
+
+async def _with_first(first: str | None, rest: AsyncIterator[str]) -> AsyncIterator[str]:
+    if first is not None:
+        yield first
+    async for delta in rest:
+        yield delta
+
+
+async def _next(deltas: AsyncGenerator[str], gone: asyncio.Task[None], seconds: float) -> str | None:
+    """The next text, or None at the end. Raises Refusal if the client leaves or the time is over."""
+    step = asyncio.ensure_future(anext(deltas, None))
+    try:
+        await asyncio.wait((step, gone), timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        if step.done():
+            return step.result()
+        if gone.done():
+            raise client_gone()
+        text = "The transcription took too long; send a shorter file."
+        raise Refusal(504, "timeout", text, kind="server_error")
+    finally:
+        step.cancel()
+        await asyncio.gather(step, return_exceptions=True)
+
+
+async def _disconnected(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass

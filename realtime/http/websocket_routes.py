@@ -1,0 +1,254 @@
+"""The WebSocket endpoints: authenticates a socket, opens or resumes its session, and serves it until it closes."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from uuid import uuid4
+
+from anyio import open_file
+from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from realtime.dialects.base import SessionFacts, encode_json
+from realtime.dialects.deepgram import READ_ONCE, DeepgramDialect, Listening, error_body, read_socket_query
+from realtime.dialects.openai import MAX_NAME, BetaDialect, OpenAIDialect, merge_beta
+from realtime.errors import ClientFault, CloseCode, Refusal
+from realtime.http.authentication import Context, asks_for_beta, select_subprotocol
+from realtime.numbers import whole_number
+from realtime.serving.channels import ChannelGroup, ChannelInbox
+from realtime.serving.connection import Connection
+from realtime.serving.inbox import Inbox
+from realtime.serving.live_session import LiveSession
+from realtime.serving.quota import Caller
+from realtime.serving.session_factory import OpenSession
+from realtime.serving.throttle import FairTurns, Pace
+from realtime.serving.websocket import header_text
+from realtime.serving.websocket_extension import EXTENSION, SocketExtras
+from realtime.session.events import Hangup
+from realtime.session.settings import Settings
+
+log = logging.getLogger("tickertape.server")
+
+# The path of Deepgram's clients, for sockets and files.
+LISTEN = "/v1/listen"
+# More events than a session can send.
+MAX_SEQUENCE = 10**15
+# A resume request that has waited in a socket for longer (seconds) is refused: its client may have resumed elsewhere
+# without this process knowing.
+STALE_S = 3.0
+# Bytes per sample of the raw formats.
+SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
+
+
+@dataclass(frozen=True, slots=True)
+class _AdmittedSocket:
+    """An admitted socket: its session (one for each channel), and the first frames and headers to send."""
+
+    entries: tuple[OpenSession, ...]
+    first_frames: list[str]
+    subprotocol: str | None
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+
+
+_Enter = Callable[[WebSocket], AbstractAsyncContextManager[_AdmittedSocket]]
+
+
+class WebSocketRoutes:
+    """Serves sockets, and runs the ticker of the sessions while the server runs."""
+
+    def __init__(self, context: Context) -> None:
+        self.config = context.config
+        self.metrics = context.metrics
+        self.sessions = context.sessions
+        self._context = context
+        self._fair_turns = FairTurns()
+
+    async def realtime(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The endpoint of OpenAI's and vLLM's clients. Plain ASGI: Starlette's wrapper costs time per message."""
+        await self._serve_socket(self._enter, scope, receive, send)
+
+    async def deepgram(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The endpoint of Deepgram's clients."""
+        await self._serve_socket(self._enter_listen, scope, receive, send)
+
+    async def _serve_socket(self, enter: _Enter, scope: Scope, receive: Receive, send: Send) -> None:
+        websocket = WebSocket(scope, receive, send)
+        entered = False
+        # Many sockets that open at once are admitted one by one, with turns for open sockets between them.
+        await self._fair_turns.wait()
+        try:
+            async with enter(websocket) as entrance:
+                entered = True
+                await self._run_socket(entrance, scope, receive, send)
+        except (Refusal, ClientFault) as error:
+            if entered:
+                raise
+            await websocket.send_denial_response(refusal_response(scope["path"], error))
+
+    async def _run_socket(self, entrance: _AdmittedSocket, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve an admitted socket from the handshake to its end, then detach its sessions."""
+        live, inbox = _joined(entrance.entries)
+        line = (receive, send, _extras(scope))
+        if self.sessions.standstill is not None:
+            line = self.sessions.standstill.guard(*line, lambda: not any(entry.is_let_go for entry in entrance.entries))
+        connection = Connection(live, inbox, *line, self._fair_turns)
+        limits = self.config.limits
+        paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
+        try:
+            self.sessions.attach(entrance.entries, connection)
+            await receive()
+            accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
+            await send(accept)
+            hangup = await connection.run(entrance.first_frames, *paces)
+            if hangup is not None:
+                self.metrics.closed.labels(hangup.cause).inc()
+        except* OSError:
+            log.debug("session %s: the client left during the handshake", live.id)
+        except* Exception:
+            self.metrics.closed.labels("internal").inc()
+            log.exception("session %s failed", live.id)
+            await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
+        finally:
+            await self.sessions.detach(entrance.entries, connection)
+
+    @staticmethod
+    def _pace(per_second: float) -> Pace | None:
+        return Pace(per_second, time.monotonic) if per_second else None
+
+    @asynccontextmanager
+    async def _enter(self, websocket: WebSocket) -> AsyncIterator[_AdmittedSocket]:
+        """Open or resume the session of a socket. Raises Refusal. A new session ends with the block unless it has got
+        a socket."""
+        query = websocket.query_params
+        offered: list[str] = websocket.scope.get("subprotocols", [])
+        address = websocket.client.host if websocket.client else ""
+        check_once(query, ("model", "resume", "after"))
+        if "call_id" in query:
+            raise Refusal(404, "not_found", "This server does not support calls ('call_id').", param="call_id")
+        caller = self._context.caller(websocket.headers, offered, address)
+        selected = select_subprotocol(offered)
+        if "resume" in query:
+            extras = _extras(websocket.scope)
+            entry, missed = await self._resume(query["resume"], query.get("after", "0"), caller, extras)
+            yield _AdmittedSocket((entry,), missed, selected)
+            return
+        beta = asks_for_beta(websocket.headers, offered)
+        settings = caller.settings or Settings()
+        if "model" in query:
+            settings = merge_beta(settings, {"input_audio_transcription": {"model": query["model"][:MAX_NAME]}})
+        settings = self._in_force(settings)
+        async with self.sessions.open(caller, settings, [BetaDialect if beta else OpenAIDialect]) as entries:
+            live = entries[0].live
+            greeting = live.dialect.created(live.session.settings)
+            yield _AdmittedSocket(entries, [encode_json(greeting)] if greeting else [], selected)
+
+    @asynccontextmanager
+    async def _enter_listen(self, websocket: WebSocket) -> AsyncIterator[_AdmittedSocket]:
+        """Open the sessions of a Deepgram client, whose options are all in the query. Raises Refusal."""
+        offered: list[str] = websocket.scope.get("subprotocols", [])
+        query = websocket.query_params
+        check_once(query, READ_ONCE)
+        caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
+        listening = Listening(read_socket_query(query, query.multi_items()))
+        settings = self._in_force(listening.query.settings)
+        dialects = [partial(_deepgram, listening, channel) for channel in range(listening.query.channels)]
+        header = (b"dg-request-id", listening.request_id.encode())
+        async with self.sessions.open(caller, settings, dialects) as entries:
+            yield _AdmittedSocket(entries, [], select_subprotocol(offered), [header])
+
+    def _in_force(self, asked: Settings) -> Settings:
+        """The settings as the model supports them. Raises ClientFault. Without a ready engine they are returned as they
+        are, because admission is refused anyway."""
+        engine = self._context.engine
+        return asked.in_force(engine.spec) if engine.ready else asked
+
+    async def _resume(
+        self, token: str, after: str, caller: Caller, extras: SocketExtras
+    ) -> tuple[OpenSession, list[str]]:
+        if extras.waited_s() > STALE_S:
+            self.metrics.refused.labels("left").inc()
+            raise Refusal(503, "request_too_old", "The request waited too long; try again.", retry_after_s=1)
+        # Checked before `find`, which may take the session from another socket or process.
+        try:
+            last = whole_number("after", after, 0, MAX_SEQUENCE)
+        except ValueError as error:
+            text = f"{error} It is the 'seq' of the last event received."
+            raise Refusal(400, "invalid_value", text, param="after") from None
+        entry = await self.sessions.find(token, caller, extras.has_closed)
+        missed = entry.live.frames_after(last)
+        if missed is None:
+            raise Refusal(
+                410,
+                "resume_too_late",
+                "The events after this one are not kept any more; start a new session.",
+                param="after",
+            )
+        self.metrics.resumed.inc()
+        entry.inbox.reconnected()
+        entry.inbox.may_inject = entry.inbox.may_inject and not caller.is_secret
+        return entry, [entry.live.greeting_again(), *missed]
+
+    def reloaded(self) -> None:
+        """Apply a configuration that was read again."""
+        self._context.authenticator.use_keys(key.reveal() for key in self.config.auth.keys)
+
+    @asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        # Use a thread and a file once now: their libraries load much code at first use, which would block all clients.
+        await asyncio.to_thread(bool)
+        async with await open_file(os.devnull):
+            pass
+        ticker = asyncio.create_task(self.sessions.run_ticker(), name="ticker")
+        try:
+            yield
+        finally:
+            await self.sessions.drain(0.0)
+            ticker.cancel()
+            await asyncio.gather(ticker, return_exceptions=True)
+
+
+def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
+    """Raise Refusal for a repeated parameter, because one of its values would be ignored silently."""
+    for name in names:
+        if len(query.getlist(name)) > 1:
+            raise Refusal(
+                400, "invalid_query_parameter", f"'{name}' was sent more than once; send it once.", param=name
+            )
+
+
+def _extras(scope: Scope) -> SocketExtras:
+    return scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
+
+
+def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> DeepgramDialect:
+    return DeepgramDialect(facts, listening, channel)
+
+
+def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGroup, Inbox | ChannelInbox]:
+    """The session and inbox of a connection; for several channels, their groups."""
+    first = entries[0]
+    if len(entries) == 1:
+        return first.live, first.inbox
+    sample_bytes = SAMPLE_BYTES[first.live.session.settings.format.type]
+    return ChannelGroup([entry.live for entry in entries]), ChannelInbox([e.inbox for e in entries], sample_bytes)
+
+
+def refusal_response(path: str, error: Refusal | ClientFault) -> Response:
+    """A refusal as an HTTP response, in the format that clients of this path expect."""
+    if isinstance(error, ClientFault):
+        error = Refusal(400, error.code, error.message, error.param)
+    if path != LISTEN:
+        return JSONResponse(error.body(), error.status, error.headers())
+    request_id = str(uuid4())
+    headers = {"dg-request-id": request_id, "dg-error": header_text(error.message)}
+    return JSONResponse(error_body(error, request_id), error.status, error.headers() | headers)

@@ -1,0 +1,288 @@
+"""Makes sessions: new ones, and sessions that are adopted from another gateway process. Used by the registry."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from engine.client.handoff import AdoptedSession
+from realtime.config import Config
+from realtime.dialects.base import Dialect, SessionFacts
+from realtime.dialects.openai import BetaDialect, OpenAIDialect
+from realtime.dialects.vllm import VllmDialect
+from realtime.errors import UnreadableValue
+from realtime.metrics.gateway import Metrics
+from realtime.serving.connection import Connection
+from realtime.serving.engine_api import EngineApi
+from realtime.serving.handoff import (
+    LIVE_VERSION,
+    HandoffSettings,
+    HandoffStore,
+    SavedLive,
+    SessionHandoff,
+    decode_entry,
+    decode_frames,
+    decode_live,
+    encode_frames,
+    encode_live,
+    named,
+    plain,
+)
+from realtime.serving.inbox import Inbox
+from realtime.serving.live_session import LiveLimits, LiveSession
+from realtime.serving.quota import Admission, Caller, SessionQuota
+from realtime.serving.signed_tokens import Signer
+from realtime.session.core import Session, SessionLimits
+from realtime.session.settings import Settings
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayServices:
+    """What a gateway shares with other gateways. The defaults are those of a single gateway process.
+
+    `claimants` is the store for handoffs: with it gateways can adopt each other's sessions, and they share the secret
+    of `signer`. `quota` counts the sessions of all gateways.
+    """
+
+    metrics: Metrics = field(default_factory=Metrics)
+    signer: Signer = field(default_factory=Signer)
+    claimants: HandoffStore | None = None
+    quota: SessionQuota | None = None
+
+
+@dataclass(slots=True)
+class Ids:
+    """Makes ids: a random prefix and a counter. The two are saved with a session, so an adopter continues the ids."""
+
+    prefix: str
+    number: int = 0
+
+    @classmethod
+    def anew(cls, name: str) -> Ids:
+        """Ids with a new random prefix."""
+        return cls(f"{name}_{secrets.token_hex(6)}")
+
+    def __call__(self) -> str:
+        self.number += 1
+        return f"{self.prefix}{self.number:x}"
+
+
+log = logging.getLogger("tickertape.sessions")
+
+# Dialects whose sessions can be resumed, and so can be adopted by another process.
+RESUMABLE: dict[str, Callable[[SessionFacts], Dialect]] = {
+    kind.name: kind for kind in (OpenAIDialect, BetaDialect, VllmDialect)
+}
+
+
+@dataclass(slots=True)
+class OpenSession:
+    """One session and, while it has a socket, its connection."""
+
+    live: LiveSession
+    inbox: Inbox
+    caller: str
+    facts: SessionFacts
+    item_ids: Ids
+    started_at: float
+    # Its share of the quota; set by the registry, which releases it when the session ends.
+    admission: Admission | None = None
+    connection: Connection | None = None
+    # When the socket closed; the session waits to be resumed.
+    left_at: float | None = None
+    # Seconds of audio received and heard by the model that the metrics have counted.
+    received_s: float = 0.0
+    heard_s: float = 0.0
+    # Sequence number of the last frame in the saved handoff.
+    handed_off: int = 0
+    # The session was left to another process: this one sends nothing of it any more.
+    is_let_go: bool = False
+
+    def count_audio(self, metrics: Metrics) -> None:
+        """Add the audio since the last call to the metrics.
+
+        Called by the ticker and not for every message, because a Prometheus counter is expensive.
+        """
+        received_s, heard_s = self.live.session.source_ms / 1000, self.live.session.heard_seconds
+        metrics.audio_in.inc(max(0.0, received_s - self.received_s))
+        metrics.audio_heard.inc(max(0.0, heard_s - self.heard_s))
+        self.received_s, self.heard_s = received_s, heard_s
+
+
+class SessionFactory:
+    """Makes the sessions of one gateway. With a handoff store, each resumable session gets a `SessionHandoff`."""
+
+    def __init__(
+        self,
+        engine: EngineApi,
+        config: Config,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+        services: GatewayServices,
+    ) -> None:
+        self._engine = engine
+        self._config = config
+        self._metrics = services.metrics
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._signer = services.signer
+        self._claimants = services.claimants
+
+    def models(self) -> list[str]:
+        """All model names that a client may ask for."""
+        return list(dict.fromkeys((*self._own_names(), *self._config.model.aliases)))
+
+    def listed_models(self) -> list[str]:
+        """The names of the served model. An alias `publisher/model` is left out if it may mean a different model."""
+        own = self._own_names()
+        known = {_bare(name) for name in own}
+        aliases = [name for name in self._config.model.aliases if "/" not in name or _bare(name) in known]
+        return list(dict.fromkeys((*own, *aliases)))
+
+    def _own_names(self) -> list[str]:
+        names = (self._engine.spec.name, self._config.model.name)
+        return [name for name in names if name != "default"]
+
+    def facts(self, caller: str = "", session_id: str | None = None, created: int | None = None) -> SessionFacts:
+        """The facts of a new session, or of an adopted one (with its id and its time of creation)."""
+        models, resume_s = self.models(), self._config.session.resume_s
+        session_id = session_id or f"sess_{secrets.token_hex(12)}"
+        return SessionFacts(
+            session_id=session_id,
+            created=int(self._wall_clock()) if created is None else created,
+            sample_rate=self._engine.spec.sample_rate,
+            model=models[0],
+            models=frozenset(models),
+            # For events without a sequence number: each process that owns the session has its own prefix.
+            new_event_id=Ids.anew("event"),
+            resume_token=self._signer.resume_token(session_id, caller) if resume_s else "",
+            resume_seconds=int(resume_s),
+            gap_seconds=self._config.limits.gap_s,
+        )
+
+    def make(self, caller: Caller, settings: Settings, make_dialect: Callable[[SessionFacts], Dialect]) -> OpenSession:
+        facts = self.facts(caller.name)
+        dialect = make_dialect(facts)
+        may_inject = self._config.server.inject and not caller.is_secret
+        start = dialect.start_settings(settings)
+        return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
+
+    def adopt(self, session_id: str, caller: str, adopted: AdoptedSession) -> OpenSession:
+        """Continue a session of another process. Raises UnreadableValue."""
+        saved = decode_live(adopted.base)
+        if saved.caller != caller or saved.dialect not in RESUMABLE:
+            raise UnreadableValue("the saved session belongs to another caller, or its dialect cannot be resumed")
+        facts = self.facts(caller, session_id, saved.created)
+        dialect = RESUMABLE[saved.dialect](facts)
+        vars(dialect).update(saved.dialect_state)
+        entry = self._entry(
+            facts, dialect, saved.session.settings, caller, saved.may_inject, Ids(*saved.item_ids), adopted.owner_number
+        )  # fmt: skip
+        if entry.live.handoff is not None:
+            entry.live.handoff.was_adopted(adopted.link)
+        entry.inbox.dialect_fixed = saved.dialect_fixed
+        self._reenact(entry, saved, adopted)
+        return entry
+
+    def _entry(
+        self,
+        facts: SessionFacts,
+        dialect: Dialect,
+        settings: Settings,
+        caller: str,
+        may_inject: bool,
+        item_ids: Ids,
+        number: int,
+    ) -> OpenSession:
+        limits = self._config.limits
+        live_limits = LiveLimits(
+            max_audio_in_flight_s=limits.audio_in_flight_s,
+            max_outbox_events=limits.outbox_events,
+            max_outbox_bytes=limits.outbox_characters or limits.outbox_bytes,
+            max_log_events=self._config.session.resume_events,
+            max_log_bytes=self._config.session.resume_bytes,
+            max_control_bytes=limits.control_bytes,
+        )
+        session = self._core(settings, item_ids)
+        live = LiveSession(facts.session_id, session, dialect, self._engine, live_limits, self._metrics, self._clock)
+        entry = OpenSession(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
+        if self._claimants is not None and self._config.session.resume_s:
+            keep = HandoffSettings(self._config.session.resume_s, self._config.session.resume_bytes)
+            live.handoff = SessionHandoff(
+                live.id,
+                number,
+                self._claimants,
+                keep,
+                lambda: live.runner.engine_stream,
+                lambda last, whole: self._value(entry, last, whole),
+            )
+        return entry
+
+    def _core(self, settings: Settings, item_ids: Ids) -> Session:
+        config, spec = self._config.session, self._engine.spec
+        limits = SessionLimits(
+            stall_seconds=config.stall_s,
+            keep_seconds=config.keep_s,
+            max_turn_seconds=config.turn_s,
+            # With handoffs, audio that the engine has received survives the gateway, so it can be acknowledged.
+            ack_margin_samples=None if self._claimants is None else spec.look_back_samples,
+        )
+        return Session(settings, spec.sample_rate, item_ids, limits)
+
+    # Saving and loading a session
+
+    def _value(self, entry: OpenSession, last: bool, whole: bool) -> tuple[bytes, bytes]:
+        """The encoded session, and the encoded frames sent since the last call; with `whole`, all frames kept."""
+        live, engine_side = entry.live, entry.live.runner.save(last)
+        state = {name: value for name, value in vars(live.dialect).items() if name != "facts"}
+        saved = SavedLive(
+            version=LIVE_VERSION,
+            session=live.session.save(),
+            caller=entry.caller,
+            created=entry.facts.created,
+            started_at=entry.started_at,
+            may_inject=entry.inbox.may_inject,
+            dialect=live.dialect.name,
+            dialect_state=state,
+            dialect_fixed=entry.inbox.dialect_fixed,
+            item_ids=(entry.item_ids.prefix, entry.item_ids.number),
+            outbox=[named(event) for event in live.outbox.waiting()],
+            sequence=live.sent.sequence,
+            now=self._clock(),
+            **engine_side,
+        )
+        frames = live.sent.newest(live.sent.sequence - (0 if whole else entry.handed_off))
+        entry.handed_off = live.sent.sequence
+        return encode_live(saved), encode_frames(live.sent.sequence - len(frames) + 1, frames)
+
+    def _reenact(self, entry: OpenSession, saved: SavedLive, adopted: AdoptedSession) -> None:
+        """Bring the session to the state that the other process left."""
+        # 1. Load the base and the sent frames.
+        live, now = entry.live, saved.now
+        live.session.load(saved.session, 0.0)
+        for chunk in adopted.chunks:
+            live.sent.load(*decode_frames(chunk))
+        live.sent.sequence = saved.sequence
+        for name, fields in saved.outbox:
+            live.outbox.put(plain(name, fields))
+        # 2. Handle the entries since the base again, on the clock of the other process.
+        for line in adopted.entries:
+            now, event = decode_entry(line)
+            live.write_again() if event is None else live.handle_again(event, now)
+        # 3. Move all times to the clock of this process.
+        shift = self._clock() - now
+        core = self._core(live.session.settings, entry.item_ids)
+        core.load(live.session.save(), shift)
+        entry.started_at = saved.started_at + shift
+        # 4. Continue with the engine stream.
+        live.take_over(saved, adopted, core, np.frombuffer(saved.rest, np.float32))
+        entry.received_s, entry.heard_s = core.source_ms / 1000, core.heard_seconds
+
+
+def _bare(name: str) -> str:
+    """A model's name without its publisher or folder, in lower case."""
+    return name.rstrip("/").rpartition("/")[2].lower()

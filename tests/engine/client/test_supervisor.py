@@ -1,0 +1,341 @@
+"""Any order of deaths, refusals, slow answers, aborts, ends: each stream continues or ends, and no text is doubled."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+from engine.boundary import codec
+from engine.boundary.crash_record import StreamInStep
+from engine.boundary.items import make_cutter, prepare
+from engine.client import migration, recovery, supervisor
+from engine.client.client import ClientSettings, EngineClient
+from engine.client.crash_suspects import STRIKES_IF_CRASHED
+from engine.client.pool import EnginePool
+from engine.client.recovery import Recovery
+from engine.client.replay import StreamLimits
+from engine.client.stream import EngineStream
+from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open, Opened
+from tests.engine import fakes
+from tests.engine.client.loop_links import LoopEngine, LoopLink
+
+STREAMS, ENGINES = 3, 2
+PIECE_SECONDS = 0.3
+# Events of a stream, of an engine, and of neither.
+TO_A_STREAM = ("feed", "flush", "finish", "abort")
+TO_AN_ENGINE = ("kill", "revive", "break_link", "fill", "empty", "take_in", "step", "run", "drain", "stay")
+Event = tuple[str, int]
+
+events = st.one_of(
+    st.tuples(st.sampled_from(TO_A_STREAM), st.integers(0, STREAMS - 1)),
+    st.tuples(st.sampled_from(TO_AN_ENGINE), st.integers(0, ENGINES - 1)),
+    st.tuples(st.just("turns"), st.integers(1, 6)),
+)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(supervisor, "EngineLink", LoopLink)
+    monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
+    monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
+    monkeypatch.setattr(recovery, "RETRY_S", 0.001)
+    monkeypatch.setattr(migration, "LOOK_SECONDS", 0.0)
+    yield
+    LoopEngine.known.clear()
+
+
+def place_of(running: supervisor.Supervisor, stream: EngineStream) -> str:
+    """The one place where the stream is: with the recovery, on an engine, or nowhere any more."""
+    waits = running._recovery
+    kinds = {"held": waits._held, "waiting": waits._waiting, "being reopened": waits._reopening}
+    places = [name for name, streams in kinds.items() if stream in streams]
+    pool = [pooled for pooled in running.pool.all if pooled.streams.get(stream.id) is stream]
+    if not stream.is_open:
+        assert not places and not pool, f"stream {stream.id} has ended and is {places}, on {len(pool)} engines"
+        return "ended"
+    if places != ["being reopened"]:
+        places += ["on an engine"] * len(pool)
+    assert len(places) == 1 and len(pool) <= 1, f"stream {stream.id} is {places}, on {len(pool)} engines"
+    return places[0]
+
+
+class Play:
+    """Some streams over some engines, and what was done to each stream."""
+
+    def __init__(self, spares: int = 0) -> None:
+        self.engines = [LoopEngine(f"e{number}") for number in range(ENGINES)]
+        self.client = EngineClient(self.engines, ClientSettings(recovery_timeout_s=600, spares=spares))
+        self.streams: list[EngineStream] = []
+        self.transcripts = [fakes.Transcript() for _ in range(STREAMS)]
+        self.readers: list[asyncio.Task[None]] = []
+        self.done: list[list[str]] = [[] for _ in range(STREAMS)]
+
+    async def start(self) -> None:
+        await self.client.start()
+        for number in range(STREAMS):
+            opening = asyncio.create_task(self.client.open(f"s{number}"))
+            while not opening.done():
+                self.run_all()
+                await asyncio.sleep(0)
+            self.streams.append(opening.result())
+            self.readers.append(asyncio.create_task(self.transcripts[number].collect(self.streams[-1])))
+
+    async def happen(self, what: str, number: int) -> None:
+        if what in TO_A_STREAM:
+            await self._to_stream(what, number)
+        elif what in TO_AN_ENGINE:
+            self._to_engine(what, self.engines[number])
+        else:
+            await self.turns(number)
+
+    async def _to_stream(self, what: str, number: int) -> None:
+        stream, done = self.streams[number], self.done[number]
+        if "abort" in done or ("finish" in done and what != "abort"):
+            return
+        done.append(what)
+        match what:
+            case "feed":
+                await stream.feed(fakes.speech(PIECE_SECONDS, 100 * number + len(done)))
+            case "flush":
+                await stream.flush()
+            case "finish":
+                await stream.finish()
+            case "abort":
+                await stream.abort()
+
+    def _to_engine(self, what: str, engine: LoopEngine) -> None:
+        match what:
+            case "fill" | "empty":
+                engine.full = what == "fill"
+            case "drain" | "stay":
+                engine.status.draining = what == "drain"
+            case "take_in":
+                engine.take_in()
+            case "step" | "run":
+                engine.take_in()
+                engine.run(1 if what == "step" else 1000)
+            case _:
+                getattr(engine, what)()
+
+    async def turns(self, count: int) -> None:
+        for _ in range(count):
+            await asyncio.sleep(0)
+            self.check_places()
+
+    def run_all(self) -> None:
+        for engine in self.engines:
+            engine.take_in()
+            engine.run(1000)
+
+    def check_places(self) -> None:
+        pool = self.client._running.pool
+        assert len(pool.links()) <= ENGINES - pool.spares
+        assert not any(pooled.streams for pooled in pool.all if not pooled.serves), (
+            "a stream on an engine that is spare"
+        )
+        for stream in self.streams:
+            place_of(self.client._running, stream)
+
+    async def go_on(self) -> None:
+        """From now on all is well."""
+        for engine in self.engines:
+            engine.full = engine.status.draining = False
+            engine.revive()
+        for number in range(STREAMS):
+            await self._to_stream("finish", number)
+        for _ in range(2000):
+            self.run_all()
+            await asyncio.sleep(0 if _ % 20 else 0.001)
+            self.check_places()
+            if all(reader.done() for reader in self.readers):
+                break
+        hanging = [
+            (stream.id, place_of(self.client._running, stream))
+            for stream, reader in zip(self.streams, self.readers, strict=True)
+            if not reader.done()
+        ]
+        assert not hanging, hanging
+
+
+def calm(number: int, done: list[str]) -> fakes.Transcript:
+    """What the stream says if nothing happens to its engine."""
+    loop, transcript, name = fakes.build(), fakes.Transcript(), f"s{number}"
+    loop.submit([Open(name)], 0)
+    spec = fakes.FRAMES
+    cutter, tag = make_cutter(spec), 0
+    pads = spec.flush_positions_for(spec.default_delay_positions)
+    for count, what in enumerate(done, 1):
+        if what == "feed":
+            cut = cutter.cut(fakes.speech(PIECE_SECONDS, 100 * number + count))
+            loop.submit([Feed(name, prepare(cutter, cut, spec))], 0)
+        elif what in ("flush", "finish"):
+            loop.submit([Feed(name, prepare(cutter, cutter.flush(pads), spec))], 0)
+            tag += what == "flush"
+            loop.submit([Flush(name, tag) if what == "flush" else Finish(name)], 0)
+        else:
+            loop.submit([Abort(name)], 0)
+        while loop.has_work():
+            result = loop.step()
+            transcript.outputs += [] if result is None else result.outputs
+    return transcript
+
+
+async def play(happenings: list[Event], in_the_end: str, spares: int) -> None:
+    play = Play(spares)
+    try:
+        await play.start()
+        for what, number in happenings:
+            await play.happen(what, number)
+            play.check_places()
+        if in_the_end == "go on":
+            await play.go_on()
+    finally:
+        await play.client.close()
+    async with asyncio.timeout(5):
+        await asyncio.gather(*play.readers)
+    for number, transcript in enumerate(play.transcripts):
+        last, done = transcript.last, play.done[number]
+        assert isinstance(last, (Closed, Dead)), last
+        assert sum(isinstance(output, (Closed, Dead)) for output in transcript.outputs) == 1
+        wanted = calm(number, done)
+        if in_the_end == "go on" and "abort" not in done:
+            assert isinstance(last, Closed)
+            assert transcript.words == wanted.words
+            assert transcript.text == wanted.text
+            assert transcript.tags == wanted.tags
+        else:
+            assert wanted.text.startswith(transcript.text)
+
+
+REFUSED_AND_THEN_LOST: list[Event] = [
+    *[("feed", number) for number in range(STREAMS)],
+    ("fill", 0),
+    ("fill", 1),
+    ("break_link", 0),
+    ("turns", 6),
+    ("turns", 6),
+    ("break_link", 1),
+    ("take_in", 0),
+    ("turns", 6),
+]
+
+
+# It ends between the decision to open it anew and the turn of the task that does.
+ENDED_BEFORE_IT_WAS_REOPENED: list[Event] = [("kill", 0), ("turns", 8), ("abort", 0)]
+
+MOVES_AND_MOVES_BACK: list[Event] = [
+    *[("feed", number) for number in range(STREAMS)],
+    ("run", 0),
+    ("run", 1),
+    ("drain", 0),
+    *[("turns", 6), ("run", 1), ("turns", 6), ("feed", 0), ("run", 1), ("feed", 1), ("turns", 6)] * 2,
+    ("stay", 0),
+    ("drain", 1),
+    *[("turns", 6), ("run", 0), ("feed", 0), ("turns", 6), ("run", 0), ("flush", 1), ("turns", 6)] * 2,
+]
+
+
+@given(st.lists(events, max_size=40), st.sampled_from(["go on", "close"]), st.integers(0, 1))
+@example(REFUSED_AND_THEN_LOST, "go on", 0)
+@example(ENDED_BEFORE_IT_WAS_REOPENED, "go on", 0)
+@example(MOVES_AND_MOVES_BACK, "go on", 0)
+@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+def test_each_stream_goes_on_or_ends(happenings: list[Event], in_the_end: str, spares: int) -> None:
+    asyncio.run(play(happenings, in_the_end, spares))
+
+
+def counted(play: Play) -> tuple[int, int, int]:
+    metrics = play.client.metrics()
+    return metrics.steps, metrics.encoder_hits, metrics.restarts
+
+
+async def test_an_engine_that_never_died_is_counted_once() -> None:
+    play = Play()
+    await play.start()
+    engine = play.engines[0]
+
+    async def new_link() -> None:
+        old = engine.link
+        await fakes.until(lambda: engine.link not in (None, old) and len(play.client._running.pool.links()) == ENGINES)
+
+    assert engine.link is not None
+    engine.status = engine.link.status = codec.Status(slots_total=100, steps=5, encoder_hits=3)
+    engine.break_link()
+    await new_link()
+    assert counted(play) == (5, 3, 0), "the same process, and the same life"
+    engine.kill()
+    assert counted(play) == (5, 3, 0)
+    engine.revive()
+    engine.status = codec.Status(slots_total=100, steps=1)
+    await new_link()
+    await fakes.until(lambda: counted(play)[2] == 1)
+    assert counted(play) == (6, 3, 1)
+    await play.client.close()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+async def test_a_step_shared_with_another_gateways_stream_convicts_nobody(shared: bool) -> None:
+    play = Play()
+    await play.start()
+    stream, client = play.streams[0], play.client._running
+    await stream.feed(fakes.speech(PIECE_SECONDS, 1))
+    ours, other_gateways = StreamInStep(f"{client._gateway}/1/s0", 3, 5), StreamInStep("another/1/s0", 3, 5)
+    for engine in play.engines:
+        engine.flights = [ours, other_gateways] if shared else [ours]
+    for _ in range(STRIKES_IF_CRASHED):
+        (home,) = [pooled.engine for pooled in client.pool.all if "s0" in pooled.streams]
+        assert isinstance(home, LoopEngine)
+        home.kill()
+        await play.turns(20)
+        home.revive()
+        # Answered, and not one step further.
+        for engine in play.engines:
+            engine.take_in()
+            engine.run(1)
+        await play.turns(20)
+    assert place_of(client, stream) == ("on an engine" if shared else "ended")
+    assert play.client.metrics().crashing_streams == (not shared)
+    await play.client.close()
+
+
+async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_time() -> None:
+    """A wake-up in the very turn in which the recovery is told to stop must not swallow the stop."""
+    waits = Recovery(EnginePool([], 0.0), 600, lambda: 0.0)
+    stream = EngineStream(Open("s"), fakes.FRAMES, StreamLimits(10, 10), lambda stream: None)
+    stream.on_output(Opened("s"))
+    stream.detach("lost", 0.0)
+    waits.hold([stream])
+    waits.release([stream])
+    running = asyncio.create_task(waits.run())
+    for _ in range(5):
+        await asyncio.sleep(0)
+    assert waits._waiting == [stream]
+    waits.wake()
+    running.cancel()
+    done, _ = await asyncio.wait((running,), timeout=5)
+    assert done and running.cancelled()
+
+
+async def test_streams_leave_an_engine_that_drains_and_it_forgets_them() -> None:
+    play = Play()
+    await play.start()
+    for number, stream in enumerate(play.streams):
+        await stream.feed(fakes.speech(PIECE_SECONDS, number))
+    play.run_all()
+    await play.turns(6)
+    leaving, staying = play.engines
+    leaving.status.draining = True
+
+    def is_empty() -> bool:
+        play.run_all()
+        assert leaving.loop is not None
+        return not leaving.loop.scheduler.streams
+
+    async with asyncio.timeout(20):
+        await fakes.until(is_empty)
+    assert staying.loop is not None and len(staying.loop.scheduler.streams) == STREAMS
+    await play.client.close()
