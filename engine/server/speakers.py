@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS, ROUNDING
 
 Samples = NDArray[np.float32]
 Embedding = NDArray[np.int64]
@@ -24,13 +26,8 @@ Embedding = NDArray[np.int64]
 SAMPLE_RATE = 16_000
 FRAME_SAMPLES = 512
 
-# Embeddings have length 1; their 192 numbers are rounded to multiples of this.
-ROUNDING = 1 / 1024
-EMBEDDING_SIZE = 192
-MAX_ENROLLED = 16
 # Voices without a name that are kept apart. One more, and the least recent voice is merged with the one nearest to it.
 MAX_VOICES = 16
-MAX_NAME_CHARACTERS = 64
 MAX_PENDING = 24
 _LARGEST_TOTAL = 2**30
 # A bound on a saved state of labels as MessagePack or JSON with encoded bytes.
@@ -69,6 +66,13 @@ class Piece:
     after_pause: bool
     # The stream's sample at which the piece was cut: at its end, or after the pause that ended its run.
     cut_at: int
+    # Starts of its frames, with which its audio can be taken from the stream again; empty once it has an embedding.
+    starts: tuple[int, ...] = ()
+
+
+def piece_of(saved: Mapping[str, Any]) -> Piece:
+    """A piece from its fields as plain data."""
+    return Piece(**{**saved, "starts": tuple(saved["starts"])})
 
 
 class PieceCutter:
@@ -158,7 +162,7 @@ class PieceCutter:
         return found
 
     def _piece(self) -> tuple[Piece, Samples]:
-        starts, whole = self._starts, self.settings.piece_frames * FRAME_SAMPLES
+        starts = self._starts
         piece = Piece(
             start=starts[0],
             end=starts[-1] + FRAME_SAMPLES,
@@ -167,10 +171,15 @@ class PieceCutter:
             new=(self._count - self._cut) * FRAME_SAMPLES,
             after_pause=self._cut == 0,
             cut_at=self.sample,
+            starts=tuple(starts),
         )
         self._cut = self._count
-        audio = np.concatenate(self._audio)
-        return piece, np.tile(audio, -(-whole // len(audio)))[:whole]
+        return piece, self.filled(np.concatenate(self._audio))
+
+    def filled(self, audio: Samples) -> Samples:
+        """The audio of a short piece, repeated to the length of all others."""
+        whole = self.settings.piece_frames * FRAME_SAMPLES
+        return np.tile(audio, -(-whole // len(audio)))[:whole]
 
 
 # Labels
@@ -301,13 +310,18 @@ class SpeakerLabels:
         """Numbers of the voices that are kept apart."""
         return [voice.number for voice in self._voices]
 
+    @property
+    def has_pending(self) -> bool:
+        """Whether a piece is not decided."""
+        return bool(self._pending)
+
     # Pieces in, labels out
 
     def push(self, piece: Piece, embedding: Embedding) -> list[Label]:
         """The next piece. Returns the labels that were due before it was cut: they do not depend on it, however late
         its embedding is computed."""
         labels = self.advance(piece.cut_at - 1)
-        self._pending.append(_Pending(piece, embedding))
+        self._pending.append(_Pending(replace(piece, starts=()), embedding))
         while len(self._pending) > MAX_PENDING:
             labels.append(self._decide())
         return labels
@@ -353,7 +367,7 @@ class SpeakerLabels:
             for voice in saved["voices"]
         ]
         labels._pending = [
-            _Pending(Piece(**one["piece"]), np.frombuffer(one["embedding"], "<i2").astype(np.int64))
+            _Pending(piece_of(one["piece"]), np.frombuffer(one["embedding"], "<i2").astype(np.int64))
             for one in saved["pending"]
         ]
         labels._next, labels._last, labels._labelled = saved["next"], saved["last"], saved["labelled"]

@@ -14,6 +14,7 @@ from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, Text
 from engine.runner.base import Runner
+from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech import Listener
 
 # Interval at which the state of a stream without text is saved.
@@ -28,11 +29,13 @@ class StreamStates:
         scheduler: Scheduler,
         runner: Runner,
         listener: Listener | None,
+        speakers: SpeakerTracks,
         end_failed: Callable[[str, Exception], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._listener = listener
+        self._speakers = speakers
         self._end_failed = end_failed
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
@@ -52,6 +55,9 @@ class StreamStates:
         self._taken_at[name] = state.position
         if self._listener is not None:
             self._listener.resume(name, state.parts)
+        if "speakers" in state.parts:
+            self._speakers.resume(name, state.parts["speakers"])
+            self._speakers.replay(name, message.items)
 
     def states_after_step(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
         """The states to send after a step: of streams that ran or had outputs, and now and then of quiet ones."""
@@ -84,5 +90,7 @@ class StreamStates:
         parts = {"stream": stream.save(), "runner": runner}
         if self._listener is not None:
             parts |= self._listener.save(name)
+        labels, labels_from = self._speakers.save(name)
+        audio_from = min(audio_from, stream.base, stream.available if labels_from is None else labels_from)
         self._taken_at[name] = stream.available
-        return StreamState(name, min(audio_from, stream.base), stream.available, self._tags.get(name, 0), parts)
+        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts | labels)
