@@ -50,14 +50,15 @@ class StreamStates:
         """Restore the state in the message into a stream that was just opened. Raises BadItem."""
         state, name = message.state, message.stream
         assert state is not None
+        if "speakers" in state.parts:
+            # First: the scheduler removes audio that only the labels need.
+            self._speakers.resume(name, state.parts["speakers"])
+            self._speakers.replay(name, message.items)
         self._scheduler.resume(message, now)
         self._tags[name] = state.tag
         self._taken_at[name] = state.position
         if self._listener is not None:
             self._listener.resume(name, state.parts)
-        if "speakers" in state.parts:
-            self._speakers.resume(name, state.parts["speakers"])
-            self._speakers.replay(name, message.items)
 
     def states_after_step(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
         """The states to send after a step: of streams that ran or had outputs, and now and then of quiet ones."""
