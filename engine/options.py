@@ -117,6 +117,7 @@ class Options:
     def check(self, given: Mapping[str, str]) -> None:
         """Raises ValueError if the model does not accept these options."""
         known = (*self.names, "languages") if self.detects_language else self.names
+        known = (*known, SPEAKERS) if self.speakers else known
         for name in given:
             if name not in known:
                 raise ValueError(f"this model takes no option {name[:40]!r}")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import os
 import select
@@ -255,10 +256,15 @@ class FileTranscriber:
                 delta = output.delta if transcript.text else output.delta.lstrip()
                 transcript.text += delta
                 transcript.words += [timed_word(word) for word in output.words]
+                transcript.label()
                 second = output.sample / MODEL_RATE
                 elapsed = asyncio.get_running_loop().time() - began
                 bar.update(row, completed=second, clock=clock(second), speed=f"{second / max(elapsed, 0.01):.1f}x")
+            elif isinstance(output, messages.Labels):
+                transcript.speakers.add(output, 0)
+                transcript.label()
             elif isinstance(output, messages.Closed):
+                transcript.label(ended=True)
                 return
             elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                 raise EngineError(output.message)
@@ -351,6 +357,7 @@ class FileSender:
         fields = [("model", model), ("response_format", "verbose_json"), ("timestamp_granularities[]", "word")]
         self._fields = [*fields, *(item for item in taken.items() if item[0] in ("language", "prompt"))]
         self._fields += [("keywords[]", word) for word in transcription_options.keywords if "keywords" in taken]
+        self._fields += [("speakers", "true")] if transcription_options.speakers else []
         self._path = TRANSLATIONS if transcription_options.task else TRANSCRIPTIONS
 
     def transcribe(self, path: Path) -> FileTranscript:
@@ -384,6 +391,7 @@ class FileSender:
                     round(word["start"] * RATE),
                     round(word["end"] * RATE),
                     confidence=word.get("confidence"),
+                    speaker=_speaker_number(word.get("speaker")),
                 )
                 for word in body.get("words") or ()
             ]
@@ -391,6 +399,13 @@ class FileSender:
             return FileTranscript(path, self.model, RATE, str(body["text"]), words, samples)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileFailed("the server's answer is not a transcript") from error
+
+
+def _speaker_number(letters: Any) -> int | None:
+    """The number of a speaker whom the server names with capital letters."""
+    if not isinstance(letters, str) or not letters.isascii() or not letters.isupper():
+        return None
+    return functools.reduce(lambda number, letter: 26 * number + ord(letter) - ord("A") + 1, letters, 0) - 1
 
 
 @contextmanager

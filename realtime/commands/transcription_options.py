@@ -21,7 +21,15 @@ def add_transcription_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keyword", metavar="WORD", action="append", default=[], help="a word to expect; may be given several times"
     )
+    group.add_argument("--speakers", action="store_true", help="say who speaks (see `tickertape pull speakers`)")
     group.add_argument("--translate", action="store_true", help="translate speech in other languages to English")
+
+
+def has_speakers() -> bool:
+    """Whether the weights for speaker labels are in the cache."""
+    from engine.weights.store import cache_folder
+
+    return (cache_folder() / "speakers").exists()
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +40,12 @@ class TranscriptionOptions:
     prompt: str | None = None
     keywords: tuple[str, ...] = ()
     task: str | None = None
+    speakers: bool = False
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> TranscriptionOptions:
-        return cls(options.language, options.prompt, tuple(options.keyword), TRANSLATE if options.translate else None)
+        task = TRANSLATE if options.translate else None
+        return cls(options.language, options.prompt, tuple(options.keyword), task, options.speakers)
 
     def given(self) -> dict[str, str]:
         """The given options that a model may not support, by the models' names for them."""
@@ -54,7 +64,9 @@ class TranscriptionOptions:
         options = registry.options_of(name)
         if options is None:
             return self
-        spec = ModelSpec(Path(name).name, MODEL_RATE, samples_per_position=1, options=options)
+        spec = ModelSpec(
+            Path(name).name, MODEL_RATE, samples_per_position=1, options=replace(options, speakers=has_speakers())
+        )
         self.options_for(spec)
         taken = self.taken(options.names)
         return replace(
@@ -67,7 +79,11 @@ class TranscriptionOptions:
     def options_for(self, spec: ModelSpec) -> dict[str, str]:
         """The options for an engine with this model. Prints a note about unsupported ones. Raises CommandFailed."""
         words = tuple((word, 1.0) for word in self.keywords)
-        asked = Settings(language=self.language, prompt=self.prompt or "", keywords=words, task=self.task)
+        if self.speakers and not spec.options.speakers:
+            raise CommandFailed("--speakers needs weights that are not here; run `tickertape pull speakers` first")
+        asked = Settings(
+            language=self.language, prompt=self.prompt or "", keywords=words, task=self.task, speakers=self.speakers
+        )
         try:
             taken = asked.in_force(spec)
         except ClientFault as fault:

@@ -220,6 +220,8 @@ class FakeEngine:
         self.slots = slots
         self.streams: list[FakeStream] = []
         self.opened: list[dict[str, object]] = []
+        # What each opened stream was given to go on with speaker labels.
+        self.labels_resumed: list[tuple[messages.Saved, int] | None] = []
         self.active: set[str] = set()
         self.words = words
         # Log-probabilities of some words.
@@ -273,6 +275,7 @@ class FakeEngine:
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
         turns: messages.TurnRule | None = None,
+        labels: tuple[messages.Saved, int] | None = None,
     ) -> FakeStream:
         await asyncio.sleep(0)
         if self.refuse_open is not None:
@@ -285,6 +288,7 @@ class FakeEngine:
         opened = FakeStream(self, stream, live)
         opened.turns = turns
         self.opened.append({"stream": stream, "live": live, "delay": delay_positions, "options": options})
+        self.labels_resumed.append(labels)
         self.streams.append(opened)
         self.active.add(stream)
         return opened
