@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import os
 import select
@@ -48,6 +47,7 @@ from realtime.commands.transcription_options import TranscriptionOptions
 from realtime.commands.transcripts import FileTranscript
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
+from realtime.session.speakers import speaker_number
 from realtime.session.words import timed_word
 
 if TYPE_CHECKING:
@@ -391,7 +391,7 @@ class FileSender:
                     round(word["start"] * RATE),
                     round(word["end"] * RATE),
                     confidence=word.get("confidence"),
-                    speaker=_speaker_number(word.get("speaker")),
+                    speaker=speaker_number(word.get("speaker")),
                 )
                 for word in body.get("words") or ()
             ]
@@ -399,13 +399,6 @@ class FileSender:
             return FileTranscript(path, self.model, RATE, str(body["text"]), words, samples)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise FileFailed("the server's answer is not a transcript") from error
-
-
-def _speaker_number(letters: Any) -> int | None:
-    """The number of a speaker whom the server names with capital letters."""
-    if not isinstance(letters, str) or not letters.isascii() or not letters.isupper():
-        return None
-    return functools.reduce(lambda number, letter: 26 * number + ord(letter) - ord("A") + 1, letters, 0) - 1
 
 
 @contextmanager

@@ -60,6 +60,7 @@ def add(commands: Any) -> None:
     formats.add_argument("--srt", action="store_true", help="SubRip subtitles")
     formats.add_argument("--vtt", action="store_true", help="WebVTT subtitles")
     formats.add_argument("--words", action="store_true", help="the times of every word, in text and JSON")
+    formats.add_argument("--speakers", action="store_true", help="who speaks (needs `tickertape pull speakers`)")
     formats.add_argument("--output-dir", type=Path, metavar="DIR", help="write files to this folder")
     parser.add_argument("--live", action="store_true", help="show live captions, in real time")
     parser.add_argument("--server", metavar="URL", help="use this server instead of a local engine")

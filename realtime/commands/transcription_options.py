@@ -21,7 +21,6 @@ def add_transcription_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--keyword", metavar="WORD", action="append", default=[], help="a word to expect; may be given several times"
     )
-    group.add_argument("--speakers", action="store_true", help="say who speaks (see `tickertape pull speakers`)")
     group.add_argument("--translate", action="store_true", help="translate speech in other languages to English")
 
 
@@ -45,7 +44,7 @@ class TranscriptionOptions:
     @classmethod
     def of(cls, options: argparse.Namespace) -> TranscriptionOptions:
         task = TRANSLATE if options.translate else None
-        return cls(options.language, options.prompt, tuple(options.keyword), task, options.speakers)
+        return cls(options.language, options.prompt, tuple(options.keyword), task, getattr(options, "speakers", False))
 
     def given(self) -> dict[str, str]:
         """The given options that a model may not support, by the models' names for them."""

@@ -36,7 +36,7 @@ class FileTranscript:
         return self.samples / self.sample_rate
 
     def label(self, ended: bool = False) -> None:
-        """Label the words whose speakers are known by now; all of them, as far as possible, if the labels have ended."""
+        """Label the words whose speakers are known by now; all of them if the labels have ended."""
         while self.labelled < len(self.words) and (ended or self.speakers.knows(self.words[self.labelled])):
             self.words[self.labelled] = self.speakers.best(self.words[self.labelled])
             self.labelled += 1

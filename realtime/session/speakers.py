@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
 
 from engine import messages
 from realtime.session.events import TimedWord
@@ -87,6 +89,13 @@ def letter_name(speaker: int, names: Sequence[str] = ()) -> str:
         letters = chr(ord("A") + number % 26) + letters
         number = number // 26 - 1
     return letters
+
+
+def speaker_number(letters: Any) -> int | None:
+    """The number of a speaker whom `letter_name` has named with capital letters; None for any other value."""
+    if not isinstance(letters, str) or not letters.isascii() or not (letters.isalpha() and letters.isupper()):
+        return None
+    return reduce(lambda number, letter: 26 * number + ord(letter) - ord("A") + 1, letters, 0) - 1
 
 
 def shown_name(speaker: int, names: Sequence[str] = ()) -> str:
