@@ -10,7 +10,7 @@ import secrets
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from audio.errors import AudioError, TooManyDecoders
@@ -20,6 +20,7 @@ from engine.options import MAX_PROMPT_CHARACTERS
 from engine.spec import NAMES, ModelSpec
 from realtime.dialects.base import encode_json
 from realtime.errors import ClientFault, Refusal
+from realtime.http.enrolment import Reference, enrolled, read_references
 from realtime.http.long_responses import Entries, json_pieces, text_pieces
 from realtime.http.upload_forms import MAX_FIELD_BYTES, Form
 from realtime.numbers import decimal_number
@@ -59,6 +60,8 @@ class UploadRequest:
     stream: bool
     words: bool
     logprobs: bool
+    # Names and recordings of speakers to enrol.
+    references: tuple[Reference, ...] = ()
 
 
 @dataclass(slots=True)
@@ -130,8 +133,9 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
     if logprobs and response_format != "json" and not stream:
         text = "'include' with logprobs needs 'response_format' json."
         raise Refusal(400, "invalid_value", text, param="include")
-    settings = _settings(form, spec, task, speakers)
-    return UploadRequest(response_format, settings, stream, "word" in granularities, logprobs)
+    references = tuple(read_references(form))
+    settings = _settings(form, spec, task, speakers or bool(references))
+    return UploadRequest(response_format, settings, stream, "word" in granularities, logprobs, references)
 
 
 def _chosen(form: Form, name: str, known: Sequence[str]) -> list[str]:
@@ -192,7 +196,7 @@ class Transcriber:
 
     async def deltas(self, file: BinaryIO, request: UploadRequest, transcript: Transcript) -> AsyncGenerator[str]:
         """The text of a file as it arrives; `transcript` is complete at the end. Raises Refusal."""
-        async with self._places, self._stream(request) as stream:
+        async with self._places, self._stream(await self._enrolled(request, transcript)) as stream:
             # A file that is not audio fails at its first piece, before the response has begun.
             feeding = asyncio.create_task(self._feed(file, stream, transcript), name=f"feed {stream.id}")
             try:
@@ -202,6 +206,14 @@ class Transcriber:
             finally:
                 feeding.cancel()
                 await asyncio.gather(feeding, return_exceptions=True)
+
+    async def _enrolled(self, request: UploadRequest, transcript: Transcript) -> UploadRequest:
+        """The request with the voices of its speakers. Raises Refusal."""
+        if not request.references:
+            return request
+        known = await enrolled(self._engine, request.references)
+        transcript.names = [name for name, _ in known]
+        return replace(request, settings=replace(request.settings, known_speakers=known), references=())
 
     @asynccontextmanager
     async def _stream(self, request: UploadRequest) -> AsyncIterator[StreamApi]:

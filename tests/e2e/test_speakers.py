@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from base64 import b64encode
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +14,7 @@ from openai.types.audio import TranscriptionDiarized
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from realtime.http.upload_forms import MAX_REFERENCE_BYTES
 from tests.e2e import ecosystem_clients as clients
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import raw_client
@@ -177,4 +179,91 @@ async def test_a_new_stream_of_a_session_goes_on_with_the_voices_of_the_one_befo
             await events_until(connection, COMPLETED)
     first, second = engine.labels_resumed
     assert first is None
-    assert second is not None and second[0]["voices"] > 0
+    assert second is not None and second[0]["labels"]["voices"]
+
+
+# Enrolled speakers.
+
+
+def data_url(audio: bytes) -> str:
+    return f"data:audio/wav;base64,{b64encode(audio).decode()}"
+
+
+VOICE = data_url(wav(tone(3.0, 16_000)))
+
+
+async def test_openais_package_enrols_speakers_by_name(serve: Serve) -> None:
+    engine = labelling()
+    engine.one_voice = True
+    async with serve(engine) as running, client_for(running.base_url) as client:
+        answer = await client.audio.transcriptions.create(
+            file=("a.wav", wav(AUDIO)),
+            model="gpt-4o-transcribe-diarize",
+            response_format="diarized_json",
+            known_speaker_names=["Ann", "Bob"],
+            known_speaker_references=[VOICE, VOICE],
+        )
+    assert [segment.speaker for segment in answer.segments] == ["Ann"]
+    options = [str(opened["options"]["speakers"]).split("\n") for opened in engine.opened]  # type: ignore[index]
+    assert options[:2] == [["labels"], ["labels"]]
+    assert [line.partition("\t")[0] for line in options[2]] == ["labels", "Ann", "Bob"]
+    assert not engine.active
+
+
+HOSTILE = "<script>alert(1)</script> --> &"
+
+
+async def test_a_name_is_a_text_in_subtitles(serve: Serve) -> None:
+    engine = labelling()
+    engine.one_voice = True
+    async with serve(engine) as running, httpx.AsyncClient() as http:
+        answer = await http.post(
+            f"{running.base_url}/audio/transcriptions",
+            data={"response_format": "vtt", "known_speaker_names[]": HOSTILE, "known_speaker_references[]": VOICE},
+            files={"file": ("a.wav", wav(AUDIO), "audio/wav")},
+        )
+    assert "<script" not in answer.text
+    assert answer.text.count("-->") == 1
+    assert "<v &lt;script&gt;alert(1)&lt;/script&gt; --&gt; &amp;>w1" in answer.text
+
+
+@pytest.mark.parametrize(
+    ("names", "references", "complaint"),
+    [
+        (["Ann"], [], "'known_speaker_names' has 1 entries and 'known_speaker_references' 0"),
+        (["Ann"], ["https://a.example/voice.wav"], "'Ann' must be a data URL"),
+        (["Ann"], ["data:audio/wav;base64,???"], "'Ann' is not valid base64"),
+        (["Ann"], ["data:audio/wav;base64,AAAA"], "The recording of 'Ann' cannot be read"),
+        (["Ann"], [data_url(wav(tone(1.0, 16_000)))], "'Ann' lasts 1.0 s; send 2 to 10 seconds"),
+        (["Ann"], [data_url(wav(tone(11.0, 16_000)))], "'Ann' is longer; send 2 to 10 seconds"),
+        (["Ann"], [data_url(wav(silence(3.0, 16_000)))], "'Ann' has 0.0 s of speech"),
+        (["Ann"], [VOICE], "'Ann' has more than one voice"),
+        (["A" * 65], [VOICE], "1 to 64 characters"),
+        (["Ann\n"], [VOICE], "control characters"),
+        (["Ann", "Ann"], [VOICE, VOICE], "two speakers are named 'Ann'"),
+        ([f"{number}" for number in range(17)], ["data:,"] * 17, "at most 16 speakers"),
+    ],
+)
+async def test_a_reference_that_cannot_be_used_is_refused_in_a_sentence(
+    serve: Serve, names: list[str], references: list[str], complaint: str
+) -> None:
+    engine = labelling()
+    async with serve(engine) as running, httpx.AsyncClient() as http:
+        answer = await http.post(
+            f"{running.base_url}/audio/transcriptions",
+            data={"known_speaker_names[]": names, "known_speaker_references[]": references},
+            files={"file": ("a.wav", wav(AUDIO), "audio/wav")},
+        )
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
+    assert complaint in answer.json()["error"]["message"]
+    assert not engine.active
+
+
+async def test_recordings_of_speakers_are_bounded(serve: Serve) -> None:
+    async with serve(labelling()) as running, httpx.AsyncClient() as http:
+        url, files = f"{running.base_url}/audio/transcriptions", {"file": ("a.wav", wav(AUDIO), "audio/wav")}
+        form = {"known_speaker_names[]": ["Ann"], "known_speaker_references[]": ["x" * (MAX_REFERENCE_BYTES + 1)]}
+        assert (await http.post(url, data=form, files=files)).status_code == 400
+        form["known_speaker_references[]"] = ["x" * MAX_REFERENCE_BYTES] * 6
+        answer = await http.post(url, data=form, files=files)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (413, "form_too_large")

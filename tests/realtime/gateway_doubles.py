@@ -75,6 +75,7 @@ class FakeStream:
         # With speaker labels: the spans that are not decided yet. Two words of one speaker follow two of the other.
         self.labels = False
         self._undecided: list[messages.LabelSpan] = []
+        self._voices: dict[int, int] = {}
 
     async def feed(self, samples: NDArray[np.float32]) -> None:
         self._check()
@@ -183,7 +184,8 @@ class FakeStream:
                     text = self._engine.word(self._words)
                     chances = [(f" {text}".encode(), self._engine.chances.get(text, CHANCE))]
                     self._pending.append(messages.Word(text, max(0, end - WORD_SAMPLES), end, chances))
-                    self._undecided.append((max(0, end - WORD_SAMPLES), end, (self._words - 1) // 2 % 2, 0.9))
+                    speaker = 0 if self._engine.one_voice else (self._words - 1) // 2 % 2
+                    self._undecided.append((max(0, end - WORD_SAMPLES), end, speaker, 0.9))
             self._frames += 1
         probabilities = [0.99 if is_loud else 0.01 for is_loud in loud]
         self._put(messages.Speech(self.id, start, FRAME, probabilities))
@@ -193,7 +195,11 @@ class FakeStream:
         """Decide the next spans, and guess the others."""
         decided, self._undecided = self._undecided[:count], self._undecided[count:]
         if self.labels and (decided or self._undecided):
-            state = {"voices": len(decided)} if decided else None
+            for start, end, speaker, _ in decided:
+                self._voices[speaker] = self._voices.get(speaker, 0) + end - start
+            total = np.arange(192, dtype="<i4").tobytes()
+            voices = [{"samples": samples, "total": total} for samples in self._voices.values()]
+            state = {"labels": {"voices": voices}} if decided else None
             self._put(messages.Labels(self.id, decided, list(self._undecided), state))
 
     def _say(self, until: int) -> None:
@@ -238,6 +244,8 @@ class FakeEngine:
         # What each opened stream was given to go on with speaker labels.
         self.labels_resumed: list[tuple[messages.Saved, int] | None] = []
         self.active: set[str] = set()
+        # All words are of one speaker.
+        self.one_voice = False
         self.words = words
         # Log-probabilities of some words.
         self.chances: dict[str, float] = {}
