@@ -31,7 +31,7 @@ NAMES, REFERENCES = "known_speaker_names", "known_speaker_references"
 MIN_SECONDS, MAX_SECONDS = 2.0, 10.0
 # Least speech in a reference, and the most that may be of a second voice, as a share.
 MIN_SPEECH_SECONDS = 1.0
-MAX_OTHER_SHARE = 0.25
+OTHER_SHARE = 0.25
 
 Reference = tuple[str, bytes]
 
@@ -138,7 +138,7 @@ def _voice(name: str, state: messages.Saved | None, rate: int) -> bytes:
     if spoken < MIN_SPEECH_SECONDS * rate:
         has = f"The recording of {name!r} has {spoken / rate:.1f} s of speech"
         raise _refused(f"{has}; at least {MIN_SPEECH_SECONDS:g} s is needed.", REFERENCES)
-    if len(voices) > 1 and voices[1]["samples"] > MAX_OTHER_SHARE * spoken:
+    if len(voices) > 1 and voices[1]["samples"] > OTHER_SHARE * spoken:
         text = f"The recording of {name!r} has more than one voice; send one in which only they speak."
         raise _refused(text, REFERENCES)
     total = np.frombuffer(voices[0]["total"], "<i4").astype(np.float64)
