@@ -68,8 +68,7 @@ class SpeakerEmbedder(Embedder):
         self._running = []
 
     def _work(self) -> None:
-        with suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), LESS_PRIORITY)
+        is_first = True
         while (task := self._queue.get()) is not None:
             tasks = [task]
             while self._device.type != "cpu" and len(tasks) < BATCHES[-1] and not self._queue.empty():
@@ -86,9 +85,13 @@ class SpeakerEmbedder(Embedder):
             except Exception as error:
                 for _, future in tasks:
                     future.set_exception(error)
-            else:
-                for (_, future), embedding in zip(tasks, found, strict=True):
-                    future.set_result(embedding)
+                continue
+            if is_first:
+                # Now that the weights are loaded.
+                is_first = False
+                _give_way()
+            for (_, future), embedding in zip(tasks, found, strict=True):
+                future.set_result(embedding)
 
     @torch.inference_mode()
     def _compute(self, pieces: list[Samples]) -> NDArray[np.float32]:
@@ -116,3 +119,10 @@ class SpeakerEmbedder(Embedder):
             # The lowest priority: steps of the model go first.
             self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         return self._stream
+
+
+def _give_way() -> None:
+    """Lower the priority of this thread; a system without priorities of threads leaves it as it is."""
+    with suppress(OSError, AttributeError):
+        lower = os.getpriority(os.PRIO_PROCESS, 0) + LESS_PRIORITY
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lower)
