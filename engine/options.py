@@ -9,9 +9,6 @@ from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 from unicodedata import category
 
-import numpy as np
-from numpy.typing import NDArray
-
 DEFAULT_MODEL = "moonshine-base-streaming"
 # A stream counts as speaking for this long after it was opened and after its last speech: longer than the pauses of a
 # conversation, so that capacity is not given away while a speaker is silent for a moment.
@@ -171,15 +168,15 @@ def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> Non
             raise ValueError(f"{bound}; give fewer or shorter ones")
 
 
-# Enrolled voices: a name and the embedding of a reference recording, in multiples of `ROUNDING`.
-Enrolled = tuple[str, NDArray[np.int16]]
+# Enrolled voices: a name and the embedding of a reference recording, as 16-bit integers in multiples of `ROUNDING`.
+Enrolled = tuple[str, bytes]
 _LABELS = "labels"
 
 
 def speakers_text(enrolled: Iterable[Enrolled] = ()) -> str:
     """The option for speaker labels: a line `labels`, then a line for each enrolled voice with its name, a tab, and its
     embedding as base64 of 16-bit integers."""
-    voices = (f"{name}\t{b64encode(vector.astype('<i2').tobytes()).decode()}" for name, vector in enrolled)
+    voices = (f"{name}\t{b64encode(vector).decode()}" for name, vector in enrolled)
     return "\n".join((_LABELS, *voices))
 
 
@@ -192,10 +189,10 @@ def read_speakers(text: str) -> list[Enrolled]:
     for line in lines:
         name, _, encoded = line.partition("\t")
         try:
-            vector = np.frombuffer(b64decode(encoded, validate=True), "<i2")
+            vector = b64decode(encoded, validate=True)
         except (binascii.Error, ValueError):
-            vector = np.zeros(0, np.int16)
-        if len(vector) != EMBEDDING_SIZE or not vector.any():
+            vector = b""
+        if len(vector) != 2 * EMBEDDING_SIZE or not any(vector):
             raise ValueError(f"the embedding of the speaker {name[:40]!r} is not {EMBEDDING_SIZE} 16-bit integers")
         found.append((name, vector))
     check_names([name for name, _ in found])

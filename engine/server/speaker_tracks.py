@@ -329,7 +329,8 @@ class SpeakerTracks:
 
     def open(self, name: str, options: Mapping[str, str], live: bool) -> None:
         if SPEAKERS in options and self._embedder is not None:
-            enrolled = [(voice, vector.astype(np.int64)) for voice, vector in read_speakers(options[SPEAKERS])]
+            voices = read_speakers(options[SPEAKERS])
+            enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64)) for voice, vector in voices]
             self._tracks[name] = SpeakerTrack(self._embedder.submit, enrolled)
             if live:
                 self._live.add(name)

@@ -22,7 +22,7 @@ from realtime.dialects.base import encode_json
 from realtime.errors import ClientFault, Refusal
 from realtime.http.enrolment import Reference, enrolled, read_references
 from realtime.http.long_responses import Entries, json_pieces, text_pieces
-from realtime.http.upload_forms import MAX_FIELD_BYTES, Form
+from realtime.http.upload_forms import MAX_FIELD_BYTES, REFERENCE_FIELDS, Form
 from realtime.numbers import decimal_number
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.isolated_decoder import decoded_file
@@ -133,8 +133,10 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
     if logprobs and response_format != "json" and not stream:
         text = "'include' with logprobs needs 'response_format' json."
         raise Refusal(400, "invalid_value", text, param="include")
-    references = tuple(read_references(form))
-    settings = _settings(form, spec, task, speakers or bool(references))
+    # Names without recordings have no effect, unless the client wants to know who speaks.
+    speakers = speakers or any(name in REFERENCE_FIELDS for name, _ in form.fields)
+    references = tuple(read_references(form)) if speakers else ()
+    settings = _settings(form, spec, task, speakers)
     return UploadRequest(response_format, settings, stream, "word" in granularities, logprobs, references)
 
 

@@ -8,8 +8,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unicodedata import normalize
 
-import numpy as np
-
 from engine.options import (
     MAX_KEYWORD_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
@@ -112,7 +110,7 @@ class Settings:
     # Say who speaks. Sockets of the OpenAI API ask for it with `include`.
     speakers: bool = False
     # Enrolled speakers: name, and the embedding of a reference recording as bytes.
-    known_speakers: tuple[tuple[str, bytes], ...] = ()
+    known_speakers: tuple[Enrolled, ...] = ()
 
     def wants(self, value: str) -> bool:
         return self.include is not None and value in self.include
@@ -193,13 +191,9 @@ class Settings:
             "task": self.task,
             "prompt": self.shown_prompt,
             "keywords": keywords_text(Keyword(*word) for word in self.all_keywords or ()),
-            SPEAKERS: speakers_text(self._enrolled) if self.labels_speakers else None,
+            SPEAKERS: speakers_text(self.known_speakers) if self.labels_speakers else None,
         }
         return {name: value for name, value in options.items() if value}
-
-    @property
-    def _enrolled(self) -> list[Enrolled]:
-        return [(name, np.frombuffer(vector, "<i2")) for name, vector in self.known_speakers]
 
 
 def _language(written: str | None, options: Options) -> str | None:

@@ -251,7 +251,7 @@ async def test_a_reference_that_cannot_be_used_is_refused_in_a_sentence(
     async with serve(engine) as running, httpx.AsyncClient() as http:
         answer = await http.post(
             f"{running.base_url}/audio/transcriptions",
-            data={"known_speaker_names[]": names, "known_speaker_references[]": references},
+            data={"speakers": "true", "known_speaker_names[]": names, "known_speaker_references[]": references},
             files={"file": ("a.wav", wav(AUDIO), "audio/wav")},
         )
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_value")
