@@ -128,6 +128,10 @@ class Embedder(ABC):
     def submit(self, audio: Samples) -> Future[NDArray[np.float32]]:
         """Start on one piece."""
 
+    def prepare(self) -> None:
+        """A stream with labels was opened: get ready for its first piece."""
+        return None
+
     def close(self) -> None:
         """Stop; pieces that wait are not computed."""
         return None

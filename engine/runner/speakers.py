@@ -2,7 +2,7 @@
 
 On a CPU, threads of low priority compute piece by piece: the operating system gives them the time that the readers of
 words leave free. On a GPU, one thread computes all pieces that wait as one batch on a stream of its own. The weights
-are loaded with the first piece: an engine without labelled streams does not hold them.
+are loaded with the first labelled stream: an engine without labelled streams does not hold them.
 """
 
 from __future__ import annotations
@@ -59,6 +59,11 @@ class SpeakerEmbedder(Embedder):
             for thread in self._running:
                 thread.start()
         return found
+
+    def prepare(self) -> None:
+        if not self._running:
+            # Loads the weights, on the first thread.
+            self.submit(np.zeros(self._piece_samples, np.float32))
 
     def close(self) -> None:
         for _ in self._running:

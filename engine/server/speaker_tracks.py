@@ -332,6 +332,7 @@ class SpeakerTracks:
             voices = read_speakers(options[SPEAKERS])
             enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64)) for voice, vector in voices]
             self._tracks[name] = SpeakerTrack(self._embedder.submit, enrolled)
+            self._embedder.prepare()
             if live:
                 self._live.add(name)
 
