@@ -22,6 +22,10 @@ Token = Annotated[int, Meta(ge=SKIPPED, le=LARGEST_COUNT)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
+# A saved state: numbers, strings, bytes, and lists and dictionaries of them.
+Saved = dict[str, Any]
+
+
 class Message(Struct, array_like=True, gc=False):
     """Base of all messages. Types and bounds of the fields are checked when a message is decoded."""
 
@@ -63,6 +67,10 @@ class Open(Message, tag="open"):
     heard_until: Count = 0
     flushes: Count = 0
     answered: Count = 0
+    # Speaker labels go on from this state (of `Labels`), whose samples are counted from `labels_earlier` samples before
+    # the first one of this stream. A `state` with labels of its own goes first.
+    labels: Saved | None = None
+    labels_earlier: int = 0
 
 
 class Item(Message):
@@ -220,9 +228,6 @@ class DropHandoff(Message, tag="drop_handoff"):
 SessionCommand = SaveHandoff | Ask | Adopt | Renew | Claim | DropHandoff
 Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | SessionCommand
 
-# A saved state: numbers, strings, bytes, and lists and dictionaries of them.
-Saved = dict[str, Any]
-
 # Engine -> gateway
 
 
@@ -264,6 +269,22 @@ class Speech(Message, tag="speech"):
     sample: int
     frame_samples: int
     probabilities: list[float]
+
+
+# Samples from start to end, the number of the speaker, and how sure that is (0 to 1).
+LabelSpan = tuple[int, int, int, float]
+
+
+class Labels(Message, tag="labels"):
+    """Who speaks. `decided` never changes; its spans follow each other. `guess` is about the speech after them, as it
+    would be decided without more audio; the next message replaces it. Enrolled voices have the first numbers, in order.
+
+    `state` comes now and then, and with the last labels of a stream: another engine or stream can go on from it."""
+
+    stream: str
+    decided: list[LabelSpan]
+    guess: list[LabelSpan] = []
+    state: Saved | None = None
 
 
 class StreamState(Message, tag="state"):
@@ -392,11 +413,13 @@ class SessionGiven(Message, tag="session_given"):
     turns: TurnRule | None = None
     state: StreamState | None = None
     kept: list[KeptCommand] | None = None
+    # The last state of the stream's speaker labels.
+    labels: Saved | None = None
 
 
 # About a session, not about a stream.
 SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | SessionGiven
-Output = Text | Speech | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead | SessionOutput
+Output = Text | Speech | Labels | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead | SessionOutput
 
 
 @dataclass(slots=True)

@@ -139,12 +139,20 @@ class EngineClient:
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
         turns: messages.TurnRule | None = None,
+        labels: tuple[messages.Saved, int] | None = None,
     ) -> EngineStream:
-        """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead."""
+        """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead.
+
+        `labels`: the last state of speaker labels of another stream, with which this one goes on, and the sample of
+        that stream at which this one begins.
+        """
         if stream in self._names:
             raise DuplicateStream(stream, "is open already; use another id")
         _check_texts(options or {})
-        opening = messages.Open(stream, live, delay_positions, dict(options or {}), turns=turns)
+        state, earlier = labels or (None, 0)
+        opening = messages.Open(
+            stream, live, delay_positions, dict(options or {}), turns=turns, labels=state, labels_earlier=earlier
+        )
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
         try:

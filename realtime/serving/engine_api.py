@@ -46,4 +46,5 @@ class EngineApi(Protocol):
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
         turns: messages.TurnRule | None = None,
+        labels: tuple[messages.Saved, int] | None = None,
     ) -> StreamApi: ...

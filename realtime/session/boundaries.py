@@ -32,6 +32,7 @@ from realtime.session.events import (
     UtteranceEnded,
 )
 from realtime.session.settings import Settings, TurnDetection
+from realtime.session.speakers import SpeakerTimeline
 from realtime.session.turns import SavedTurns, Turn, Turns
 from realtime.session.words import ends_sentence
 
@@ -283,6 +284,7 @@ class SavedBoundaries:
     boundary_ms: float
     watch: SavedWatch | None
     utterances: SavedUtterances | None
+    speakers: SpeakerTimeline | None = None
 
 
 class Boundaries:
@@ -310,6 +312,7 @@ class Boundaries:
         self._watch: TurnWatch | None = None
         self._set_watch(0)
         self._utterances = self._new_utterances()
+        self._set_speakers()
 
     @property
     def speaking(self) -> bool:
@@ -331,13 +334,17 @@ class Boundaries:
     def save(self) -> SavedBoundaries:
         watch = None if self._watch is None else self._watch.save()
         utterances = None if self._utterances is None else self._utterances.save()
-        return SavedBoundaries(self.audio, self.turns.save(), self.boundary, self._boundary_ms, watch, utterances)
+        turns = self.turns.save()
+        return SavedBoundaries(
+            self.audio, turns, self.boundary, self._boundary_ms, watch, utterances, self.turns.speakers
+        )
 
     def load(self, saved: SavedBoundaries, shift: float) -> None:
         """Continue from a saved session; `shift` is our clock minus its clock."""
         self.audio = saved.audio
         self.turns.load(saved.turns, shift)
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
+        self.turns.speakers = saved.speakers
         if self._watch is not None and saved.watch is not None:
             self._watch.load(saved.watch)
         if self._utterances is not None and saved.utterances is not None:
@@ -353,6 +360,7 @@ class Boundaries:
     def configure(self, new: Settings) -> None:
         old, self._settings = self._settings, new
         self.turns.trim_start = new.trim_start
+        self._set_speakers()
         if new.utterance_end_ms != old.utterance_end_ms:
             self._utterances = self._new_utterances()
         if new.turn_detection != old.turn_detection:
@@ -539,6 +547,10 @@ class Boundaries:
             self._watch = TurnWatch(detection, self._rate, start, first_frame=self.audio.covered)
             if self.speaking:
                 self._watch.resume_turn()
+
+    def _set_speakers(self) -> None:
+        wanted = self._settings.labels_speakers
+        self.turns.speakers = (self.turns.speakers or SpeakerTimeline()) if wanted else None
 
     def _new_utterances(self) -> UtteranceWatch | None:
         gap_ms = self._settings.utterance_end_ms

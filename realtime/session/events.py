@@ -91,6 +91,7 @@ Event = (
     | EngineSwitched
     | messages.Text
     | messages.Speech
+    | messages.Labels
     | messages.Opened
     | messages.Flushed
     | messages.Closed
@@ -115,6 +116,9 @@ class TimedWord:
     # Language code, and the model's probability that there was no speech.
     language: str = ""
     no_speech: float | None = None
+    # Number of the speaker, and how sure that is; None if labels were not asked for, or are not known yet.
+    speaker: int | None = None
+    speaker_confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,6 +179,14 @@ class Completed:
     ended_at: float
     # The turn was cut because it was too long; the next turn continues with the next word.
     goes_on: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class WordsLabelled:
+    """The speakers of these words, which were sent before, are known now."""
+
+    item_id: str
+    words: tuple[TimedWord, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +257,7 @@ ServerEvent = (
     | Cleared
     | Delta
     | Completed
+    | WordsLabelled
     | UtteranceEnded
     | ItemFailed
     | Problem

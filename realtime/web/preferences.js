@@ -2,14 +2,14 @@
 
 const KEY = "tickertape.key";
 const CHOICES = "tickertape.choices";
-const DEFAULTS = { theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", language: "", keywords: "" };
+const DEFAULTS = { theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", language: "", keywords: "", speakers: true };
 
 export class Preferences {
   constructor() {
     this.key = read(() => sessionStorage.getItem(KEY)) ?? "";
     const stored = read(() => JSON.parse(localStorage.getItem(CHOICES)));
     this.choices = { ...DEFAULTS, ...stored };
-    // What the server's model can be told: some of language, keywords, prompt.
+    // What the server's model can be told: some of language, keywords, prompt, speakers.
     this.options = [];
     // Codes of the languages that it has.
     this.languages = [];
@@ -47,6 +47,11 @@ export class Preferences {
   get wishes() {
     const { language, keywords } = this.#taken;
     return { ...(language && { language }), ...keywords };
+  }
+
+  // Whether to ask who speaks.
+  get speakers() {
+    return this.choices.speakers && this.options.includes("speakers");
   }
 
   get #taken() {

@@ -13,6 +13,7 @@ export function connectSettings(preferences, onTheme) {
   $("announce").checked = choices.announce;
   $("language").value = choices.language;
   $("keywords").value = choices.keywords;
+  $("speakers").checked = choices.speakers;
 
   $("key").addEventListener("input", () => preferences.setKey($("key").value));
   $("key").addEventListener("change", () => showWishes(preferences));
@@ -21,6 +22,7 @@ export function connectSettings(preferences, onTheme) {
   $("announce").addEventListener("change", () => preferences.set("announce", $("announce").checked));
   $("device").addEventListener("change", () => preferences.set("device", $("device").value));
   $("language").addEventListener("input", () => preferences.set("language", $("language").value));
+  $("speakers").addEventListener("change", () => preferences.set("speakers", $("speakers").checked));
   $("keywords").addEventListener("input", () => preferences.set("keywords", $("keywords").value));
   $("open-settings").addEventListener("click", () => {
     $("settings").showModal();
@@ -76,4 +78,5 @@ async function showWishes(preferences) {
   $("language").readOnly = Boolean(only);
   $("language").value = only ? new Intl.DisplayNames(["en"], { type: "language" }).of(only) : preferences.choices.language;
   $("keywords-box").hidden = !takes("keywords") && !takes("prompt");
+  $("speakers-box").hidden = !takes("speakers");
 }

@@ -35,6 +35,7 @@ RUNS = {
     "accuracy": ["wer", "emission delay p50", "File is", "Live is"],
     "keywords": ["rare found", "other errors", "made up"],
     "languages": ["told right by length", "wer told"],
+    "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
     "uploads": ["delay p50", "beside live", "same words"],
     "survival engine": ["words changed by kills", "recovery s p50"],
     "survival spare": ["killed s p50", "spare private bytes"],
@@ -42,7 +43,10 @@ RUNS = {
     "survival server": ["kind worker", "reconnected s p50", "words that differ 0"],
     "survival fleet": ["kind gateway", "kind stop-gateway-3", "went on s p50", "words that differ 0"],
 }
-NEED_WEIGHTS = ("accuracy", "keywords", "languages", "uploads")
+NEED_WEIGHTS = {
+    **dict.fromkeys(("accuracy", "keywords", "languages", "uploads"), (SAMPLE, "moonshine-tiny")),
+    "speakers": ("speakers",),
+}
 CASES = [pytest.param(run, marks=[pytest.mark.ray] if run.endswith("fleet") else []) for run in RUNS]
 
 
@@ -63,7 +67,7 @@ def nothing_is_left_changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("run", CASES)
 def test_a_small_run_ends_and_prints_its_figures(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, *arguments = run.split()
-    for weights in (SAMPLE, "moonshine-tiny") if name in NEED_WEIGHTS else ():
+    for weights in NEED_WEIGHTS.get(name, ()):
         if not (cache_folder() / weights).exists():
             pytest.skip(f"not in the cache; run `tickertape pull {weights}`")
     report = tmp_path / "report.json"
