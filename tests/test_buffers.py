@@ -31,6 +31,8 @@ NO_BOUNDING_CONSTANTS = {
     "audio.formats.MAX_RATE": "a range of a setting",
     "engine.boundary.crash_record.RECORD_BYTES": "a file of fixed size",
     "engine.boundary.items.KEY_BYTES": "the length of a hash",
+    "engine.boundary.sockets.CURVE_BYTES": "what encryption adds to a frame",
+    "engine.client.link.PLACE_BYTES": "the size of an entry of a message",
     "engine.client.supervisor.MAX_BACKOFF_S": "a time to wait",
     "realtime.dialects.openai.MAX_DELAY_MS": "a range of a setting",
     "realtime.dialects.deepgram.MAX_BOOST": "a range of a setting",

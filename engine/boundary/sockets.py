@@ -6,7 +6,8 @@ numbered (`Numbering`), kept until they are acknowledged, and sent again when th
 has too many unacknowledged bytes stops sending.
 
 With a fleet secret, links over tcp use CURVE: it encrypts them for clients that know the engine's public key, and
-`ZapAuthenticator` admits only the gateways' key.
+`ZapAuthenticator` admits only the gateways' key. ZeroMQ holds a frame of a peer that is not authenticated yet, so both
+sides limit the size of a frame, and longer frames are sent in pieces (`pieces_of`).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
@@ -109,6 +110,9 @@ BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
 # Most unacknowledged bytes in one direction.
 WINDOW_BYTES = 64 * 1024 * 1024
+# Most bytes of a frame on the socket. ZeroMQ disconnects a peer that announces a longer one. CURVE adds 33 bytes.
+FRAME_BYTES = 256 * 1024
+CURVE_BYTES = 64
 # As an int: comparing with the library's flag objects is slower.
 _READABLE = int(zmq.POLLIN)
 REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -210,8 +214,39 @@ class Numbering:
         self.taken = number
 
 
-def _set_heartbeat(socket: zmq.Socket[bytes]) -> None:
+def _set_options(socket: zmq.Socket[bytes]) -> None:
+    """Options of both sides: heartbeats, and the limit on the size of a frame."""
     socket.heartbeat_ivl, socket.heartbeat_timeout = PULSE_MS, PULSE_TIMEOUT_MS
+    socket.maxmsgsize = FRAME_BYTES + CURVE_BYTES
+
+
+def pieces_of(frames: Sequence[Any]) -> Sequence[Any]:
+    """Return the frames cut into pieces of at most `FRAME_BYTES`; `join_pieces` is the inverse.
+
+    A piece of exactly `FRAME_BYTES` is continued by the next one; a shorter piece is the last one of its frame.
+    """
+    if all(memoryview(frame).nbytes < FRAME_BYTES for frame in frames):
+        return frames
+    pieces: list[memoryview] = []
+    for frame in frames:
+        view = memoryview(frame).cast("B")
+        pieces += [view[start : start + FRAME_BYTES] for start in range(0, view.nbytes + 1, FRAME_BYTES)]
+    return pieces
+
+
+def join_pieces(pieces: Sequence[Any]) -> Frames:
+    """Return the frames of a message that was sent in pieces. A frame of one piece is not copied."""
+    if all(len(piece) < FRAME_BYTES for piece in pieces):
+        return pieces
+    frames: list[Any] = []
+    parts: list[Any] = []
+    for piece in pieces:
+        parts.append(piece)
+        if len(piece) < FRAME_BYTES:
+            frames.append(b"".join(parts) if len(parts) > 1 else piece)
+            parts = []
+    # The last piece is missing only if the peer does not keep to the rule; then the decoder refuses the message.
+    return [*frames, b"".join(parts)] if parts else frames
 
 
 class GatewaySocket:
@@ -240,7 +275,7 @@ class GatewaySocket:
         self._socket.linger = 0
         if keys is not None and uses_tcp(address):
             keys.lock_gateway(self._socket)
-        _set_heartbeat(self._socket)
+        _set_options(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSED)
         self._socket.connect(check_address(address))
         self._closed = False
@@ -255,7 +290,7 @@ class GatewaySocket:
     def send(self, frames: list[Any]) -> None:
         if self._closed:
             return
-        self._socket.send_multipart(frames, flags=zmq.NOBLOCK, copy=True)
+        self._socket.send_multipart(pieces_of(frames), flags=zmq.NOBLOCK, copy=True)
         # Sending may clear the edge of an arrived message, so check for one.
         if not self._reading:
             self._reading = True
@@ -264,7 +299,7 @@ class GatewaySocket:
     def _read(self) -> None:
         self._reading = False
         while not self._closed and self._is_readable():
-            self._on_frames(self._socket.recv_multipart(zmq.NOBLOCK))
+            self._on_frames(join_pieces(self._socket.recv_multipart(zmq.NOBLOCK)))
 
     def _is_readable(self) -> bool:
         """Asking first is cheaper than catching zmq.Again."""
@@ -292,7 +327,7 @@ class GatewaySocket:
         if last is not None:
             # Without a peer the message is not needed.
             with suppress(zmq.Again):
-                self._socket.send_multipart(last, flags=zmq.NOBLOCK)
+                self._socket.send_multipart(pieces_of(last), flags=zmq.NOBLOCK)
         self._closed = True
         self._loop.remove_reader(self._socket.fileno())
         self._loop.remove_reader(self._monitor.fileno())
@@ -317,7 +352,7 @@ class EngineSocket:
         # Sending to a gateway that is gone raises an error, which is the first sign that it is gone.
         self._socket.router_mandatory = True
         self._socket.linger = 500
-        _set_heartbeat(self._socket)
+        _set_options(self._socket)
         self._monitor = self._socket.get_monitor_socket(REFUSED)
         self._refusal_said_at = float("-inf")
         self._poller = zmq.Poller()
@@ -362,17 +397,17 @@ class EngineSocket:
             logger.warning("a gateway was refused at %s: %s", self.bound_to, WHY_REFUSED)
 
     def receive(self) -> tuple[bytes, Frames] | None:
-        """The next message (gateway name, frames) or None; frames are the buffers in which they arrived, not copies."""
+        """The next message (gateway name, frames) or None; a frame of one piece is the buffer in which it arrived."""
         try:
             name, *frames = self._socket.recv_multipart(zmq.NOBLOCK, copy=False)
         except zmq.Again:
             return None
-        return name.bytes, [frame.buffer for frame in frames]
+        return name.bytes, join_pieces([frame.buffer for frame in frames])
 
     def send(self, name: bytes, frames: list[Any]) -> bool:
         """Send to the gateway of this name; returns False if it is not connected."""
         try:
-            self._socket.send_multipart([name, *frames], flags=zmq.NOBLOCK)
+            self._socket.send_multipart([name, *pieces_of(frames)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
             if error.errno != zmq.EHOSTUNREACH:
                 raise

@@ -136,7 +136,7 @@ def warm_up(processor: Processor) -> float | None:
     return took
 
 
-# A batch carries about this much; the rest waits for the next one.
+# A batch is full when its audio and its encoded commands have this many bytes; the rest waits for the next one.
 BATCH_BYTES = 2 * 1024 * 1024
 # Bytes of replays that may be sent and not acknowledged.
 REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
@@ -188,21 +188,18 @@ class SendQueue:
         if source not in self._sources:
             self._sources.append(source)
 
-    def next_batch(self, number: int) -> list[Queued]:
-        """Return the contents of the batch with this number."""
-        batch: list[Queued] = []
+    def fill(self, number: int, add: Callable[[Queued], int]) -> None:
+        """Give the contents of the batch with this number to `add`, which returns their size in bytes."""
         size = 0
         while self._live and size < BATCH_BYTES:
-            batch.append(self._live.popleft())
-            size += _bytes(batch[-1])
-        replayed = self._add_replays(batch, max(1, BATCH_BYTES - size))
+            size += add(self._live.popleft())
+        replayed = self._add_replays(add, max(1, BATCH_BYTES - size))
         if replayed:
             # The number is used again if no command of a batch could be encoded.
             self._replays[number] = self._replays.get(number, 0) + replayed
             self._replay_bytes += replayed
-        return batch
 
-    def _add_replays(self, batch: list[Queued], most: int) -> int:
+    def _add_replays(self, add: Callable[[Queued], int], most: int) -> int:
         """Add pieces of the first sources in turn, about `most` bytes; returns the bytes added."""
         added = 0
         while self._sources and added < most and self._replay_bytes + added < REPLAY_WINDOW_BYTES:
@@ -211,8 +208,7 @@ class SendQueue:
             if piece is None:
                 continue
             self._sources.insert(REPLAYED_TOGETHER - 1, source)
-            batch.append(piece)
-            added += _bytes(piece)
+            added += add(piece)
         return added
 
     def acknowledged(self, number: int) -> None:
@@ -220,8 +216,8 @@ class SendQueue:
         self._replay_bytes -= self._replays.pop(number, 0)
 
 
-def _bytes(queued: Queued) -> int:
-    return sum(map(payload_bytes, queued[1]))
+# Most bytes that the place and the hash of an item take in a message.
+PLACE_BYTES = 48
 
 
 class OutgoingBatch:
@@ -240,10 +236,11 @@ class OutgoingBatch:
     def __bool__(self) -> bool:
         return bool(self._commands or self.items)
 
-    def add(self, command: messages.Command | None, carried: Sequence[Item]) -> None:
+    def add(self, command: messages.Command | None, carried: Sequence[Item]) -> int:
         """Add a command and its items; without a command, the items are only put into the engine's cache.
 
-        Raises the codec's error for a value that it cannot encode.
+        Returns their bytes in the message if the engine has none of the audio in its cache. Raises the codec's error
+        for a value that it cannot encode.
         """
         items: list[Item] = []
         views: list[memoryview | None] = []
@@ -255,10 +252,13 @@ class OutgoingBatch:
                 items.append(item)
                 views.append(_view(item))
             described.append(msgspec.structs.replace(item, key=b"", payload=None, data=data))
+        size = len(items) * PLACE_BYTES + sum(view.nbytes for view in views if view is not None)
         if command is not None:
             self._commands.append(encode_command(command, described))
+            size += memoryview(self._commands[-1]).nbytes
         self.items += items
         self._views += views
+        return size
 
     def frames(self, number: int, taken: int, pack: Callable[[list[Item]], list[bool]]) -> list[Any]:
         """Encode the batch; `pack` says which items' audio must be sent. The frames must then be sent."""
@@ -495,17 +495,22 @@ class EngineLink:
         if self._numbering.may_send:
             self._collect_all()
         self._flush_timer = None
-        outbox = self._outbox.next_batch(self._numbering.next_number) if self._numbering.may_send else []
-        if not outbox:
+        batch, failures = OutgoingBatch(), list[messages.Failed | None]()
+
+        def add(queued: Queued) -> int:
+            command, items = queued
+            try:
+                return batch.add(command, items)
+            except Exception as error:
+                failures.append(self._replace(command, batch, error))
+                return 0
+
+        if self._numbering.may_send:
+            self._outbox.fill(self._numbering.next_number, add)
+        if not batch and not failures:
             self._tell_those_who_wait()
             return
         self._flushed_at = self._loop.time()
-        batch, failures = OutgoingBatch(), []
-        for command, items in outbox:
-            try:
-                batch.add(command, items)
-            except Exception as error:
-                failures.append(self._replace(command, batch, error))
         if batch:
             numbering = self._numbering
             frames = batch.frames(numbering.next_number, numbering.taken, self.processor.pack)

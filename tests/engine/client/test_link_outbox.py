@@ -16,7 +16,15 @@ from engine.boundary import codec
 from engine.boundary.codec import decode_commands
 from engine.boundary.kept_audio import AskedFlush
 from engine.client import link as link_module
-from engine.client.link import BATCH_BYTES, REPLAY_WINDOW_BYTES, REPLAYED_TOGETHER, EngineLink, LinkEvents, SendQueue
+from engine.client.link import (
+    BATCH_BYTES,
+    REPLAY_WINDOW_BYTES,
+    REPLAYED_TOGETHER,
+    EngineLink,
+    LinkEvents,
+    OutgoingBatch,
+    SendQueue,
+)
 from engine.client.replay import Replay
 from engine.client.stream import REPLAY_ITEMS, Delivery
 from engine.errors import EngineDead
@@ -56,6 +64,7 @@ class FakeSocket:
         self.receive = lambda message: on_frames(codec.encode(message))
         self.disconnect = on_disconnect
         self.batches: list[codec.Batch] = []
+        self.message_bytes: list[int] = []
         self.payload_bytes: list[int] = []
         self.closed = False
         self.made.append(self)
@@ -66,6 +75,7 @@ class FakeSocket:
             self.welcome()
         elif isinstance(message, codec.Batch):
             self.batches.append(message)
+            self.message_bytes.append(sum(memoryview(frame).nbytes for frame in frames))
             self.payload_bytes.append(sum(memoryview(frame).nbytes for frame in frames[1:]))
 
     def welcome(self) -> None:
@@ -116,8 +126,8 @@ async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() 
         delivery.opened()
     await turns()
     # All 400 MB wait; what is under way is bounded, and so is each batch.
-    assert REPLAY_WINDOW_BYTES <= sum(socket.payload_bytes) <= REPLAY_WINDOW_BYTES + PIECE_BYTES
-    assert max(socket.payload_bytes) <= BATCH_BYTES + PIECE_BYTES
+    assert 0.99 * REPLAY_WINDOW_BYTES <= sum(socket.payload_bytes) <= REPLAY_WINDOW_BYTES + PIECE_BYTES
+    assert max(socket.message_bytes) <= BATCH_BYTES + 2 * PIECE_BYTES
     for number in range(20):
         before = len(socket.batches)
         link.send(Feed("live", []), items("live", 1, number))
@@ -125,7 +135,7 @@ async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() 
         first = commands_of(socket.batches[before])[0]
         assert isinstance(first, messages.Feed) and first.stream == "live"
         under_way = link._outbox._replay_bytes
-        assert under_way <= REPLAY_WINDOW_BYTES + PIECE_BYTES
+        assert under_way <= REPLAY_WINDOW_BYTES + 2 * PIECE_BYTES
         socket.take_all()
         await turns()
     link.close()
@@ -184,6 +194,18 @@ async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_i
     link.close()
 
 
+def batch_of(outbox: SendQueue) -> list[Any]:
+    """What the next batch of this queue holds."""
+    batch, contents = OutgoingBatch(), list[Any]()
+
+    def add(queued: Any) -> int:
+        contents.append(queued)
+        return batch.add(*queued)
+
+    outbox.fill(1, add)
+    return contents
+
+
 def test_live_commands_never_starve_replays() -> None:
     outbox = SendQueue()
     commands: list[Any] = [(messages.Flush("replayed", tag), []) for tag in range(3)]
@@ -195,8 +217,9 @@ def test_live_commands_never_starve_replays() -> None:
     outbox.pace(Source())
     for _ in range(20):
         outbox.put((Feed("upload", []), items("upload", 200)))
-    outbox.next_batch(1)
-    assert not commands
+    for left in (2, 1, 0):
+        assert any(command.stream == "upload" for command, _ in batch_of(outbox))
+        assert len(commands) == left, "each batch carries a piece of a replay, however much live audio waits"
 
 
 def test_a_source_that_is_paced_twice_is_asked_once_in_a_round() -> None:
@@ -211,7 +234,7 @@ def test_a_source_that_is_paced_twice_is_asked_once_in_a_round() -> None:
     source = Source()
     outbox.pace(source)
     outbox.pace(source)
-    assert [command.stream for command, _ in outbox.next_batch(1)] == ["a", "b"]  # type: ignore[union-attr]
+    assert [command.stream for command, _ in batch_of(outbox)] == ["a", "b"]  # type: ignore[union-attr]
     assert not outbox.has_more
 
 
@@ -300,8 +323,53 @@ def test_more_replays_than_an_engine_rebuilds_together_take_no_turns() -> None:
     for number in range(3 * REPLAYED_TOGETHER):
         outbox.pace(Source(number))
     while outbox.has_more:
-        outbox.next_batch(1)
+        batch_of(outbox)
     assert taken[: 2 * REPLAYED_TOGETHER] == [*range(REPLAYED_TOGETHER)] * 2
     first = [number for number in taken if number < REPLAYED_TOGETHER]
     assert taken.index(REPLAYED_TOGETHER) >= len(first) - REPLAYED_TOGETHER
     assert taken.index(3 * REPLAYED_TOGETHER - 1) > 2 * len(first) - REPLAYED_TOGETHER
+
+
+LONG = 300_000
+STATE = messages.StreamState("s", 0, 0, 0, {"decoder": {"text": "x" * LONG}})
+LONG_COMMANDS = [
+    messages.SaveHandoff("s", "key", 1, 0, [bytes(1000)] * (LONG // 1000)),
+    messages.SaveHandoff("s", "key", 1, 0, [], base=bytes(LONG // 2), chunk=bytes(LONG // 2)),
+    messages.Claim("", 1, [("sess_" + "k" * 40, messages.LARGEST_COUNT, True)] * (LONG // 50)),
+    messages.Open("s", options={"keywords": "k" * LONG}),
+    messages.Open("s", forced_tokens=[messages.LARGEST_COUNT] * (LONG // 9)),
+    messages.Open("s", state=STATE),
+    messages.Open("s", labels={"voices": [0.5] * (LONG // 9)}),
+    messages.Feed("s", [Item(position, 1, 0, mask=[True] * 1000) for position in range(LONG // 1000)]),
+    messages.Feed("s", [Item(position, 1, 0, bytes(16), None) for position in range(LONG // 20)]),
+]
+
+
+@pytest.mark.parametrize("command", LONG_COMMANDS, ids=lambda command: type(command).__name__)
+@pytest.mark.parametrize("replayed_too", [False, True])
+async def test_a_batch_counts_the_bytes_of_every_command(command: Any, replayed_too: bool) -> None:
+    """Not only audio is long: saved states, handoffs, options and places of cached audio count too."""
+    link, socket = await connected()
+    items = command.items if isinstance(command, Feed) else []
+    count = 60
+
+    class Source:
+        left = count
+
+        def next_piece(self) -> Any:
+            self.left -= 1
+            return (command, items) if self.left >= 0 else None
+
+    if replayed_too:
+        link.pace(Source())
+    else:
+        for _ in range(count):
+            link.send(command, items)
+    sent = -1
+    while len(socket.batches) != sent:
+        sent = len(socket.batches)
+        await turns()
+        socket.take_all()
+    assert sum(len(batch.commands) for batch in socket.batches) == count
+    assert max(socket.message_bytes) <= BATCH_BYTES + 2 * LONG
+    link.close()
