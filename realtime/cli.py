@@ -29,8 +29,10 @@ from realtime.commands.terminal import (
     USAGE,
     CommandFailed,
     UsageError,
+    drop_unwritten_output,
     is_debugging,
     note,
+    out,
 )
 from realtime.config import ConfigError
 
@@ -87,6 +89,13 @@ def _open_what_is_closed() -> None:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     _open_what_is_closed()
+    try:
+        return _run(arguments)
+    finally:
+        drop_unwritten_output()
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     parser = build_parser()
     options = parser.parse_args(arguments)
     try:
@@ -100,8 +109,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except BrokenPipeError:
-        # The reader of our output has left. Closing stderr keeps Python from printing an error at exit.
-        sys.stderr.close()
+        # The reader of our output has left.
         return FAILED
     except Exception as error:
         if is_debugging():
@@ -122,8 +130,7 @@ def _one_line(error: Exception) -> str:
 def _print_version() -> int:
     from importlib.metadata import version
 
-    sys.stdout.write(f"tickertape {version('tickertape')}\n")
-    sys.stdout.flush()
+    out(f"tickertape {version('tickertape')}")
     return 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -92,5 +93,11 @@ def fetch(name: str, *, fresh: bool = False) -> Path:
         return resolve(name)
     check_writable(cache_folder(), CACHE_VARIABLE)
     console = Console(file=sys.stderr)
+
+    def report(line: str) -> None:
+        # The download continues if standard error cannot be written.
+        with suppress(OSError):
+            console.print(line, highlight=False, markup=False, soft_wrap=True)
+
     with console.status(f"downloading {name}"):
-        return pull(name, lambda line: console.print(line, highlight=False, markup=False, soft_wrap=True), fresh=fresh)
+        return pull(name, report, fresh=fresh)

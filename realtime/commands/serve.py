@@ -19,7 +19,7 @@ from typing import Any
 
 from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
-from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config, whole
+from realtime.commands.terminal import CommandFailed, UsageError, announce, note, read_config, whole
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys, shown
 from realtime.listeners import listening_sockets
 from realtime.serving.signed_tokens import fleet_secret
@@ -314,9 +314,9 @@ async def _serve(
         note(f"waiting for an engine at {elsewhere}" if elsewhere else "starting the engine")
         if not await server.wait_until_ready():
             return
-        out(f"the page:    {server.url}/")
-        out(f"the socket:  {server.url.replace('http', 'ws', 1)}/v1/realtime")
-        out("Ctrl-C stops the server.")
+        announce(f"the page:    {server.url}/")
+        announce(f"the socket:  {server.url.replace('http', 'ws', 1)}/v1/realtime")
+        announce("Ctrl-C stops the server.")
         readiness.ready(server.url)
         await server.wait_until_stopping()
         readiness.stopping()
@@ -351,9 +351,9 @@ async def _serve_workers(
                 ready.result()
                 host = f"[{server.host}]" if ":" in server.host else server.host
                 url = f"{'https' if server.tls_cert else 'http'}://{host}:{parent.port}"
-                out(f"the page:    {url}/")
-                out(f"the socket:  {url.replace('http', 'ws', 1)}/v1/realtime")
-                out(f"{workers} workers. SIGUSR2 replaces them one by one; Ctrl-C stops the server.")
+                announce(f"the page:    {url}/")
+                announce(f"the socket:  {url.replace('http', 'ws', 1)}/v1/realtime")
+                announce(f"{workers} workers. SIGUSR2 replaces them one by one; Ctrl-C stops the server.")
                 readiness.ready(url)
                 await stop.task
                 readiness.stopping()

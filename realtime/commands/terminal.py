@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
@@ -37,16 +38,42 @@ class UsageError(Exception):
     """The command line is invalid; exit code 2."""
 
 
-def out(text: str) -> None:
-    """Write a result to standard output."""
-    sys.stdout.write(text + "\n")
-    sys.stdout.flush()
+def out(text: str, end: str = "\n") -> None:
+    """Write a result to standard output. Raises CommandFailed if it cannot be written, BrokenPipeError if its reader
+    has left."""
+    try:
+        sys.stdout.write(text + end)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        raise CommandFailed(f"cannot write to standard output: {error.strerror or error}") from error
+
+
+def announce(text: str) -> None:
+    """Write a line to standard output that is not a result. If that fails, the command continues."""
+    try:
+        out(text)
+    except (CommandFailed, BrokenPipeError) as error:
+        note(str(error))
 
 
 def note(text: str) -> None:
-    """Write a message that is not a result to standard error."""
-    sys.stderr.write(text + "\n")
-    sys.stderr.flush()
+    """Write a message that is not a result to standard error. If that fails, the command continues."""
+    with suppress(OSError):
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()
+
+
+def drop_unwritten_output() -> None:
+    """Drop output that cannot be written, so that Python does not try once more at exit and change the exit code."""
+    for stream in (sys.stdout, sys.stderr):
+        try:
+            stream.flush()
+        except (OSError, ValueError):
+            with suppress(OSError, ValueError), open(os.devnull, "wb") as nowhere:
+                os.dup2(nowhere.fileno(), stream.fileno())
+                stream.flush()
 
 
 def shown_name(file: Path) -> str:

@@ -252,5 +252,4 @@ def _write(transcript: FileTranscript, options: argparse.Namespace, formats: lis
         else:
             if len(options.files) > 1 and name == "txt":
                 out(f"== {shown_name(transcript.path)}")
-            sys.stdout.write(text)
-            sys.stdout.flush()
+            out(text, end="")

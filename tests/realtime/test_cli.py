@@ -201,7 +201,8 @@ def test_output_that_cannot_be_written_is_one_line_and_no_stack_trace(arguments:
     with open("/dev/full", "w") as full:
         command = [sys.executable, "-m", "realtime.cli", *arguments]
         done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
-    assert done.returncode == 1 and done.stderr.splitlines() == ["error: [Errno 28] No space left on device"]
+    sentence = "error: cannot write to standard output: No space left on device"
+    assert done.returncode == 1 and done.stderr.splitlines() == [sentence]
 
 
 # Configuration
