@@ -8,11 +8,11 @@ from __future__ import annotations
 import difflib
 import os
 import re
-import tomllib
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from engine.toml_file import read_toml
 from fleet.state import FleetFileError, Kind, Needs
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
@@ -122,11 +122,11 @@ def plan_from(tree: dict[str, Any]) -> FleetPlan:
 def read_plan(path: str | Path) -> FleetPlan:
     """Reads and checks a fleet file. Raises FleetFileError."""
     try:
-        tree = tomllib.loads(Path(path).read_text(encoding="utf-8"))
+        tree = read_toml(path)
     except OSError as error:
         raise FleetFileError(f"cannot read the fleet file {str(path)!r}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise FleetFileError(f"the fleet file {str(path)!r} is not valid TOML: {error}") from error
+    except ValueError as error:  # `BadTomlFile`, or a path with NUL in it.
+        raise FleetFileError(f"the fleet file {str(path)!r} {error}") from error
     plan = plan_from(tree)
     # Paths are relative to the file's folder. They become absolute, because processes with other folders use them.
     here = Path(path).resolve().parent

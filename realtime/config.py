@@ -13,7 +13,6 @@ import hmac
 import os
 import re
 import socket
-import tomllib
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
@@ -23,6 +22,7 @@ from stat import S_ISREG
 from types import UnionType
 from typing import Any
 
+from engine.toml_file import read_toml
 from realtime.numbers import plain_float, plain_int
 
 ENVIRONMENT_PREFIX = "TICKERTAPE_"
@@ -548,14 +548,11 @@ def _check_not_negative(section: str, values: Any) -> None:
 
 def _read_file(path: str | Path) -> dict[str, Any]:
     try:
-        # Some editors write a byte order mark.
-        return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
+        return read_toml(path)
     except OSError as error:
         raise ConfigError(f"cannot read the configuration file {shown(str(path))}: {error.strerror}") from error
-    except RecursionError as error:
-        raise ConfigError(f"the configuration file {shown(str(path))} is nested too deeply") from error
-    except ValueError as error:  # Not TOML, not UTF-8, or a number with thousands of digits.
-        raise ConfigError(f"the configuration file {shown(str(path))} is not valid TOML: {error}") from error
+    except ValueError as error:  # `BadTomlFile`, or a path with NUL in it.
+        raise ConfigError(f"the configuration file {shown(str(path))} {error}") from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:

@@ -90,6 +90,9 @@ OPENINGS: dict[str, set[str]] = {
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
     # The fleet, its engines and its gateways read one secret by one rule.
     "fleet/secret.py": {"engine"},
+    # Files that an operator names are read by one rule.
+    "fleet/plan.py": {"engine"},
+    "realtime/config.py": {"engine"},
     # This command alone speaks to a fleet.
     "realtime/commands/fleet.py": {"fleet", "fleet/cluster"},
     # The composition root: the only module that builds objects of all packages, and the server around them.
