@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import email.utils
 import gc
 import logging
 import socket
@@ -14,6 +15,7 @@ from typing import cast
 
 import msgspec
 import uvicorn
+import uvicorn.server
 from prometheus_client.core import Metric
 
 from engine.client.client import ClientSettings, EngineClient
@@ -21,6 +23,7 @@ from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EnginePr
 from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
+from realtime.dates import http_date
 from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
@@ -150,8 +153,16 @@ class RunningServer:
         await self.task
 
 
+def limit_http_dates() -> None:
+    """Make uvicorn and websockets write Date headers for any time; theirs fail beyond the year 9999, and uvicorn's
+    failure ends the server."""
+    email.utils.formatdate = http_date
+    uvicorn.server.formatdate = http_date  # type: ignore[attr-defined]
+
+
 def build_server(engine: EngineApi, config: Config, services: GatewayServices | None = None) -> Server:
     """The gateway over a running engine, ready to `serve()`."""
+    limit_http_dates()
     app = build_app(engine, config, services)
     settings = config.server
     metrics = app.state.gateway.metrics

@@ -15,10 +15,10 @@ import hashlib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import UTC, datetime
 from http import HTTPStatus
 from uuid import uuid4
 
+from realtime.dates import now_text
 from realtime.dialects.base import DirectAnswer, Json, Nothing, Request, SessionFacts
 from realtime.errors import ClientFault, Refusal
 from realtime.numbers import decimal_number, whole_number
@@ -317,10 +317,6 @@ def model_info(model: str) -> Json:
 
 def seconds(samples: int, sample_rate: int) -> float:
     return round(samples / sample_rate, 3)
-
-
-def now_text() -> str:
-    return datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def error_body(refusal: Refusal, request_id: str) -> Json:

@@ -12,13 +12,13 @@ from uuid import uuid4
 from starlette.requests import Request
 from starlette.responses import Response
 
+from realtime.dates import now_text
 from realtime.dialects.base import Json
 from realtime.dialects.deepgram import (
     READ_ONCE,
     FileQuery,
     mean_confidence,
     model_info,
-    now_text,
     plain,
     plain_parts,
     read_file_query,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import logging
 import time
 from pathlib import Path
 
@@ -19,7 +20,7 @@ DAY = 86_400.0
 KEY = "the-real-key"
 # Who looks at the clock on the wall, and why a jump of it does no harm.
 WALL_CLOCK = {
-    "realtime/dialects/deepgram.py": "shown to clients",
+    "realtime/dates.py": "shown to clients",
     "realtime/http/authentication.py": "client secrets say until when they are valid, also at other gateways",
     "realtime/http/info_routes.py": "shown to clients and operators",
     "realtime/http/routes.py": "handed to those two",
@@ -113,3 +114,29 @@ async def test_client_secrets_go_by_the_clock_on_the_wall(serve: Serve, wall: Wa
         assert await status_of(running.ws, secret) == 401
         wall.ahead = -DAY
         assert await status_of(running.ws, secret) == 101
+
+
+@pytest.mark.parametrize("years", [8100, -100, -2100])
+async def test_a_clock_beyond_all_dates_breaks_nothing(serve: Serve, wall: Wall, years: int) -> None:
+    async with serve(auth={"keys": (KEY,)}) as running:
+        headers = {"Authorization": f"Bearer {KEY}"}
+        async with greeted_client(running.ws, additional_headers=headers) as client:
+            wall.ahead = years * 365.25 * DAY
+            before = running.server.server_state.default_headers
+            # uvicorn writes the Date header once a second.
+            async with asyncio.timeout(30):
+                while running.server.server_state.default_headers == before:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+            assert (await client.update(turn_detection=None))["type"] == "transcription"
+            assert await status_of(running.ws, KEY) == 101
+            assert await status_of(running.ws, "a-wrong-key") == 401
+            listen = running.ws.replace("/v1/realtime", "/v1/listen")
+            async with raw_client(listen, additional_headers={"Authorization": f"Token {KEY}"}) as deepgram:
+                await deepgram.socket.send('{"type": "CloseStream"}')
+                assert (await deepgram.receive())["type"] == "Metadata"
+            async with httpx.AsyncClient(base_url=running.http, headers=headers) as http:
+                for path in ("/", "/health", "/ready", "/capacity", "/metrics", "/v1/models"):
+                    assert (await http.get(path)).status_code == 200, path
+                secret = (await http.post("/v1/realtime/client_secrets", json={})).json()["value"]
+                assert await status_of(running.ws, secret) == 101
+        logging.getLogger("tickertape").warning("a line with the time in it")
