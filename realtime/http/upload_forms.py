@@ -118,6 +118,11 @@ class FormParser:
         if self._text is not None or self._in_file:
             raise bad_form("it ends in the middle of a part")
 
+    def close(self) -> None:
+        """Release the parser, whose callbacks refer to this object: otherwise both, and the form, would stay in memory
+        until a garbage collection."""
+        del self._parser
+
     def _on_part(self) -> None:
         self._disposition, self._head_bytes = b"", 0
         self._name, self._value = bytearray(), bytearray()
@@ -384,9 +389,16 @@ class FormReader:
             refusal = error if isinstance(error, Refusal) else self._refusal(error)
             if refusal is not None and refusal.code != GONE:
                 self._context.metrics.refused.labels(refusal.code).inc()
-            if refusal is None or refusal is error:
+            if refusal is None:
                 raise
-            raise refusal from error
+            try:
+                if refusal is error:
+                    raise
+                # The error refers to the frames that it came through, and so to the data that could not be stored. Such
+                # cycles of frames and errors would keep a megabyte of each refused upload until a collection.
+                raise refusal from error.with_traceback(None)
+            finally:
+                del refusal
 
     def _refusal(self, error: BaseException) -> Refusal | None:
         """The refusal for an error while an upload arrives; None for an unexpected error."""
@@ -416,16 +428,19 @@ async def _read_form(request: Request, parser: FormParser, upload: Upload) -> No
     """Parse a form in pieces, and yield to the event loop between them."""
     upload.form = parser.form
     clock = asyncio.get_running_loop().time
-    async for chunk in request.stream():
-        began, of_file = clock(), []
-        for start in range(0, len(chunk), PIECE_BYTES):
-            of_file.append(parser.feed(chunk[start : start + PIECE_BYTES]))
-            if clock() - began > PARSING_S:
-                await asyncio.sleep(0)
-                began = clock()
-        if data := b"".join(of_file):
-            await upload.write(data)
-    parser.finish()
+    try:
+        async for chunk in request.stream():
+            began, of_file = clock(), []
+            for start in range(0, len(chunk), PIECE_BYTES):
+                of_file.append(parser.feed(chunk[start : start + PIECE_BYTES]))
+                if clock() - began > PARSING_S:
+                    await asyncio.sleep(0)
+                    began = clock()
+            if data := b"".join(of_file):
+                await upload.write(data)
+        parser.finish()
+    finally:
+        parser.close()
     await upload.rewind()
 
 

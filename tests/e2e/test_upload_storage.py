@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 import os
 import random
@@ -10,16 +11,18 @@ import resource
 import socket
 import subprocess
 import tempfile
+import weakref
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
+from tempfile import SpooledTemporaryFile
 from typing import Any
 
 import httpx
 import pytest
 
 from realtime.http.prepared_audio_routes import PrepareRoutes
-from realtime.http.upload_forms import IN_MEMORY_BYTES, MAX_FORM_BYTES, Spool
+from realtime.http.upload_forms import IN_MEMORY_BYTES, MAX_FORM_BYTES, Form, Spool, Upload
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.test_deepgram_files import wav as pcm_wav
 from tests.e2e.test_openai_client import wav
@@ -236,3 +239,67 @@ async def test_an_answer_that_nobody_reads_keeps_its_place_until_its_client_is_g
             assert refused.status_code == 503 and spools[0].uploads == 1
         await until(lambda: spools[0].uploads == 0 and spools[0].bytes == 0)
         assert (await http.post(url, files=file())).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/audio/transcriptions", "/v1/listen"])
+async def test_a_refused_upload_leaves_no_memory_to_the_garbage_collector(
+    serve: Serve, full_disk: Path, monkeypatch: pytest.MonkeyPatch, path: str
+) -> None:
+    """The error of a full disk refers to the frames that it came through, and so to the megabyte that was not stored.
+    If a frame refers to the error in turn, both stay until a collection, which is rare in a server."""
+    kept: list[weakref.ref[Any]] = []
+
+    class Store(SpooledTemporaryFile):  # type: ignore[type-arg]
+        def __init__(self, **options: Any) -> None:
+            super().__init__(**options)
+            kept.append(weakref.ref(self._file))  # type: ignore[attr-defined]
+
+    class SeenUpload(Upload):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr("realtime.http.upload_forms.SpooledTemporaryFile", Store)
+    monkeypatch.setattr("realtime.http.upload_forms.Upload", SeenUpload)
+    large = wav(80.0)
+    form: dict[str, Any] = {"content": large} if path == "/v1/listen" else {"files": {"file": ("a.wav", large)}}
+    async with serve() as running, httpx.AsyncClient() as http:
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                assert (await http.post(f"{running.http}{path}", **form)).status_code == 507
+            await until(lambda: not any(found() is not None for found in kept))
+        finally:
+            gc.enable()
+        assert len(kept) == 10
+
+
+async def test_forms_leave_no_memory_to_the_garbage_collector(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts of a form are counted until the request ends, so they must be gone then, whether it was accepted or not."""
+    kept: list[weakref.ref[Any]] = []
+
+    class SeenForm(Form):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            kept.append(weakref.ref(self))
+
+    monkeypatch.setattr("realtime.http.upload_forms.Form", SeenForm)
+    good = {"files": file(), "data": {"prompt": "x" * 10_000}}
+    forms: list[tuple[int, dict[str, Any]]] = [
+        (200, good),
+        (400, {"data": {"prompt": "x" * 10_000}, "files": {"other": ("a.wav", b"x")}}),
+        (413, {"files": file(), "data": {f"f{number}": "x" * 60_000 for number in range(6)}}),
+        (400, {"content": b"--b\r\nno form", "headers": {"Content-Type": "multipart/form-data; boundary=b"}}),
+    ]
+    async with serve() as running, httpx.AsyncClient() as http:
+        gc.collect()
+        gc.disable()
+        try:
+            for status, form in forms:
+                response = await http.post(f"{running.base_url}/audio/transcriptions", **form)
+                assert response.status_code == status, response.text
+                await until(lambda: not any(found() is not None for found in kept))
+        finally:
+            gc.enable()
+        assert len(kept) >= len(forms)
