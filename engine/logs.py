@@ -12,6 +12,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TextIO
 
@@ -92,10 +93,12 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         kind.left_out += 1
         kind.last = record.getMessage()[:LONGEST_REPEATED]
         if self._timer is None:
-            # Report them even if nothing else is logged.
-            self._timer = threading.Timer(PERIOD_S, self._period_is_over)
-            self._timer.daemon = True
-            self._timer.start()
+            # Report them even if nothing else is logged. If no thread can be started, the next line reports them.
+            timer = threading.Timer(PERIOD_S, self._period_is_over)
+            timer.daemon = True
+            with suppress(RuntimeError):
+                timer.start()
+                self._timer = timer
 
     def tell_left_out(self, *, all_of_them: bool = False) -> None:
         """Log how many lines were left out in finished periods. The caller holds the handler's lock."""

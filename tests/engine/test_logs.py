@@ -170,3 +170,21 @@ def test_a_line_that_was_left_out_keeps_nothing_alive(log: Log) -> None:
         log.complain(Value())
     assert Value.alive == 0
     log.handler.close()
+
+
+def test_a_process_that_cannot_start_a_thread_goes_on_and_reports_with_the_next_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", no_thread)
+    now, written = [0.0], io.StringIO()
+    handler = LimitedHandler(written, clock=lambda: now[0])
+    for number in range(MOST_LINES + 5):
+        handler.handle(logging.LogRecord("log", logging.WARNING, "here", 1, "line %d", (number,), None))
+    now[0] = PERIOD_S + 1
+    handler.handle(logging.LogRecord("log", logging.WARNING, "there", 2, "another", (), None))
+    assert written.getvalue().count("line ") == MOST_LINES + 1
+    assert "5 more like this: line 24" in written.getvalue()
+    handler.close()
