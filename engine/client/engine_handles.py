@@ -21,6 +21,7 @@ from uuid import uuid4
 
 from engine.boundary.crash_record import CrashRecord, StreamInStep
 from engine.boundary.sockets import check_address
+from engine.errors import EngineDead
 from engine.options import EngineConfig
 
 if TYPE_CHECKING:
@@ -137,7 +138,15 @@ class EngineProcess:
         # Set first, so that `stop` works even if the caller gives up waiting.
         self._process = process
         self._starting = asyncio.create_task(asyncio.to_thread(process.start))
-        await asyncio.shield(self._starting)
+        try:
+            await asyncio.shield(self._starting)
+        except (OSError, EOFError, RuntimeError) as error:
+            # EOFError: the fork server has ended because it could not fork. RuntimeError: no thread can be started.
+            reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+            raise EngineDead(
+                f"the engine process cannot be started ({reason}); raise the limits of the server's user on processes "
+                "and open files (ulimit -u, ulimit -n)"
+            ) from error
 
     async def exited(self) -> str:
         assert self._process is not None, "start it first"

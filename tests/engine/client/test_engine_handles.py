@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import multiprocessing
 import os
 import signal
 import subprocess
@@ -33,6 +34,27 @@ async def test_an_engine_that_cannot_start_says_so_at_once(kind: Callable[[Build
     client = EngineClient([kind(no_weights)])
     with pytest.raises(EngineDead, match="before it was ready"):
         await asyncio.wait_for(client.start(), 30)
+
+
+@pytest.mark.parametrize(
+    "error", [BlockingIOError(11, "Resource temporarily unavailable"), EOFError("unexpected EOF"), RuntimeError("no")]
+)
+async def test_an_engine_process_that_cannot_be_forked_is_one_sentence(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As with `ulimit -u`: the fork fails, the fork server has ended of it, or no thread can be started."""
+    engine = fakes.process(no_weights)
+
+    def start(self: object) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multiprocessing.get_context("forkserver").Process, "start", start)
+        with pytest.raises(EngineDead, match=r"the engine process cannot be started \(.*\); raise the limits"):
+            await engine.start()
+    # The next try is not disturbed by the failed one.
+    await engine.start()
+    await engine.stop(at_once=True)
 
 
 def test_an_address_that_is_none_is_refused_before_anything_is_loaded() -> None:
