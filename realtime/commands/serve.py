@@ -12,6 +12,7 @@ import logging
 import os
 import signal
 import socket
+import threading
 from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
@@ -235,6 +236,7 @@ def run(options: argparse.Namespace) -> int:
     check_tls(config.server)
     check_fleet_secret(config)
     check_spool()
+    check_threads()
     check_port(config.server.host, config.server.port)
     hangup = SignalHandlers()
     if not config.engines_elsewhere:
@@ -291,6 +293,29 @@ def check_spool() -> None:
         where = repr(folder) if folder else "the folder for temporary files"
         text = f"uploads are stored in {where}, where no file can be created: {error.strerror}"
         raise CommandFailed(f"{text}; create the folder for the server's user, or set TMPDIR to another one") from error
+
+
+# Threads and processes that a small server needs.
+LEAST_THREADS = 24
+
+
+def check_threads() -> None:
+    """Raise CommandFailed if the user's limit on processes leaves no room for the server's threads and processes:
+    ZeroMQ aborts the process if it cannot start its own."""
+    started: list[threading.Thread] = []
+    over = threading.Event()
+    try:
+        for _ in range(LEAST_THREADS):
+            thread = threading.Thread(target=over.wait, daemon=True)
+            thread.start()
+            started.append(thread)
+    except RuntimeError as error:
+        text = f"only {len(started)} of at least {LEAST_THREADS} threads and processes can be started"
+        raise CommandFailed(f"{text}; raise the limit of the server's user on processes (ulimit -u)") from error
+    finally:
+        over.set()
+        for thread in started:
+            thread.join()
 
 
 def check_port(host: str, port: int) -> None:

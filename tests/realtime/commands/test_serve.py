@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from realtime import cli
+from realtime.commands import serve
 from realtime.commands.serve import Readiness
+from realtime.commands.terminal import CommandFailed
 
 
 @pytest.fixture
@@ -75,3 +78,22 @@ def test_descriptor_gets_the_address_in_a_line_and_is_closed() -> None:
     Readiness(writer).ready("http://127.0.0.1:8000")
     with os.fdopen(reader) as file:
         assert file.read() == "http://127.0.0.1:8000\n", "the end is seen, so it was closed"
+
+
+def test_a_user_who_may_start_too_few_threads_is_told_before_the_model_is_loaded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    start, left = threading.Thread.start, [serve.LEAST_THREADS - 1]
+
+    def limited(self: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(self)
+
+    serve.check_threads()
+    before = threading.active_count()
+    monkeypatch.setattr(threading.Thread, "start", limited)
+    with pytest.raises(CommandFailed, match=r"only 23 of at least 24 threads .* \(ulimit -u\)"):
+        serve.check_threads()
+    assert threading.active_count() == before
