@@ -97,6 +97,10 @@ class Item(Message):
     # the receiver fills them in again.
     data: Count | None = None
 
+    def covered_samples(self, samples_per_position: int) -> int:
+        """Number of samples of the client's audio that the item covers."""
+        return self.length * samples_per_position if self.samples is None else self.samples
+
 
 class Feed(Message, tag="feed"):
     stream: str

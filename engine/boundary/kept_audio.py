@@ -52,7 +52,7 @@ class KeptAudio:
         if items:
             last = items[-1]
             self.end = last.offset + last.length
-            came = last.length * self._spec.samples_per_position if last.samples is None else last.samples
+            came = last.covered_samples(self._spec.samples_per_position)
             self.end_sample = last.sample + came
 
     def mark_flush(self, tag: int, unanswered: Collection[int], pause: int | None = None) -> None:
@@ -86,7 +86,7 @@ class KeptAudio:
 
     def _rest_of_gap(self, gap: Item, position: int) -> Item:
         rate = self._spec.samples_per_position
-        covered = gap.length * rate if gap.samples is None else gap.samples
+        covered = gap.covered_samples(rate)
         passed = min((position - gap.offset) * rate, covered)
         length = gap.offset + gap.length - position
         samples = None if gap.samples is None else covered - passed

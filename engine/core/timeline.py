@@ -200,7 +200,7 @@ class SampleClock:
             self._positions.append(item.offset)
             self._samples.append(sample)
             self._origin = sample - item.offset * self._rate
-        self.end_sample = sample + (item.length * self._rate if item.samples is None else item.samples)
+        self.end_sample = sample + item.covered_samples(self._rate)
 
     def sample_at(self, position: float) -> int:
         """The sample at which a position starts."""

@@ -63,7 +63,7 @@ class HostedStream:
     def on_audio(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
         for item in items[-1:]:
             self.end = item.offset + item.length
-            came = item.length * samples_per_position if item.samples is None else item.samples
+            came = item.covered_samples(samples_per_position)
             self.end_sample = item.sample + came
         if self.kept is not None:
             # Copies: the scheduler removes the payload of an item that it has planned.

@@ -192,7 +192,7 @@ class SkippingStream:
             text.tokens = tokens + text.tokens[done:]
 
     def _samples(self, item: Item) -> int:
-        return item.length * self._rate if item.samples is None else item.samples
+        return item.covered_samples(self._rate)
 
     def _is_flushed(self) -> bool:
         """Whether a flush wants the text of the first items, and all audio before the flush is judged."""

@@ -114,7 +114,7 @@ class SpeakerTrack:
     def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
         """Keep new audio until the detector has judged it."""
         for item in items:
-            count = item.length * spec.samples_per_position if item.samples is None else item.samples
+            count = item.covered_samples(spec.samples_per_position)
             self._items.append((item.sample, item.offset))
             if item.payload is None or item.payload.ndim > 1:
                 self._unjudged.add(count)

@@ -345,7 +345,7 @@ class PendingAudio:
         """Add items; returns the sample at which the received audio ends."""
         spec, end = self._spec, 0
         for item in items:
-            count = item.length * spec.samples_per_position if item.samples is None else item.samples
+            count = item.covered_samples(spec.samples_per_position)
             if item.payload is None or item.payload.ndim > 1:
                 self._add_silence(count)  # the detector cannot process features
             else:
