@@ -108,6 +108,9 @@ PULSE_TIMEOUT_MS = 3500
 # until then it may be in a long step, afterwards it is taken to hang.
 BEAT_SECONDS = 1.0
 SILENCE_SECONDS = 30.0
+# A side that has not looked for messages for this long was stopped itself (a suspended machine): the silence of the
+# other side counts from then on.
+STOPPED_SECONDS = 5.0
 # Most unacknowledged bytes in one direction.
 WINDOW_BYTES = 64 * 1024 * 1024
 # Most bytes of a frame on the socket. ZeroMQ disconnects a peer that announces a longer one. CURVE adds 33 bytes.

@@ -36,6 +36,7 @@ from engine.boundary.items import (
 from engine.boundary.sockets import (
     BEAT_SECONDS,
     SILENCE_SECONDS,
+    STOPPED_SECONDS,
     WHY_REFUSED,
     Arrival,
     GatewaySocket,
@@ -348,7 +349,7 @@ class EngineLink:
         self._leaving: list[asyncio.Future[None]] = []
         # (batch number, done when the engine has acknowledged it)
         self._awaited: list[tuple[int, asyncio.Future[None]]] = []
-        self._heard_at = self._loop.time()
+        self._heard_at = self._beat_at = self._loop.time()
 
     async def connect(
         self, context: zmq.Context[zmq.Socket[bytes]], gateway: str, model: str | None, timeout_s: float
@@ -383,7 +384,7 @@ class EngineLink:
         self.processor = Processor("main", welcome.spec, self.cache)
         # Nothing has been sent yet: the mirror is empty before and after, like the engine's cache.
         warm_up(self.processor)
-        self._heard_at = self._loop.time()
+        self._heard_at = self._beat_at = self._loop.time()
         self._beat_timer = self._loop.call_later(BEAT_SECONDS, self._beat)
         return welcome.spec
 
@@ -555,7 +556,11 @@ class EngineLink:
         return messages.Failed(command.stream, code_of(opens), f"stream {command.stream!r}: {why}")
 
     def _beat(self) -> None:
-        if self._loop.time() - self._heard_at > SILENCE_SECONDS:
+        now = self._loop.time()
+        if now - self._beat_at > BEAT_SECONDS + STOPPED_SECONDS:
+            self._heard_at = now
+        self._beat_at = now
+        if now - self._heard_at > SILENCE_SECONDS:
             self._lose(f"the engine at {self.address} has been silent for {SILENCE_SECONDS:g} s")
             return
         self._send_beat()

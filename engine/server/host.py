@@ -30,7 +30,14 @@ from engine.boundary.codec import (
 from engine.boundary.crash_record import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.items import complaint_about
-from engine.boundary.sockets import BEAT_SECONDS, SILENCE_SECONDS, Arrival, EngineSocket, package_version
+from engine.boundary.sockets import (
+    BEAT_SECONDS,
+    SILENCE_SECONDS,
+    STOPPED_SECONDS,
+    Arrival,
+    EngineSocket,
+    package_version,
+)
 from engine.errors import AtCapacity, BadItem, DuplicateStream, EngineDead, StreamFailed
 from engine.options import COUNTED_SECONDS
 from engine.server.handoff import HandoffTable
@@ -325,6 +332,8 @@ class EngineHost:
         self._handoffs = HandoffTable(self._hosted, clock, self._reaches, self._apply_received, self._abort)
         self._intake = CommandIntake(loop, self._hosted, self._handoffs, clock)
         self._progress_at = self._status_at = 0.0
+        # When the last report was made, and from when on the silence of gateways counts: this process may be stopped.
+        self._reported_at = self._silence_from = clock()
         self._drains_until = 0.0
         self._load = LoadReport(loop, clock())
 
@@ -588,8 +597,11 @@ class EngineHost:
             self._status_at, self._hosted.changed = now, False
             waited = [now - peer.inbox[0][2] for peer in self._peers.values() if peer.waits_for_a_turn]
             self._load.measure(self._loop, self._hosted.streams.values(), max(waited, default=0.0), now)
+        if now - self._reported_at > STOPPED_SECONDS:
+            self._silence_from = now
+        self._reported_at = now
         for peer in list(self._peers.values()):
-            if now - peer.last_received_at > SILENCE_SECONDS:
+            if now - max(peer.last_received_at, self._silence_from) > SILENCE_SECONDS:
                 logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)
                 self._drop(peer)
             elif peer.outputs or peer.name in progress:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Iterator
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import decode_commands
 from engine.boundary.kept_audio import AskedFlush
+from engine.boundary.sockets import SILENCE_SECONDS
 from engine.client import link as link_module
 from engine.client.link import (
     BATCH_BYTES,
@@ -373,3 +375,23 @@ async def test_a_batch_counts_the_bytes_of_every_command(command: Any, replayed_
     assert sum(len(batch.commands) for batch in socket.batches) == count
     assert max(socket.message_bytes) <= BATCH_BYTES + 2 * LONG
     link.close()
+
+
+async def test_a_gateway_that_was_stopped_does_not_take_the_engine_for_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After the machine was suspended, the first beat comes late, and the engine's messages have not been read yet."""
+    lost: list[str] = []
+    link = new_link(lost)
+    await link.connect(zmq.Context.instance(), "gateway", None, 5.0)
+    later = [0.0]
+    true_time = link._loop.time
+    monkeypatch.setattr(link, "_loop", SimpleNamespace(time=lambda: true_time() + later[0], call_later=lambda *_: None))
+    later[0] = 10 * SILENCE_SECONDS
+    link._beat()
+    assert not lost
+    for _ in range(int(SILENCE_SECONDS) - 5):
+        later[0] += 1
+        link._beat()
+    assert not lost
+    later[0] += 5.9
+    link._beat()
+    assert "has been silent for 30 s" in lost[0], "from then on the silence counts"

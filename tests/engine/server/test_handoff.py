@@ -177,7 +177,7 @@ def test_the_last_words_of_an_owner_that_is_gone_count(leaves: str, monkeypatch:
 
 def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time(host: Host) -> None:
     entrust(host, b"a", 0)
-    host.now += SILENCE_SECONDS + 1
+    listen(host, SILENCE_SECONDS + 1)
     host.greet(b"c")
     host.tick()
     assert host.loop.scheduler.streams, "its gateway is gone, and it waits"
@@ -192,8 +192,18 @@ def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time(host: Host
     assert adopted(host, b"d") == [messages.SessionGiven("s")]
 
 
+def test_an_engine_that_was_stopped_does_not_take_its_gateways_for_silent(host: Host) -> None:
+    """After the machine was suspended, engine and gateways have heard nothing of each other."""
+    host.now += 10 * SILENCE_SECONDS
+    host.tick()
+    listen(host, 0.8 * SILENCE_SECONDS)
+    assert host.loop.scheduler.streams
+    listen(host, 0.4 * SILENCE_SECONDS)
+    assert not host.loop.scheduler.streams, "from then on the silence counts"
+
+
 def test_a_stream_without_a_will_ends_with_its_gateway(host: Host) -> None:
-    host.now += SILENCE_SECONDS + 1
+    listen(host, SILENCE_SECONDS + 1)
     host.greet(b"c")
     host.tick()
     assert not host.loop.scheduler.streams
