@@ -23,7 +23,6 @@ import sys
 import tempfile
 import time
 import zlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -151,7 +150,10 @@ def manifest_sources(path: Path) -> list[Source]:
 
 # Each case is spoken with pauses at the bars, which are no ends.
 _SPOKEN = {
-    "digits": ["four one five | five five five | zero one nine two", "my number is | nine eight two | seven seven four"],
+    "digits": [
+        "four one five | five five five | zero one nine two",
+        "my number is | nine eight two | seven seven four",
+    ],
     "list": ["I need apples, | bananas, | and a loaf of bread", "we have red, | green, | and blue"],
     "hesitation": ["I was thinking that um | maybe we could go on Friday", "so the | the thing is | it does not work"],
     "question": ["could you tell me | when the next train leaves?", "is it | still open on Sunday?"],
@@ -279,7 +281,12 @@ def cases_of(source: Source, heard: Heard) -> list[PauseCase]:
             continue
         # A turn that ended begins a new text.
         case = PauseCase(
-            source, fell, None if label else rose - fell, rose - fell, heard.words[last][2], _texts(heard, turn_start, last)
+            source,
+            fell,
+            None if label else rose - fell,
+            rose - fell,
+            heard.words[last][2],
+            _texts(heard, turn_start, last),
         )
         found.append(case)
         if label:
@@ -336,3 +343,224 @@ def ask_detector(cases: Iterable[PauseCase], detector: SmartTurn) -> float:
             case.answers += detector.judge([piece])
             spent, asked = spent + time.process_time() - started, asked + 1
     return spent / max(asked, 1)
+
+
+# Rules: the seconds of silence after which each ends the turn, if the silence lasts
+
+Rule = Callable[[PauseCase], float]
+
+
+def silence_rule(seconds: float) -> Rule:
+    return lambda case: seconds
+
+
+def learnt_rule(threshold: float, timeout_s: float = 3.0) -> Rule:
+    """The detector alone: the first answer above a threshold, or a timeout."""
+
+    def end(case: PauseCase) -> float:
+        for number, answer in enumerate(case.answers):
+            if answer >= threshold:
+                return (ASK_MS + ASK_AGAIN_MS * number) / 1000
+        return timeout_s
+
+    return end
+
+
+def judged_rule(eagerness: Eagerness, learnt: bool) -> Rule:
+    """The rule of the product, with the detector or without."""
+    judge = Judge(eagerness, SAMPLE_RATE, learnt=learnt)
+
+    def end(case: PauseCase) -> float:
+        later = [(moment - case.fell, text) for moment, text in case.texts if moment > case.fell]
+        limit = round(LONGEST_S * SAMPLE_RATE) if case.silence is None else round(case.silence * SAMPLE_RATE)
+        pause = judge.begin(0, case.text(case.fell))
+        for stop, text in [*((round(at * SAMPLE_RATE), text) for at, text in later), (limit, "")]:
+            while True:
+                pause, signs = judge.advance(pause, min(stop, limit))
+                if signs and isinstance(signs[-1], End):
+                    return signs[-1].sample / SAMPLE_RATE
+                if not (signs and isinstance(signs[-1], Ask)):
+                    break
+                pause = judge.hear_answer(pause, case.answers[pause.answers])
+            if stop >= limit:
+                break
+            pause = judge.hear_words(pause, text)
+        return np.inf
+
+    return end
+
+
+def text_eagerness(finished_ms: int) -> Eagerness:
+    return Eagerness(0.7, 8000, None, finished_ms, min(8 * finished_ms, 8000))
+
+
+@dataclass(frozen=True, slots=True)
+class RuleFamily:
+    """A rule with a setting: the chosen one, and others from eager to patient. `asks`: it needs the detector."""
+
+    name: str
+    chosen: Rule
+    others: list[tuple[float, Rule]]
+    asks: bool
+
+
+def families() -> list[RuleFamily]:
+    medium = end_of_turn.EAGERNESS["medium"]
+    thresholds = [*np.arange(0.2, 0.95, 0.02), *np.arange(0.95, 0.995, 0.005)]
+    return [
+        RuleFamily(
+            "silence 500 ms", silence_rule(0.5), [(at, silence_rule(at)) for at in np.arange(0.2, 4.0, 0.05)], False
+        ),
+        RuleFamily(
+            "text",
+            judged_rule(medium, learnt=False),
+            [(at, judged_rule(text_eagerness(at), learnt=False)) for at in range(200, 4000, 50)],
+            False,
+        ),
+        RuleFamily("learnt", learnt_rule(0.5), [(at, learnt_rule(at)) for at in thresholds], True),
+        RuleFamily(
+            "fused",
+            judged_rule(medium, learnt=True),
+            [(at, judged_rule(replace(medium, threshold=float(at)), learnt=True)) for at in thresholds],
+            True,
+        ),
+    ]
+
+
+def wrong_share(rule: Rule, cases: Sequence[PauseCase]) -> float:
+    inside = [case for case in cases if case.silence is not None]
+    return sum(rule(case) < (case.silence or 0.0) for case in inside) / max(len(inside), 1)
+
+
+def figures_of(rule: Rule, cases: Sequence[PauseCase], question_s: float, speech_s: float) -> Figures:
+    inside = [case for case in cases if case.silence is not None]
+    cuts = sum(rule(case) < (case.silence or 0.0) for case in inside)
+    delays, after_fall, questions = [], [], 0
+    for case in cases:
+        end = rule(case)
+        asked = sum(end >= (ASK_MS + ASK_AGAIN_MS * number) / 1000 for number in range(len(case.answers)))
+        questions += asked
+        if case.silence is None:
+            # An end at a question is known when the answer is.
+            at_question = any(
+                abs(end - (ASK_MS + ASK_AGAIN_MS * number) / 1000) < 0.001 for number in range(MOST_QUESTIONS)
+            )
+            after_fall.append(end + question_s * at_question)
+            delays.append(after_fall[-1] + case.fell - case.last_word)
+    return {
+        "wrong_cuts": cuts / max(len(inside), 1),
+        **percentiles("end_after_word_s", delays, 50, 95),
+        **percentiles("end_after_speech_fell_s", after_fall, 50, 95),
+        "false_interruptions_per_minute": cuts / max(speech_s / 60, 1e-9),
+        "cpu_ms_per_pause": questions * question_s * 1000 / max(len(cases), 1),
+    }
+
+
+def compare(cases: Sequence[PauseCase], question_s: float) -> Figures:
+    """Every rule at its chosen setting, and at the setting that has 5 % wrong cuts on the first half of speakers."""
+    first = [case for case in cases if case.calibrates]
+    second = [case for case in cases if not case.calibrates]
+    spoken = {case.source.name: len(case.source.audio) / SAMPLE_RATE for case in second}
+    found: Figures = {
+        "pauses": {
+            "inside_sentences": sum(case.silence is not None for case in second),
+            "at_ends": sum(case.silence is None for case in second),
+            "speakers": len({case.source.speaker for case in second}),
+            "inside_sentences_first_half": sum(case.silence is not None for case in first),
+            "at_ends_first_half": sum(case.silence is None for case in first),
+        },
+        "cpu_ms_a_question": question_s * 1000,
+    }
+    for family in families():
+        cost = question_s if family.asks else 0.0
+        figures = figures_of(family.chosen, second, cost, sum(spoken.values()))
+        fitting = [(at, rule) for at, rule in family.others if wrong_share(rule, first) <= WRONG_SHARE]
+        if fitting:
+            at, rule = fitting[0]
+            figures["at_5_percent"] = {
+                "setting": float(at),
+                **figures_of(rule, second, cost, sum(spoken.values())),
+            }
+        found[family.name] = figures
+    groups = sorted({case.source.group for case in cases})
+    fused = families()[-1].chosen
+    found["fused_wrong_cuts_by_group"] = {
+        group: f"{sum(rule_cut(fused, case) for case in inside)} of {len(inside)}"
+        for group in groups
+        if (inside := [case for case in second if case.source.group == group and case.silence is not None])
+    }
+    return found
+
+
+def rule_cut(rule: Rule, case: PauseCase) -> bool:
+    return case.silence is not None and rule(case) < case.silence
+
+
+# The weights of the score
+
+_MOMENTS_S = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 4.0)
+
+
+def fit(cases: Sequence[PauseCase], detector: bool) -> Figures:
+    """Logistic regression: at each moment of a pause that still lasts, whether it is an end. A pause counts once."""
+    rows, labels, weights = [], [], []
+    for case in cases:
+        moments = [at for at in _MOMENTS_S if case.silence is None or at <= case.silence]
+        for at in moments:
+            told = tell(case.text(case.fell + at))
+            asked = min(int((at * 1000 - ASK_MS) // ASK_AGAIN_MS), len(case.answers) - 1)
+            sure = min(max(case.answers[asked], 0.001), 0.999)
+            odds = np.log(sure / (1 - sure)) if detector else 0.0
+            rows.append([1.0, odds, *(float(told is kind) for kind in Words), np.log(at * 1000 / ASK_MS)])
+            labels.append(float(case.silence is None))
+            weights.append(1 / len(moments))
+    x, y, weight = np.array(rows), np.array(labels), np.array(weights)
+    solution, penalty = np.zeros(x.shape[1]), np.full(x.shape[1], 0.3)
+    penalty[0] = 1e-6
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-x @ solution))
+        gradient = x.T @ (weight * (p - y)) + penalty * solution
+        hessian = (x * (weight * p * (1 - p))[:, None]).T @ x + np.diag(penalty)
+        solution = solution - np.linalg.solve(hessian, gradient)
+    bias, odds, none, unfinished, open_, finished, growth = solution.round(2).tolist()
+    return {"bias": bias, "detector": odds, "words": (none, unfinished, open_, finished), "growth": growth}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text, speaker, style")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the model whose words are read")
+    parser.add_argument("--heard", type=Path, help="file with what the engine said; missing recordings are added")
+    parser.add_argument("--no-synthetic", action="store_true", help="without the cases from espeak-ng")
+    parser.add_argument("--fit", action="store_true", help="print the weights of the score")
+    options = parser.parse_args(arguments)
+    if options.manifest is None and not options.small:
+        parser.error("name a manifest, or use --small")
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = sample_manifest(Path(folder)) if options.manifest is None else options.manifest
+            sources = manifest_sources(path)[: 4 if options.small else None]
+            if not options.no_synthetic and not options.small:
+                sources += synthetic_sources()
+            if not sources:
+                raise BadManifest(f"{path} has no recording whose sentences are known")
+            detector = load_turn_detector(pull(TURN_DETECTOR))
+            detector.quantise()
+            heard = listen(sources, SMALL_MODEL if options.small else options.model, options.heard)
+            cases = [case for source in sources for case in cases_of(source, heard[source.name])]
+            question_s = ask_detector(cases, detector)
+    except (BadManifest, EngineError, WeightsError, RunFailed) as error:
+        return complain(error)
+    found = compare(cases, question_s)
+    show("Ends of turns", found)
+    if options.fit:
+        first = [case for case in cases if case.calibrates]
+        found["fit"] = {"FUSED": fit(first, True), "WORDS_ONLY": fit(first, False)}
+        show("Weights, fitted on the first half of speakers", found["fit"])
+    write_json(options, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -64,7 +64,7 @@ def _openai_name(name: str) -> str:
 
 
 def fused(tensors: dict[str, Tensor], width: int, audio_layers: int, text_layers: int) -> dict[str, Tensor]:
-    """A state dict of either kind under this module's names, with fused matrices. An encoder alone has no text layers."""
+    """A state dict of either kind under this module's names, with fused matrices. An encoder alone: no text layers."""
     left = {_openai_name(name): value.float() for name, value in tensors.items() if name != "proj_out.weight"}
 
     def take(prefix: str, parts: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:

@@ -292,7 +292,7 @@ def whisper_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[np.
     return tensors
 
 
-# The turn detector's names: biases have kept theirs, and a matrix is identified by the bias that is added to its product.
+# The turn detector's names: biases have kept theirs; a matrix is identified by the bias that is added to its product.
 
 _OWN = "inner."
 _READ = "_DequantizeLinear_Output"
