@@ -7,10 +7,10 @@ inside a sentence before the speaker goes on has cut it wrongly. At the end of a
 the sound of the pause), and the delay from the end of the last word to the end of the turn counts. The words are those
 of the engine, when they came, played at the pace of a microphone with a flush 200 ms after speech fell.
 
-A reference without punctuation counts as one sentence if it has at most 12 words; a longer one is left out. Half of the
-speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half. `espeak-ng`, if installed,
-adds hard cases: digits, lists, hesitations, questions. --heard keeps what the engine said, for a second run. --fit
-prints the weights of the score, fitted on the first half.
+A reference without punctuation is left out, unless its style (`...-nonnative`, `...-spelled`) says that it is one
+sentence. Half of the speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half.
+`espeak-ng`, if installed, adds hard cases: digits, lists, hesitations, questions. --heard keeps what the engine said,
+for a second run. --fit prints the weights of the score, fitted on the first half.
 Exit status: 0 done, 1 the engine failed, 2 the manifest or a model cannot be used.
 """
 
@@ -50,7 +50,8 @@ from realtime.bench.words import align
 
 SMALL_MODEL = "moonshine-tiny"
 SHORTEST_PAUSE_S = 0.25
-LONGEST_SENTENCE_WORDS = 12
+# Styles whose recordings are one sentence each, though their references have no punctuation.
+ONE_SENTENCE = ("nonnative", "spelled")
 THRESHOLD, MIN_SPEECH_MS = 0.5, 64
 # Sound after the end of a recording, and the longest silence that a rule may wait for.
 TAIL_S, LONGEST_S = 1.5, 10.0
@@ -139,11 +140,11 @@ def manifest_sources(path: Path) -> list[Source]:
         marks = any(mark in text for mark in SENTENCE_MARKS)
         if entry.get("kind", "clips") != "clips" or not text:
             continue
-        if not marks and len(text.split()) > LONGEST_SENTENCE_WORDS:
+        group = str(entry.get("style", "speech"))
+        if not marks and not group.endswith(ONE_SENTENCE):
             continue
         name = str(entry.get("id", Path(entry["path"]).stem))
         audio = load_audio(path.parent / entry["path"])
-        group = str(entry.get("style", "speech"))
         found.append(Source(name, str(entry.get("speaker", name)), audio, text, marks, group))
     return found
 
