@@ -499,12 +499,20 @@ def rule_cut(rule: Rule, case: PauseCase) -> bool:
 
 # The weights of the score
 
+# Recordings of single sentences have more ends than speech has: there a speaker pauses a few times in a turn.
+ENDS_SHARE = 2 / 7
 _MOMENTS_S = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 4.0)
 
 
 def fit(cases: Sequence[PauseCase], detector: bool) -> Figures:
-    """Logistic regression: at each moment of a pause that still lasts, whether it is an end. A pause counts once."""
+    """Logistic regression: at each moment of a pause that still lasts, whether it is an end. A pause counts once, and
+    ends and others count as if `ENDS_SHARE` of all pauses were ends."""
     rows, labels, weights = [], [], []
+    ends = sum(case.silence is None for case in cases)
+    counts = {
+        True: ENDS_SHARE * len(cases) / max(ends, 1),
+        False: (1 - ENDS_SHARE) * len(cases) / max(len(cases) - ends, 1),
+    }
     for case in cases:
         moments = [at for at in _MOMENTS_S if case.silence is None or at <= case.silence]
         for at in moments:
@@ -514,7 +522,7 @@ def fit(cases: Sequence[PauseCase], detector: bool) -> Figures:
             odds = np.log(sure / (1 - sure)) if detector else 0.0
             rows.append([1.0, odds, *(float(told is kind) for kind in Words), np.log(at * 1000 / ASK_MS)])
             labels.append(float(case.silence is None))
-            weights.append(1 / len(moments))
+            weights.append(counts[case.silence is None] / len(moments))
     x, y, weight = np.array(rows), np.array(labels), np.array(weights)
     solution, penalty = np.zeros(x.shape[1]), np.full(x.shape[1], 0.3)
     penalty[0] = 1e-6

@@ -349,10 +349,12 @@ def _dequantised(graph: Graph, name: str, rows: bool = False) -> npt.NDArray[np.
     # The scale of a quantised bias has the bias's full name.
     stem = name if name + "_scale" in graph.tensors else name.removesuffix("_quantized")
     quantised = values.astype(np.float32)
-    scale, zero = graph.tensors[stem + "_scale"].astype(np.float32), graph.tensors[stem + "_zero_point"]
-    if zero.dtype == np.float32:
+    scale = graph.tensors[stem + "_scale"].astype(np.float32)
+    zero = graph.tensors[stem + "_zero_point"].astype(np.float32)
+    if graph.tensors[stem + "_zero_point"].dtype == np.float32:
         # Convolutions are stored as multiply and add; matrix products subtract an integer zero point first.
         return quantised * scale + zero
     if rows and scale.ndim:
-        scale, zero = (part.reshape(-1, *[1] * (values.ndim - 1)) for part in (scale, zero))
-    return (quantised - zero.astype(np.float32)) * scale
+        shape = (-1, *[1] * (values.ndim - 1))
+        scale, zero = scale.reshape(shape), zero.reshape(shape)
+    return (quantised - zero) * scale

@@ -123,8 +123,9 @@ def end_ms(eagerness: Eagerness, text: str, *answers: float | None, learnt: bool
     return (signs[-1].sample - FELL) * 1000 / RATE
 
 
-def test_a_sure_end_is_told_at_the_first_question() -> None:
-    assert end_ms(EAGERNESS["medium"], "I think so.", 0.99) == 200
+def test_a_sure_end_is_told_early() -> None:
+    assert end_ms(numeric_eagerness(0.5), "I think so.", 0.999) == 200
+    assert 200 < end_ms(EAGERNESS["medium"], "I think so.", 0.99) < 500
 
 
 def test_an_unfinished_turn_is_waited_for() -> None:
