@@ -100,5 +100,6 @@ class SmartTurn(nn.Module):
             kept = samples[-WINDOW_SAMPLES:]
             window[WINDOW_SAMPLES - len(kept) :] = kept
         batch = torch.from_numpy(windows).to(self._hann.device)
-        size = len(audio) if batch.device.type != "cpu" else 1
-        return [probability for rows in batch.split(size or 1) if len(rows) for probability in self(rows).tolist()]
+        size = 1 if batch.device.type == "cpu" else max(len(audio), 1)
+        starts = range(0, len(audio), size)
+        return [chance for start in starts for chance in self(batch[start : start + size]).tolist()]
