@@ -128,8 +128,8 @@ def _repeated(sound: Samples, samples: int) -> Samples:
     return np.resize(both, samples).astype(np.float32)
 
 
-def manifest_sources(path: Path) -> list[Source]:
-    """The recordings of a manifest whose sentences are known. Raises BadManifest."""
+def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
+    """The recordings of a manifest whose sentences are known; all, if each is one sentence. Raises BadManifest."""
     try:
         entries = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
     except (OSError, ValueError) as error:
@@ -141,7 +141,7 @@ def manifest_sources(path: Path) -> list[Source]:
         if entry.get("kind", "clips") != "clips" or not text:
             continue
         group = str(entry.get("style", "speech"))
-        if not marks and not group.endswith(ONE_SENTENCE):
+        if not marks and not one_sentence and not group.endswith(ONE_SENTENCE):
             continue
         name = str(entry.get("id", Path(entry["path"]).stem))
         audio = load_audio(path.parent / entry["path"])
@@ -549,7 +549,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with tempfile.TemporaryDirectory() as folder:
             path = sample_manifest(Path(folder)) if options.manifest is None else options.manifest
-            sources = manifest_sources(path)[: 4 if options.small else None]
+            sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
             if not options.no_synthetic and not options.small:
                 sources += synthetic_sources()
             if not sources:
