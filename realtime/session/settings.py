@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unicodedata import normalize
 
+from engine.end_of_turn import Eagerness
 from engine.options import (
     MAX_KEYWORD_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
@@ -57,13 +58,16 @@ class AudioFormat:
 
 @dataclass(frozen=True, slots=True)
 class TurnDetection:
-    """Server-side turn detection. `semantic` ends a turn by text and pause, otherwise the pause alone ends it."""
+    """Server-side turn detection. `scored` ends a turn by a probability and `semantic` by text and pause; otherwise the
+    pause alone ends it."""
 
     semantic: bool = False
     threshold: float = 0.5
     prefix_padding_ms: int = 300
     silence_duration_ms: int = 500
     eagerness: str = "auto"
+    # Ends a turn at a probability (engine/end_of_turn.py); with `scored.eager`, probable ends are announced before.
+    scored: Eagerness | None = None
     # Silence of this length is committed as an empty item; None turns that off.
     idle_timeout_ms: int | None = None
     # Sub-fields without effect (create_response, ...), echoed as the client sent them.
