@@ -87,7 +87,7 @@ UNFINISHED_MS = {"high": 2000, "medium": 4000, "auto": 4000, "low": 8000}
 @dataclass(frozen=True, slots=True)
 class Eagerness:
     """When a turn ends: at this probability, or after `timeout_ms` of silence. At the lower `eager` probability (if
-    any) an early end is announced, which speech may still take back.
+    any) an early end is announced, which speech may still take back. A threshold of 1 is never reached.
 
     Without a detector, `finished_ms` and `unfinished_ms` of silence end a turn, if they are given; else the words' own
     score does.
@@ -100,8 +100,8 @@ class Eagerness:
     unfinished_ms: int | None = None
 
     def __post_init__(self) -> None:
-        if not 0 < self.threshold < 1:
-            raise ValueError(f"the threshold for the end of a turn must be between 0 and 1, not {self.threshold}")
+        if not 0 < self.threshold <= 1:
+            raise ValueError(f"the threshold for the end of a turn must be above 0 and at most 1, not {self.threshold}")
         if self.timeout_ms < ASK_MS:
             raise ValueError(f"the timeout for the end of a turn must be at least {ASK_MS} ms, not {self.timeout_ms}")
         if self.eager is not None and not 0 < self.eager <= self.threshold:
@@ -117,7 +117,7 @@ EAGERNESS = {
 }
 
 # The ranges and defaults of Deepgram Flux.
-EOT_THRESHOLDS, EAGER_EOT_THRESHOLDS, EOT_TIMEOUTS_MS = (0.5, 0.9), (0.3, 0.9), (500, 10_000)
+EOT_THRESHOLDS, EAGER_EOT_THRESHOLDS, EOT_TIMEOUTS_MS = (0.5, 1.0), (0.3, 0.9), (500, 60_000)
 DEFAULT_EOT_THRESHOLD, DEFAULT_EOT_TIMEOUT_MS = 0.7, 5000
 
 
@@ -269,7 +269,9 @@ class Judge:
     def _reached(self, pause: Pause, threshold: float) -> int:
         """The sample at which the score reaches a threshold, if nothing changes."""
         weights = self._weights(pause)
-        exponent = (math.log(threshold / (1 - threshold)) - self._constant(pause)) / weights.growth
+        exponent = math.inf
+        if threshold < 1:
+            exponent = (math.log(threshold / (1 - threshold)) - self._constant(pause)) / weights.growth
         # No silence is longer than a day.
         wait_ms = max(ASK_MS * math.exp(min(exponent, 13.0)), ASK_MS)
         return max(pause.fell + self._samples(wait_ms), pause.now)

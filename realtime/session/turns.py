@@ -76,6 +76,10 @@ class Turn:
     tokens: int = 0
     # Length of `sent` and `held` together.
     characters: int = 0
+    # Scored detection: the client was sent `EagerTurnEnd`; how sure the end was, and whether only the silence ended it.
+    probably_over: bool = False
+    confidence: float | None = None
+    timeout: bool = False
 
     def move(self, to: TurnState) -> None:
         if to not in TURN_MOVES[self.state]:
@@ -295,7 +299,16 @@ class Turns:
         transcript = "".join(turn.sent)
         words = tuple(turn.words)
         done = Completed(
-            turn.item_id, transcript, words, turn.start, turn.end, turn.tokens, turn.ended_at, goes_on=goes_on
+            turn.item_id,
+            transcript,
+            words,
+            turn.start,
+            turn.end,
+            turn.tokens,
+            turn.ended_at,
+            goes_on=goes_on,
+            confidence=turn.confidence,
+            timeout=turn.timeout,
         )
         return [*out, done]
 

@@ -178,14 +178,18 @@ def test_an_early_end_comes_before_the_end() -> None:
     assert early[0].sample < signs[-1].sample and early[0].confidence >= 0.3 - 1e-3
 
 
+def test_at_a_threshold_of_one_only_the_silence_ends_a_turn() -> None:
+    assert end_ms(numeric_eagerness(1.0, None, 7000), "I think so.", 0.99) == 7000
+
+
 def test_numbers_out_of_range_are_named() -> None:
-    with pytest.raises(ValueError, match=r"^eot_threshold must be between 0.5 and 0.9, not 0.95$"):
-        numeric_eagerness(0.95)
+    with pytest.raises(ValueError, match=r"^eot_threshold must be between 0.5 and 1, not 0.45$"):
+        numeric_eagerness(0.45)
     with pytest.raises(ValueError, match=r"^eager_eot_threshold must be between 0.3 and 0.9, not 0.1$"):
         numeric_eagerness(0.7, 0.1)
     with pytest.raises(ValueError, match=r"^eager_eot_threshold \(0.8\) must not be above eot_threshold \(0.7\)$"):
         numeric_eagerness(0.7, 0.8)
-    with pytest.raises(ValueError, match=r"^eot_timeout_ms must be between 500 and 10000, not 100$"):
+    with pytest.raises(ValueError, match=r"^eot_timeout_ms must be between 500 and 60000, not 100$"):
         numeric_eagerness(0.7, None, 100)
     with pytest.raises(ValueError, match="eot_threshold"):
         numeric_eagerness(float("nan"))
