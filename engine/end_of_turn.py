@@ -141,7 +141,8 @@ def numeric_eagerness(
 def _check(name: str, value: float, bounds: tuple[float, float]) -> None:
     low, high = bounds
     if not low <= value <= high:
-        raise ValueError(f"{name} must be between {low:g} and {high:g}, not {value:g}")
+        # The value is not repeated: it may be an integer that is too long for any text.
+        raise ValueError(f"{name} must be between {low:g} and {high:g}")
 
 
 # A pause.

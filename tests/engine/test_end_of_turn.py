@@ -183,16 +183,18 @@ def test_at_a_threshold_of_one_only_the_silence_ends_a_turn() -> None:
 
 
 def test_numbers_out_of_range_are_named() -> None:
-    with pytest.raises(ValueError, match=r"^eot_threshold must be between 0.5 and 1, not 0.45$"):
+    with pytest.raises(ValueError, match=r"^eot_threshold must be between 0.5 and 1$"):
         numeric_eagerness(0.45)
-    with pytest.raises(ValueError, match=r"^eager_eot_threshold must be between 0.3 and 0.9, not 0.1$"):
+    with pytest.raises(ValueError, match=r"^eager_eot_threshold must be between 0.3 and 0.9$"):
         numeric_eagerness(0.7, 0.1)
     with pytest.raises(ValueError, match=r"^eager_eot_threshold \(0.8\) must not be above eot_threshold \(0.7\)$"):
         numeric_eagerness(0.7, 0.8)
-    with pytest.raises(ValueError, match=r"^eot_timeout_ms must be between 500 and 60000, not 100$"):
+    with pytest.raises(ValueError, match=r"^eot_timeout_ms must be between 500 and 60000$"):
         numeric_eagerness(0.7, None, 100)
     with pytest.raises(ValueError, match="eot_threshold"):
         numeric_eagerness(float("nan"))
+    with pytest.raises(ValueError, match="eot_timeout_ms"):
+        numeric_eagerness(eot_timeout_ms=10**5000)
 
 
 # Any division of the silence
