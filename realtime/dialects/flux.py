@@ -14,12 +14,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from realtime.dialects.base import DirectAnswer, Json, Nothing, Request, SessionFacts
+from realtime.dialects.base import Json, Nothing, Request, SessionFacts
 from realtime.dialects.deepgram import Pairs, check_query, mean_confidence, raw_format, refused, seconds
 from realtime.errors import ClientFault
 from realtime.numbers import decimal_number, whole_number
 from realtime.session.events import (
-    Answered,
     Commit,
     Committed,
     Completed,
@@ -151,13 +150,14 @@ class FluxDialect:
         raise ClientFault("UNPARSABLE_CLIENT_MESSAGE", "Send CloseStream, Configure or ForceEndTurn.")
 
     def _configure(self, message: Json, settings: Settings) -> Request:
-        """Change thresholds and keyterms; what is not given stays. A message with a mistake changes nothing."""
+        """Change thresholds and keyterms; what is not given stays. A message with a mistake changes nothing. Raises
+        ClientFault."""
         assert settings.turn_detection is not None
         try:
             detection = _changed(settings.turn_detection, message.get("thresholds"))
             keywords = _keyterms(message.get("keyterms"))
         except ValueError as error:
-            return DirectAnswer({"type": "ConfigureFailure", "code": "INVALID_VALUE", "description": _sentence(error)})
+            raise ClientFault("invalid_value", _sentence(error), event_id=CONFIGURE) from None
         changed = replace(settings, turn_detection=detection)
         if keywords is not None:
             changed = replace(changed, keywords=keywords)
@@ -189,8 +189,6 @@ class FluxDialect:
                 return self._configured(event.settings)
             case Problem():
                 return self._problem(event)
-            case Answered():
-                return [self._message(**event.body)]
             case _:
                 return []
 
@@ -282,12 +280,11 @@ class FluxDialect:
         return told
 
     def _problem(self, event: Problem) -> list[Json]:
-        match event.event_id:
-            case "force_end_turn":
-                # No turn is open.
-                return []
-            case "configure":
-                return [self._message("ConfigureFailure", code="INVALID_VALUE", description=event.message)]
+        if event.event_id == FORCE:
+            # No turn is open.
+            return []
+        if event.event_id == CONFIGURE:
+            return [self._message("ConfigureFailure", code=event.code.upper(), description=event.message)]
         code = "UNPARSABLE_CLIENT_MESSAGE" if event.code == "invalid_json" else event.code.upper()
         return [self._message("Error", code=code, description=event.message)]
 

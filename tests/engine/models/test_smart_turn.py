@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from engine.weights.pretrained import load_turn_detector
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.pretrained import load_turn_detector
 from engine.weights.registry import TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.store import cache_folder
 
