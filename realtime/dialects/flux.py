@@ -193,8 +193,9 @@ class FluxDialect:
                 return []
 
     def _delta(self, event: Delta, settings: Settings) -> list[Json]:
-        if not self._text and event.words:
-            self._start = self._starts.get(event.item_id, event.words[0].start)
+        if not self._text:
+            # After a cut, the turn continues where the last one ended.
+            self._start = max(self._end, self._starts.get(event.item_id, 0))
         self._text = (self._text + event.text).lstrip()
         self._words += event.words
         if self._words:

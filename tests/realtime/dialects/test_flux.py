@@ -277,6 +277,13 @@ def test_a_turn_with_an_eager_end_that_speech_takes_back() -> None:
     assert wire.messages[-1]["trigger"] == "timeout"
 
 
+def test_a_turn_begins_where_speech_began_also_if_its_first_word_is_incomplete() -> None:
+    wire = Wire()
+    wire(SpeechStarted("i1", 0), said("One", 0.2, 0.5), SpeechStarted("i2", 5 * RATE), done(end=3.0))
+    wire(Delta("i2", "Tw"))
+    assert (wire.messages[-1]["audio_window_start"], wire.messages[-1]["audio_window_end"]) == (5.0, 5.0)
+
+
 def test_a_noise_starts_no_turn() -> None:
     wire = Wire()
     assert wire(SpeechStarted("i1", 0), EagerTurnEnd("i1", RATE, 0.5), TurnResumed("i1", RATE), done()) == []
