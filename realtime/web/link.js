@@ -32,10 +32,11 @@ const POLICY = 1008;
 const TRY_LATER = 1013;
 
 export class Link extends EventTarget {
-  // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes()` are for the model.
-  constructor({ key, rate, live, offset, transcript, wishes }) {
+  // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes()` are for the model,
+  // `turnDetection()` is for the server.
+  constructor({ key, rate, live, offset, transcript, wishes, turnDetection }) {
     super();
-    Object.assign(this, { key, rate, live, offset, transcript, wishes });
+    Object.assign(this, { key, rate, live, offset, transcript, wishes, turnDetection });
     this.backlog = new Backlog(BACKLOG_SECONDS * rate);
     this.state = "idle";
     this.base = this.cursor = this.acked = this.sequence = this.tries = this.sessions = 0;
@@ -288,7 +289,8 @@ export class Link extends EventTarget {
     this.base = this.acked = this.cursor;
     this.sequence = 0;
     const format = { type: "audio/pcm", rate: this.rate, transport: "binary" };
-    const input = { format, transcription: await this.wishes() };
+    const turns = this.turnDetection();
+    const input = { format, transcription: await this.wishes(), ...(turns && { turn_detection: turns }) };
     if (socket !== this.socket) return;
     this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include: INCLUDE } });
   }

@@ -2,7 +2,9 @@
 
 const KEY = "tickertape.key";
 const CHOICES = "tickertape.choices";
-const DEFAULTS = { theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", language: "", keywords: "" };
+const DEFAULTS = {
+  theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", eagerness: "", language: "", keywords: "",
+};
 
 export class Preferences {
   constructor() {
@@ -47,6 +49,12 @@ export class Preferences {
   get wishes() {
     const { language, keywords } = this.#taken;
     return { ...(language && { language }), ...keywords };
+  }
+
+  // How the server ends turns of a live session; undefined: by its default, the length of the pause.
+  get turnDetection() {
+    const { eagerness } = this.choices;
+    return eagerness ? { type: "semantic_vad", eagerness } : undefined;
   }
 
   get #taken() {
