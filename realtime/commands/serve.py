@@ -84,7 +84,7 @@ class Reloading:
     """
 
     def __init__(
-        self, read: Callable[[], Config], apply: Callable[[Config], Changes], restart: Callable[[], None] | None = None
+        self, read: Callable[[], Config], apply: Callable[[Config], Changes], restart: Callable[[], object] | None = None
     ) -> None:
         self._read = read
         self._apply = apply

@@ -143,10 +143,11 @@ class Parent:
         for worker in workers:
             self._keep(worker)
 
-    def restart(self) -> None:
+    def restart(self) -> asyncio.Task[None]:
         """Rolling restart: replace all workers one by one; the other workers adopt their sessions."""
         if self._restarting is None or self._restarting.done():
             self._restarting = asyncio.create_task(self._replace_all(), name="rolling restart")
+        return self._restarting
 
     def reload(self, new: Config) -> Changes:
         """Apply another configuration here and in all workers, without closing a socket. Raises ConfigError."""
@@ -248,7 +249,7 @@ class Parent:
 
     async def _replace_when_it_dies(self, worker: Worker) -> None:
         clock = asyncio.get_running_loop().time
-        backoff, began = FIRST_BACKOFF_S, clock()
+        backoff, began = 0.0, clock()
         while True:
             status = await worker.process.wait()
             await self._forget(worker)
@@ -258,7 +259,8 @@ class Parent:
             log.error(
                 "worker %d ended with status %d; its clients can resume at the other workers", worker.number, status
             )
-            backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else min(2 * backoff, MAX_BACKOFF_S)
+            longer = min(2 * backoff, MAX_BACKOFF_S)
+            backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else max(longer, FIRST_BACKOFF_S)
             if await self._stops_within(backoff):
                 return
             next_one = await self._spawn_again()
@@ -279,6 +281,8 @@ class Parent:
         for old in list(self.workers.values()):
             if self.stopping.is_set():
                 return
+            if old.process.returncode is not None:
+                continue  # it died meanwhile, and its keeper starts another one
             new = None
             try:
                 new = await self._spawn()
@@ -289,9 +293,11 @@ class Parent:
                     await self._forget(new)
                 return
             self._keep(new)
-            self._retiring.add(old.number)
-            old.line.send(Retire())
-            await old.process.wait()
+            # If the old one has died while the new one started, its keeper starts another one: the new one must go.
+            surplus = old if old.process.returncode is None else new
+            self._retiring.add(surplus.number)
+            surplus.line.send(Retire())
+            await surplus.process.wait()
             log.info("worker %d has replaced worker %d", new.number, old.number)
 
 
