@@ -210,7 +210,7 @@ async def test_thresholds_can_be_changed_in_the_middle(serve: Serve) -> None:
         assert "EndOfTurn" not in steps(await events_until(client, "ConfigureSuccess"))
         await client.socket.send(silence(0.5, 16_000))
         (end,) = await events_until(client, "EndOfTurn")
-        assert end["trigger"] == "model" and end["end_of_turn_confidence"] > 0.9
+        assert end["trigger"] == "model" and end["end_of_turn_confidence"] >= 0.6
         await client.send("Configure", thresholds={"eot_threshold": 1.0, "eot_timeout_ms": 600})
         await client.socket.send(tone(1.0, 16_000) + silence(1.0, 16_000))
         assert (await events_until(client, "EndOfTurn"))[-1]["trigger"] == "timeout"
