@@ -21,7 +21,7 @@ from fleet.state import (
     Action,
     ActualState,
     DesiredState,
-    Drain,
+    DrainUnit,
     FleetError,
     Forget,
     Kind,
@@ -396,7 +396,7 @@ class Manager:
             self._note(f"{action.unit.name} starts on {action.unit.node}")
             self._start_keeper(action.unit)
             self._remember()
-        elif isinstance(action, Drain):
+        elif isinstance(action, DrainUnit):
             self._note(f"{action.name} drains: {action.why}")
             self._units[action.name] = replace(self._units[action.name], state=UnitState.DRAINING)
             self._keepers.drain(action.name)
@@ -463,7 +463,7 @@ def _told(action: Action) -> str:
     match action:
         case Start(unit):
             return f"start {unit.kind} {unit.name} on {unit.node} port {unit.port}"
-        case Drain(name, why):
+        case DrainUnit(name, why):
             return f"drain {name}: {why}"
         case Forget(name, why):
             return f"forget {name}: {why}"

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,8 @@ SendMessage = Callable[[AsgiMessage], Awaitable[None]]
 
 # Seconds that a client has to read the close frame before its socket is aborted.
 CLOSE_GRACE_S = 5.0
+# Interval in seconds at which a reader that waits for room checks whether the client has left.
+GONE_CHECK_S = 1.0
 
 
 class Connection:
@@ -109,8 +112,7 @@ class Connection:
         while True:
             message = await self._receive()
             if message["type"] != "websocket.receive":
-                self._inbox.settle()
-                self.said_goodbye = message.get("code") == CloseCode.NORMAL
+                self._leave(message)
                 return
             now = self.last_message_at = self.live.clock()
             if starts_slice:
@@ -123,8 +125,12 @@ class Connection:
                 # With a pace the next message may be delayed, so audio is not held back to be joined with it.
                 may_hold_back = more and self._pace is None
                 mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), gone, more=may_hold_back)
-            if self.live.full:
-                await self.live.room()
+            if self.live.full and not await self._room():
+                # The session has no room for what the client sent before it left. Its last message says how it left.
+                while message["type"] == "websocket.receive":
+                    message = await self._receive()
+                self._leave(message)
+                return
             if self._pace is not None and (part is None or part.is_last):
                 await self._pace.wait()
             if mistaken and self._pace_of_mistakes is not None:
@@ -133,6 +139,18 @@ class Connection:
             if part is not None or (more and now - slice_began >= SHARE_S):
                 await self._fair_turns.wait()
                 starts_slice = True
+
+    def _leave(self, message: AsgiMessage) -> None:
+        self._inbox.settle()
+        self.said_goodbye = message.get("code") == CloseCode.NORMAL
+
+    async def _room(self) -> bool:
+        """Wait until the session has room for more audio; returns False if the client leaves before."""
+        while self.live.full and not self._extras.gone():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GONE_CHECK_S):
+                    await self.live.room()
+        return not self.live.full
 
     def _take_now(self, group: asyncio.TaskGroup, text: str) -> bool:
         """Fast path for a message that arrives while the reader waits: handle it without waking the reader task.

@@ -21,6 +21,7 @@ import msgspec
 
 from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
+from realtime.listeners import cannot_listen
 from realtime.serving.metric_totals import Totals
 from realtime.serving.signed_tokens import signing_secret
 from realtime.workers.shared_quota import QuotaCoordinator
@@ -303,13 +304,16 @@ class Parent:
 
 @asynccontextmanager
 async def reserved_port(host: str, port: int) -> AsyncIterator[socket.socket]:
-    """Reserve a port for the workers without listening on it. Raises OSError if it is in use."""
+    """Reserve a port for the workers without listening on it. Raises OSError with a sentence if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # First without SO_REUSEPORT, which fails if any other process listens there, even another server of ours.
-    with socket.create_server((host, port), family=family) as alone:
-        port = alone.getsockname()[1]
     with socket.socket(family) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, port))
+        try:
+            # First without SO_REUSEPORT, which fails if any other process listens there, even another server of ours.
+            with socket.create_server((host, port), family=family) as alone:
+                port = alone.getsockname()[1]
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((host, port))
+        except OSError as error:
+            raise cannot_listen(host, port, error) from error
         yield held
