@@ -30,7 +30,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from engine.weights.pretrained import load_turn_detector
 
 from audio.speech_edges import EdgeDetector, EdgeSettings, EdgeState
 from benchmarks.accuracy import complain, warm_loop
@@ -46,6 +45,7 @@ from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import WeightsError, pull
+from engine.weights.windowed_models import load_turn_detector
 from realtime.bench.words import align
 
 SMALL_MODEL = "moonshine-tiny"
