@@ -68,6 +68,8 @@ MAX_NAME_CHARACTERS = 64
 # Numbers of a speaker embedding, and what they are multiples of. An embedding has length 1.
 EMBEDDING_SIZE = 192
 ROUNDING = 1 / 1024
+# Samples of speech in a piece that gets an embedding: 31 frames of the speech detector.
+PIECE_SAMPLES = 31 * 512
 # Unicode categories that a keyword must not contain: control characters, surrogates, line and paragraph separators.
 _NO_LETTERS = frozenset({"Cc", "Cs", "Zl", "Zp"})
 

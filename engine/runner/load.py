@@ -19,12 +19,12 @@ from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
-from engine.options import EngineConfig
+from engine.options import PIECE_SAMPLES, EngineConfig
 from engine.runner.base import Runner
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
 from engine.runner.frames.memory import MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
-from engine.runner.speakers import PIECE_SAMPLES, SpeakerEmbedder
+from engine.runner.speakers import SpeakerEmbedder
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
 from engine.runner.windowed.memory import longest_window, plan_windows

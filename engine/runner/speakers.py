@@ -21,12 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.models.campplus import CamPlusPlus, load_campplus, traced
-from engine.models.silero import FRAME_SAMPLES
 from engine.runner.base import Embedder
 
 Samples = NDArray[np.float32]
-# Samples of a piece: 31 frames of the speech detector.
-PIECE_SAMPLES = 31 * FRAME_SAMPLES
 # Added to the threads' nice value.
 LESS_PRIORITY = 10
 # Sizes of batches on a GPU; a batch of another size is filled up with silence.

@@ -102,7 +102,7 @@ class SpeakerTrack:
         self._waiting: deque[_Waiting] = deque()
         # (sample, position) of the items whose audio a saved state may need.
         self._items: deque[tuple[int, int]] = deque()
-        # A restored state of which the audio comes again: the samples from the first that is needed on.
+        # A restored state, and its audio, which is sent again: the samples from `_restored_from` on.
         self._restoring: tuple[Saved, list[Samples]] | None = None
         self._restored_from = 0
         self._ended = False

@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS, ROUNDING
+from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS, PIECE_SAMPLES, ROUNDING
 
 Samples = NDArray[np.float32]
 Embedding = NDArray[np.int64]
@@ -44,7 +44,7 @@ class CutSettings:
     # Frames with at least this probability are speech.
     speech_threshold: float = 0.5
     # Speech frames of a piece, and how many of them are new in the next piece.
-    piece_frames: int = 31
+    piece_frames: int = PIECE_SAMPLES // FRAME_SAMPLES
     hop_frames: int = 16
     # A pause of this many frames ends a run of speech. A piece has frames of one run only.
     pause_frames: int = 10
@@ -185,7 +185,6 @@ class PieceCutter:
 # Labels
 
 _HOP_SAMPLES = CutSettings().hop_frames * FRAME_SAMPLES
-_WHOLE_SAMPLES = CutSettings().piece_frames * FRAME_SAMPLES
 
 
 @dataclass(frozen=True, slots=True)
@@ -454,7 +453,7 @@ class SpeakerLabels:
         pieces = np.array([unit(one.embedding) for one in self._pending])
         new = np.array([one.piece.new for one in self._pending])
         lengths = np.array([one.piece.length for one in self._pending])
-        thresholds = settings.threshold - settings.short * np.maximum(0.0, 1 - lengths / _WHOLE_SAMPLES)
+        thresholds = settings.threshold - settings.short * np.maximum(0.0, 1 - lengths / PIECE_SAMPLES)
         weights = settings.scale * np.minimum(new / _HOP_SAMPLES, settings.most_weight)
         near = pieces @ centroids.T
         above = near - thresholds[:, None]

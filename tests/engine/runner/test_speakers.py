@@ -12,7 +12,8 @@ import torch
 from numpy.typing import NDArray
 
 from engine.models.campplus import SpeakerWeightsError, load_campplus
-from engine.runner.speakers import PIECE_SAMPLES, SpeakerEmbedder
+from engine.options import PIECE_SAMPLES
+from engine.runner.speakers import SpeakerEmbedder
 from engine.server.speakers import CutSettings
 from engine.weights.registry import REGISTRY
 from engine.weights.store import cache_folder
