@@ -117,11 +117,11 @@ Pairs = Sequence[tuple[str, str]]
 
 def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuery:
     """The options of a socket. Raises Refusal for unsupported audio and for options that must not be ignored."""
-    _check(query, pairs)
+    check_query(query, pairs)
     channels = _channels(query)
     interim_results, utterance_end_ms = _is_true(query, "interim_results"), _utterance_end(query)
     settings = Settings(
-        format=_raw_format(query) or AudioFormat("audio/webm", 48_000, binary=True),
+        format=raw_format(query) or AudioFormat("audio/webm", 48_000, binary=True),
         model=query.get("model") or None,
         language=query.get("language") or None,
         keywords=_keywords(pairs),
@@ -144,14 +144,14 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
 
 def read_file_query(query: Mapping[str, str], pairs: Pairs = ()) -> FileQuery:
     """The options of a file. Raises Refusal."""
-    _check(query, pairs)
+    check_query(query, pairs)
     if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
         raise refused("multichannel", "The channels of a file are mixed to one; leave 'multichannel' out.")
     settings = Settings(
         language=query.get("language") or None, keywords=_keywords(pairs), speakers=_is_true(query, "diarize")
     )
     utterances = _is_true(query, "utterances")
-    return FileQuery(_raw_format(query), settings, _punctuate(query), utterances, _utterance_split(query))
+    return FileQuery(raw_format(query), settings, _punctuate(query), utterances, _utterance_split(query))
 
 
 def refused(param: str, message: str) -> Refusal:
@@ -167,7 +167,8 @@ def _whole(query: Mapping[str, str], name: str, default: int, low: int, high: in
         raise refused(name, str(error)) from None
 
 
-def _check(query: Mapping[str, str], pairs: Pairs) -> None:
+def check_query(query: Mapping[str, str], pairs: Pairs) -> None:
+    """Raises Refusal for options that must not be ignored and for names that are too long."""
     for name, value in (*query.items(), *pairs):
         if name in REFUSED and value != "false":
             raise refused(name, REFUSED[name])
@@ -211,7 +212,8 @@ def _channels(query: Mapping[str, str]) -> int:
     return channels
 
 
-def _raw_format(query: Mapping[str, str]) -> AudioFormat | None:
+def raw_format(query: Mapping[str, str]) -> AudioFormat | None:
+    """The format of raw samples; None for a container. Raises Refusal."""
     encoding = query.get("encoding", "")
     if encoding in CONTAINERS:
         return None

@@ -26,7 +26,7 @@ from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.prepared_audio_routes import PrepareRoutes
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader
-from realtime.http.websocket_routes import LISTEN, WebSocketRoutes, refusal_response
+from realtime.http.websocket_routes import FLUX, LISTEN, WebSocketRoutes, refusal_response
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
@@ -90,7 +90,12 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
 
 
 def _sockets(gateway: WebSocketRoutes) -> list[BaseRoute]:
-    paths = {"/v1/realtime": gateway.realtime, "/realtime": gateway.realtime, LISTEN: gateway.deepgram}
+    paths = {
+        "/v1/realtime": gateway.realtime,
+        "/realtime": gateway.realtime,
+        LISTEN: gateway.deepgram,
+        FLUX: gateway.flux,
+    }
     sockets = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
     return [*sockets, *(Route(path, _upgrade_required, methods=["GET"]) for path in paths)]
 

@@ -21,6 +21,8 @@ from starlette.websockets import WebSocket
 
 from realtime.dialects.base import SessionFacts, encode_json
 from realtime.dialects.deepgram import READ_ONCE, DeepgramDialect, Listening, error_body, read_socket_query
+from realtime.dialects.flux import READ_ONCE as FLUX_READ_ONCE
+from realtime.dialects.flux import FluxDialect, read_flux_query
 from realtime.dialects.openai import MAX_NAME, BetaDialect, OpenAIDialect, merge_beta
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, select_subprotocol
@@ -41,6 +43,8 @@ log = logging.getLogger("tickertape.server")
 
 # The path of Deepgram's clients, for sockets and files.
 LISTEN = "/v1/listen"
+# The path of the clients of Deepgram Flux.
+FLUX = "/v2/listen"
 # More events than a session can send.
 MAX_SEQUENCE = 10**15
 # A resume request that has waited in a socket for longer (seconds) is refused: its client may have resumed elsewhere
@@ -80,6 +84,10 @@ class WebSocketRoutes:
     async def deepgram(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The endpoint of Deepgram's clients."""
         await self._serve_socket(self._enter_listen, scope, receive, send)
+
+    async def flux(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The endpoint of the clients of Deepgram Flux."""
+        await self._serve_socket(self._enter_flux, scope, receive, send)
 
     async def _serve_socket(self, enter: _Enter, scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
@@ -166,6 +174,22 @@ class WebSocketRoutes:
         async with self.sessions.open(caller, settings, dialects) as entries:
             yield _AdmittedSocket(entries, [], select_subprotocol(offered), [header])
 
+    @asynccontextmanager
+    async def _enter_flux(self, websocket: WebSocket) -> AsyncIterator[_AdmittedSocket]:
+        """Open the session of a client of Deepgram Flux. Raises Refusal."""
+        offered: list[str] = websocket.scope.get("subprotocols", [])
+        query = websocket.query_params
+        check_once(query, FLUX_READ_ONCE)
+        caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
+        settings = self._in_force(read_flux_query(query, query.multi_items()))
+        request_id = str(uuid4())
+        dialect = partial(FluxDialect, request_id=request_id)
+        async with self.sessions.open(caller, settings, [dialect]) as entries:
+            greeting = entries[0].live.dialect.created(settings)
+            header = (b"dg-request-id", request_id.encode())
+            frames = [encode_json(greeting)] if greeting else []
+            yield _AdmittedSocket(entries, frames, select_subprotocol(offered), [header])
+
     def _in_force(self, asked: Settings) -> Settings:
         """The settings as the model supports them. Raises ClientFault. Without a ready engine they are returned as they
         are, because admission is refused anyway."""
@@ -247,7 +271,7 @@ def refusal_response(path: str, error: Refusal | ClientFault) -> Response:
     """A refusal as an HTTP response, in the format that clients of this path expect."""
     if isinstance(error, ClientFault):
         error = Refusal(400, error.code, error.message, error.param)
-    if path != LISTEN:
+    if path not in (LISTEN, FLUX):
         return JSONResponse(error.body(), error.status, error.headers())
     request_id = str(uuid4())
     headers = {"dg-request-id": request_id, "dg-error": header_text(error.message)}

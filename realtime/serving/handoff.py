@@ -103,6 +103,8 @@ NOTED = (
 _SAID = (
     events.SessionUpdated,
     events.SpeechStarted,
+    events.EagerTurnEnd,
+    events.TurnResumed,
     events.SpeechStopped,
     events.TimedOut,
     events.Committed,

@@ -1,8 +1,9 @@
 """Where turns and utterances begin and end, and the events that tell the client so. No I/O; used by the session core.
 
-- `TurnWatch` finds the turns from speech probabilities and, with semantic detection, from the text. Semantic detection
-  ends a turn soon after a complete sentence and waits longer after an incomplete one: up to the limits of the OpenAI
-  API, which are 8, 4 and 2 seconds of silence for low, medium (auto) and high eagerness.
+- `TurnWatch` finds the turns from speech probabilities and, with semantic or scored detection, from the text. Semantic
+  detection ends a turn soon after a complete sentence and waits longer after an incomplete one: up to the limits of the
+  OpenAI API, which are 8, 4 and 2 seconds of silence for low, medium (auto) and high eagerness. Scored detection ends a
+  turn at a probability (`engine/end_of_turn.py`, without a detector), and announces a probable end before.
 - `UtteranceWatch` finds gaps in the text after the last word.
 - `Boundaries` counts the audio of a session and applies both. All audio before its boundary is committed or cleared.
   Without turn detection all later audio is the open turn; with it, speech opens a turn and a pause ends it.
@@ -14,12 +15,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall, Rise
+from engine.end_of_turn import ASK_MS, EagerEnd, Judge, Pause
+from engine.end_of_turn import End as TurnEnd
 from engine.messages import TurnRule
 from realtime.session.events import (
     Cleared,
     Committed,
     Completed,
     Delta,
+    EagerTurnEnd,
     Effect,
     Measured,
     Problem,
@@ -29,6 +33,7 @@ from realtime.session.events import (
     SpeechStopped,
     TimedOut,
     TimedWord,
+    TurnResumed,
     UtteranceEnded,
 )
 from realtime.session.settings import Settings, TurnDetection
@@ -63,9 +68,28 @@ class Stopped:
 
     sample: int
     speech_end: int
+    # Of scored detection.
+    confidence: float | None = None
+    timeout: bool = False
 
 
-TurnSign = Started | Paused | Stopped
+@dataclass(frozen=True, slots=True)
+class ProbablyStopped:
+    """The turn has probably ended at `sample`; there has been silence since `speech_end`."""
+
+    sample: int
+    speech_end: int
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class Resumed:
+    """Speech continues after `ProbablyStopped`, at the frame that ends at `sample`."""
+
+    sample: int
+
+
+TurnSign = Started | Paused | Stopped | ProbablyStopped | Resumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,13 +100,14 @@ class SavedWatch:
     edges: EdgeMemory
     silent_samples: int
     probed: bool
+    pause: Pause | None = None
 
 
 def turn_rule(detection: TurnDetection | None, sample_rate: int) -> TurnRule | None:
     """The rule by which the engine expects the end of a turn: the silence after which the watch asks for a flush."""
     if detection is None:
         return None
-    silence_ms = PROBE_MS if detection.semantic else detection.silence_duration_ms
+    silence_ms = PROBE_MS if detection.semantic or detection.scored else detection.silence_duration_ms
     return TurnRule(detection.threshold, MIN_SPEECH_MS * sample_rate // 1000, silence_ms * sample_rate // 1000)
 
 
@@ -98,13 +123,16 @@ class TurnWatch:
         self._detector.reset(max(0, start - first_frame))
         self._silent_samples = 0
         self._probed = False
+        # Scored detection: the pause in the open turn, if there is one. Its samples count from `_base`.
+        self._pause: Pause | None = None
 
     def save(self) -> SavedWatch:
-        return SavedWatch(self._base, self._detector.save(), self._silent_samples, self._probed)
+        return SavedWatch(self._base, self._detector.save(), self._silent_samples, self._probed, self._pause)
 
     def load(self, saved: SavedWatch) -> None:
         """Continue from a saved watch."""
         self._base, self._silent_samples, self._probed = saved.base, saved.silent_samples, saved.probed
+        self._pause = saved.pause
         self._detector.load(saved.edges)
 
     def watch(self, probability: float, samples: int, text: str) -> list[TurnSign]:
@@ -115,10 +143,33 @@ class TurnWatch:
         signs: list[TurnSign] = []
         if isinstance(found, Rise):
             signs.append(Started(self._base + found.sample))
+        elif self._detection.scored is not None:
+            signs += self._score(Judge(self._detection.scored, self._rate, learnt=False), found, text)
         elif isinstance(found, Fall):
             signs.append(Stopped(self._base + found.sample, self._base + found.speech_end_sample))
-        if self._detection.semantic and self._pause_needs_text(samples):
+        if (self._detection.semantic or self._detection.scored) and self._pause_needs_text(samples):
             signs.append(Paused())
+        return signs
+
+    def _score(self, judge: Judge, fall: Fall | None, text: str) -> list[TurnSign]:
+        """Judge the pause up to the end of the last frame, or up to the timeout if `fall` has ended the turn."""
+        pause, base = self._pause, self._base
+        if fall is None and self._detector.state is not EdgeState.STOPPING:
+            self._pause = None
+            return [Resumed(base + self._detector.sample)] if pause is not None and pause.eager else []
+        now, fell = self._detector.sample, self._detector.sample - self._detector.silent_samples
+        if fall is not None:
+            now, fell = fall.sample, fall.speech_end_sample
+        pause = judge.begin(fell, text) if pause is None else judge.hear_words(pause, text)
+        self._pause, found = judge.advance(pause, now)
+        signs: list[TurnSign] = []
+        for sign in found:
+            if isinstance(sign, EagerEnd):
+                signs.append(ProbablyStopped(base + sign.sample, base + fell, sign.confidence))
+            elif isinstance(sign, TurnEnd):
+                signs.append(Stopped(base + sign.sample, base + fell, sign.confidence, sign.timeout))
+                self._pause = None
+                self._detector.reset()
         return signs
 
     def change(self, detection: TurnDetection) -> None:
@@ -135,6 +186,8 @@ class TurnWatch:
         """Whether the open turn could have ended within this number of samples, which have no probabilities yet."""
         chosen = self._detection
         silence_ms = FINISHED_MS[chosen.eagerness] if chosen.semantic else chosen.silence_duration_ms
+        if chosen.scored is not None:
+            silence_ms = ASK_MS
         return samples > 0 and (self._detector.silent_samples + samples) * 1000 >= silence_ms * self._rate
 
     def resume_turn(self) -> None:
@@ -143,6 +196,7 @@ class TurnWatch:
 
     def restart(self, sample: int) -> None:
         """Drop the open turn; the next one begins at `sample` at the earliest."""
+        self._pause = None
         self._detector.reset(max(sample - self._base, self._detector.sample))
 
     def _pause_needs_text(self, samples: int) -> bool:
@@ -161,6 +215,8 @@ class TurnWatch:
         silence_ms = chosen.silence_duration_ms
         if chosen.semantic:
             silence_ms = (FINISHED_MS if ends_sentence(text) else UNFINISHED_MS)[chosen.eagerness]
+        if chosen.scored is not None:
+            silence_ms = chosen.scored.timeout_ms
         return EdgeSettings(
             threshold=chosen.threshold,
             min_speech_samples=MIN_SPEECH_MS * self._rate // 1000,
@@ -285,6 +341,8 @@ class SavedBoundaries:
     watch: SavedWatch | None
     utterances: SavedUtterances | None
     speakers: SpeakerTimeline | None = None
+    settled: int = 0
+    probable_end: ProbablyStopped | None = None
 
 
 class Boundaries:
@@ -309,6 +367,10 @@ class Boundaries:
         self._rate = sample_rate
         self._do = do
         self._flush = flush
+        # All text of the audio before this sample has arrived.
+        self._settled = 0
+        # The probable end of the open turn, which is announced when the text before it has arrived.
+        self._probable_end: ProbablyStopped | None = None
         self._watch: TurnWatch | None = None
         self._set_watch(0)
         self._utterances = self._new_utterances()
@@ -334,9 +396,16 @@ class Boundaries:
     def save(self) -> SavedBoundaries:
         watch = None if self._watch is None else self._watch.save()
         utterances = None if self._utterances is None else self._utterances.save()
-        turns = self.turns.save()
         return SavedBoundaries(
-            self.audio, turns, self.boundary, self._boundary_ms, watch, utterances, self.turns.speakers
+            self.audio,
+            self.turns.save(),
+            self.boundary,
+            self._boundary_ms,
+            watch,
+            utterances,
+            self.turns.speakers,
+            self._settled,
+            self._probable_end,
         )
 
     def load(self, saved: SavedBoundaries, shift: float) -> None:
@@ -345,6 +414,7 @@ class Boundaries:
         self.turns.load(saved.turns, shift)
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
         self.turns.speakers = saved.speakers
+        self._settled, self._probable_end = saved.settled, saved.probable_end
         if self._watch is not None and saved.watch is not None:
             self._watch.load(saved.watch)
         if self._utterances is not None and saved.utterances is not None:
@@ -403,6 +473,7 @@ class Boundaries:
     def clear_late(self, sample: int, source_ms: float) -> None:
         self._stop_announced(sample)
         self.turns.drop_current()
+        self._probable_end = None
         self._send(Cleared())
         self._pass(sample, source_ms)
 
@@ -429,14 +500,41 @@ class Boundaries:
                 self._start(sign.sample, now)
             elif isinstance(sign, Paused):
                 self._flush(self.audio.covered)
-            elif self.turns.current is not None:
-                end = max(sign.sample, self.boundary)
-                # Word times are not exact: the middle of the silence is the safest border between the words.
-                self._end(end, now, words_until=(sign.speech_end + end) // 2)
-                self._set_boundary(end, end * 1000 / self._rate)
+            elif self.turns.current is None:
+                continue
+            elif isinstance(sign, ProbablyStopped):
+                self._probable_end = sign
+                self._announce_probable_end()
+            elif isinstance(sign, Resumed):
+                self._resume(self.turns.current, sign.sample)
+            else:
+                self._stop(sign, now)
         detection = self._settings.turn_detection
         if detection is not None and detection.idle_timeout_ms is not None:
             self._end_silence(detection.idle_timeout_ms, now)
+
+    def _stop(self, sign: Stopped, now: float) -> None:
+        """End the open turn where turn detection has ended it."""
+        end = max(sign.sample, self.boundary)
+        # Word times are not exact: the middle of the silence is the safest border between the words.
+        turn = self._end(end, now, words_until=(sign.speech_end + end) // 2, confidence=sign.confidence)
+        turn.timeout = sign.timeout
+        self._set_boundary(end, end * 1000 / self._rate)
+
+    def _announce_probable_end(self) -> None:
+        """Announce the probable end of the open turn if all its text has arrived; a flush in the pause asks for it."""
+        sign, turn = self._probable_end, self.turns.current
+        if sign is not None and turn is not None and self._settled >= sign.speech_end:
+            self._probable_end = None
+            turn.probably_over = True
+            self._send(EagerTurnEnd(turn.item_id, sign.sample, sign.confidence))
+
+    def _resume(self, turn: Turn, sample: int) -> None:
+        """Speech continues: take an announced end back."""
+        self._probable_end = None
+        if turn.probably_over:
+            turn.probably_over = False
+            self._send(TurnResumed(turn.item_id, sample))
 
     def _hear_utterance(self, watch: UtteranceWatch, probability: float) -> None:
         heard = self.audio.covered
@@ -450,6 +548,8 @@ class Boundaries:
 
     def settle(self, sample: int) -> None:
         """All text of the audio before this sample has arrived and was sent to the client."""
+        self._settled = max(self._settled, sample)
+        self._announce_probable_end()
         if self._utterances is not None:
             self._utterances.settle(sample)
             self._end_utterance(self._utterances.ended(self.audio.covered))
@@ -500,11 +600,21 @@ class Boundaries:
         self._send(SpeechStarted(turn.item_id, turn.start))
         self.send_events(self.turns.release(), now)
 
-    def _end(self, end: int, now: float, *, words_until: int | None = None, event_id: str | None = None) -> Turn:
+    def _end(
+        self,
+        end: int,
+        now: float,
+        *,
+        words_until: int | None = None,
+        event_id: str | None = None,
+        confidence: float | None = None,
+    ) -> Turn:
         """Commit the open turn at sample `end`. Words before `words_until` belong to it (None: all until the flush)."""
-        self._stop_announced(end)
+        self._stop_announced(end, confidence)
+        self._probable_end = None
         previous = self.turns.last_committed
         turn = self.turns.end(end, now, words_until)
+        turn.confidence = confidence
         self._send(Committed(turn.item_id, previous, event_id))
         return turn
 
@@ -522,10 +632,10 @@ class Boundaries:
         if sample is not None:
             self._send(UtteranceEnded(sample))
 
-    def _stop_announced(self, sample: int) -> None:
+    def _stop_announced(self, sample: int, confidence: float | None = None) -> None:
         current = self.turns.current
         if current is not None and current.announced:
-            self._send(SpeechStopped(current.item_id, sample))
+            self._send(SpeechStopped(current.item_id, sample, confidence))
 
     def _pass(self, sample: int, source_ms: float) -> None:
         if sample > self.boundary:
@@ -533,6 +643,7 @@ class Boundaries:
 
     def _set_boundary(self, sample: int, source_ms: float) -> None:
         self.boundary, self._boundary_ms = sample, source_ms
+        self._probable_end = None
         if self._watch is not None:
             self._watch.restart(sample)
         self._open_without_detection()

@@ -133,9 +133,28 @@ class SpeechStarted:
 
 
 @dataclass(frozen=True, slots=True)
+class EagerTurnEnd:
+    """The turn has probably ended: all text of the audio before `sample` was sent. `TurnResumed` takes it back."""
+
+    item_id: str
+    sample: int
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class TurnResumed:
+    """Speech continues at `sample` in a turn whose probable end was announced."""
+
+    item_id: str
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
 class SpeechStopped:
     item_id: str
     sample: int
+    # The probability that the turn was over, if it was ended by a score.
+    confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,6 +198,9 @@ class Completed:
     ended_at: float
     # The turn was cut because it was too long; the next turn continues with the next word.
     goes_on: bool = False
+    # The probability that the turn was over, if it was ended by a score; `timeout`: the length of the silence ended it.
+    confidence: float | None = None
+    timeout: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,6 +273,8 @@ class Closing:
 ServerEvent = (
     SessionUpdated
     | SpeechStarted
+    | EagerTurnEnd
+    | TurnResumed
     | SpeechStopped
     | TimedOut
     | Committed

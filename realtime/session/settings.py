@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 from unicodedata import normalize
 
+from engine import end_of_turn
 from engine.options import (
     MAX_KEYWORD_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
@@ -46,6 +47,11 @@ MODEL_OPTIONS = ("language", "languages", "prompt", "keywords", "task")
 # A prompt counts as a list of keywords if no entry has more words than this (or characters than a keyword may have).
 TERM_WORDS = 4
 
+# Ranges and defaults of thresholds for the end of a turn, for dialects that take them as numbers.
+EOT_THRESHOLDS, DEFAULT_EOT_THRESHOLD = end_of_turn.EOT_THRESHOLDS, end_of_turn.DEFAULT_EOT_THRESHOLD
+EAGER_EOT_THRESHOLDS = end_of_turn.EAGER_EOT_THRESHOLDS
+EOT_TIMEOUTS_MS, DEFAULT_EOT_TIMEOUT_MS = end_of_turn.EOT_TIMEOUTS_MS, end_of_turn.DEFAULT_EOT_TIMEOUT_MS
+
 # (word, boost)
 Words = tuple[tuple[str, float], ...]
 
@@ -66,17 +72,24 @@ class AudioFormat:
 
 @dataclass(frozen=True, slots=True)
 class TurnDetection:
-    """Server-side turn detection. `semantic` ends a turn by text and pause, otherwise the pause alone ends it."""
+    """Server-side turn detection. `scored` ends a turn by a probability and `semantic` by text and pause; otherwise the
+    pause alone ends it."""
 
     semantic: bool = False
     threshold: float = 0.5
     prefix_padding_ms: int = 300
     silence_duration_ms: int = 500
     eagerness: str = "auto"
+    # Ends a turn at a probability (engine/end_of_turn.py); with `scored.eager`, probable ends are announced before.
+    scored: end_of_turn.Eagerness | None = None
     # Silence of this length is committed as an empty item; None turns that off.
     idle_timeout_ms: int | None = None
     # Sub-fields without effect (create_response, ...), echoed as the client sent them.
     extra: tuple[tuple[str, Any], ...] = ()
+
+    def with_thresholds(self, threshold: float, eager: float | None, timeout_ms: int) -> TurnDetection:
+        """Scored turn detection with these numbers. Raises ValueError, with a sentence for the client."""
+        return replace(self, scored=end_of_turn.numeric_eagerness(threshold, eager, timeout_ms))
 
 
 @dataclass(frozen=True, slots=True)

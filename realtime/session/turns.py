@@ -83,6 +83,10 @@ class Turn:
     # Number of `words` whose speakers were sent, and until when a complete turn waits for the others.
     words_labelled: int = 0
     labelled_by: float = 0.0
+    # Scored detection: the client was sent `EagerTurnEnd`; how sure the end was, and whether only the silence ended it.
+    probably_over: bool = False
+    confidence: float | None = None
+    timeout: bool = False
 
     def move(self, to: TurnState) -> None:
         if to not in TURN_MOVES[self.state]:
@@ -348,7 +352,16 @@ class Turns:
         if self.speakers is not None:
             self.speakers.forget_before(turn.start)
         done = Completed(
-            turn.item_id, transcript, words, turn.start, turn.end, turn.tokens, turn.ended_at, goes_on=goes_on
+            turn.item_id,
+            transcript,
+            words,
+            turn.start,
+            turn.end,
+            turn.tokens,
+            turn.ended_at,
+            goes_on=goes_on,
+            confidence=turn.confidence,
+            timeout=turn.timeout,
         )
         return [*out, done]
 

@@ -34,10 +34,10 @@ const TRY_LATER = 1013;
 
 export class Link extends EventTarget {
   // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes()` are for the model,
-  // and `speakers()` says whether to ask who speaks.
-  constructor({ key, rate, live, offset, transcript, wishes, speakers }) {
+  // `turnDetection()` is for the server, and `speakers()` says whether to ask who speaks.
+  constructor({ key, rate, live, offset, transcript, wishes, turnDetection, speakers }) {
     super();
-    Object.assign(this, { key, rate, live, offset, transcript, wishes, speakers });
+    Object.assign(this, { key, rate, live, offset, transcript, wishes, turnDetection, speakers });
     this.backlog = new Backlog(BACKLOG_SECONDS * rate);
     this.state = "idle";
     this.base = this.cursor = this.acked = this.sequence = this.tries = this.sessions = 0;
@@ -290,7 +290,8 @@ export class Link extends EventTarget {
     this.base = this.acked = this.cursor;
     this.sequence = 0;
     const format = { type: "audio/pcm", rate: this.rate, transport: "binary" };
-    const input = { format, transcription: await this.wishes() };
+    const turns = this.turnDetection();
+    const input = { format, transcription: await this.wishes(), ...(turns && { turn_detection: turns }) };
     if (socket !== this.socket) return;
     const include = this.speakers() ? [...INCLUDE, SPEAKERS] : INCLUDE;
     this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include } });

@@ -2,7 +2,10 @@
 
 const KEY = "tickertape.key";
 const CHOICES = "tickertape.choices";
-const DEFAULTS = { theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", language: "", keywords: "", speakers: true };
+const DEFAULTS = {
+  theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", eagerness: "", language: "", keywords: "",
+  speakers: true,
+};
 
 export class Preferences {
   constructor() {
@@ -52,6 +55,12 @@ export class Preferences {
   // Whether to ask who speaks.
   get speakers() {
     return this.choices.speakers && this.options.includes("speakers");
+  }
+
+  // How the server ends turns of a live session; undefined: by its default, the length of the pause.
+  get turnDetection() {
+    const { eagerness } = this.choices;
+    return eagerness ? { type: "semantic_vad", eagerness } : undefined;
   }
 
   get #taken() {

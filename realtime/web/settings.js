@@ -11,6 +11,7 @@ export function connectSettings(preferences, onTheme) {
   $("pace").value = choices.realTime ? "real" : "whole";
   $("size").value = choices.size;
   $("announce").checked = choices.announce;
+  $("eagerness").value = choices.eagerness;
   $("language").value = choices.language;
   $("keywords").value = choices.keywords;
   $("speakers").checked = choices.speakers;
@@ -20,6 +21,7 @@ export function connectSettings(preferences, onTheme) {
   $("pace").addEventListener("change", () => preferences.set("realTime", $("pace").value === "real"));
   $("size").addEventListener("input", () => preferences.set("size", Number($("size").value)));
   $("announce").addEventListener("change", () => preferences.set("announce", $("announce").checked));
+  $("eagerness").addEventListener("change", () => preferences.set("eagerness", $("eagerness").value));
   $("device").addEventListener("change", () => preferences.set("device", $("device").value));
   $("language").addEventListener("input", () => preferences.set("language", $("language").value));
   $("speakers").addEventListener("change", () => preferences.set("speakers", $("speakers").checked));

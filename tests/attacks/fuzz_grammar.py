@@ -64,11 +64,19 @@ DEEPGRAM: list[Message] = [
     {"type": "Configure", "keyterms": ["a"]},
     {"type": "CloseStream"},
 ]
+FLUX: list[Message] = [
+    {"type": "Configure", "thresholds": {"eot_threshold": 0.8, "eager_eot_threshold": 0.4, "eot_timeout_ms": 900}},
+    {"type": "Configure", "thresholds": {"eager_eot_threshold": None}, "keyterms": ["a"]},
+    {"type": "ForceEndTurn"},
+    {"type": "KeepAlive"},
+    {"type": "CloseStream"},
+]
 DIALECTS: dict[str, tuple[str, list[Message]]] = {
     "openai": ("/v1/realtime?intent=transcription", OPENAI),
     "beta": ("/v1/realtime?model=m", BETA),
     "vllm": ("/v1/realtime", VLLM),
     "deepgram": ("/v1/listen?encoding=linear16&sample_rate=16000&interim_results=true", DEEPGRAM),
+    "flux": ("/v2/listen?encoding=linear16&sample_rate=16000&eager_eot_threshold=0.3", FLUX),
 }
 
 

@@ -197,6 +197,10 @@ async def line_ends_in_every_value(target: Target) -> None:
             ),
             f"/v1/listen?encoding={text}",
             f"/v1/listen?{listen}&sample_rate={text}",
+            *(
+                f"/v2/listen?{listen}&{name}=0.7{text}"
+                for name in ("eot_threshold", "eot_timeout_ms", "keyterm", "model")
+            ),
             *(f"/v1/realtime?{name}=a{text}" for name in ("model", "resume", "call_id", text)),
             f"/v1/realtime?resume=a&after={text}",
             f"/v1/models/{text}",
@@ -216,7 +220,7 @@ async def line_ends_in_every_value(target: Target) -> None:
 async def plain_requests_for_a_socket(target: Target) -> None:
     """Two hundred plain requests to socket routes: each answer says that an upgrade is missing."""
     for number in range(200):
-        path = ("/v1/realtime", "/realtime", "/v1/listen")[number % 3]
+        path = ("/v1/realtime", "/realtime", "/v1/listen", "/v2/listen")[number % 4]
         head = f"GET {path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{target.authorization}\r\n"
         answer = Answer.parse(await target.exchange(head.encode()))
         assert answer.status == 426 and b"upgrade: websocket" in answer.headers.lower() and b"proxy" in answer.body

@@ -27,7 +27,7 @@ WANTED = [
     ("POST", "/v1/listen", "text/plain", flac(0.2)),
     ("OPTIONS", "/v1/audio/transcriptions", "", b""),
 ]
-SOCKETS = ("/v1/realtime", "/v1/listen?encoding=linear16&sample_rate=16000")
+SOCKETS = ("/v1/realtime", *(f"/{version}/listen?encoding=linear16&sample_rate=16000" for version in ("v1", "v2")))
 
 
 async def ask(target: Target, host: str, origin: str) -> list[tuple[str, Answer]]:

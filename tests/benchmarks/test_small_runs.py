@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.__main__ import benchmarks
 from benchmarks.recordings import SAMPLE
+from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import cache_folder
 from realtime.client import lasting_session, wire_client
 
@@ -37,6 +38,7 @@ RUNS = {
     "languages": ["told right by length", "wer told"],
     "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
     "uploads": ["delay p50", "beside live", "same words"],
+    "turns": ["wrong cuts", "end after word s p95", "cpu ms per pause", "fused"],
     "survival engine": ["words changed by kills", "recovery s p50"],
     "survival spare": ["killed s p50", "spare private bytes"],
     "survival spare --voxtral": ["killed s p50", "spare private bytes"],
@@ -46,6 +48,7 @@ RUNS = {
 NEED_WEIGHTS = {
     **dict.fromkeys(("accuracy", "keywords", "languages", "uploads"), (SAMPLE, "moonshine-tiny")),
     "speakers": ("speakers",),
+    "turns": (SAMPLE, "moonshine-tiny", TURN_DETECTOR),
 }
 CASES = [pytest.param(run, marks=[pytest.mark.ray] if run.endswith("fleet") else []) for run in RUNS]
 

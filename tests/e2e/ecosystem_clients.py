@@ -83,6 +83,17 @@ async def livekit_deepgram(base_url: str, pcm: bytes, pace_s: float, turns: int,
         return await _livekit(stt, pcm, 16_000, pace_s, turns)
 
 
+async def livekit_flux(base_url: str, pcm: bytes, pace_s: float, turns: int, **options: Any) -> list[str]:
+    """16 kHz."""
+    from livekit.agents.utils import http_context
+    from livekit.plugins import deepgram
+
+    async with http_context.open():
+        url = base_url.replace("/v1", "/v2/listen").replace("http", "ws", 1)
+        stt = deepgram.STTv2(base_url=url, api_key="any", sample_rate=16_000, **options)
+        return await _livekit(stt, pcm, 16_000, pace_s, turns)
+
+
 async def _pipecat(service: Any, pcm: bytes, rate: int, pace_s: float, turns: int) -> list[str]:
     from pipecat.frames.frames import EndFrame, ErrorFrame, InputAudioRawFrame, TranscriptionFrame
     from pipecat.pipeline.pipeline import Pipeline
@@ -144,6 +155,16 @@ async def pipecat_deepgram(base_url: str, pcm: bytes, pace_s: float, turns: int,
 
     settings = DeepgramSTTService.Settings(**options) if options else None
     service = DeepgramSTTService(api_key="any", base_url=base_url.removesuffix("/v1"), settings=settings)
+    return await _pipecat(service, pcm, 16_000, pace_s, turns)
+
+
+async def pipecat_flux(base_url: str, pcm: bytes, pace_s: float, turns: int, **options: Any) -> list[str]:
+    """16 kHz. Its eager ends come as frames of their own."""
+    from pipecat.services.deepgram.flux.stt import DeepgramFluxSTTService
+
+    url = base_url.replace("/v1", "/v2/listen").replace("http", "ws", 1)
+    settings = DeepgramFluxSTTService.Settings(**options) if options else None
+    service = DeepgramFluxSTTService(api_key="any", url=url, settings=settings, enable_eager_end_of_turn=True)
     return await _pipecat(service, pcm, 16_000, pace_s, turns)
 
 
@@ -217,3 +238,27 @@ async def deepgram_sdk(base_url: str, pcm: bytes, pace_s: float) -> list[str]:
         await speaking
     texts = [result.channel.alternatives[0].transcript for result in results]
     return [text for text in texts if text]
+
+
+async def deepgram_flux(
+    base_url: str, pcm: bytes, pace_s: float, then: dict[str, Any] | None = None, **options: Any
+) -> list[Any]:
+    """All that comes, as the package reads it; 16 kHz. With `then`, the thresholds are changed before the audio."""
+    from deepgram.listen.v2.types import ListenV2CloseStream, ListenV2Configure
+
+    async with _deepgram_client(base_url).listen.v2.connect(
+        model="flux-general-en", encoding="linear16", sample_rate=16_000, **options
+    ) as connection:
+
+        async def speak() -> None:
+            if then is not None:
+                await connection.send_configure(ListenV2Configure(thresholds=then))
+            for piece in pieces(pcm, 16_000):
+                await connection.send_media(piece)
+                await asyncio.sleep(pace_s)
+            await connection.send_close_stream(ListenV2CloseStream())
+
+        speaking = asyncio.create_task(speak())
+        messages = [message async for message in connection]
+        await speaking
+        return messages

@@ -98,14 +98,42 @@ async def test_deepgrams_package_reads_two_channels(serve: Serve) -> None:
     [
         pytest.param(clients.livekit_openai, 24_000, marks=needs("livekit.plugins.openai")),
         pytest.param(clients.livekit_deepgram, 16_000, marks=needs("livekit.plugins.deepgram")),
+        pytest.param(clients.livekit_flux, 16_000, marks=needs("livekit.plugins.deepgram")),
         pytest.param(clients.pipecat_openai, 16_000, marks=needs("pipecat")),
         pytest.param(clients.pipecat_deepgram, 16_000, marks=needs("pipecat")),
+        pytest.param(clients.pipecat_flux, 16_000, marks=needs("pipecat")),
     ],
 )
 async def test_client_that_hears_turns(serve: Serve, client: Client, rate: int) -> None:
     async with serve() as running, asyncio.timeout(30):
         finals = await client(running.base_url, two_turns(rate), PACE_S, 2)
     assert " ".join(finals) in ("w1 w2 w3 w4", "w1 w2 w3 w4 w5")
+
+
+@needs("deepgram")
+async def test_deepgrams_package_reads_turns_of_flux(serve: Serve) -> None:
+    audio = tone(1.3, 16_000) + silence(0.7, 16_000) + two_turns(16_000) + silence(1.5, 16_000)
+    async with serve() as running, asyncio.timeout(30):
+        messages = await clients.deepgram_flux(
+            running.base_url,
+            audio,
+            PACE_S,
+            {"eot_threshold": 0.8, "eager_eot_threshold": 0.3, "eot_timeout_ms": 700},
+            keyterm=["Ticker", "Tape"],
+            eot_threshold=0.9,
+            tag=["a", "b"],
+        )
+    kinds = [type(message).__name__ for message in messages]
+    assert kinds[0] == "ListenV2Connected" and kinds.count("ListenV2ConfigureSuccess") == 1
+    assert [message.sequence_id for message in messages] == list(range(len(messages)))
+    assert messages[1].thresholds.eager_eot_threshold == 0.3 and messages[1].thresholds.eot_timeout_ms == 700
+    told = [message for message in messages if message.type == "TurnInfo"]
+    ends = [message for message in told if message.event == "EndOfTurn"]
+    assert [message.turn_index for message in ends] == list(range(len(ends))) and len(ends) >= 2
+    assert {message.event for message in told} >= {"StartOfTurn", "EagerEndOfTurn", "EndOfTurn"}
+    text = " ".join(end.transcript for end in ends)
+    assert text.split() == [word.word for end in ends for word in end.words] == [f"w{n + 1}" for n in range(8)]
+    assert all(end.trigger in ("model", "timeout") and 0 < end.end_of_turn_confidence <= 1 for end in ends)
 
 
 EXPECTED = ["Ticker", "Tape"]
@@ -134,6 +162,18 @@ EXPECTED = ["Ticker", "Tape"]
             marks=needs("pipecat"),
         ),
         pytest.param(clients.pipecat_deepgram, 16_000, {"language": "de", "keyterm": EXPECTED}, marks=needs("pipecat")),
+        pytest.param(
+            clients.livekit_flux,
+            16_000,
+            {"model": "flux-general-multi", "language_hint": ["de"], "keyterm": EXPECTED, "eager_eot_threshold": 0.4},
+            marks=needs("livekit.plugins.deepgram"),
+        ),
+        pytest.param(
+            clients.pipecat_flux,
+            16_000,
+            {"model": "flux-general-multi", "language_hints": ["de"], "keyterm": EXPECTED},
+            marks=needs("pipecat"),
+        ),
     ],
 )
 async def test_language_and_keywords_of_a_client_reach_the_engine(

@@ -234,6 +234,22 @@ async def test_language_and_words_to_expect(page: Page, takes: Options, told: di
         assert engine.opened[-1]["options"] == told
 
 
+async def test_how_turns_end_can_be_chosen_and_is_remembered(page: Page) -> None:
+    engine = FakeEngine(words=WORDS)
+    async with page_server(engine) as server:
+        for eagerness, silence_ms in (("", 500), ("low", 250)):
+            await page.open(server.url)
+            await choose(page, "#eagerness", eagerness)
+            await page.open(server.url)
+            assert await page.evaluate("document.querySelector('#eagerness').value") == eagerness
+            await page.click("#listen")
+            await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
+            rule = engine.streams[-1].turns
+            await stop(page)
+            # With eagerness the engine is asked for the text of a pause before the turn ends.
+            assert rule is not None and rule.silence_samples == silence_ms * 16
+
+
 async def test_the_one_language_of_a_model_is_shown_and_is_no_choice(page: Page) -> None:
     """What was chosen for another server is neither sent nor forgotten."""
     engine = FakeEngine(words=WORDS)

@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import messages
+from engine.end_of_turn import numeric_eagerness
 from realtime.errors import CloseCode, IllegalEvent
 from realtime.session.core import MOVES, TABLE, Phase, Session, SessionLimits
 from realtime.session.events import (
@@ -26,6 +27,7 @@ from realtime.session.events import (
     Configure,
     Delta,
     Drain,
+    EagerTurnEnd,
     End,
     EngineSwitched,
     Feed,
@@ -44,6 +46,7 @@ from realtime.session.events import (
     SpeechStopped,
     Tick,
     TimedOut,
+    TurnResumed,
 )
 from realtime.session.settings import INCLUDE_ACKS, Settings, TurnDetection
 
@@ -105,6 +108,9 @@ class Driver:
 
 def kinds(events: list[Any]) -> list[str]:
     return [type(event).__name__ for event in events]
+
+
+SCORED = replace(VAD, turn_detection=TurnDetection(scored=numeric_eagerness(0.8, 0.4, 3000)))
 
 
 # Bad input first.
@@ -519,6 +525,60 @@ def test_a_day_of_turns_keeps_no_history() -> None:
 # Random sequences.
 
 
+# Turns that end by a score.
+
+
+def spoken(drive: Driver, start: float, seconds: float, *words: messages.Text) -> list[Any]:
+    """Speech with words at `start`, and half a second of silence after it."""
+    return drive(append(seconds + 0.512), speech(start, seconds, 0.99), *words, speech(start + seconds, 0.512, 0.01))
+
+
+def test_a_probable_end_is_announced_when_its_text_has_arrived_and_speech_takes_it_back() -> None:
+    drive = Driver(session(SCORED))
+    assert kinds(spoken(drive, 0.0, 1.024, word("one", 0.1, 0.5)))[-1] == "FlushEngine"
+    assert kinds(drive(word("two.", 0.6, 0.9))) == ["Delta"]
+    (early,) = drive(flushed())
+    assert isinstance(early, EagerTurnEnd) and early.item_id == "item_1"
+    assert early.confidence == pytest.approx(0.4, abs=0.01) and 1.024 * RATE < early.sample <= drive.core.appended
+    (resumed,) = [event for event in spoken(drive, 1.536, 1.024) if isinstance(event, TurnResumed)]
+    assert resumed.item_id == "item_1" and 1.536 * RATE <= resumed.sample <= 1.568 * RATE
+    assert kinds(drive(word("three.", 1.6, 2.0), flushed())) == ["Delta", "EagerTurnEnd"]
+    ended = drive(append(3.0), speech(3.072, 2.56, 0.01))[1:]
+    assert kinds(ended) == ["SpeechStopped", "Committed", "FlushEngine"] and ended[0].confidence > 0.79
+    (done,) = drive(flushed())
+    assert (done.transcript, done.confidence, done.timeout) == ("one two. three.", ended[0].confidence, False)
+
+
+def test_speech_before_the_text_has_arrived_drops_the_probable_end_without_a_word() -> None:
+    drive = Driver(session(SCORED))
+    spoken(drive, 0.0, 1.024, word("one.", 0.1, 0.5))
+    assert kinds(spoken(drive, 1.536, 1.024)) == ["Feed", "FlushEngine"]
+    # The answer to the first flush comes after speech has continued.
+    assert drive(flushed()) == []
+    assert kinds(drive(flushed())) == ["EagerTurnEnd"]
+
+
+@pytest.mark.parametrize(("event", "answer"), [(Clear(), "Cleared"), (Commit("e"), "Committed")])
+def test_a_turn_that_the_client_ends_has_no_probable_end(event: Any, answer: str) -> None:
+    drive = Driver(session(SCORED))
+    spoken(drive, 0.0, 1.024, word("one.", 0.1, 0.5))
+    drive(event)
+    while drive.core.marks:
+        drive(flushed())
+    assert answer in kinds(drive.sent) and "EagerTurnEnd" not in kinds(drive.sent)
+
+
+def test_the_length_of_the_silence_ends_a_turn_that_no_word_ends() -> None:
+    drive = Driver(session(replace(VAD, turn_detection=TurnDetection(scored=numeric_eagerness(1.0, None, 2000)))))
+    spoken(drive, 0.0, 1.024, word("and", 0.1, 0.5))
+    drive(flushed())
+    drive(append(3.0), speech(1.536, 2.56, 0.01))
+    drive(flushed())
+    done = drive.sent[-1]
+    assert isinstance(done, Completed) and done.timeout and done.end == round(3.024 * RATE)
+    assert "EagerTurnEnd" not in kinds(drive.sent)
+
+
 class Engine:
     """Answers in order, whenever it is asked to move; words are one per second of audio it was fed."""
 
@@ -583,6 +643,7 @@ SOME_SETTINGS = (
     IDLE,
     MANUAL,
     replace(VAD, turn_detection=TurnDetection(semantic=True, eagerness="high")),
+    replace(VAD, turn_detection=TurnDetection(scored=numeric_eagerness(0.9, 0.3, 3000))),
     replace(VAD, utterance_end_ms=1000),
     replace(MANUAL, language="de"),
     replace(MANUAL, trim_start=False, minimum_commit_ms=0),
@@ -617,6 +678,7 @@ class World:
         self.finished: list[str] = []
         self.text: dict[str, str] = {}
         self.open_speech: str | None = None
+        self.eager: str | None = None
 
     def do(self, event: Any) -> None:
         if self.core.phase is Phase.CLOSED:
@@ -637,9 +699,16 @@ class World:
             case SpeechStarted(item_id, _):
                 assert self.open_speech is None
                 self.open_speech = item_id
+            case EagerTurnEnd(item_id, sample, confidence):
+                assert self.open_speech == item_id and self.eager is None
+                assert sample <= self.core.appended and 0.3 - 1e-3 <= confidence < 1
+                self.eager = item_id
+            case TurnResumed(item_id, _):
+                assert self.open_speech == self.eager == item_id
+                self.eager = None
             case SpeechStopped(item_id, _):
                 assert self.open_speech == item_id
-                self.open_speech = None
+                self.open_speech = self.eager = None
             case Committed(item_id, previous):
                 assert previous == (self.committed[-1] if self.committed else None)
                 assert item_id not in self.committed
