@@ -8,7 +8,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from engine.weights.pretrained import load_turn_detector
 from numpy.typing import NDArray
 from safetensors.torch import save_file
 
@@ -16,6 +15,7 @@ from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.store import cache_folder
+from engine.weights.windowed_models import load_turn_detector
 
 FILE = cache_folder() / TURN_DETECTOR / TURN_DETECTOR_FILE
 RECORDING = cache_folder() / "sample-two-cities" / "two_cities.wav"
