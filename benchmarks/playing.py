@@ -22,7 +22,7 @@ from benchmarks.scoring import Emissions, Word
 from benchmarks.sounds import SAMPLE_RATE
 from engine.boundary.items import make_cutter, prepare
 from engine.client.client import ClientSettings
-from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text
+from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text, TurnRule
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
 from realtime.session.words import timed_word
@@ -108,7 +108,13 @@ class Player:
     """One client: sends the audio recorded so far, or as much of a file as may wait in the engine."""
 
     def __init__(
-        self, session: Session, spec: ModelSpec, starts_at: float, options: dict[str, str], live: bool = True
+        self,
+        session: Session,
+        spec: ModelSpec,
+        starts_at: float,
+        options: dict[str, str],
+        live: bool = True,
+        turns: TurnRule | None = None,
     ) -> None:
         samples, parts = session.load()
         if not live:
@@ -122,7 +128,7 @@ class Player:
         self._live = live
         self._samples = samples
         self._spec = spec
-        self._commands = self._make_commands(options)
+        self._commands = self._make_commands(options, turns)
         self.finished = False
 
     def due(self, now: float, computed: int) -> Iterator[Command]:
@@ -132,12 +138,12 @@ class Player:
             if command is not None:
                 yield command
 
-    def _make_commands(self, options: dict[str, str]) -> Iterator[Command | None]:
+    def _make_commands(self, options: dict[str, str], turns: TurnRule | None) -> Iterator[Command | None]:
         """A command for each piece of audio, or None where a piece completes no item."""
         name, samples, spec = self.played.session.name, self._samples, self._spec
         cutter, size = make_cutter(spec), PACKET_SAMPLES if self._live else PIECE_SAMPLES
         self.next_at = self.starts_at + min(size, len(samples)) / SAMPLE_RATE
-        yield Open(name, self._live, options=options)
+        yield Open(name, self._live, options=options, turns=turns)
         for start in range(0, len(samples), size):
             items = prepare(cutter, cutter.cut(samples[start : start + size]), spec)
             is_last = start + size >= len(samples)
@@ -154,15 +160,21 @@ class Player:
 
 class Run:
     """Plays sessions, at most `streams` live ones and `uploads` others at a time. `options` are the model's, by the
-    name of the session."""
+    name of the session; `turns` is the rule by which the turns of live ones end."""
 
     def __init__(
-        self, loop: EngineLoop, streams: int = 0, uploads: int = 0, options: Mapping[str, dict[str, str]] | None = None
+        self,
+        loop: EngineLoop,
+        streams: int = 0,
+        uploads: int = 0,
+        options: Mapping[str, dict[str, str]] | None = None,
+        turns: TurnRule | None = None,
     ) -> None:
         self._loop = loop
         self._spec = loop.scheduler.spec
         self._at_once = {True: streams, False: uploads}
         self._options = options or {}
+        self._turns = turns
         self._players: dict[bool, dict[str, Player]] = {True: {}, False: {}}
         self._done: list[Played] = []
         self.clock = VirtualClock()
@@ -201,7 +213,8 @@ class Run:
                 session = waiting[is_live].popleft()
                 starts_at = self.clock.now + STAGGER_SECONDS * len(players) * is_live
                 options = self._options.get(session.name, {})
-                players[session.name] = Player(session, self._spec, starts_at, options, is_live)
+                turns = self._turns if is_live else None
+                players[session.name] = Player(session, self._spec, starts_at, options, is_live, turns)
 
     def _due(self, player: Player) -> list[Command]:
         stream = self._loop.scheduler.streams.get(player.played.session.name)

@@ -87,6 +87,10 @@ class Emissions:
             self._ends.append(len(self.text))
             self._moments.append(at)
 
+    def moments(self) -> list[tuple[int, float]]:
+        """For each piece of text, where it ends in `text`, and when it came."""
+        return list(zip(self._ends, self._moments, strict=True))
+
     def shown(self) -> list[Word]:
         """Each word with the moment it was there to be read: often before the engine knew that it was complete."""
         shown, cursor = [], 0

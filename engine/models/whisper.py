@@ -64,7 +64,7 @@ def _openai_name(name: str) -> str:
 
 
 def fused(tensors: dict[str, Tensor], width: int, audio_layers: int, text_layers: int) -> dict[str, Tensor]:
-    """A state dict of either kind under this module's names, with fused matrices."""
+    """A state dict of either kind under this module's names, with fused matrices. An encoder alone: no text layers."""
     left = {_openai_name(name): value.float() for name, value in tensors.items() if name != "proj_out.weight"}
 
     def take(prefix: str, parts: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
@@ -87,7 +87,8 @@ def fused(tensors: dict[str, Tensor], width: int, audio_layers: int, text_layers
             weights, biases = take(f"decoder.blocks.{layer}.cross_attn.", (part,))
             cross_weights += weights
             cross_biases += biases
-    left["cross_kv.weight"], left["cross_kv.bias"] = torch.cat(cross_weights), torch.cat(cross_biases)
+    if text_layers:
+        left["cross_kv.weight"], left["cross_kv.bias"] = torch.cat(cross_weights), torch.cat(cross_biases)
     return left
 
 

@@ -122,18 +122,19 @@ def _onnx_tensor(message: memoryview) -> tuple[str, Array | None]:
             raw = value
         elif number == 4:
             raw = value  # float_data is packed little-endian, like raw_data
-        elif number == 5 and dtype in (2, 3):
-            raw = memoryview(bytes(_packed_bytes(value)))
+        elif number == 5 and dtype in (2, 3, 6):
+            raw = memoryview(b"".join(_packed(value, np.dtype(_DTYPES[dtype]).itemsize)))
     if raw is None or dtype not in _DTYPES:
         return name, None
     return name, np.frombuffer(raw, _DTYPES[dtype]).reshape(dims)
 
 
-def _packed_bytes(values: memoryview) -> Iterator[int]:
+def _packed(values: memoryview, size: int) -> Iterator[bytes]:
+    """Packed varints as little-endian integers of `size` bytes."""
     at = 0
     while at < len(values):
         value, at = _varint(values, at)
-        yield value & 0xFF
+        yield (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
 
 
 # ORT: flatbuffer tables. The numbers are the vtable offsets of the published schema.
@@ -291,14 +292,69 @@ def whisper_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[np.
     return tensors
 
 
-def _dequantised(graph: Graph, name: str) -> npt.NDArray[np.float32]:
+# The turn detector's names: biases have kept theirs; a matrix is identified by the bias that is added to its product.
+
+_OWN = "inner."
+_READ = "_DequantizeLinear_Output"
+
+
+def turn_detector_tensors(data: bytes) -> dict[str, npt.NDArray[np.float32]]:
+    """All weights of the turn detector in float32, under transformers' names. Raises BadOnnxFile.
+
+    The file also has fixed 8-bit scales for activations. They are left out: the engine's own 8-bit layers find the
+    scale of each row.
+    """
+    graph = read_graph(data)
+    tensors: dict[str, npt.NDArray[np.float32]] = {}
+    try:
+        for name in graph.tensors:
+            plain = name.removesuffix("_quantized").removeprefix(_OWN)
+            if name.startswith(_OWN) and plain.endswith((".weight", ".bias")):
+                tensors[plain] = _dequantised(graph, name, rows=True)
+        for key, matrix in _named_products(graph):
+            # MatMul stores (in, out), Linear stores (out, in).
+            tensors[key] = np.ascontiguousarray(_dequantised(graph, matrix).T)
+    except (KeyError, ValueError) as error:
+        raise BadOnnxFile(f"not the turn detector that this version knows ({error})") from error
+    return tensors
+
+
+def _named_products(graph: Graph) -> Iterator[tuple[str, str]]:
+    """The key of each matrix that has lost its name, and its name in the graph."""
+    biases = {name: other for inputs, _ in graph.nodes for name in inputs for other in inputs if other.startswith(_OWN)}
+    queries: dict[str, str] = {}
+    unnamed: list[tuple[str, str]] = []
+    for inputs, outputs in graph.nodes:
+        matrix = inputs[1].removesuffix(_READ) + "_quantized" if len(inputs) == 2 else ""
+        if matrix not in graph.tensors:
+            continue
+        bias = biases.get(outputs[0] + _READ)
+        if bias is None:
+            unnamed.append((inputs[0], matrix))
+            continue
+        key = bias.removeprefix(_OWN).removesuffix("bias") + "weight"
+        if ".q_proj." in key:
+            queries[inputs[0]] = key
+        yield key, matrix
+    # Keys have no bias; they are made of the same activations as the queries.
+    for activations, matrix in unnamed:
+        yield queries[activations].replace("q_proj", "k_proj"), matrix
+
+
+def _dequantised(graph: Graph, name: str, rows: bool = False) -> npt.NDArray[np.float32]:
+    """`rows`: a scale is that of a row (the first axis); else of a column (the last one), or of the whole tensor."""
     values = graph.tensors[name]
     if not name.endswith("_quantized"):
         return np.ascontiguousarray(values, np.float32)
-    stem = name.removesuffix("_quantized")
+    # The scale of a quantised bias has the bias's full name.
+    stem = name if name + "_scale" in graph.tensors else name.removesuffix("_quantized")
     quantised = values.astype(np.float32)
-    scale, zero = graph.tensors[stem + "_scale"], graph.tensors[stem + "_zero_point"].astype(np.float32)
+    scale = graph.tensors[stem + "_scale"].astype(np.float32)
+    zero = graph.tensors[stem + "_zero_point"].astype(np.float32)
     if graph.tensors[stem + "_zero_point"].dtype == np.float32:
         # Convolutions are stored as multiply and add; matrix products subtract an integer zero point first.
-        return quantised * scale.astype(np.float32) + zero
-    return (quantised - zero) * scale.astype(np.float32)
+        return quantised * scale + zero
+    if rows and scale.ndim:
+        shape = (-1, *[1] * (values.ndim - 1))
+        scale, zero = scale.reshape(shape), zero.reshape(shape)
+    return (quantised - zero) * scale

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 from engine.options import MAX_KEYWORDS, Options
 from engine.spec import ENGLISH_TEXT_TOKENS, ENGLISH_VOCABULARY, whisper_languages
-from engine.weights.onnx import moonshine_tensors, whisper_tensors
+from engine.weights.onnx import moonshine_tensors, turn_detector_tensors, whisper_tensors
 
 
 def _moonshine(config: Mapping[str, Any]) -> Options:
@@ -72,6 +72,9 @@ def _openai_options(vocabulary: Path) -> Options | None:
 # The files of each model.
 
 _INSTALLER_SECONDS = 600
+# The learnt detector of ends of turns: its name, and the name of its file.
+TURN_DETECTOR = "turn-detector"
+TURN_DETECTOR_FILE = "turn-detector.safetensors"
 # File name of a streaming encoder in a model's folder, next to the published weights.
 STREAMING_ENCODER = "streaming-encoder.safetensors"
 
@@ -136,7 +139,7 @@ class RegisteredModel:
 
     about: str
     recipes: tuple[Recipe, ...]
-    # For a recording or table: its file name. A model is its whole folder.
+    # For a recording, a table or the turn detector: its file name. A model is its whole folder.
     single_file: str = ""
     # For a Whisper model: vocabulary size in tokens.
     vocabulary: int = 0
@@ -355,6 +358,29 @@ def _whisper_vocabulary(size: str) -> int:
     return ENGLISH_VOCABULARY + (2 if size.startswith("large-v3") else 1)
 
 
+# The turn detector: 8-bit weights in a package, dequantised once
+
+
+def _turn_detector_from_package(parts: Path, whole: Path) -> None:
+    save_file(turn_detector_tensors((parts / "detector").read_bytes()), whole / TURN_DETECTOR_FILE)
+
+
+_TURN_DETECTOR = Recipe(
+    (
+        Remote(
+            "detector",
+            "2bb026316b14a660486a75b1733cd3fbab8c2fd0314dc9af7be49f8cca967e4f",
+            (
+                PackageFile(
+                    "pip", "pipecat-ai", "1.14.0", "pipecat/audio/turn/smart_turn/data/smart-turn-v3.2-cpu.onnx"
+                ),
+            ),
+        ),
+    ),
+    _turn_detector_from_package,
+)
+
+
 def _recording(about: str, file: str, sha256: str) -> RegisteredModel:
     return RegisteredModel(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file)
 
@@ -388,6 +414,11 @@ REGISTRY: dict[str, RegisteredModel] = {
         )
         for size, sha256 in _WHISPER.items()
     },
+    TURN_DETECTOR: RegisteredModel(
+        "Smart Turn v3.2: whether a turn is complete, 23 languages, 8M parameters",
+        (_TURN_DETECTOR,),
+        single_file=TURN_DETECTOR_FILE,
+    ),
     "sample-two-cities": _recording(
         "recording: 44 s of read speech, for a first try",
         "two_cities.wav",

@@ -19,6 +19,7 @@ from torch import Tensor
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.moonshine_streaming import SAMPLES_PER_FRAME, RunningNorm, StreamingSpec
 from engine.models.seq2seq import SAFE_STEPS
+from engine.models.smart_turn import SmartTurn
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.vocabularies import load_pieces
@@ -89,6 +90,17 @@ def unpack_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         elif not name.endswith(".range"):
             plain[name] = value
     return plain
+
+
+def load_turn_detector(file: Path) -> SmartTurn:
+    """The learnt detector of ends of turns, in float32. Raises BadCheckpoint."""
+    try:
+        return SmartTurn.load(load_file(file))
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        raise BadCheckpoint(
+            f"{file} is not a turn detector that can be read: {error}. Fetch it again: tickertape pull turn-detector "
+            "--fresh"
+        ) from error
 
 
 # From a folder or file to a model: its family, its weights, its vocabulary.

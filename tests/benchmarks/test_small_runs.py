@@ -15,6 +15,7 @@ import torch
 
 from benchmarks.__main__ import benchmarks
 from benchmarks.recordings import SAMPLE
+from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import cache_folder
 from realtime.client import lasting_session, wire_client
 
@@ -36,13 +37,14 @@ RUNS = {
     "keywords": ["rare found", "other errors", "made up"],
     "languages": ["told right by length", "wer told"],
     "uploads": ["delay p50", "beside live", "same words"],
+    "turns": ["wrong cuts", "end after word s p95", "cpu ms per pause", "fused"],
     "survival engine": ["words changed by kills", "recovery s p50"],
     "survival spare": ["killed s p50", "spare private bytes"],
     "survival spare --voxtral": ["killed s p50", "spare private bytes"],
     "survival server": ["kind worker", "reconnected s p50", "words that differ 0"],
     "survival fleet": ["kind gateway", "kind stop-gateway-3", "went on s p50", "words that differ 0"],
 }
-NEED_WEIGHTS = ("accuracy", "keywords", "languages", "uploads")
+NEED_WEIGHTS = ("accuracy", "keywords", "languages", "turns", "uploads")
 CASES = [pytest.param(run, marks=[pytest.mark.ray] if run.endswith("fleet") else []) for run in RUNS]
 
 
@@ -63,7 +65,8 @@ def nothing_is_left_changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("run", CASES)
 def test_a_small_run_ends_and_prints_its_figures(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, *arguments = run.split()
-    for weights in (SAMPLE, "moonshine-tiny") if name in NEED_WEIGHTS else ():
+    needed = [SAMPLE, "moonshine-tiny"] if name in NEED_WEIGHTS else []
+    for weights in [*needed, *([TURN_DETECTOR] if name == "turns" else [])]:
         if not (cache_folder() / weights).exists():
             pytest.skip(f"not in the cache; run `tickertape pull {weights}`")
     report = tmp_path / "report.json"

@@ -1,0 +1,575 @@
+"""Ends of turns: wrong cuts and delays of four rules at the pauses of recordings with known words.
+
+    python -m benchmarks.turns MANIFEST [--model NAME] [--heard FILE] [--no-synthetic] [--fit] [--json FILE]
+
+Every pause of at least 250 ms is labelled by the reference: inside a sentence, or at its end. A rule that ends the turn
+inside a sentence before the speaker goes on has cut it wrongly. At the end of a sentence the silence is continued (with
+the sound of the pause), and the delay from the end of the last word to the end of the turn counts. The words are those
+of the engine, when they came, played at the pace of a microphone with a flush 200 ms after speech fell.
+
+A reference without punctuation is left out, unless its style (`...-nonnative`, `...-spelled`) says that it is one
+sentence. Half of the speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half.
+`espeak-ng`, if installed, adds hard cases: digits, lists, hesitations, questions. --heard keeps what the engine said,
+for a second run. --fit prints the weights of the score, fitted on the first half.
+Exit status: 0 done, 1 the engine failed, 2 the manifest or a model cannot be used.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from audio.speech_edges import EdgeDetector, EdgeSettings, EdgeState
+from benchmarks.accuracy import complain, warm_loop
+from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
+from benchmarks.playing import Played, Run
+from benchmarks.recordings import BadManifest, Clip, Part, Session, load_audio, sample_manifest
+from benchmarks.sounds import SAMPLE_RATE, Samples
+from engine import end_of_turn
+from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, MOST_QUESTIONS, Ask, Eagerness, End, Judge, Words, tell
+from engine.errors import EngineError
+from engine.messages import TurnRule
+from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
+from engine.options import DEFAULT_MODEL
+from engine.weights.pretrained import load_turn_detector
+from engine.weights.registry import TURN_DETECTOR
+from engine.weights.store import WeightsError, pull
+from realtime.bench.words import align
+
+SMALL_MODEL = "moonshine-tiny"
+SHORTEST_PAUSE_S = 0.25
+# Styles whose recordings are one sentence each, though their references have no punctuation.
+ONE_SENTENCE = ("nonnative", "spelled")
+THRESHOLD, MIN_SPEECH_MS = 0.5, 64
+# Sound after the end of a recording, and the longest silence that a rule may wait for.
+TAIL_S, LONGEST_S = 1.5, 10.0
+WRONG_SHARE = 0.05
+SENTENCE_MARKS = (".", "?", "!")
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A recording of one speaker. `marks`: whether its reference has punctuation; else it is one sentence."""
+
+    name: str
+    speaker: str
+    audio: Samples
+    reference: str
+    marks: bool
+    group: str
+
+
+@dataclass(slots=True)
+class Heard:
+    """What the engine made of a recording. Times are seconds."""
+
+    id: str
+    seconds: float
+    frame: float
+    p: list[float]
+    words: list[tuple[str, float, float]]
+    text: str
+    ends: list[int]
+    moments: list[float]
+
+
+@dataclass(slots=True)
+class PauseCase:
+    """A labelled pause. Times are seconds in the recording; `silence` is None at the end of a sentence."""
+
+    source: Source
+    fell: float
+    silence: float | None
+    real_silence: float
+    last_word: float
+    # The text of the turn before the pause, by the moment at which it came.
+    texts: list[tuple[float, str]]
+    answers: list[float] = field(default_factory=list)
+
+    @property
+    def calibrates(self) -> bool:
+        """Whether the speaker is one of those that set the thresholds."""
+        return zlib.crc32(self.source.speaker.encode()) % 2 == 0
+
+    def text(self, moment: float) -> str:
+        came = [text for at, text in self.texts if at <= moment]
+        return came[-1] if came else ""
+
+
+# Recordings
+
+
+def room_tone(audio: Samples, samples: int) -> Samples:
+    """The quietest 0.3 s of a recording, mirrored and repeated: what a microphone hears when nobody speaks."""
+    width = round(0.3 * SAMPLE_RATE)
+    if len(audio) < width:
+        return np.zeros(samples, np.float32)
+    power = np.concatenate(([0.0], np.cumsum(np.square(audio, dtype=np.float64))))
+    quietest = int(np.argmin(power[width:] - power[:-width]))
+    return _repeated(audio[quietest : quietest + width], samples)
+
+
+def _repeated(sound: Samples, samples: int) -> Samples:
+    both = np.concatenate((sound[::-1], sound))
+    return np.resize(both, samples).astype(np.float32)
+
+
+def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
+    """The recordings of a manifest whose sentences are known; all, if each is one sentence. Raises BadManifest."""
+    try:
+        entries = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise BadManifest(f"cannot read the manifest {path}: {error}") from error
+    found = []
+    for entry in entries:
+        text = str(entry.get("text", ""))
+        marks = any(mark in text for mark in SENTENCE_MARKS)
+        if entry.get("kind", "clips") != "clips" or not text:
+            continue
+        group = str(entry.get("style", "speech"))
+        if not marks and not one_sentence and not group.endswith(ONE_SENTENCE):
+            continue
+        name = str(entry.get("id", Path(entry["path"]).stem))
+        audio = load_audio(path.parent / entry["path"])
+        found.append(Source(name, str(entry.get("speaker", name)), audio, text, marks, group))
+    return found
+
+
+# Each case is spoken with pauses at the bars, which are no ends.
+_SPOKEN = {
+    "digits": [
+        "four one five | five five five | zero one nine two",
+        "my number is | nine eight two | seven seven four",
+    ],
+    "list": ["I need apples, | bananas, | and a loaf of bread", "we have red, | green, | and blue"],
+    "hesitation": ["I was thinking that um | maybe we could go on Friday", "so the | the thing is | it does not work"],
+    "question": ["could you tell me | when the next train leaves?", "is it | still open on Sunday?"],
+}
+_VOICES = ("en-us", "en-gb", "en-us+f3", "en-gb+m3")
+_PAUSES_S = (0.4, 0.7, 1.1)
+
+
+def synthetic_sources() -> list[Source]:
+    """Hard cases from espeak-ng; none if it is not installed."""
+    if shutil.which("espeak-ng") is None:
+        return []
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        for kind, texts in _SPOKEN.items():
+            for number, text in enumerate(texts):
+                for voice in _VOICES:
+                    parts: list[Samples] = []
+                    for place, piece in enumerate(text.split("|")):
+                        file = Path(folder) / "piece.wav"
+                        command = ["espeak-ng", "-v", voice, "-s", "150", "-w", str(file), piece.strip()]
+                        subprocess.run(command, check=True, capture_output=True)
+                        pause = round(_PAUSES_S[(place + number) % len(_PAUSES_S)] * SAMPLE_RATE)
+                        parts += [load_audio(file), np.zeros(pause, np.float32)]
+                    name = f"espeak-{kind}-{number}-{voice}"
+                    audio = np.concatenate(parts[:-1])
+                    noise = np.random.default_rng(0).standard_normal(len(audio)).astype(np.float32)
+                    reference = text.replace("|", "")
+                    found.append(Source(name, f"espeak-{voice}", audio + 3e-4 * noise, reference, False, "synthetic"))
+    return found
+
+
+# What the engine hears
+
+
+@dataclass(frozen=True, slots=True)
+class _Sounds(Session):
+    audio: Samples | None = None
+
+    def load(self) -> tuple[Samples, list[Part]]:
+        assert self.audio is not None
+        return self.audio, [Part(Clip(Path(self.name), "", 1.0, "clips"), 0.0, len(self.audio) / SAMPLE_RATE)]
+
+
+def with_tail(source: Source) -> Samples:
+    return np.concatenate((source.audio, room_tone(source.audio, round(TAIL_S * SAMPLE_RATE))))
+
+
+def listen(sources: Sequence[Source], model: str, kept: Path | None) -> dict[str, Heard]:
+    """Play every recording to the engine, except those that are in the file."""
+    known: dict[str, Heard] = {}
+    if kept is not None and kept.exists():
+        known = {row["id"]: Heard(**row) for row in map(json.loads, kept.read_text().splitlines())}
+    missing = [source for source in sources if source.name not in known]
+    if not missing:
+        return known
+    loop = warm_loop(model, 2)
+    rule = TurnRule(THRESHOLD, MIN_SPEECH_MS * SAMPLE_RATE // 1000, ASK_MS * SAMPLE_RATE // 1000)
+    for source in missing:
+        played: list[Played] = []
+        run = Run(loop, streams=1, turns=rule)
+        run.play([_Sounds(source.name, (), 0.0, with_tail(source))], progress=played.append)
+        said = played[0].emissions
+        words = [(word.text, word.start, word.end) for word in said.words]
+        moments = [(end, moment) for end, moment in said.moments()]
+        heard = Heard(
+            source.name,
+            played[0].seconds,
+            played[0].frame_seconds,
+            [round(p, 3) for p in played[0].probabilities],
+            words,
+            said.text,
+            [end for end, _ in moments],
+            [moment for _, moment in moments],
+        )
+        known[source.name] = heard
+        if kept is not None:
+            with kept.open("a") as out:
+                out.write(json.dumps(asdict(heard)) + "\n")
+    return known
+
+
+# Pauses and their labels
+
+
+def silences(heard: Heard) -> list[tuple[float, float]]:
+    """Where speech fell and where it rose again, for every silence that is long enough; the last one is endless."""
+    frame = round(heard.frame * SAMPLE_RATE)
+    detector = EdgeDetector(EdgeSettings(THRESHOLD, MIN_SPEECH_MS * SAMPLE_RATE // 1000, 1 << 40, 0))
+    found: list[tuple[float, float]] = []
+    fell: int | None = None
+    for number, probability in enumerate(heard.p):
+        detector.judge(probability, frame)
+        if detector.state is EdgeState.STOPPING and fell is None:
+            fell = number * frame
+        elif detector.state is EdgeState.SPEAKING and fell is not None:
+            found.append((fell / SAMPLE_RATE, number * frame / SAMPLE_RATE))
+            fell = None
+    if fell is not None:
+        found.append((fell / SAMPLE_RATE, heard.seconds))
+    return [(start, end) for start, end in found if end - start >= SHORTEST_PAUSE_S]
+
+
+def _bare(word: str) -> str:
+    return "".join(letter for letter in word.lower() if letter.isalnum())
+
+
+def cases_of(source: Source, heard: Heard) -> list[PauseCase]:
+    """The labelled pauses of a recording; a pause whose words do not match the reference is left out."""
+    reference = source.reference.split()
+    # Both neighbours of a pause must be words of the reference that follow each other.
+    pairs = align([_bare(word) for word in reference], [_bare(text) for text, _, _ in heard.words])
+    place = {j: i for i, j in pairs if i is not None and j is not None}
+    right = {j: i for j, i in place.items() if _bare(reference[i]) == _bare(heard.words[j][0])}
+    found = []
+    turn_start = 0
+    for fell, rose in silences(heard):
+        before = [number for number, (_, start, _) in enumerate(heard.words) if start < fell - 0.02]
+        if not before:
+            continue
+        last = before[-1]
+        final = last == len(heard.words) - 1 and rose >= heard.seconds - 0.1
+        label = _label(source, reference, right, place, last, final)
+        if label is None:
+            continue
+        # A turn that ended begins a new text.
+        case = PauseCase(
+            source,
+            fell,
+            None if label else rose - fell,
+            rose - fell,
+            heard.words[last][2],
+            _texts(heard, turn_start, last),
+        )
+        found.append(case)
+        if label:
+            turn_start = last + 1
+    return found
+
+
+def _label(
+    source: Source, reference: list[str], right: dict[int, int], place: dict[int, int], last: int, final: bool
+) -> bool | None:
+    """True at the end of a sentence, False inside, None if it is not known."""
+    if final:
+        known = place.get(last) == len(reference) - 1
+        ended = not source.marks or reference[-1].rstrip("\"')").endswith(SENTENCE_MARKS)
+        return True if known and ended else None
+    if not source.marks:
+        # One sentence: every pause between its words is inside.
+        return False if last + 1 in place else None
+    if last not in right or right.get(last + 1) != right[last] + 1:
+        return None
+    return reference[right[last]].rstrip("\"')").endswith(SENTENCE_MARKS)
+
+
+def _texts(heard: Heard, first: int, last: int) -> list[tuple[float, str]]:
+    """The text of the words from `first` to `last`, by the moment at which each part of it came."""
+    cursor = start = 0
+    for number, (text, _, _) in enumerate(heard.words[: last + 1]):
+        at = heard.text.find(text, cursor)
+        at = cursor if at < 0 else at
+        if number == first:
+            start = at
+        cursor = at + len(text)
+    return [
+        (moment, heard.text[start : min(end, cursor)])
+        for end, moment in zip(heard.ends, heard.moments, strict=True)
+        if end > start
+    ]
+
+
+def ask_detector(cases: Iterable[PauseCase], detector: SmartTurn) -> float:
+    """Fill in the detector's answers; returns the processor seconds a question."""
+    spent, asked = 0.0, 0
+    for case in cases:
+        audio, fell = with_tail(case.source), round(case.fell * SAMPLE_RATE)
+        rose = fell + round(case.real_silence * SAMPLE_RATE)
+        for number in range(MOST_QUESTIONS):
+            wait = (ASK_MS + ASK_AGAIN_MS * number) * SAMPLE_RATE // 1000
+            if case.silence is not None and fell + wait > rose:
+                break
+            piece = audio[max(0, fell + wait - WINDOW_SAMPLES) : min(fell + wait, rose)]
+            if fell + wait > rose:
+                piece = np.concatenate((piece, _repeated(audio[fell:rose], fell + wait - rose)))
+            started = time.process_time()
+            case.answers += detector.judge([piece])
+            spent, asked = spent + time.process_time() - started, asked + 1
+    return spent / max(asked, 1)
+
+
+# Rules: the seconds of silence after which each ends the turn, if the silence lasts
+
+Rule = Callable[[PauseCase], float]
+
+
+def silence_rule(seconds: float) -> Rule:
+    return lambda case: seconds
+
+
+def learnt_rule(threshold: float, timeout_s: float = 3.0) -> Rule:
+    """The detector alone: the first answer above a threshold, or a timeout."""
+
+    def end(case: PauseCase) -> float:
+        for number, answer in enumerate(case.answers):
+            if answer >= threshold:
+                return (ASK_MS + ASK_AGAIN_MS * number) / 1000
+        return timeout_s
+
+    return end
+
+
+def judged_rule(eagerness: Eagerness, learnt: bool) -> Rule:
+    """The rule of the product, with the detector or without."""
+    judge = Judge(eagerness, SAMPLE_RATE, learnt=learnt)
+
+    def end(case: PauseCase) -> float:
+        later = [(moment - case.fell, text) for moment, text in case.texts if moment > case.fell]
+        limit = round(LONGEST_S * SAMPLE_RATE) if case.silence is None else round(case.silence * SAMPLE_RATE)
+        pause = judge.begin(0, case.text(case.fell))
+        for stop, text in [*((round(at * SAMPLE_RATE), text) for at, text in later), (limit, "")]:
+            while True:
+                pause, signs = judge.advance(pause, min(stop, limit))
+                if signs and isinstance(signs[-1], End):
+                    return signs[-1].sample / SAMPLE_RATE
+                if not (signs and isinstance(signs[-1], Ask)):
+                    break
+                pause = judge.hear_answer(pause, case.answers[pause.answers])
+            if stop >= limit:
+                break
+            pause = judge.hear_words(pause, text)
+        return np.inf
+
+    return end
+
+
+def text_eagerness(finished_ms: int) -> Eagerness:
+    return Eagerness(0.7, 8000, None, finished_ms, min(8 * finished_ms, 8000))
+
+
+@dataclass(frozen=True, slots=True)
+class RuleFamily:
+    """A rule with a setting: the chosen one, and others from eager to patient. `asks`: it needs the detector."""
+
+    name: str
+    chosen: Rule
+    others: list[tuple[float, Rule]]
+    asks: bool
+
+
+def families() -> list[RuleFamily]:
+    medium = end_of_turn.EAGERNESS["medium"]
+    thresholds = [*np.arange(0.2, 0.95, 0.02), *np.arange(0.95, 0.995, 0.005)]
+    return [
+        RuleFamily(
+            "silence 500 ms", silence_rule(0.5), [(at, silence_rule(at)) for at in np.arange(0.2, 4.0, 0.05)], False
+        ),
+        RuleFamily(
+            "text",
+            judged_rule(medium, learnt=False),
+            [(at, judged_rule(text_eagerness(at), learnt=False)) for at in range(200, 4000, 50)],
+            False,
+        ),
+        RuleFamily("learnt", learnt_rule(0.5), [(at, learnt_rule(at)) for at in thresholds], True),
+        RuleFamily(
+            "fused",
+            judged_rule(medium, learnt=True),
+            [(at, judged_rule(replace(medium, threshold=float(at)), learnt=True)) for at in thresholds],
+            True,
+        ),
+    ]
+
+
+def wrong_share(rule: Rule, cases: Sequence[PauseCase]) -> float:
+    inside = [case for case in cases if case.silence is not None]
+    return sum(rule(case) < (case.silence or 0.0) for case in inside) / max(len(inside), 1)
+
+
+def figures_of(rule: Rule, cases: Sequence[PauseCase], question_s: float, speech_s: float) -> Figures:
+    inside = [case for case in cases if case.silence is not None]
+    cuts = sum(rule(case) < (case.silence or 0.0) for case in inside)
+    delays, after_fall, questions = [], [], 0
+    for case in cases:
+        end = rule(case)
+        asked = sum(end >= (ASK_MS + ASK_AGAIN_MS * number) / 1000 for number in range(len(case.answers)))
+        questions += asked
+        if case.silence is None:
+            # An end at a question is known when the answer is.
+            at_question = any(
+                abs(end - (ASK_MS + ASK_AGAIN_MS * number) / 1000) < 0.001 for number in range(MOST_QUESTIONS)
+            )
+            after_fall.append(end + question_s * at_question)
+            delays.append(after_fall[-1] + case.fell - case.last_word)
+    return {
+        "wrong_cuts": cuts / max(len(inside), 1),
+        **percentiles("end_after_word_s", delays, 50, 95),
+        **percentiles("end_after_speech_fell_s", after_fall, 50, 95),
+        "false_interruptions_per_minute": cuts / max(speech_s / 60, 1e-9),
+        "cpu_ms_per_pause": questions * question_s * 1000 / max(len(cases), 1),
+    }
+
+
+def compare(cases: Sequence[PauseCase], question_s: float) -> Figures:
+    """Every rule at its chosen setting, and at the setting that has 5 % wrong cuts on the first half of speakers."""
+    first = [case for case in cases if case.calibrates]
+    second = [case for case in cases if not case.calibrates]
+    spoken = {case.source.name: len(case.source.audio) / SAMPLE_RATE for case in second}
+    found: Figures = {
+        "pauses": {
+            "inside_sentences": sum(case.silence is not None for case in second),
+            "at_ends": sum(case.silence is None for case in second),
+            "speakers": len({case.source.speaker for case in second}),
+            "inside_sentences_first_half": sum(case.silence is not None for case in first),
+            "at_ends_first_half": sum(case.silence is None for case in first),
+        },
+        "cpu_ms_a_question": question_s * 1000,
+    }
+    for family in families():
+        cost = question_s if family.asks else 0.0
+        figures = figures_of(family.chosen, second, cost, sum(spoken.values()))
+        fitting = [(at, rule) for at, rule in family.others if wrong_share(rule, first) <= WRONG_SHARE]
+        if fitting:
+            at, rule = fitting[0]
+            figures["at_5_percent"] = {
+                "setting": float(at),
+                **figures_of(rule, second, cost, sum(spoken.values())),
+            }
+        found[family.name] = figures
+    groups = sorted({case.source.group for case in cases})
+    fused = families()[-1].chosen
+    found["fused_wrong_cuts_by_group"] = {
+        group: f"{sum(rule_cut(fused, case) for case in inside)} of {len(inside)}"
+        for group in groups
+        if (inside := [case for case in second if case.source.group == group and case.silence is not None])
+    }
+    return found
+
+
+def rule_cut(rule: Rule, case: PauseCase) -> bool:
+    return case.silence is not None and rule(case) < case.silence
+
+
+# The weights of the score
+
+# Recordings of single sentences have more ends than speech has: there a speaker pauses a few times in a turn.
+ENDS_SHARE = 2 / 7
+_MOMENTS_S = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 4.0)
+
+
+def fit(cases: Sequence[PauseCase], detector: bool) -> Figures:
+    """Logistic regression: at each moment of a pause that still lasts, whether it is an end. A pause counts once, and
+    ends and others count as if `ENDS_SHARE` of all pauses were ends."""
+    rows, labels, weights = [], [], []
+    ends = sum(case.silence is None for case in cases)
+    counts = {
+        True: ENDS_SHARE * len(cases) / max(ends, 1),
+        False: (1 - ENDS_SHARE) * len(cases) / max(len(cases) - ends, 1),
+    }
+    for case in cases:
+        moments = [at for at in _MOMENTS_S if case.silence is None or at <= case.silence]
+        for at in moments:
+            told = tell(case.text(case.fell + at))
+            asked = min(int((at * 1000 - ASK_MS) // ASK_AGAIN_MS), len(case.answers) - 1)
+            sure = min(max(case.answers[asked], 0.001), 0.999)
+            odds = np.log(sure / (1 - sure)) if detector else 0.0
+            rows.append([1.0, odds, *(float(told is kind) for kind in Words), np.log(at * 1000 / ASK_MS)])
+            labels.append(float(case.silence is None))
+            weights.append(counts[case.silence is None] / len(moments))
+    x, y, weight = np.array(rows), np.array(labels), np.array(weights)
+    solution, penalty = np.zeros(x.shape[1]), np.full(x.shape[1], 0.3)
+    penalty[0] = 1e-6
+    for _ in range(50):
+        p = 1 / (1 + np.exp(-x @ solution))
+        gradient = x.T @ (weight * (p - y)) + penalty * solution
+        hessian = (x * (weight * p * (1 - p))[:, None]).T @ x + np.diag(penalty)
+        solution = solution - np.linalg.solve(hessian, gradient)
+    bias, odds, none, unfinished, open_, finished, growth = solution.round(2).tolist()
+    return {"bias": bias, "detector": odds, "words": (none, unfinished, open_, finished), "growth": growth}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text, speaker, style")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the model whose words are read")
+    parser.add_argument("--heard", type=Path, help="file with what the engine said; missing recordings are added")
+    parser.add_argument("--no-synthetic", action="store_true", help="without the cases from espeak-ng")
+    parser.add_argument("--fit", action="store_true", help="print the weights of the score")
+    options = parser.parse_args(arguments)
+    if options.manifest is None and not options.small:
+        parser.error("name a manifest, or use --small")
+    torch.set_num_threads(1)
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            path = sample_manifest(Path(folder)) if options.manifest is None else options.manifest
+            sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
+            if not options.no_synthetic and not options.small:
+                sources += synthetic_sources()
+            if not sources:
+                raise BadManifest(f"{path} has no recording whose sentences are known")
+            detector = load_turn_detector(pull(TURN_DETECTOR))
+            detector.quantise()
+            heard = listen(sources, SMALL_MODEL if options.small else options.model, options.heard)
+            cases = [case for source in sources for case in cases_of(source, heard[source.name])]
+            question_s = ask_detector(cases, detector)
+    except (BadManifest, EngineError, WeightsError, RunFailed) as error:
+        return complain(error)
+    found = compare(cases, question_s)
+    show("Ends of turns", found)
+    if options.fit:
+        first = [case for case in cases if case.calibrates]
+        found["fit"] = {"FUSED": fit(first, True), "WORDS_ONLY": fit(first, False)}
+        show("Weights, fitted on the first half of speakers", found["fit"])
+    write_json(options, found)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,293 @@
+"""Decides in a pause whether the speaker's turn has ended: from the turn detector, the words so far, and the silence.
+
+A pause is a value (`Pause`); the functions here return a new one, and know neither clock nor model. Time is a sample
+count. The detector is asked `ASK_MS` after speech fell and again while the pause lasts, and words may arrive at any
+time. From what is known, `score` gives the log-odds that the turn is over:
+
+    log-odds = bias + detector's log-odds * weight + what the words tell + growth * ln(silence / 200 ms)
+
+It grows with the silence, so every threshold is reached at one exact sample: at once (end now), later (wait), or not
+before `Eagerness.timeout_ms` (wait long). `advance` finds that sample, and the same one for any division of the silence
+into pieces. It never passes a question without an answer. A replay is given the recorded answers and words at their
+samples, and finds the same ends.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import Enum, auto
+
+# Silence after which the detector is asked, the time between questions, and the most questions in a pause.
+ASK_MS = 200
+ASK_AGAIN_MS = 400
+MOST_QUESTIONS = 3
+
+SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")
+# After these words and marks a sentence goes on.
+_GOES_ON = (",", ";", ":", "-", "–", "—", "...", "…", "、", "，")
+_UNFINISHED_WORDS = frozenset(
+    "a an the and or but nor so because if that which who whose when while where than as of to in on at by for from "
+    "with without about into onto over under between after before during until since through my your his her its our "
+    "their this these those is are was were be been am has have had do does did will would shall should can could may "
+    "might must not very i'm we're you're they're it's i we you they he she uh um er erm hmm mm like well".split()
+)
+_HESITATIONS = frozenset("uh um er erm hmm mm".split())
+_CLOSING = " \n\"')”’"
+
+
+class Words(Enum):
+    """What the last words of a turn tell about its end."""
+
+    NONE = auto()  # no words yet
+    UNFINISHED = auto()  # a comma, or a word after which something follows
+    OPEN = auto()  # neither
+    FINISHED = auto()  # the end of a sentence
+
+
+def ends_sentence(text: str) -> bool:
+    """Whether the text ends with a complete sentence."""
+    return text.rstrip(_CLOSING).endswith(SENTENCE_ENDS) and not text.rstrip().endswith(("...", "…"))
+
+
+def tell(text: str) -> Words:
+    """What the text of a turn tells about its end. The list of words is English; marks count in every language."""
+    bare = text.rstrip(_CLOSING)
+    if not bare:
+        return Words.NONE
+    last = bare.split()[-1].lower().replace("’", "'").strip(".,?!…\"'(")
+    if bare.endswith(_GOES_ON) or last in _HESITATIONS:
+        return Words.UNFINISHED
+    if ends_sentence(text):
+        return Words.FINISHED
+    return Words.UNFINISHED if last in _UNFINISHED_WORDS else Words.OPEN
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """The calibrated score, in log-odds. `growth` is for each e-fold of the silence."""
+
+    bias: float
+    detector: float
+    words: tuple[float, float, float, float]
+    growth: float
+
+
+# Fitted with `fit` of benchmarks/turns.py; docs/turns.md says on what. Words that are neither finished nor unfinished
+# count at most as much as finished ones.
+FUSED = Weights(bias=-3.04, detector=0.4, words=(-0.78, -0.06, 0.37, 0.37), growth=2.13)
+# Before the first answer, and without a detector.
+WORDS_ONLY = Weights(bias=-2.98, detector=0.0, words=(-0.61, -0.44, 0.39, 0.39), growth=2.37)
+
+# Where no detector is loaded: silence that ends a turn after a complete and after an incomplete sentence.
+FINISHED_MS = {"high": 300, "medium": 500, "auto": 500, "low": 900}
+UNFINISHED_MS = {"high": 2000, "medium": 4000, "auto": 4000, "low": 8000}
+
+
+@dataclass(frozen=True, slots=True)
+class Eagerness:
+    """When a turn ends: at this probability, or after `timeout_ms` of silence. At the lower `eager` probability (if
+    any) an early end is announced, which speech may still take back.
+
+    Without a detector, `finished_ms` and `unfinished_ms` of silence end a turn, if they are given; else the words' own
+    score does.
+    """
+
+    threshold: float
+    timeout_ms: int
+    eager: float | None = None
+    finished_ms: int | None = None
+    unfinished_ms: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.threshold < 1:
+            raise ValueError(f"the threshold for the end of a turn must be between 0 and 1, not {self.threshold}")
+        if self.timeout_ms < ASK_MS:
+            raise ValueError(f"the timeout for the end of a turn must be at least {ASK_MS} ms, not {self.timeout_ms}")
+        if self.eager is not None and not 0 < self.eager <= self.threshold:
+            raise ValueError(
+                f"the eager threshold must be above 0 and at most the threshold {self.threshold}, not {self.eager}"
+            )
+
+
+THRESHOLDS = {"high": 0.5, "medium": 0.7, "auto": 0.7, "low": 0.85}
+EAGERNESS = {
+    name: Eagerness(threshold, UNFINISHED_MS[name], None, FINISHED_MS[name], UNFINISHED_MS[name])
+    for name, threshold in THRESHOLDS.items()
+}
+
+# The ranges and defaults of Deepgram Flux.
+EOT_THRESHOLDS, EAGER_EOT_THRESHOLDS, EOT_TIMEOUTS_MS = (0.5, 0.9), (0.3, 0.9), (500, 10_000)
+DEFAULT_EOT_THRESHOLD, DEFAULT_EOT_TIMEOUT_MS = 0.7, 5000
+
+
+def numeric_eagerness(
+    eot_threshold: float = DEFAULT_EOT_THRESHOLD,
+    eager_eot_threshold: float | None = None,
+    eot_timeout_ms: int = DEFAULT_EOT_TIMEOUT_MS,
+) -> Eagerness:
+    """Thresholds as numbers. Raises ValueError, with a sentence for the client."""
+    _check("eot_threshold", eot_threshold, EOT_THRESHOLDS)
+    _check("eot_timeout_ms", eot_timeout_ms, EOT_TIMEOUTS_MS)
+    if eager_eot_threshold is not None:
+        _check("eager_eot_threshold", eager_eot_threshold, EAGER_EOT_THRESHOLDS)
+        if eager_eot_threshold > eot_threshold:
+            raise ValueError(
+                f"eager_eot_threshold ({eager_eot_threshold:g}) must not be above eot_threshold ({eot_threshold:g})"
+            )
+    return Eagerness(eot_threshold, eot_timeout_ms, eager_eot_threshold)
+
+
+def _check(name: str, value: float, bounds: tuple[float, float]) -> None:
+    low, high = bounds
+    if not low <= value <= high:
+        raise ValueError(f"{name} must be between {low:g} and {high:g}, not {value:g}")
+
+
+# A pause.
+
+
+@dataclass(frozen=True, slots=True)
+class Pause:
+    """A pause in an open turn. `fell` is the sample at which speech ended, `now` the end of the silence so far."""
+
+    fell: int
+    now: int
+    words: Words = Words.NONE
+    # The detector's last answer, the number of its answers, and whether it has been asked for another.
+    probability: float | None = None
+    answers: int = 0
+    asked: bool = False
+    # The early end was announced.
+    eager: bool = False
+    # The sample at which the turn ended.
+    ended: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """The detector must be asked about the audio up to `sample`."""
+
+    sample: int
+
+
+@dataclass(frozen=True, slots=True)
+class EagerEnd:
+    """The turn has probably ended; `confidence` is the score at `sample`."""
+
+    sample: int
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The turn has ended at `sample`. `timeout`: by the length of the silence alone."""
+
+    sample: int
+    confidence: float
+    timeout: bool
+
+
+Sign = Ask | EagerEnd | End
+
+
+class Judge:
+    """The rule with its settings. `learnt`: a detector is loaded and will answer."""
+
+    def __init__(self, eagerness: Eagerness, sample_rate: int, *, learnt: bool) -> None:
+        self._eagerness = eagerness
+        self._rate = sample_rate
+        self._learnt = learnt
+
+    def begin(self, fell: int, text: str) -> Pause:
+        """Speech fell at sample `fell`; `text` is the text of the turn so far."""
+        return Pause(fell, fell, tell(text))
+
+    def hear_words(self, pause: Pause, text: str) -> Pause:
+        """More text of the turn has arrived; it counts from `pause.now` on."""
+        return replace(pause, words=tell(text))
+
+    def hear_answer(self, pause: Pause, probability: float | None) -> Pause:
+        """The detector's answer to the open question; None if it failed: the words decide as before."""
+        if not pause.asked:
+            raise ValueError("the turn detector was not asked")
+        known = pause.probability if probability is None else probability
+        return replace(pause, probability=known, answers=pause.answers + 1, asked=False)
+
+    def confidence(self, pause: Pause, sample: int) -> float:
+        """The probability that the turn is over, if the silence lasts until `sample`."""
+        silence = max(sample - pause.fell, 1) * 1000 / self._rate
+        return _sigmoid(self._constant(pause) + self._weights(pause).growth * math.log(silence / ASK_MS))
+
+    def advance(self, pause: Pause, sample: int) -> tuple[Pause, list[Sign]]:
+        """The silence lasts until `sample` at least. Stops at a question until it is answered, and at the end."""
+        signs: list[Sign] = []
+        while pause.ended is None and not pause.asked:
+            end, timeout = self._end(pause)
+            early = self._eager(pause)
+            ask = self._question(pause)
+            # Without a detector's answer nothing is decided before the first question.
+            due = min(at for at in (end, early, ask) if at is not None)
+            if due > sample:
+                break
+            pause = replace(pause, now=max(pause.now, due))
+            if ask == due:
+                pause = replace(pause, asked=True)
+                signs.append(Ask(due))
+            elif early == due and end > due:
+                pause = replace(pause, eager=True)
+                signs.append(EagerEnd(due, self.confidence(pause, due)))
+            else:
+                pause = replace(pause, ended=due)
+                signs.append(End(due, self.confidence(pause, due), timeout))
+        if pause.ended is None and not pause.asked:
+            pause = replace(pause, now=max(pause.now, sample))
+        return pause, signs
+
+    def _question(self, pause: Pause) -> int | None:
+        if not self._learnt or pause.answers >= MOST_QUESTIONS:
+            return None
+        at = pause.fell + self._samples(ASK_MS + ASK_AGAIN_MS * pause.answers)
+        return max(at, pause.now)
+
+    def _end(self, pause: Pause) -> tuple[int, bool]:
+        """The sample at which the turn ends if nothing changes, and whether only the silence ends it."""
+        chosen = self._eagerness
+        timeout = max(pause.fell + self._samples(chosen.timeout_ms), pause.now)
+        if not self._learnt and chosen.finished_ms is not None and chosen.unfinished_ms is not None:
+            finished = pause.words is Words.FINISHED
+            wait = self._samples(chosen.finished_ms if finished else chosen.unfinished_ms)
+            return max(pause.fell + wait, pause.now), not finished
+        reached = self._reached(pause, chosen.threshold)
+        return (reached, False) if reached < timeout else (timeout, True)
+
+    def _eager(self, pause: Pause) -> int | None:
+        if self._eagerness.eager is None or pause.eager:
+            return None
+        return self._reached(pause, self._eagerness.eager)
+
+    def _reached(self, pause: Pause, threshold: float) -> int:
+        """The sample at which the score reaches a threshold, if nothing changes."""
+        weights = self._weights(pause)
+        exponent = (math.log(threshold / (1 - threshold)) - self._constant(pause)) / weights.growth
+        # No silence is longer than a day.
+        wait_ms = max(ASK_MS * math.exp(min(exponent, 13.0)), ASK_MS)
+        return max(pause.fell + self._samples(wait_ms), pause.now)
+
+    def _weights(self, pause: Pause) -> Weights:
+        return WORDS_ONLY if pause.probability is None else FUSED
+
+    def _constant(self, pause: Pause) -> float:
+        weights = self._weights(pause)
+        told = weights.words[pause.words.value - 1]
+        if pause.probability is None:
+            return weights.bias + told
+        sure = min(max(pause.probability, 0.001), 0.999)
+        return weights.bias + weights.detector * math.log(sure / (1 - sure)) + told
+
+    def _samples(self, milliseconds: float) -> int:
+        return math.ceil(milliseconds * self._rate / 1000)
+
+
+def _sigmoid(x: float) -> float:
+    return 1 / (1 + math.exp(-x)) if x >= 0 else math.exp(x) / (1 + math.exp(x))
