@@ -43,9 +43,9 @@ from engine.errors import EngineError
 from engine.messages import TurnRule
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
-from engine.weights.pretrained import load_turn_detector
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import WeightsError, pull
+from engine.weights.windowed_models import load_turn_detector
 from realtime.bench.words import align
 
 SMALL_MODEL = "moonshine-tiny"

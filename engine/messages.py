@@ -18,6 +18,7 @@ LARGEST_COUNT = 2**53 - 1
 SKIPPED = -1
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
+Place = Annotated[int, Meta(ge=-LARGEST_COUNT, le=LARGEST_COUNT)]
 Token = Annotated[int, Meta(ge=SKIPPED, le=LARGEST_COUNT)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
@@ -257,13 +258,69 @@ class Text(Message, tag="text"):
     no_speech: float | None = None
 
 
+class SpeechStarted(Message, tag="started"):
+    """Speech began at `sample`, and has lasted long enough to be no click. Of this and the other events of speech, `at`
+    is the end of the frame that showed it."""
+
+    sample: int
+    at: int
+
+
+class SpeechPaused(Message, tag="paused"):
+    """Speech fell at `sample`; it may go on."""
+
+    sample: int
+    at: int
+
+
+class SpeechResumed(Message, tag="resumed"):
+    """Speech goes on at `sample`, after a pause that was shorter than the rule's silence."""
+
+    sample: int
+    at: int
+
+
+class SpeechEnded(Message, tag="ended"):
+    """The silence of the rule has lasted until `sample`; speech itself ended at `speech_end`. Without semantic turn
+    detection a turn ends here; with it, this is a pause of at least that length."""
+
+    sample: int
+    at: int
+    speech_end: int
+
+
+SpeechEvent = SpeechStarted | SpeechPaused | SpeechResumed | SpeechEnded
+
+
+class TrackState(Struct, array_like=True, gc=False, frozen=True):
+    """The state of a speech track after a frame: a `Phase` of engine/server/speech_track.py, where the current or last
+    speech began and fell, and the sample before which no speech begins any more. A sample is negative if it lies before
+    the first one that this engine was sent."""
+
+    phase: Annotated[int, Meta(ge=0, le=3)] = 0
+    start: Place = 0
+    fell: Place = 0
+    floor: Place = 0
+
+
 class Speech(Message, tag="speech"):
-    """Speech probabilities, one per detector frame, the first starting at `sample`."""
+    """What the engine has found in the next frames, the first of which starts at `sample`: the events of speech, the
+    state of the speech track after the last frame, and how many of the samples are surely speech (`spoken`).
+
+    `probabilities`, one for each frame, are for measurements. Only the speech track compares them with thresholds.
+    """
 
     stream: str
     sample: int
     frame_samples: int
     probabilities: list[float]
+    events: list[SpeechEvent] = []
+    track: TrackState = TrackState()
+    spoken: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.sample + self.frame_samples * len(self.probabilities)
 
 
 class StreamState(Message, tag="state"):

@@ -52,7 +52,8 @@ from engine.messages import (
 from engine.runner.base import Detector, Runner
 from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
 from engine.server.skipped_silence import SilenceSkipper
-from engine.server.speech import GateSettings, Listener, Target
+from engine.server.speech import Listener, Target
+from engine.server.speech_track import GateSettings
 from engine.server.stream_state import StreamStates
 
 logger = logging.getLogger(__name__)

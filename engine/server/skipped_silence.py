@@ -25,7 +25,8 @@ from engine.core.scheduler import Scheduler
 from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamError, StreamFinished
 from engine.messages import SKIPPED, Finish, Flush, Item, Open, Output, Speech, Text
-from engine.server.speech import GateSettings, SpeechGate, Target
+from engine.server.speech import Target
+from engine.server.speech_track import GateSettings, SpeechGate
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000

@@ -13,9 +13,9 @@ from safetensors.torch import save_file
 
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.pretrained import load_turn_detector
 from engine.weights.registry import TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.store import cache_folder
+from engine.weights.windowed_models import load_turn_detector
 
 FILE = cache_folder() / TURN_DETECTOR / TURN_DETECTOR_FILE
 RECORDING = cache_folder() / "sample-two-cities" / "two_cities.wav"
