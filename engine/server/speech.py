@@ -1,27 +1,28 @@
-"""Finds speech in the streams of an engine and decides which audio the model gets.
+"""Finds speech in the streams of an engine, and has the scheduler give the model the audio that it is to get.
 
-`Listener` runs the speech detector over all pending audio before a step is planned, sends the result as `Speech`, and
-applies the decisions of the gates to the scheduler. `SpeechGate` decides for one stream of a windowed model,
-`PendingAudio` holds audio that the detector has not seen, `LastSpeech` finds the end of the last speech for
-frame-synchronous models, and `TurnEnds` finds the ends of turns.
+`Listener` runs the speech detector over all pending audio before a step is planned, passes the probabilities to the
+speech track of each stream (engine/server/speech_track.py), sends what that has found as `Speech`, and applies its
+decisions to the scheduler. `PendingAudio` holds audio that the detector has not seen, and `LastSpeech` waits for the
+end of the last speech for frame-synchronous models.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall
 from engine.core.scheduler import Scheduler
-from engine.errors import EngineDead
-from engine.messages import Flush, Item, Output, Saved, Speech, Text, TurnRule
+from engine.errors import EngineDead, StreamError
+from engine.messages import Flush, Item, Open, Output, Saved, Speech, SpeechEnded, Text, TurnRule
 from engine.runner.base import Detector
 from engine.server.speech_track import (
+    DECISIONS,
     Begin,
     Decision,
     End,
@@ -30,7 +31,9 @@ from engine.server.speech_track import (
     Resume,
     Skip,
     SpeechGate,
+    SpeechTrack,
     SplitUtterance,
+    TrackEvent,
 )
 from engine.server.word_times import WordTimes
 from engine.spec import ModelSpec
@@ -96,25 +99,20 @@ class PendingAudio:
         span.silence += count - listened
 
 
-# A frame of at least this probability may be speech.
-SPOKEN = GateSettings().stop_threshold
-
-
 class LastSpeech:
-    """Finds where the last speech of one stream ended, in samples.
+    """Answers where the last speech of one stream ended, in samples.
 
-    A question about a pause is asked when the audio before it has arrived, and answered when the detector has processed
-    that audio: the answer depends only on the audio, not on when the device returned its results, and the question does
-    not block.
+    A question about a pause is asked when the audio before it has arrived, and answered when the speech track has
+    heard that audio: the answer depends only on the audio, not on when the device returned its results, and the
+    question does not block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, track: SpeechTrack) -> None:
+        self._track = track
         # End of the received audio, and end of the audio at the last flush without a pause.
         self.came = self.asked_until = 0
-        # End of the last speech.
-        self._until = 0
-        # End of the audio processed, and the length of the shortest frame so far.
-        self._judged = self._frame = 0
+        # Length of the shortest frame so far.
+        self._frame = 0
         # (end of the audio at the time of the question, callback)
         self._asked: deque[tuple[int, Callable[[int], None]]] = deque()
 
@@ -125,94 +123,22 @@ class LastSpeech:
     def ask(self, then: Callable[[int], None]) -> None:
         """Call `then` with the end of the last speech in the audio received so far, as soon as that is known."""
         self._asked.append((self.came, then))
-        self._answer()
+        self.answer()
 
     def answer_all(self) -> None:
         """Answer all questions with what is known now."""
         while self._asked:
-            self._asked.popleft()[1](self._until)
+            self._asked.popleft()[1](self._track.last_sound)
 
-    def note(self, speech: Speech) -> None:
-        frame, count = speech.frame_samples, len(speech.probabilities)
-        if not count:
-            return
-        self._frame = min(self._frame, frame) or frame
-        if self._asked:
-            self._answer()  # this may be the first frame; before it the frame length was not known
-            for number in range(count):
-                self._take(speech.probabilities[number : number + 1], speech.sample + number * frame, frame)
-                self._answer()
-        else:
-            self._take(speech.probabilities, speech.sample, frame)
+    def expect(self, frame_samples: int) -> None:
+        """The next frames have this length. Before the first one the length is not known."""
+        self._frame = min(self._frame, frame_samples) or frame_samples
+        self.answer()
 
-    def _take(self, probabilities: list[float], sample: int, frame: int) -> None:
-        self._judged = sample + len(probabilities) * frame
-        for number in range(len(probabilities), 0, -1):
-            if probabilities[number - 1] >= SPOKEN:
-                self._until = sample + number * frame
-                return
-
-    def _answer(self) -> None:
-        """Answer the questions whose audio has been processed, except for less than a frame."""
-        while self._asked and self._asked[0][0] < self._judged + self._frame:
-            self._asked.popleft()[1](self._until)
-
-
-class TurnEnds:
-    """Finds where the turns of one stream end, by its gateway's rule, from the same frames and with the same code.
-
-    The gateway's flush at the end of a turn may come late: the engine was busy, or this engine is catching up after
-    the loss of another. Utterances and sentences must not depend on that, so the engine ends both by itself at the end
-    of the turn, and the flush is only answered.
-    """
-
-    def __init__(self, rule: TurnRule) -> None:
-        self._rule = rule
-        self._edges = EdgeDetector(_settings(rule))
-        # End of the last turn, in samples.
-        self.last = 0
-
-    def change(self, rule: TurnRule) -> None:
-        """Use another rule from the next frame on; an open turn stays open."""
-        self._rule = rule
-        self._edges.settings = _settings(rule)
-
-    def restart(self) -> None:
-        """A flush ended the turn before its rule did: start again without an open turn."""
-        self._edges.reset()
-
-    def split(self, speech: Speech) -> Iterator[tuple[list[float], bool]]:
-        """Yield the probabilities in parts, each with whether a turn ends at its end."""
-        edges, frame, start = self._edges, speech.frame_samples, 0
-        edges.sample = speech.sample
-        for number, probability in enumerate(speech.probabilities, 1):
-            edge = edges.judge(probability, frame)
-            if isinstance(edge, Fall):
-                self.last = edge.sample
-                yield speech.probabilities[start:number], True
-                start = number
-        if start < len(speech.probabilities):
-            yield speech.probabilities[start:], False
-
-    def save(self) -> Saved:
-        state, *counts = astuple(self._edges.save())
-        return {
-            "rule": (self._rule.threshold, self._rule.min_speech_samples, self._rule.silence_samples),
-            "last": self.last,
-            "state": state.name,
-            "counts": counts,
-        }
-
-    @classmethod
-    def resumed(cls, saved: Saved) -> TurnEnds:
-        turns = cls(TurnRule(*saved["rule"]))
-        turns.last = saved["last"]
-        turns._edges.load(EdgeMemory(EdgeState[saved["state"]], *saved["counts"]))
-        return turns
-
-
-def _settings(rule: TurnRule) -> EdgeSettings:
-    return EdgeSettings(rule.threshold, rule.min_speech_samples, rule.silence_samples, prefix_samples=0)
+    def answer(self) -> None:
+        """Answer the questions whose audio has been heard, except for less than a frame."""
+        while self._asked and self._asked[0][0] < self._track.sample + self._frame:
+            self._asked.popleft()[1](self._track.last_sound)
 
 
 # A stream that is about to be computed, and its positions [start, end).
@@ -223,6 +149,19 @@ MOST_UNHEARD = 3
 logger = logging.getLogger(__name__)
 
 
+class FollowsTracks(Protocol):
+    """What follows the speech tracks of frame-synchronous streams (`SilenceSkipper`)."""
+
+    def gate(self, name: str) -> SpeechGate | None:
+        """The gate that the stream's track has to drive, if any."""
+
+    def needs_each_frame(self, name: str) -> bool:
+        """Whether `heard` must be called after each frame, and not only after the last one."""
+
+    def heard(self, name: str, sample: int, frame_samples: int) -> None:
+        """The track has heard the audio up to this sample, in frames of this length."""
+
+
 class Listener:
     """Runs the speech detector and the gates for all streams of an engine.
 
@@ -231,8 +170,8 @@ class Listener:
     alone, and only a stream that fails ends. An asynchronous detector is launched first and asked for its results
     later (`collect`).
 
-    Callbacks: `emit` sends an output, `on_speech` is called with each `Speech`, `announce` with the streams about to be
-    processed, and `end_failed` ends a stream with an error.
+    Callbacks: `emit` sends an output, `announce` is called with the streams about to be processed, and `end_failed`
+    ends a stream with an error. `skipper` hears what the tracks have found.
     """
 
     def __init__(
@@ -243,15 +182,17 @@ class Listener:
         emit: Callable[[Output], None],
         announce: Callable[[Iterable[Target]], None],
         end_failed: Callable[[str, Exception], None],
-        on_speech: Callable[[Speech], None],
+        skipper: FollowsTracks,
     ) -> None:
-        self._on_speech = on_speech
+        self._skipper = skipper
         self._detector = detector
+        self._tracks: dict[str, SpeechTrack] = {}
+        # End of the audio received.
+        self._came: dict[str, int] = {}
+        # The gates of windowed models; each is part of its track.
         self._gates: dict[str, SpeechGate] = {}
         # For streams with a gate: where their words can be.
         self._times: dict[str, WordTimes] = {}
-        # For streams with a gate and a turn rule.
-        self._turns: dict[str, TurnEnds] = {}
         # Share of the audio processed last that belongs to live streams.
         self.live_share = 0.0
         self._scheduler = scheduler
@@ -278,38 +219,44 @@ class Listener:
     def has_work(self) -> bool:
         return bool(self._pending_audio)
 
-    def open(self, name: str, turns: TurnRule | None = None) -> None:
+    def open(self, message: Open) -> None:
         """Start speech detection for a stream that was just admitted."""
+        name = message.stream
         self._detector.open(name)
         self._open.add(name)
+        self._came[name] = 0
+        gate = self._skipper.gate(name)
         if self._gate_settings is not None:
             live = self._scheduler.streams[name].live
-            self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
-            self._times[name] = WordTimes(self._gate_settings.stop_threshold)
+            gate = self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
+            self._times[name] = WordTimes()
             self._scheduler.hold(name, True)
-            self.change_turns(name, turns)
-        elif not self._scheduler.spec.rereads_window:
-            self._spoken[name] = LastSpeech()
+        track = SpeechTrack(message.turns, gate, finds_sounds=name in self._times)
+        if message.track is not None and message.state is None:
+            track.continue_from(message.track)
+        self._tracks[name] = track
+        if self._gate_settings is None and not self._scheduler.spec.rereads_window:
+            self._spoken[name] = LastSpeech(track)
 
     def change_turns(self, name: str, rule: TurnRule | None) -> None:
-        """Set the turn rule from now on; audio received so far is judged by the old rule."""
-        if name in self._gates and name in self._pending_audio:
-            self.detect()
-        if rule is None or name not in self._gates:
-            self._turns.pop(name, None)
-        elif name in self._turns:
-            self._turns[name].change(rule)
-        else:
-            self._turns[name] = TurnEnds(rule)
+        """Use another rule from the end of the audio received so far."""
+        if name in self._tracks:
+            self._tracks[name].change(rule, self._came[name])
+
+    def end_speech(self, name: str) -> None:
+        """The client has ended the turn at the end of the audio received so far."""
+        if name in self._tracks:
+            self._tracks[name].restart(self._came[name])
 
     def close(self, name: str) -> None:
         """Drop a stream. Does nothing for an unknown stream, such as one whose Open was refused."""
         if name in self._open:
             self._open.remove(name)
             self._detector.close(name)
+            self._tracks.pop(name, None)
+            self._came.pop(name, None)
             self._gates.pop(name, None)
             self._times.pop(name, None)
-            self._turns.pop(name, None)
             self._spoken.pop(name, None)
             self._pending_audio.pop(name, None)
 
@@ -319,8 +266,10 @@ class Listener:
         if pending_audio is None:
             pending_audio = self._pending_audio[name] = PendingAudio(self._scheduler.spec)
         end, spoken = pending_audio.add(items), self._spoken.get(name)
-        if spoken is not None and items:
-            spoken.came = end
+        if items:
+            self._came[name] = end
+            if spoken is not None:
+                spoken.came = end
 
     def detect(self) -> None:
         """Detect speech in the audio received since the last call, and apply the gates' decisions."""
@@ -351,11 +300,13 @@ class Listener:
             for speech in self._answers.popleft()():
                 self._found(speech)
 
-    def end_at_pause(self, flush: Flush, pause: int, then: Callable[[int | None], None]) -> None:
+    def end_at_pause(self, flush: Flush, pause: int, then: Callable[[Callable[[], int | None]], None]) -> None:
         """Handle a flush at a pause (a sample in silence): an utterance that began before it ends.
 
-        `then` is called with the position up to which the stream must be computed. Audio that the gate still holds may
-        be the beginning of the next utterance. If the turn rule has already ended the turn, the flush is only answered.
+        `then` is called with a function for the position up to which the stream must be computed. The function is to be
+        called when the scheduler has all audio before the flush that is not skipped: a skip moves positions. Audio that
+        the gate still holds may be the beginning of the next utterance. If the turn rule has already ended the turn,
+        the flush is only answered.
 
         A frame-synchronous model must be computed beyond the last speech by its delay. That audio follows in any case,
         so no silence is inserted. `then` is called when the audio so far has been processed.
@@ -365,15 +316,15 @@ class Listener:
         if spoken is not None:
             said, clock, asked = scheduler.spec.said_positions_for(stream.delay), stream.clock, spoken.asked_until
             # Not before the position of an earlier flush, answered or not.
-            spoken.ask(lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
+            spoken.ask(lambda at: then(lambda: max(clock.position_at(at) + said, clock.position_at(asked))))
             return
         if name in self._pending_audio:
             self.detect()
         if gate is None:
-            then(None)
+            then(lambda: None)
         elif name in self._gates:  # else an error in `detect` has ended the stream
-            turns = self._turns.get(name)
-            if turns is not None and turns.last >= pause:
+            track = self._tracks[name]
+            if track.ends_text and track.turn_end >= pause:
                 scheduler.mark(name, flush.tag)
             elif gate.is_open and gate.began >= pause:
                 # No rule has ended the text at the pause. End it now, unless it has words of the next utterance.
@@ -382,7 +333,8 @@ class Listener:
                 scheduler.mark(name, flush.tag, ends_text=bool(stream.flushes or (word and start < first)))
             else:
                 self._apply_decisions(name, gate.flush_at_pause())
-                then(min(stream.clock.position_at(gate.floor), stream.available))
+                position = min(stream.clock.position_at(gate.floor), stream.available)
+                then(lambda: position)
 
     def end_now(self, name: str) -> None:
         """Text is wanted now: end an open utterance here, and skip doubtful audio."""
@@ -400,8 +352,6 @@ class Listener:
                 spoken.answer_all()
         if gate is not None and name in self._gates:
             self._apply_decisions(name, gate.flush(stream.clock.end_sample))
-            if name in self._turns:
-                self._turns[name].restart()
 
     def bound_words(self, outputs: Iterable[Output]) -> None:
         """Correct the times of words that are about to be sent, by the detected speech."""
@@ -411,25 +361,20 @@ class Listener:
 
     def save(self, name: str) -> dict[str, Saved]:
         """Return the state of speech detection of a stream, as plain data."""
-        parts = {"detector": self._detector.save(name)}
+        parts = {"detector": self._detector.save(name), "track": self._tracks[name].save()}
         if name in self._gates:
             parts["gate"] = self._gates[name].save()
             parts["times"] = self._times[name].save()
-        if name in self._turns:
-            parts["turns"] = self._turns[name].save()
         return parts
 
     def resume(self, name: str, parts: dict[str, Saved]) -> None:
-        """Restore a saved state."""
+        """Restore a saved state, with the rule of that moment."""
         self._detector.resume(name, parts["detector"])
+        self._tracks[name].load(parts["track"])
+        self._came[name] = self._scheduler.streams[name].clock.end_sample
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
-            if "times" in parts:  # missing in the states of older engines
-                self._times[name].resume(parts["times"])
-        # Restore the rule of the state: it may have changed since the stream was opened.
-        self.change_turns(name, None)
-        if "turns" in parts:
-            self._turns[name] = TurnEnds.resumed(parts["turns"])
+            self._times[name].resume(parts["times"])
 
     def _hear(self, pending_audio: dict[str, list[PendingSpan]]) -> None:
         """Process streams in batches, one span of each at a time; almost always each stream has one span."""
@@ -499,31 +444,52 @@ class Listener:
             self._found(speech)
 
     def _found(self, speech: Speech) -> None:
-        gate, spoken = self._gates.get(speech.stream), self._spoken.get(speech.stream)
         try:
-            if spoken is not None:
-                spoken.note(speech)
-            if gate is not None and not self._scheduler.streams[speech.stream].finished:
-                self._pass_gate(speech, gate)
-            self._on_speech(speech)
+            if speech.probabilities and speech.stream in self._tracks:
+                self._track(speech)
+        except StreamError as error:
+            self._scheduler.fail(error)
         except Exception as error:
             self._end_failed(speech.stream, error)
         else:
             self._emit(speech)
 
-    def _pass_gate(self, speech: Speech, gate: SpeechGate) -> None:
-        name, turns, times = speech.stream, self._turns.get(speech.stream), self._times[speech.stream]
-        stream = self._scheduler.streams[name]
+    def _track(self, speech: Speech) -> None:
+        """Pass the frames to the stream's track, and what it finds to all that follow it."""
+        name, frame = speech.stream, speech.frame_samples
+        track, spoken, gate = self._tracks[name], self._spoken.get(name), self._gates.get(name)
+        if spoken is not None:
+            spoken.expect(frame)
+        steps: Iterable[Sequence[float]] = [speech.probabilities]
+        if self._skipper.needs_each_frame(name) or (spoken is not None and spoken.is_asked):
+            steps = [(probability,) for probability in speech.probabilities]
+        for probabilities in steps:
+            found = track.hear(probabilities, frame)
+            if found:
+                speech.events += [event for event in found if not isinstance(event, DECISIONS)]
+            if gate is not None and not self._scheduler.streams[name].finished:
+                self._pass_gate(name, track, found)
+            if spoken is not None and spoken.is_asked:
+                spoken.answer()
+            self._skipper.heard(name, track.sample, frame)
+        speech.track, speech.spoken = track.state, track.take_spoken()
+
+    def _pass_gate(self, name: str, track: SpeechTrack, found: list[TrackEvent]) -> None:
+        stream, times = self._scheduler.streams[name], self._times[name]
         times.forget_before(stream.clock.sample_at(stream.base))
-        times.add_probabilities(speech.sample, speech.frame_samples, speech.probabilities)
-        for probabilities, is_end in [(speech.probabilities, False)] if turns is None else turns.split(speech):
-            self._apply_decisions(name, gate.judge(probabilities, speech.frame_samples))
-            if is_end:
-                self._apply_decisions(name, gate.flush_at_pause())
+        times.add_sounds(track.take_sounds())
+        for event in found:
+            if isinstance(event, DECISIONS):
+                self._apply_decision(name, event)
+            elif isinstance(event, SpeechEnded) and track.ends_text:
                 self._scheduler.mark(name, ends_text=True)
 
-    def _apply_decisions(self, name: str, decisions: list[Decision]) -> None:
-        """Apply a gate's decisions to the scheduler."""
+    def _apply_decisions(self, name: str, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            self._apply_decision(name, decision)
+
+    def _apply_decision(self, name: str, decision: Decision) -> None:
+        """Apply a gate's decision to the scheduler."""
         scheduler = self._scheduler
         stream, rate = scheduler.streams[name], scheduler.spec.samples_per_position
         clock = stream.clock
@@ -532,22 +498,21 @@ class Listener:
             """Return the first received position that begins at or after a sample."""
             return min(clock.position_at(sample + rate - 1), stream.available)
 
-        for decision in decisions:
-            match decision:
-                case Begin():
-                    scheduler.skip(name, clock.position_at(decision.sample))
-                    scheduler.hold(name, False)
-                case Pause():
-                    scheduler.pause(name, position_behind(decision.sample))
-                    scheduler.hold(name, True)
-                case Resume():
-                    scheduler.hold(name, False)
-                case End():
-                    # Audio from after the utterance may have arrived already; it is not part of it.
-                    cut_off = decision.sample - decision.speech_end < self._pause_samples
-                    scheduler.flush(name, None, position_behind(decision.sample), cut_off=cut_off)
-                    scheduler.hold(name, True)
-                case SplitUtterance():
-                    scheduler.flush(name, None, position_behind(decision.sample))
-                case Skip():
-                    scheduler.skip(name, clock.position_at(decision.sample))
+        match decision:
+            case Begin():
+                scheduler.skip(name, clock.position_at(decision.sample))
+                scheduler.hold(name, False)
+            case Pause():
+                scheduler.pause(name, position_behind(decision.sample))
+                scheduler.hold(name, True)
+            case Resume():
+                scheduler.hold(name, False)
+            case End():
+                # Audio from after the utterance may have arrived already; it is not part of it.
+                cut_off = decision.sample - decision.speech_end < self._pause_samples
+                scheduler.flush(name, None, position_behind(decision.sample), cut_off=cut_off)
+                scheduler.hold(name, True)
+            case SplitUtterance():
+                scheduler.flush(name, None, position_behind(decision.sample))
+            case Skip():
+                scheduler.skip(name, clock.position_at(decision.sample))

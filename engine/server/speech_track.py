@@ -32,10 +32,11 @@ import math
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from enum import Enum, IntEnum, auto
+from enum import Enum, auto
 from typing import Any
 
 from engine.messages import (
+    Phase,
     Saved,
     SpeechEnded,
     SpeechEvent,
@@ -52,6 +53,8 @@ _SAMPLES_PER_MS = _SAMPLE_RATE // 1000
 # Difference between the thresholds for speech and for silence; silence must be possible with a very low threshold too.
 HYSTERESIS = 0.15
 MIN_STOP_THRESHOLD = 0.01
+# From this probability on a frame has sound, perhaps of a word that fades.
+SOUND = 0.35
 # From this probability on a frame is surely speech: a model that stays silent on much of it has stalled.
 SURELY_SPEECH = 0.6
 
@@ -78,7 +81,7 @@ class GateSettings:
     pre_roll_samples: int = 512 * _SAMPLES_PER_MS
     # A frame below this probability is silence. Silence of `pause_samples` is a pause of the utterance; silence of
     # `hang_over_samples` ends it.
-    stop_threshold: float = 0.35
+    stop_threshold: float = SOUND
     pause_samples: int = 96 * _SAMPLES_PER_MS
     hang_over_samples: int = 608 * _SAMPLES_PER_MS
     # Doubtful audio is held back no longer than this.
@@ -254,6 +257,10 @@ class SpeechGate:
         self._rest()
         return self._skip(sample)
 
+    def end_turn(self) -> list[Decision]:
+        """Speech has ended by the rule for turns: the text of a windowed model ends too."""
+        return [] if self.settings.follows_track else self.flush_at_pause()
+
     def flush_at_pause(self) -> list[Decision]:
         """Text before the last pause is wanted now. Doubtful audio is kept: it may be the beginning of an utterance."""
         if not self.is_open:
@@ -269,6 +276,11 @@ class SpeechGate:
     def certain_until(self) -> int | None:
         """Audio before this sample certainly belongs to the utterance; None while the gate is not open."""
         return self._speech_end + self.settings.hang_over_samples if self.is_open else None
+
+    @property
+    def speech_end(self) -> int:
+        """End of the last frame with speech in the current or last utterance."""
+        return self._speech_end
 
     @property
     def floor(self) -> int:
@@ -352,17 +364,10 @@ class SpeechGate:
         return [Skip(sample)]
 
 
-class Phase(IntEnum):
-    """The phases of a speech track; their values are part of `TrackState`."""
-
-    QUIET = 0
-    STARTING = 1
-    SPEAKING = 2
-    PAUSED = 3
-
-
 # For a stream without turn detection.
 DEFAULT_RULE = TurnRule(0.5, 64 * _SAMPLES_PER_MS, 500 * _SAMPLES_PER_MS)
+
+_NO_EVENTS: list[SpeechEvent] = []
 
 # A decision of the gate, or an event of speech.
 TrackEvent = Decision | SpeechEvent
@@ -399,6 +404,9 @@ class SpeechTrack:
         self._floor = 0
         self._start = 0
         self._fell = 0
+        # End of the last frame with sound, and of the last speech that ended by a rule for turns.
+        self._last_sound = 0
+        self.turn_end = 0
         # Frames up to this sample were judged on another engine; they are for the gate only.
         self._judged_before = 0
         # Samples of the frames since `take_spoken` that are surely speech.
@@ -409,7 +417,7 @@ class SpeechTrack:
 
     @property
     def state(self) -> TrackState:
-        return TrackState(self.phase, self._start, self._fell, self._floor)
+        return TrackState(self.phase, self._start, self._fell, self._floor, self.sample)
 
     @property
     def rule(self) -> TurnRule | None:
@@ -422,23 +430,26 @@ class SpeechTrack:
         return self._rule is not None
 
     @property
-    def _ends_utterances(self) -> bool:
-        return self.ends_text and self.gate is not None and not self.gate.settings.follows_track
-
-    @property
     def speaking(self) -> bool:
         return self.phase is Phase.SPEAKING or self.phase is Phase.STARTING
 
     @property
-    def speech_end(self) -> int:
-        """The end of the last speech; the end of the last frame while there is speech."""
-        return self.sample if self.phase is Phase.SPEAKING else self._fell
+    def last_sound(self) -> int:
+        """Where the last sound ended that the model gets: it may be speech."""
+        return self._last_sound if self.gate is None else self.gate.speech_end
 
-    def continue_from(self, state: TrackState, sample: int) -> None:
-        """Frames up to `sample` were judged on another engine, which left this state. They may come once more."""
-        self.phase = Phase(state.phase)
+    @property
+    def quiet_until(self) -> int | None:
+        """Up to this sample there is certainly no speech since the last; None while there is speech."""
+        if self.phase is Phase.SPEAKING:
+            return None
+        return self._start if self.phase is Phase.STARTING else self.sample
+
+    def continue_from(self, state: TrackState) -> None:
+        """Another track has judged the frames up to `state.sample`. They may come once more, for the gate only."""
+        self.phase = state.phase
         self._start, self._fell, self._floor = state.start, state.fell, state.floor
-        self._judged_before = sample
+        self._judged_before = state.sample
 
     def change(self, rule: TurnRule | None, sample: int) -> None:
         """Use another rule from the first frame that ends after `sample`; open speech stays open."""
@@ -464,24 +475,16 @@ class SpeechTrack:
             self.sample = end = start + frame_samples
             if self._changes:
                 self._apply_changes(end)
-            if probability >= SURELY_SPEECH and end > self._judged_before:
-                self._spoken += frame_samples
-            events: list[SpeechEvent] | None = None
-            phase = self.phase
-            # Most frames change nothing: silence in silence, and speech in speech.
-            calm = probability < self._loud if phase is Phase.QUIET else phase is Phase.SPEAKING
-            if (not calm or (phase is Phase.SPEAKING and probability < self._quiet)) and end > self._judged_from:
-                events = self._judge(probability, start)
+            if probability >= SOUND:
+                self._last_sound = end
+                if probability >= SURELY_SPEECH and end > self._judged_before:
+                    self._spoken += frame_samples
+            events = self._judge(probability, start)
             if gate is not None:
-                since = self._start if self.speaking and end > self._judged_before else None
-                sure = since is not None and self.phase is Phase.SPEAKING
-                found += gate.take(probability, frame_samples, since, sure)
-                if self._sounds is not None and probability >= gate.settings.stop_threshold:
-                    self._note_sound(start, end)
+                found += self._drive(gate, probability, frame_samples)
             if events:
-                if self._ends_utterances and isinstance(events[-1], SpeechEnded):
-                    assert gate is not None
-                    found += gate.flush_at_pause()
+                if gate is not None and self._rule is not None and isinstance(events[-1], SpeechEnded):
+                    found += gate.end_turn()
                 found += events
         if gate is not None:
             found += gate.skip_silence()
@@ -504,6 +507,8 @@ class SpeechTrack:
             "state": (int(self.phase), self._start, self._fell, self._floor),
             "sample": self.sample,
             "judged_before": self._judged_before,
+            "turn_end": self.turn_end,
+            "last_sound": self._last_sound,
             "rule": _plain(self._rule),
             "changes": [(change.sample, change.restarts, _plain(change.rule)) for change in self._changes],
         }
@@ -513,20 +518,33 @@ class SpeechTrack:
         phase, self._start, self._fell, self._floor = saved["state"]
         self.phase = Phase(phase)
         self.sample, self._judged_before = saved["sample"], saved["judged_before"]
+        self.turn_end, self._last_sound = saved["turn_end"], saved["last_sound"]
         self._use(_rule(saved["rule"]))
         self._changes = deque(Change(sample, restarts, _rule(rule)) for sample, restarts, rule in saved["changes"])
 
-    @property
-    def _judged_from(self) -> int:
-        return max(self._floor, self._judged_before)
-
     def _judge(self, probability: float, start: int) -> list[SpeechEvent]:
         """Judge the frame that begins at `start` and ends at `self.sample`."""
+        phase, end = self.phase, self.sample
+        # Most frames change nothing: silence in silence, and speech in speech.
+        if phase is Phase.QUIET:
+            if probability < self._loud:
+                return _NO_EVENTS
+        elif phase is Phase.SPEAKING and probability >= self._quiet:
+            return _NO_EVENTS
+        if end <= self._floor or end <= self._judged_before:
+            return _NO_EVENTS
         start = max(start, self._floor)
         loud, quiet = probability >= self._loud, probability < self._quiet
-        if self.phase is Phase.QUIET or self.phase is Phase.STARTING:
+        if phase is Phase.QUIET or phase is Phase.STARTING:
             return self._listen(start, loud, quiet)
         return self._follow(start, loud, quiet)
+
+    def _drive(self, gate: SpeechGate, probability: float, frame_samples: int) -> list[Decision]:
+        """Pass the last frame to the gate."""
+        since = self._start if self.speaking and self.sample > self._judged_before else None
+        if self._sounds is not None and probability >= gate.settings.stop_threshold:
+            self._note_sound(self.sample - frame_samples, self.sample)
+        return gate.take(probability, frame_samples, since, since is not None and self.phase is Phase.SPEAKING)
 
     def _listen(self, start: int, loud: bool, quiet: bool) -> list[SpeechEvent]:
         """QUIET and STARTING."""
@@ -562,6 +580,8 @@ class SpeechTrack:
             ended = max(silent_at, start)
             self.phase = Phase.QUIET
             self._floor = max(ended, self._floor)
+            if self._rule is not None:
+                self.turn_end = ended
             events.append(SpeechEnded(ended, self.sample, self._fell))
         return events
 
@@ -592,8 +612,8 @@ class SpeechTrack:
         self._sounds.append((start, end))
 
 
-def _plain(rule: TurnRule | None) -> tuple[float, int, int] | None:
-    return None if rule is None else (rule.threshold, rule.min_speech_samples, rule.silence_samples)
+def _plain(rule: TurnRule | None) -> tuple[float, int, int, bool] | None:
+    return None if rule is None else (rule.threshold, rule.min_speech_samples, rule.silence_samples, rule.asks)
 
 
 def _rule(saved: Sequence[Any] | None) -> TurnRule | None:

@@ -11,12 +11,12 @@ from hypothesis import settings as example_settings
 from hypothesis import strategies as st
 
 from engine.messages import (
+    Phase,
     SpeechEnded,
     SpeechEvent,
     SpeechPaused,
     SpeechResumed,
     SpeechStarted,
-    TrackState,
     TurnRule,
 )
 from engine.server.speech_track import (
@@ -24,7 +24,6 @@ from engine.server.speech_track import (
     HYSTERESIS,
     Begin,
     GateSettings,
-    Phase,
     Skip,
     SpeechGate,
     SpeechTrack,
@@ -235,8 +234,7 @@ def test_another_engine_goes_on_with_the_same_events(
     expected = told + whole.hear(frames[died_at:], FRAME)
     # The other engine counts from the beginning of its window.
     other, before = SpeechTrack(in_force), start * FRAME
-    shifted = TrackState(state.phase, state.start - before, state.fell - before, state.floor - before)
-    other.continue_from(shifted, died_at * FRAME - before)
+    other.continue_from(state.later(-before))
     apply(other, [(sample - before, new) for sample, new in changes if sample >= before])
     again = other.hear(frames[start:], FRAME)
     for event in again:
