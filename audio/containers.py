@@ -38,7 +38,7 @@ from audio.errors import (
 from audio.formats import MODEL_RATE, Resampler, checked_samples
 from audio.metadata_filter import WAV_UNKNOWN_LENGTH, without_tags
 from audio.mp4 import MAX_HEADER_BYTES, MAX_INDEX_BYTES, Mp4Boxes, index_first
-from audio.pipes import READ_BYTES, BytePipe, ByteReader, Filtered, Parts, PartsReader, PipeClosed
+from audio.pipes import READ_BYTES, BytePipe, ByteReader, IteratorSource, LibavSource, PartsReader, PipeClosed
 
 HEAD_BYTES = 12
 # A decoder pauses after this many samples until they are taken; it exceeds them by at most one packet.
@@ -50,7 +50,7 @@ MAX_CHANNELS = 64
 MAX_SECONDS_PER_BYTE = 0.1
 FREE_SECONDS = 60.0
 
-Source = BinaryIO | Filtered
+Source = BinaryIO | LibavSource
 
 # Containers and codecs for untrusted audio: the common ones only, because rare decoders of libav are less well tested.
 # Names of libav; some codecs have two decoders.
@@ -261,9 +261,9 @@ def read_stream(reader: ByteReader, most_index_bytes: int = MAX_HEADER_BYTES) ->
     container_format = sniff(head)
     if head and container_format is None:
         raise _not_served(head)
-    source: Filtered = Mp4Boxes(reader, most_index_bytes)
+    source: LibavSource = Mp4Boxes(reader, most_index_bytes)
     if container_format is not None and container_format != "mp4":
-        source = Parts(without_tags(container_format, reader))
+        source = IteratorSource(without_tags(container_format, reader))
     try:
         yield from _not_too_small(_decode(source, head, container_format, STREAM_OPTIONS), reader)
     except AudioError as error:

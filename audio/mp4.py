@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.errors import CorruptAudio, NoAudioTrack
-from audio.pipes import READ_BYTES, ByteReader, Filtered
+from audio.pipes import READ_BYTES, ByteReader, LibavSource
 
 # A box that describes media has kilobytes.
 MAX_BOX_BYTES = 1 << 20
@@ -50,7 +50,7 @@ KEPT: dict[bytes, tuple[bytes, ...]] = {
 SEEN_AT_TOP = (b"ftyp", b"styp", b"moov", b"moof", b"mdat")
 
 
-class Mp4Boxes(Filtered):
+class Mp4Boxes(LibavSource):
     """An MP4 stream for libav. Boxes that are not media are returned whole.
 
     libav seeks back a few bytes when it reads a box; in a stream it can do that only within the last bytes it read. A

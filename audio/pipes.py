@@ -96,7 +96,8 @@ class BytePipe(ByteReader):
     """A pipe that one thread reads like a file and another one feeds."""
 
     def __init__(self, on_turn: Callable[[], None]) -> None:
-        """`on_turn` is called on the reader's thread when it gives the turn back, and when it is finished."""
+        """`on_turn` is called on the reader's thread when it gives the turn back, and when it is finished. After that
+        `hand_over` calls it itself."""
         super().__init__()
         self.failure: Exception | None = None
         self.finished = False
@@ -158,9 +159,9 @@ class BytePipe(ByteReader):
         self._piece, self._taken, self._ended = piece or b"", 0, piece is None
 
 
-class Filtered:
-    """A filtered stream that a library reads like a file. A fault ends the stream and is kept in `fault`, because the
-    library does not expect an exception from `read`."""
+class LibavSource:
+    """What libav reads like a file; subclasses remove tags or boxes. A fault ends the stream and is kept in `fault`,
+    because libav does not expect an exception from `read`."""
 
     def __init__(self) -> None:
         self.fault: AudioError | None = None
@@ -177,8 +178,8 @@ class Filtered:
         raise NotImplementedError
 
 
-class Parts(Filtered):
-    """The filtered stream of an iterator of parts; none of them may be empty."""
+class IteratorSource(LibavSource):
+    """Gives libav the parts of an iterator; none of them may be empty."""
 
     def __init__(self, parts: Iterator[bytes]) -> None:
         super().__init__()

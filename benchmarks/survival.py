@@ -235,13 +235,13 @@ async def measure_pauses(
             await asyncio.sleep(chance.uniform(*alive_s))
             calm += await waits(time.perf_counter())
         spare_bytes = private_bytes(engines[1].pid or 0) if spares else 0
-        for kill in range(kills):
+        for _ in range(kills):
             await until(lambda: client.ready and client.capacity().spares_ready == spares, PATIENCE_S)
             await asyncio.sleep(chance.uniform(*alive_s))
-            # With a spare, engines serve in turn. Words that were on their way at the kill do not count.
-            victim = kill % len(engines)
-            pooled, pid = client._running.pool.all[victim], engines[victim].pid
-            assert pooled.serves and pid is not None
+            # Words that were on their way at the kill do not count.
+            victim, pooled = next((at, engine) for at, engine in enumerate(client._running.pool.all) if engine.serves)
+            pid = engines[victim].pid
+            assert pid is not None
             link, moment = pooled.link, time.perf_counter()
             os.kill(pid, signal.SIGKILL)
             await until(lambda: pooled.link is not link, PATIENCE_S)  # noqa: B023

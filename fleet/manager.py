@@ -1,9 +1,10 @@
 """The fleet's manager: in each round it collects reports, decides by pure functions, and starts and drains units.
 
-`ManagerActor` in `fleet/cluster/actors.py` runs it on the head; `Keepers` is its access to nodes and keepers. It holds
-no stream and no session. Its state that must survive a restart is one small value, `ManagerState`, which its owner
-stores; the running processes are read from the records of the nodes. The functions at the top add up fleet-wide figures
-from the reports of gateways, and name problems of running units for the operator.
+`ManagerActor` in `fleet/cluster/actors.py` runs it on the head. A keeper starts and watches one unit on its node
+(`fleet/keepers/keeper.py`); `Keepers` is the manager's access to nodes and keepers. The manager holds no stream and no
+session. Its state that must survive a restart is one small value, `ManagerState`, which its owner stores; the running
+processes are read from the records of the nodes. The functions at the top add up fleet-wide figures from the reports of
+gateways, and name problems of running units for the operator.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from fleet.state import (
     Action,
     ActualState,
     DesiredState,
-    DrainEngine,
+    DrainUnit,
     FleetError,
     Forget,
     Kind,
@@ -33,6 +34,14 @@ from fleet.state import (
     next_table,
 )
 
+logger = logging.getLogger(__name__)
+Report = Mapping[str, Any]
+# Seconds until a node that could not start a unit is tried again.
+AVOID_S = 60.0
+# An engine whose heartbeats have not reached any gateway for this many seconds does not serve. A keeper that has not
+# answered for this long is named in the status; a new keeper takes a few seconds.
+SILENT_S = 5.0
+MOST_NOTES = 50
 # Differences of clocks in seconds that are not reported: a report may take that long to arrive.
 CLOCK_S = 5.0
 Capacity = Mapping[str, Any]
@@ -100,23 +109,13 @@ def link_troubles(capacities: Iterable[Capacity]) -> dict[str, str]:
     }
 
 
-logger = logging.getLogger(__name__)
-Report = Mapping[str, Any]
-# Seconds until a node that could not start a unit is tried again.
-AVOID_S = 60.0
-# An engine whose heartbeats have not reached any gateway for this many seconds does not serve. A keeper that has not
-# answered for this long is named in the status; a new keeper takes a few seconds.
-SILENT_S = 5.0
-MOST_NOTES = 50
-
-
 class Keepers(Protocol):
     """The manager's access to nodes and keepers; `RayKeepers` in production."""
 
     def nodes(self) -> list[Node]:
         """The nodes that are alive now."""
 
-    def found_on(self, node: Node) -> list[Unit]:
+    def units_on_node(self, node: Node) -> list[Unit]:
         """The units that run on a node already, from earlier keepers. Raises FleetError."""
 
     def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:
@@ -176,14 +175,14 @@ class Manager:
 
     def __init__(
         self,
-        crew: Keepers,
-        memory: ManagerState,
+        keepers: Keepers,
+        state: ManagerState,
         store: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._crew = crew
-        self._memory = memory
+        self._keepers = keepers
+        self._state = state
         self._store = store
         self._clock = clock
         self._wall_clock = wall_clock
@@ -209,60 +208,60 @@ class Manager:
 
     def want(self, plan: FleetPlan) -> None:
         """Take another plan. Its bounds and counts hold at once; running processes keep the settings of their start."""
-        self._memory.plan = plan
-        self._memory.is_going_down = False
+        self._state.plan = plan
+        self._state.is_going_down = False
 
     def scale(self, engines: int) -> None:
-        plan = self._memory.plan.engine
+        plan = self._state.plan.engine
         if not plan.least <= engines <= plan.most:
             raise FleetError(f"the fleet file allows {plan.least} to {plan.most} engines, not {engines}")
-        self._memory.scale = ScaleMemory(engines, changed_at=self._clock())
+        self._state.scale = ScaleMemory(engines, changed_at=self._clock())
         self._note(f"the operator wants {engines} engines")
 
     def drain(self, name: str) -> None:
         if name not in self._units and name not in self._nodes:
             known = ", ".join(sorted([*self._nodes, *self._units])) or "nothing"
             raise FleetError(f"the fleet has no node, engine or gateway {name!r}; it has {known}")
-        self._memory.drained |= {name}
+        self._state.drained |= {name}
         self._note(f"the operator drains {name}")
 
     def undrain(self, name: str) -> None:
-        self._memory.drained -= {name}
+        self._state.drained -= {name}
 
     def upgrade(self) -> int:
         """Replace all units, one at a time; returns the number of the new generation."""
-        self._memory.generation += 1
-        self._note(f"upgrade to generation {self._memory.generation}")
-        return self._memory.generation
+        self._state.generation += 1
+        self._note(f"upgrade to generation {self._state.generation}")
+        return self._state.generation
 
     def go_down(self) -> None:
-        self._memory.is_going_down = True
+        self._state.is_going_down = True
 
     @property
     def is_down(self) -> bool:
-        return self._memory.is_going_down and not self._units
+        return self._state.is_going_down and not self._units
 
     # Rounds and reports
 
     def step(self) -> None:
-        """One round: collect reports, scale, reconcile, update the table of engines, store the memory."""
+        """One round: collect reports, scale, reconcile, update the table of engines, store the state."""
         self._looks += 1
         self._look()
         decision = self._scaling()
         if decision.why:
-            self._note(f"{decision.memory.wanted} engines wanted: {decision.why}")
-        self._memory.scale = decision.memory
-        actions = reconcile(self._wanted(decision.memory.wanted), self._actual())
+            self._note(f"{decision.scaling.wanted} engines wanted: {decision.why}")
+        self._state.scale = decision.scaling
+        actions = reconcile(self._wanted(decision.scaling.wanted), self._actual())
         self._waits = [action.why for action in actions if isinstance(action, Wait)]
         for action in actions:
             self._do(action)
-        self._memory.table = next_table(self._memory.table, self._units.values(), self._hosts())
+        self._state.table = next_table(self._state.table, self._units.values(), self._hosts())
         self._remember()
 
     def planned(self, engines: int | None = None) -> dict[str, Any]:
         """What the next round would do with `engines` engines (None: as many as scaling wants); does nothing."""
         decision = self._scaling()
-        wanted = decision.memory.wanted if engines is None else engines
+        wanted = decision.scaling.wanted if engines is None else engines
         actions = reconcile(self._wanted(wanted), self._actual())
         return {
             "engines_now": sum(unit.kind is Kind.ENGINE for unit in self._units.values()),
@@ -273,15 +272,15 @@ class Manager:
 
     def status(self) -> dict[str, Any]:
         capacities = self._capacities()
-        memory = self._memory
+        state = self._state
         return {
-            "name": memory.plan.name,
-            "generation": memory.generation,
-            "engines_wanted": memory.scale.wanted,
-            "gateways_wanted": memory.plan.gateway.count,
-            "drained": sorted(memory.drained),
-            "is_going_down": memory.is_going_down,
-            "table_number": memory.table["number"],
+            "name": state.plan.name,
+            "generation": state.generation,
+            "engines_wanted": state.scale.wanted,
+            "gateways_wanted": state.plan.gateway.count,
+            "drained": sorted(state.drained),
+            "is_going_down": state.is_going_down,
+            "table_number": state.table["number"],
             "looks": self._looks,
             "capacity": fleet_capacity(capacities),
             "nodes": [asdict(node) for node in self._nodes.values()],
@@ -294,15 +293,15 @@ class Manager:
 
     def _look(self) -> None:
         """Collect nodes and reports, and bring the units up to date."""
-        nodes = {node.name: node for node in self._crew.nodes()}
+        nodes = {node.name: node for node in self._keepers.nodes()}
         for name in nodes.keys() - self._nodes.keys():
             self._take_in(nodes, name)
         # A node that is gone is no longer drained: if it comes back, it takes work again.
-        self._memory.drained -= self._nodes.keys() - nodes.keys()
+        self._state.drained -= self._nodes.keys() - nodes.keys()
         self._nodes = nodes
         # The figures of the round before: the call that asks for reports also carries the figures.
-        figures = {"name": self._memory.plan.name, **fleet_capacity(self._capacities())}
-        self._reports = self._crew.reports(self._memory.table, figures)
+        figures = {"name": self._state.plan.name, **fleet_capacity(self._capacities())}
+        self._reports = self._keepers.reports(self._state.table, figures)
         self._heard_at |= dict.fromkeys(self._reports.keys() & self._units.keys(), self._clock())
         self._seen = engines_seen(self._capacities().values())
         self._refused = self._newly_refused()
@@ -315,7 +314,7 @@ class Manager:
     def _take_in(self, nodes: dict[str, Node], name: str) -> None:
         """A node is new or back: take over the units that run there already."""
         try:
-            found = self._crew.found_on(nodes[name])
+            found = self._keepers.units_on_node(nodes[name])
         except FleetError as error:
             self._note(str(error))
             del nodes[name]
@@ -349,13 +348,17 @@ class Manager:
             # Gateways tell whether an engine serves. If no gateway answers, the engine keeps that state.
             if seen is not None:
                 self._served_as[unit.name] = report["pid"]
-            if state is UnitState.STARTING and self._served_as.get(unit.name) == report["pid"] is not None:
+            if (
+                state is UnitState.STARTING
+                and report["pid"] is not None
+                and self._served_as.get(unit.name) == report["pid"]
+            ):
                 state = UnitState.SERVING
         else:
             busy = (report.get("capacity") or {}).get("sessions", 0)
         if unit.state is UnitState.DRAINING and state in (UnitState.STARTING, UnitState.SERVING):
             # The keeper has not handled the drain call yet: repeat it.
-            self._crew.drain(unit.name)
+            self._keepers.drain(unit.name)
             state = UnitState.DRAINING
         if state is UnitState.FAILED:
             self._note_failure(unit, report)
@@ -371,13 +374,13 @@ class Manager:
     def _scaling(self) -> Decision:
         capacities = self._capacities()
         load = load_of(capacities.values(), self._refused)
-        return decide(self._memory.plan.rules, self._memory.scale, load, self._clock())
+        return decide(self._state.plan.rules, self._state.scale, load, self._clock())
 
     def _wanted(self, engines: int) -> DesiredState:
-        memory, plan = self._memory, self._memory.plan
-        if memory.is_going_down:
-            return DesiredState(0, 0, memory.generation, plan.needs)
-        return DesiredState(engines, plan.gateway.count, memory.generation, plan.needs, memory.drained)
+        state, plan = self._state, self._state.plan
+        if state.is_going_down:
+            return DesiredState(0, 0, state.generation, plan.needs)
+        return DesiredState(engines, plan.gateway.count, state.generation, plan.needs, state.drained)
 
     def _actual(self) -> ActualState:
         now = self._clock()
@@ -386,34 +389,34 @@ class Manager:
         nodes = tuple(
             replace(node, cpus=0.0, gpus=0.0) if node.name in self._avoided else node for node in self._nodes.values()
         )
-        return ActualState(nodes, tuple(self._units.values()), self._memory.next_number, frozenset(self._taken))
+        return ActualState(nodes, tuple(self._units.values()), self._state.next_number, frozenset(self._taken))
 
     def _do(self, action: Action) -> None:
         if isinstance(action, Start):
             self._note(f"{action.unit.name} starts on {action.unit.node}")
             self._start_keeper(action.unit)
             self._remember()
-        elif isinstance(action, DrainEngine):
+        elif isinstance(action, DrainUnit):
             self._note(f"{action.name} drains: {action.why}")
             self._units[action.name] = replace(self._units[action.name], state=UnitState.DRAINING)
-            self._crew.drain(action.name)
+            self._keepers.drain(action.name)
         elif isinstance(action, Forget):
             self._note(f"{action.name} is gone: {action.why}")
             del self._units[action.name]
             self._served_as.pop(action.name, None)
             self._refused_before.pop(action.name, None)
             self._heard_at.pop(action.name, None)
-            self._memory.drained -= {action.name}
-            self._crew.dismiss(action.name)
+            self._state.drained -= {action.name}
+            self._keepers.dismiss(action.name)
 
     def _start_keeper(self, unit: Unit) -> None:
-        self._memory.next_number = max(self._memory.next_number, unit.number + 1)
+        self._state.next_number = max(self._state.next_number, unit.number + 1)
         self._units[unit.name] = unit
         self._heard_at[unit.name] = self._clock()
-        self._crew.start_keeper(unit, self._memory.plan)
+        self._keepers.start_keeper(unit, self._state.plan)
 
     def _remember(self) -> None:
-        if (now := self._memory.as_json()) != self._stored:
+        if (now := self._state.as_json()) != self._stored:
             self._store(now)
             self._stored = now
 
@@ -460,7 +463,7 @@ def _told(action: Action) -> str:
     match action:
         case Start(unit):
             return f"start {unit.kind} {unit.name} on {unit.node} port {unit.port}"
-        case DrainEngine(name, why):
+        case DrainUnit(name, why):
             return f"drain {name}: {why}"
         case Forget(name, why):
             return f"forget {name}: {why}"

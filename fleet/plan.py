@@ -251,7 +251,7 @@ class ScaleMemory:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    memory: ScaleMemory
+    scaling: ScaleMemory
     # Why the wanted number changed; empty if it did not.
     why: str = ""
 

@@ -12,7 +12,7 @@ from fleet.state import (
     Action,
     ActualState,
     DesiredState,
-    DrainEngine,
+    DrainUnit,
     Forget,
     Kind,
     Needs,
@@ -162,22 +162,20 @@ def _departures(
     serving = [unit for unit in staying if unit.state is UnitState.SERVING]
     # 1. Units that the operator drains: when the others suffice, or when there is no room for replacements.
     if leaving and (len(serving) >= count or is_full):
-        return [DrainEngine(unit.name, "the operator drains it") for unit in leaving]
+        return [DrainUnit(unit.name, "the operator drains it") for unit in leaving]
     # 2. Otherwise one unit of a kind at a time.
     if any(unit.state is UnitState.DRAINING for unit in mine) or leaving:
         return []
     outdated = [unit for unit in staying if unit.generation != wanted.generation]
     excess = len(staying) - count
     if excess > 0 and not outdated and (idle := [unit for unit in staying if unit.state is UnitState.STARTING]):
-        return [DrainEngine(drain_order(idle, wanted.generation)[0].name, "the fleet needs fewer")]
+        return [DrainUnit(drain_order(idle, wanted.generation)[0].name, "the fleet needs fewer")]
     if excess > 0 and len(serving) > count:
         why = "it is replaced" if outdated else "the fleet needs fewer"
-        return [DrainEngine(drain_order(serving, wanted.generation)[0].name, why)]
+        return [DrainUnit(drain_order(serving, wanted.generation)[0].name, why)]
     if outdated and excess <= 0 and is_full and _all_serve(staying):
         return [
-            DrainEngine(
-                drain_order(outdated, wanted.generation)[0].name, "it is replaced, without room for both at once"
-            )
+            DrainUnit(drain_order(outdated, wanted.generation)[0].name, "it is replaced, without room for both at once")
         ]
     return []
 

@@ -162,7 +162,7 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
-class DrainEngine:
+class DrainUnit:
     name: str
     why: str
 
@@ -182,4 +182,4 @@ class Wait:
     why: str
 
 
-Action = Start | DrainEngine | Forget | Wait
+Action = Start | DrainUnit | Forget | Wait

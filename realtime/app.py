@@ -24,6 +24,7 @@ from realtime.config import Changes, Config, ModelConfig, take_over
 from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
+from realtime.listeners import listening_sockets
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
@@ -53,7 +54,12 @@ class Server(uvicorn.Server):
         self.stopping = asyncio.Event()
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
+        # uvicorn listens without TLS: each connection begins it itself, after it was counted (`TlsHandshake`).
+        context, self.config.ssl = self.config.ssl, None
+        try:
+            await super().startup(sockets)
+        finally:
+            self.config.ssl = context
         self._listening.set()
 
     async def wait_until_listening(self, task: asyncio.Task[None]) -> None:
@@ -192,7 +198,10 @@ async def listening(
     services: GatewayServices | None = None,
     sockets: list[socket.socket] | None = None,
 ) -> AsyncIterator[RunningServer]:
-    """A listening gateway over a running engine, which is stopped at the end. Raises OSError if it cannot listen."""
+    """A listening gateway over a running engine, which is stopped at the end. Without `sockets` it opens its own, and
+    raises OSError if it cannot."""
+    if sockets is None:
+        sockets = await asyncio.to_thread(listening_sockets, config.server.host, config.server.port)
     server = build_server(engine, config, services)
     task = asyncio.create_task(_serve(server, sockets), name="server")
     try:
@@ -206,19 +215,19 @@ async def listening(
         await asyncio.gather(task, return_exceptions=True)
 
 
-async def _serve(server: Server, sockets: list[socket.socket] | None = None) -> None:
+async def _serve(server: Server, sockets: list[socket.socket]) -> None:
     try:
         await server.serve(sockets)
     except SystemExit as error:
-        settings = server.config
-        text = f"cannot listen on {settings.host} port {settings.port}: in use or not permitted; choose another port"
-        raise OSError(text) from error
+        # In a task it would end the event loop, and leave the engine running.
+        raise OSError("the server could not start; the log says why") from error
 
 
 @asynccontextmanager
 async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     """A complete server in one process: our own engine or remote engines, the engine client, and a listening gateway.
-    It listens before an engine is ready, and refuses sessions until then: see `RunningServer.wait_until_ready`."""
+    It listens before an engine is ready, and refuses sessions until then: see `RunningServer.wait_until_ready`.
+    Raises OSError if it cannot listen; no engine has been started then."""
     raise_limit()
     metrics = Metrics()
     freeze_modules()
@@ -228,11 +237,13 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     client = EngineClient(engines, _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
     metrics.add_collector(name_collector(config.gateway_name))
+    # Before the engine starts: a process that took the port since it was checked costs no loaded model.
+    sockets = await asyncio.to_thread(listening_sockets, config.server.host, config.server.port)
     starting = asyncio.create_task(_start(client), name="start of the engine")
     stop_at_once = False
     try:
         services = GatewayServices(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
-        async with listening(client, config, services) as server:
+        async with listening(client, config, services, sockets) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
             server.server.on_reload.append(partial(_limit_engines, client))
             log.info("listening on %s", server.url)
@@ -244,6 +255,8 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
         await client.close(stop_at_once)
+        for listener in sockets:
+            listener.close()
 
 
 @dataclass(frozen=True, slots=True)

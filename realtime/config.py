@@ -19,8 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 from ipaddress import ip_address, ip_network
 from pathlib import Path
+from stat import S_ISREG
 from types import UnionType
 from typing import Any
+
+from realtime.numbers import plain_float, plain_int
 
 ENVIRONMENT_PREFIX = "TICKERTAPE_"
 # Shorter turns would cut ordinary speech.
@@ -51,6 +54,8 @@ LEAST = {
     "limits.spool_bytes": (1, "every file would be refused"),
     "limits.uploads": (1, "no file would ever be transcribed"),
 }
+# Longest text of a wrong value in an error.
+SHOWN_CHARACTERS = 80
 LOG_LEVELS = ("debug", "info", "warning", "error")
 # Keys that a running server applies at a reload; all others need a restart. Keys of [session], and limits for the
 # memory of a session, apply to sessions that begin afterwards.
@@ -73,6 +78,12 @@ RELOADABLE = frozenset(
 
 class ConfigError(Exception):
     """The configuration is invalid. The text names the key and how to fix it."""
+
+
+def shown(value: Any) -> str:
+    """A wrong value as errors show it: escaped, and only its beginning if it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN_CHARACTERS else text[: SHOWN_CHARACTERS - 1] + "…"
 
 
 class Secret:
@@ -310,12 +321,12 @@ def check(config: Config) -> None:
     """Raise ConfigError for invalid values and combinations."""
     server, auth = config.server, config.auth
     if not 0 <= server.port <= 65535:
-        raise ConfigError(f"server.port must be between 0 and 65535, not {server.port}")
+        raise ConfigError(f"server.port must be between 0 and 65535, not {shown(server.port)}")
     if (server.tls_cert is None) != (server.tls_key is None):
         raise ConfigError("server.tls_cert and server.tls_key belong together: set both or neither")
     for name, file in (("server.tls_cert", server.tls_cert), ("server.tls_key", server.tls_key)):
-        if file is not None and not Path(file).is_file():
-            raise ConfigError(f"{name}: there is no file {file!r}; set the path of an existing PEM file")
+        if file is not None and not os.path.isfile(file):
+            raise ConfigError(f"{name}: there is no file {shown(file)}; set the path of an existing PEM file")
     if config.limits.max_load > 1:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
     _check_least(config)
@@ -325,14 +336,14 @@ def check(config: Config) -> None:
     _check_browsers(server)
     _check_log_level(server.log_level)
     _check_model(config)
+    _check_fleet(config.fleet)
     _check_workers(config)
     _check_keys(auth)
     if auth.keys and auth.no_auth:
         raise ConfigError("auth.no_auth contradicts auth.keys: remove one of them")
     if not auth.keys and not auth.no_auth and not is_loopback(server.host):
-        raise ConfigError(
-            f"server.host {server.host!r} can be reached by other machines: set auth.keys, or auth.no_auth to allow it"
-        )
+        text = "can be reached by other machines: set auth.keys, or auth.no_auth to allow it"
+        raise ConfigError(f"server.host {shown(server.host)} {text}")
     if config.fleet.secret_file and auth.secret:
         raise ConfigError("auth.secret and fleet.secret_file both set the secret for tokens: set one of them")
     for section in fields(config):
@@ -364,7 +375,7 @@ def _check_proxies(server: ServerConfig) -> None:
             ip_network(proxy)
         except ValueError:
             text = "must be an address such as 10.0.0.5 or a network such as 10.0.0.0/8"
-            raise ConfigError(f"server.trusted_proxies: {proxy!r} {text}") from None
+            raise ConfigError(f"server.trusted_proxies: {shown(proxy)} {text}") from None
 
 
 def _check_browsers(server: ServerConfig) -> None:
@@ -372,11 +383,11 @@ def _check_browsers(server: ServerConfig) -> None:
         usual_port = origin.startswith("http://") and origin.endswith(":80") or origin.endswith(":443")
         if origin not in ("*", "null", "file://") and (usual_port or not ORIGIN.fullmatch(origin)):
             text = "must be an origin such as https://example.org, without path and default port; or null, or *"
-            raise ConfigError(f"server.allowed_origins: {origin!r} {text}")
+            raise ConfigError(f"server.allowed_origins: {shown(origin)} {text}")
     for host in server.allowed_hosts:
         if host != "*" and not HOST.fullmatch(host):
             text = "must be a name such as captions.example.org, without scheme and port; or *"
-            raise ConfigError(f"server.allowed_hosts: {host!r} {text}")
+            raise ConfigError(f"server.allowed_hosts: {shown(host)} {text}")
 
 
 def check_tls(server: ServerConfig) -> None:
@@ -387,28 +398,29 @@ def check_tls(server: ServerConfig) -> None:
     import ssl
 
     def no_password() -> str:
-        raise ConfigError(f"server.tls_key: {server.tls_key!r} is encrypted; use a key without a password")
+        raise ConfigError(f"server.tls_key: {shown(server.tls_key)} is encrypted; use a key without a password")
 
     for name, file in (("server.tls_cert", server.tls_cert), ("server.tls_key", server.tls_key)):
         try:
             Path(file).read_bytes()
         except OSError as error:
             raise ConfigError(
-                f"{name}: cannot read {file!r}: {error.strerror}; make it readable for the server's user"
+                f"{name}: cannot read {shown(file)}: {error.strerror}; make it readable for the server's user"
             ) from None
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(server.tls_cert, server.tls_key, no_password)
     except ssl.SSLError as error:
+        cert, key = shown(server.tls_cert), shown(server.tls_key)
         if error.reason == "KEY_VALUES_MISMATCH":
-            text = f"server.tls_key {server.tls_key!r} is not the key of the certificate {server.tls_cert!r}"
+            text = f"server.tls_key {key} is not the key of the certificate {cert}"
         else:
-            text = f"server.tls_cert {server.tls_cert!r} and server.tls_key {server.tls_key!r} must be PEM files"
+            text = f"server.tls_cert {cert} and server.tls_key {key} must be PEM files"
         raise ConfigError(f"{text}: set a certificate and its own key") from None
 
 
 def _check_log_level(level: str) -> None:
     if level not in LOG_LEVELS:
-        raise ConfigError(f"server.log_level must be one of {', '.join(LOG_LEVELS)}, not {level!r}")
+        raise ConfigError(f"server.log_level must be one of {', '.join(LOG_LEVELS)}, not {shown(level)}")
 
 
 def _check_workers(config: Config) -> None:
@@ -420,7 +432,7 @@ def _check_workers(config: Config) -> None:
             "server.workers: this system cannot share a port between processes (SO_REUSEPORT); set it to 1"
         )
     if workers > MOST_WORKERS:
-        raise ConfigError(f"server.workers must be at most {MOST_WORKERS}, not {workers}")
+        raise ConfigError(f"server.workers must be at most {MOST_WORKERS}, not {shown(workers)}")
 
 
 def _check_model(config: Config) -> None:
@@ -432,17 +444,39 @@ def _check_model(config: Config) -> None:
             "model.spare needs an engine that this server starts: remove it, or model.engines and fleet.table"
         )
     if not DEVICE.fullmatch(model.device):
-        raise ConfigError(f"model.device must be auto, cpu, cuda, or cuda:1 for the second GPU, not {model.device!r}")
+        text = f"auto, cpu, cuda, or cuda:1 for the second GPU, not {shown(model.device)}"
+        raise ConfigError(f"model.device must be {text}")
     for address in model.engines:
         match = ENGINE.fullmatch(address)
         port = match and (match[1] or match[2])
         if match is None or (port and not 0 < int(port) <= 65535):
             text = "is not an engine address; use ipc:///path/to/socket or tcp://host:port"
-            raise ConfigError(f"model.engines: {address!r} {text}")
+            raise ConfigError(f"model.engines: {shown(address)} {text}")
     if 0 < model.cut_silence_s < MIN_CUT_SILENCE_S:
         raise ConfigError(
             f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: text may arrive that long after speech"
         )
+
+
+def _check_fleet(fleet: FleetConfig) -> None:
+    """A file may be missing or unreadable: the server waits for it. At these paths none can ever be."""
+    for name, path in (("fleet.table", fleet.table), ("fleet.figures", fleet.figures)):
+        reason = path and _never_a_file(path)
+        if reason:
+            text = "set the path of a JSON file that the fleet's keeper writes"
+            raise ConfigError(f"{name}: {shown(path)} {reason}; {text}")
+    reason = fleet.secret_file and _never_a_file(fleet.secret_file)
+    if reason:
+        raise ConfigError(f"fleet.secret_file: {shown(fleet.secret_file)} {reason}; set the path of an existing file")
+
+
+def _never_a_file(path: str) -> str:
+    try:
+        return "" if S_ISREG(os.stat(path).st_mode) else "is not a regular file"
+    except (FileNotFoundError, PermissionError):
+        return ""
+    except OSError as error:
+        return f"cannot be a file: {error.strerror}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -507,7 +541,7 @@ def _check_not_negative(section: str, values: Any) -> None:
     for key in fields(values):
         value = getattr(values, key.name)
         if isinstance(value, int | float) and value < 0:
-            raise ConfigError(f"{section}.{key.name} cannot be negative, but is {value}")
+            raise ConfigError(f"{section}.{key.name} cannot be negative, but is {shown(value)}")
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:
@@ -515,11 +549,11 @@ def _read_file(path: str | Path) -> dict[str, Any]:
         # Some editors write a byte order mark.
         return tomllib.loads(Path(path).read_text(encoding="utf-8-sig"))
     except OSError as error:
-        raise ConfigError(f"cannot read the configuration file {str(path)!r}: {error.strerror}") from error
+        raise ConfigError(f"cannot read the configuration file {shown(str(path))}: {error.strerror}") from error
     except RecursionError as error:
-        raise ConfigError(f"the configuration file {str(path)!r} is nested too deeply") from error
+        raise ConfigError(f"the configuration file {shown(str(path))} is nested too deeply") from error
     except ValueError as error:  # Not TOML, not UTF-8, or a number with thousands of digits.
-        raise ConfigError(f"the configuration file {str(path)!r} is not valid TOML: {error}") from error
+        raise ConfigError(f"the configuration file {shown(str(path))} is not valid TOML: {error}") from error
 
 
 def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
@@ -529,13 +563,14 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, str]:
         if name in names:
             given[names[name]] = value
         elif name.startswith(ENVIRONMENT_PREFIX):
-            raise ConfigError(f"unknown environment variable {name}{_closest(name, names)}")
+            text = shown(name).strip("'")
+            raise ConfigError(f"unknown environment variable {text}{_closest(name, names)}")
     return given
 
 
 def _put(tree: dict[str, Any], key: str, value: Any) -> None:
     if key not in known_keys():
-        raise ConfigError(f"unknown key {key!r}{_closest(key, known_keys())}")
+        raise ConfigError(f"unknown key {shown(key)}{_closest(key, known_keys())}")
     section, name = key.split(".")
     tree.setdefault(section, {})[name] = value
 
@@ -547,7 +582,7 @@ def _build(kind: type, tree: Any, path: str) -> Any:
     values = {}
     for name, value in tree.items():
         if name not in names:
-            raise ConfigError(f"unknown key {path + name!r}{_closest(name, names, path)}")
+            raise ConfigError(f"unknown key {shown(path + name)}{_closest(name, names, path)}")
         wanted = _type_of(kind, name)
         is_section = is_dataclass(wanted)
         values[name] = _build(wanted, value, f"{path}{name}.") if is_section else _convert(value, wanted, path + name)
@@ -564,6 +599,9 @@ def _closest(name: str, known: typing.Iterable[str], path: str = "") -> str:
 
 
 def _convert(value: Any, wanted: Any, key: str) -> Any:
+    texts = [value] if isinstance(value, str) else value if isinstance(value, list | tuple) else []
+    if any(isinstance(text, str) and "\0" in text for text in texts):
+        raise ConfigError(f"{key} contains a NUL character; remove it")
     if isinstance(wanted, UnionType):
         if value is None:
             return None
@@ -576,7 +614,7 @@ def _convert(value: Any, wanted: Any, key: str) -> Any:
         return _to_number(value, wanted, key)
     if wanted is str:
         if not isinstance(value, str):
-            raise ConfigError(f"{key} must be text, not {value!r}")
+            raise ConfigError(f"{key} must be text, not {shown(value)}")
         return value
     return _to_texts(value, key)
 
@@ -599,19 +637,23 @@ def _to_bool(value: Any, key: str) -> bool:
     known = {"true": True, "1": True, "yes": True, "on": True, "false": False, "0": False, "no": False, "off": False}
     if isinstance(value, str) and value.lower() in known:
         return known[value.lower()]
-    raise ConfigError(f"{key} must be true or false, not {value!r}")
+    raise ConfigError(f"{key} must be true or false, not {shown(value)}")
 
 
 def _to_number(value: Any, wanted: type, key: str) -> Any:
     try:
         if isinstance(value, bool) or (wanted is int and isinstance(value, float)):
             raise ValueError
-        number = wanted(value)
+        if isinstance(value, str):
+            # Files of environment variables may have spaces and carriage returns at the ends of lines.
+            number = (plain_int if wanted is int else plain_float)(value.strip(" \t\r\n"))
+        else:
+            number = wanted(value)
     except OverflowError:
         raise ConfigError(f"{key} is too large a number") from None
     except (TypeError, ValueError):
         kind = "a whole number" if wanted is int else "a number"
-        raise ConfigError(f"{key} must be {kind}, not {value!r}") from None
+        raise ConfigError(f"{key} must be {kind} in plain digits, not {shown(value)}") from None
     if number != number or number in (float("inf"), float("-inf")):
         raise ConfigError(f"{key} must be a finite number")
     return number
@@ -622,4 +664,4 @@ def _to_texts(value: Any, key: str) -> tuple[str, ...]:
         return tuple(part.strip() for part in value.split(",") if part.strip())
     if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
         return tuple(value)
-    raise ConfigError(f"{key} must be a list of texts, not {value!r}")
+    raise ConfigError(f"{key} must be a list of texts, not {shown(value)}")

@@ -20,11 +20,11 @@ from dataclasses import dataclass
 
 # Deaths at one spot that convict a stream: by a crash, and by a signal that may have come from outside (an operator may
 # kill an engine twice just as it comes back).
-STRIKES_IF_CRASHED = 2
-STRIKES_IF_UNKNOWN = 3
-# The same if the last step is unknown or contained streams of other gateways; and if both may be the case.
-STRIKES_IF_UNSEEN = 4
-STRIKES_IF_OTHERS_UNSEEN = 6
+STRIKES_AFTER_CRASH = 2
+STRIKES_AFTER_SIGNAL = 3
+# The same if the last step was shared with other gateways or is unknown; and if both may be the case.
+STRIKES_IF_SHARED_OR_UNKNOWN = 4
+STRIKES_IF_SHARED_AND_UNKNOWN = 6
 # After one death with more suspects than this, they are not kept apart: it would delay too many streams.
 FEW_SUSPECTS = 16
 
@@ -74,9 +74,11 @@ class EngineDeath:
 
     @property
     def strikes_needed(self) -> int:
-        if self.step_known and not self.other_gateways:
-            return STRIKES_IF_CRASHED if self.crashed else STRIKES_IF_UNKNOWN
-        return STRIKES_IF_UNSEEN if self.step_known or not self.other_gateways else STRIKES_IF_OTHERS_UNSEEN
+        if self.other_gateways and not self.step_known:
+            return STRIKES_IF_SHARED_AND_UNKNOWN
+        if self.other_gateways or not self.step_known:
+            return STRIKES_IF_SHARED_OR_UNKNOWN
+        return STRIKES_AFTER_CRASH if self.crashed else STRIKES_AFTER_SIGNAL
 
 
 def find_culprit(suspects: Mapping[CrashSuspicion, range], death: EngineDeath) -> CrashSuspicion | None:

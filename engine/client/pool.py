@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from stat import S_ISREG
 from typing import Literal
 
 import msgspec
@@ -354,6 +355,8 @@ class TableFile:
             mark = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
             if mark == self._seen:
                 return None
+            if not S_ISREG(stat.st_mode):
+                raise ValueError("it is not a regular file")
             table = _read(self._path)
         except (OSError, ValueError) as error:
             self._seen = None

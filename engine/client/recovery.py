@@ -68,6 +68,12 @@ class Recovery:
         await asyncio.gather(*tasks.values(), return_exceptions=True)
         return [*self._held, *self._waiting, *tasks]
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether a stream has not passed the point where its engine was lost."""
+        lost = self._held or self._waiting or self._reopening
+        return bool(lost) or any(stream.place.lost_at is not None for stream in self._pool.streams())
+
     def hold(self, streams: list[EngineStream]) -> None:
         """Their engine is lost: keep them until `release`. A stream that was never opened is left to its opener."""
         if self._on_probation is not None and self._on_probation[0] in streams:

@@ -35,8 +35,10 @@ logger = logging.getLogger(__name__)
 MAX_BACKOFF_S = 5.0
 # Delay before another attempt to start a spare: each attempt takes time from the serving engines.
 SPARE_RETRY_S = 60.0
-# With spares, an engine waits at most this long for those before it in the list to start.
+# With spares, an engine waits at most this long for those before it in the list to start, and for the recovery of
+# streams: an engine that loads its model takes the device's time from the engine that rebuilds them.
 START_APART_S = 30.0
+RECOVERY_POLL_S = 0.1
 
 
 @dataclass(slots=True)
@@ -225,7 +227,8 @@ class Supervisor:
             await self._lose(pooled, why)
 
     async def _wait_for_turn(self, pooled: PooledEngine) -> None:
-        """With spares, start the engines one after the other, so that the serving ones are ready sooner."""
+        """With spares, start the engines one after the other, so that the serving ones are ready sooner, and streams
+        are recovered sooner."""
         if not self.pool.spares:
             return
         before = self.pool.all[: self.pool.all.index(pooled)]
@@ -234,6 +237,8 @@ class Supervisor:
                 while any(other.link is None for other in before):
                     self._arrival.clear()
                     await self._arrival.wait()
+                while self._is_only_spare() and self._recovery.is_under_way:  # noqa: ASYNC110
+                    await asyncio.sleep(RECOVERY_POLL_S)
 
     def _is_only_spare(self) -> bool:
         """Whether enough engines serve, so that a missing engine is only missing as a spare."""

@@ -75,7 +75,7 @@ class StepPlan:
     # The first `live` tasks of `decode` belong to live streams, the others to uploads.
     live: int = 0
     # Positions of rebuilds: computed again, with the tokens known from another engine.
-    rebuilt: int = 0
+    rebuilt_positions: int = 0
 
 
 @dataclass(slots=True)

@@ -121,6 +121,7 @@ class Scheduler:
         """Produce the text of everything before `position` (None: of all audio fed; it may lie ahead), then answer with
         `Flushed` if there is a tag. `cut_off`: there is speech at `position`."""
         stream = self.open_stream(name)
+        # A windowed model has computed text up to `computed` already, so a flush cannot end before that.
         done = [stream.computed, *(task.end for task in self._unfinished if task.slot == stream.slot)]
         before = [mark.position for mark in stream.flushes] + (done if self.spec.rereads_window else [])
         position = max(stream.available if position is None else position, *before, 0)
@@ -209,12 +210,12 @@ class Scheduler:
     @property
     def rebuild_waits(self) -> bool:
         """Whether a live stream waits for its rebuild."""
-        return bool(self.rebuilding) and any(stream.is_rebuilt for stream in self._live)
+        return bool(self.rebuilding) and any(stream.is_rebuilding for stream in self._live)
 
     @property
     def others_wait(self) -> bool:
         """Whether something other than rebuilds waits."""
-        return self.uploads_wait or any(not stream.is_rebuilt for stream in self._live)
+        return self.uploads_wait or any(not stream.is_rebuilding for stream in self._live)
 
     @property
     def on_time(self) -> int:
@@ -239,14 +240,14 @@ class Scheduler:
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened, self._closed_slots = {}, []
-        waiting = self._hold_back() if self.suspects else []
+        waiting = self._set_suspects_aside() if self.suspects else []
         planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
         if rebuild_positions is None:
             rebuild_positions = self.limits.rebuild_positions if live else 0
         if (live or rebuild_positions) and self._live:
-            rebuilt = [stream for stream in self._live if stream.is_rebuilt] if self.rebuilding else []
+            rebuilt = [stream for stream in self._live if stream.is_rebuilding] if self.rebuilding else []
             if rebuilt:
-                self._live = [stream for stream in self._live if not stream.is_rebuilt]
+                self._live = [stream for stream in self._live if not stream.is_rebuilding]
             if live:
                 self._live.sort(key=_oldest_first)
                 if self.recovering and not self.rebuilding:
@@ -256,7 +257,7 @@ class Scheduler:
                 first = len(plan.decode)
                 rebuilt.sort(key=_soonest_first)
                 rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
-                plan.rebuilt = sum(task.end - task.start for task in plan.decode[first:])
+                plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
             self._live += rebuilt
             plan.live = len(plan.decode)
         if upload_positions != 0 and self._unfinished:
@@ -282,9 +283,7 @@ class Scheduler:
                 continue
             stream.queued = False
             try:
-                problem = result.error
-                if problem is None and (rereads or len(result.tokens) != task.end - task.start):
-                    problem = self._broken_promise(task, result, stream.live)
+                problem = result.error or self._invalid_result(task, result, stream.live)
                 if problem:
                     self.fail(StreamFailed(task.stream, f"the model failed on this stream: {problem}"))
                     continue
@@ -357,7 +356,7 @@ class Scheduler:
             raise BadItem(stream.id, str(error)) from None
         stream.available = stream.timeline.end
 
-    def _hold_back(self) -> list[Stream]:
+    def _set_suspects_aside(self) -> list[Stream]:
         """Take all crash suspects but one off the queues, so that a second crash identifies the stream."""
         at_the_spot = []
         for stream in [*self._live, *self._uploads]:
@@ -376,7 +375,7 @@ class Scheduler:
         spec = self.spec
         if spec.rereads_window:
             return stream.computed + max(spec.replay_positions, spec.stride_positions)
-        if stream.is_rebuilt:
+        if stream.is_rebuilding:
             return min(stream.computed + spec.replay_positions, stream.forced)
         return stream.computed + spec.step_positions
 
@@ -385,8 +384,8 @@ class Scheduler:
         return MOST_CATCH_UP_POSITIONS if len(self.recovering) > self.on_time else MOST_CATCH_UP_POSITIONS // 2
 
     def _note_recovery(self, stream: Stream) -> None:
-        """Note whether the stream has been rebuilt, and whether it has caught up."""
-        if not stream.is_rebuilt:
+        """Note that the stream has been rebuilt, or has caught up."""
+        if not stream.is_rebuilding:
             self.rebuilding.discard(stream.id)
             if stream.available - stream.computed <= CAUGHT_UP_POSITIONS:
                 self.recovering.discard(stream.id)
@@ -425,10 +424,11 @@ class Scheduler:
             timeline.prune(horizon)
             stream.clock.prune(horizon)
 
-    def _broken_promise(self, task: DecodeTask, result: DecodeResult, live: bool) -> str | None:
+    def _invalid_result(self, task: DecodeTask, result: DecodeResult, live: bool) -> str | None:
         """Return what is wrong with a runner's result, if anything."""
         if not self.spec.rereads_window:
-            return f"{len(result.tokens)} tokens for {task.end - task.start} positions"
+            tokens, positions = len(result.tokens), task.end - task.start
+            return None if tokens == positions else f"{tokens} tokens for {positions} positions"
         if result.keep_from is not None and not task.base <= result.keep_from <= task.end:
             return f"keep_from {result.keep_from} is outside [{task.base}, {task.end}]"
         is_full = not task.final and task.end - task.base >= self.spec.window_for(live)
@@ -438,6 +438,7 @@ class Scheduler:
 
     def _settle(self, stream: Stream, outputs: list[Output]) -> None:
         """Answer the flushes that the stream has reached; close it if it is finished, else queue it if it has work."""
+        # A windowed model reads what lies after `base` again, so its text is final only before it.
         reached = stream.base if self.spec.rereads_window else stream.computed
         flushes = stream.flushes
         while flushes and flushes[0].position <= reached:

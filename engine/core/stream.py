@@ -184,7 +184,7 @@ class Stream:
         self.text = StreamText(self, vocabulary)
 
     @property
-    def is_rebuilt(self) -> bool:
+    def is_rebuilding(self) -> bool:
         """Whether the next positions repeat known tokens."""
         return self.computed < self.forced
 

@@ -273,7 +273,7 @@ class Moonshine(nn.Module):
             (layer, head) for layer in range(config.decoder_layers) for head in range(config.heads)
         ]
 
-    def go_live(self, ample: bool, to_end: bool = False) -> None:
+    def set_live_padding(self, full_padding: bool, to_end: bool = False) -> None:
         """Nothing to change: the model was trained for short windows."""
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:

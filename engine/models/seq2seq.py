@@ -211,10 +211,10 @@ class SpeechModel(Protocol):
     @property
     def decoder_shape(self) -> DecoderShape: ...
 
-    def go_live(self, ample: bool, to_end: bool = False) -> None:
-        """Called once, before live use with many short windows. `ample`: the device is fast enough for the padding that
-        the model was trained with. `to_end`: this instance reads windows that end at a pause, and must find the end of
-        the text."""
+    def set_live_padding(self, full_padding: bool, to_end: bool = False) -> None:
+        """Called once, before live use with many short windows. `full_padding`: pad windows as in the model's training,
+        for a device that is fast enough. `to_end`: this instance reads windows that end at a pause, and must find the
+        end of the text."""
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         """Move to a device; numbers have this type wherever it is precise enough."""

@@ -346,10 +346,10 @@ class Whisper(nn.Module):
         floor = log_mel.amax(dim=(1, 2), keepdim=True) - 8.0
         return (torch.maximum(log_mel, floor) + 4.0) / 4.0
 
-    def go_live(self, ample: bool, to_end: bool = False) -> None:
+    def set_live_padding(self, full_padding: bool, to_end: bool = False) -> None:
         """Read the window and some silence after it, unless 30 seconds are affordable."""
         slack = END_SLACK_SECONDS if to_end else LIVE_SLACK_SECONDS
-        self.context_slack_seconds = None if ample else slack
+        self.context_slack_seconds = None if full_padding else slack
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
         self.to(device, dtype)

@@ -5,9 +5,9 @@ is tokenised, so a model that spells a word in an unusual way still finds the re
 given, in lower case and with capital initials; all three lead to the same node.
 
 A node's *worth* rises with the number of letters that lead to it. A token that continues a keyword as the tokeniser
-would gets a bonus: the worth of its node. A token that leaves the keyword gets none, so the bonus of the beginning is
-lost again, unless a whole keyword is complete by then. A short beginning is worth little, because many other words
-begin like it. Tokens that occur only in an unusual tokenisation of a keyword get no bonus: models use the tokeniser's
+would gets a bonus: the worth of the node that it leads to, less the worth of a whole keyword that was complete before
+it. A token that leaves the keyword gets none. A short beginning is worth little, because many other words begin like
+it. Tokens that occur only in an unusual tokenisation of a keyword get no bonus: models use the tokeniser's
 pieces, so such a token is a sign of another word.
 
 With its bonus a token must be more likely than all others together without one. Where a model has no idea, a hundred
@@ -107,10 +107,10 @@ class Spelling:
         self._tokens = {piece: token for token, piece in enumerate(vocabulary.pieces) if piece}
         self.longest = max(map(len, self._tokens), default=0)
         # The state after each token if it is not part of a keyword, or STAY or WAIT.
-        self.rests = [_rest(piece) if piece else STAY for piece in vocabulary.pieces]
+        self.outside_states = [_state_outside(piece) if piece else STAY for piece in vocabulary.pieces]
         if vocabulary.word_marker is not None:
             for token in vocabulary.blanks:
-                self.rests[token] = WAIT
+                self.outside_states[token] = WAIT
 
     def beginnings(self, text: bytes) -> Iterator[tuple[int, int]]:
         """Every token that `text` begins with, and its length in bytes."""
@@ -135,7 +135,7 @@ class Spelling:
         return [part for whole in letters for part in ([whole] if whole in self._tokens else single_bytes(whole))]
 
 
-def _rest(piece: bytes) -> int:
+def _state_outside(piece: bytes) -> int:
     last = piece[-1:]
     # An apostrophe can be inside a word, and bytes beyond ASCII are parts of letters.
     return IN_WORD if last.isalnum() or last == b"'" or last >= b"\x80" else AT_WORD
@@ -145,7 +145,7 @@ class KeywordTree:
     """The keywords of one stream. Immutable."""
 
     def __init__(self, keywords: Sequence[Keyword], spelling: Spelling) -> None:
-        self._rests = spelling.rests
+        self._outside_states = spelling.outside_states
         tree, cuts = _Letters(keywords), _Cuts(spelling)
         # Edges from every state: their tokens begin with a space.
         self.entries: Edges = {}
@@ -211,8 +211,8 @@ class KeywordTree:
         edge = self.edges[node].get(token) or self.entries.get(token)
         if edge is not None:
             return edge.node
-        rest = self._rests[token]
-        return rest if rest >= 0 else node if rest == STAY else ~node
+        outside = self._outside_states[token]
+        return outside if outside >= 0 else node if outside == STAY else ~node
 
     def behind(self, tokens: Iterable[int]) -> int:
         """The state after a text."""
@@ -242,7 +242,7 @@ class KeywordTree:
         return found[0] if found[1] > everything else best
 
 
-class LateTree:
+class LazyTree:
     """A tree that is built at first use: not every opened stream has speech."""
 
     def __init__(self, make: Callable[[], KeywordTree]) -> None:
@@ -260,27 +260,27 @@ class KeywordTrees:
         self.spelling = Spelling(vocabulary)
         self._tree = lru_cache(KEPT_TREES)(lambda option: KeywordTree(read_keywords(option), self.spelling))
         self._check = lru_cache(KEPT_TREES)(_check_option)
-        self._beside = ThreadPoolExecutor(1, "keywords")
-        self._coming = lru_cache(KEPT_TREES)(lambda option: self._beside.submit(self._tree, option))
+        self._thread = ThreadPoolExecutor(1, "keywords")
+        self._future = lru_cache(KEPT_TREES)(lambda option: self._thread.submit(self._tree, option))
 
     def check(self, options: Mapping[str, str]) -> None:
         """Raises ValueError if the keywords cannot be used. Much cheaper than building their tree."""
         if "keywords" in options:
             self._check(options["keywords"])
 
-    def later(self, options: Mapping[str, str]) -> LateTree | None:
+    def lazy_tree(self, options: Mapping[str, str]) -> LazyTree | None:
         """A tree to build later, from options that were checked; None without keywords."""
-        return LateTree(partial(self._tree, options["keywords"])) if "keywords" in options else None
+        return LazyTree(partial(self._tree, options["keywords"])) if "keywords" in options else None
 
-    def beside(self, options: Mapping[str, str]) -> Future[KeywordTree] | None:
+    def tree_in_background(self, options: Mapping[str, str]) -> Future[KeywordTree] | None:
         """Of options that were checked: the tree is made by another thread, once for all streams with this list."""
-        return self._coming(options["keywords"]) if "keywords" in options else None
+        return self._future(options["keywords"]) if "keywords" in options else None
 
     def close(self) -> None:
         """Cancel the trees that are still to be built."""
-        self._beside.shutdown(wait=False, cancel_futures=True)
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
-    def of(self, options: Mapping[str, str]) -> KeywordTree | None:
+    def tree(self, options: Mapping[str, str]) -> KeywordTree | None:
         """The tree; None without keywords. Raises ValueError if the keywords cannot be used."""
         return self._tree(options["keywords"]) if "keywords" in options else None
 
@@ -365,9 +365,9 @@ def _check_size(pieces: int) -> None:
 
 # "From" values of edges without a state of their own: edges from every state, and unused ones.
 _ANYWHERE, _NOWHERE = -1, -2
-_ROWS = 4
+_EDGE_FIELDS = 4
 # Bytes that a slot holds, and bytes that a row of a step needs on top: a copy, 8-byte token numbers, values and masks.
-BYTES_PER_SLOT = _ROWS * MAX_EDGES * 4
+BYTES_PER_SLOT = _EDGE_FIELDS * MAX_EDGES * 4
 BYTES_PER_ROW = BYTES_PER_SLOT + 16 * MAX_EDGES
 
 
@@ -377,8 +377,8 @@ class BiasTables:
     def __init__(self, slots: int, spelling: Spelling, device: torch.device, edges: int = MAX_EDGES) -> None:
         self._states = torch.full((slots,), AT_WORD, dtype=torch.int64, device=device)
         # By slot: from, token, to, and the bits of the float bonus.
-        self._edges = torch.full((slots, _ROWS, edges), _NOWHERE, dtype=torch.int32, device=device)
-        self._rests = torch.tensor(spelling.rests, device=device)
+        self._edges = torch.full((slots, _EDGE_FIELDS, edges), _NOWHERE, dtype=torch.int32, device=device)
+        self._outside_states = torch.tensor(spelling.outside_states, device=device)
         self._filled: set[int] = set()
 
     @property
@@ -393,7 +393,7 @@ class BiasTables:
             self._filled.remove(slot)
         if tree is not None:
             self._filled.add(slot)
-            rows = _rows(tree)
+            rows = _edge_table(tree)
             self._edges[slot, :, : rows.shape[1]] = upload(rows, self._edges.device)
             self.set_state(slot, AT_WORD)
 
@@ -418,12 +418,12 @@ class BiasTables:
         # An edge of the state itself takes precedence over one from every state.
         fits = said * (2 * (origins == nodes[:, None]).byte() + (origins == _ANYWHERE).byte())
         found, edges = fits.max(dim=1, keepdim=True)
-        rests = self._rests[tokens]
-        outside = torch.where(rests >= 0, rests, torch.where(rests == STAY, nodes, ~nodes))
+        fallback = self._outside_states[tokens]
+        outside = torch.where(fallback >= 0, fallback, torch.where(fallback == STAY, nodes, ~nodes))
         self._states[slots] = torch.where(found[:, 0] > 0, targets.gather(1, edges)[:, 0].long(), outside)
 
 
-def _rows(tree: KeywordTree) -> np.ndarray:
+def _edge_table(tree: KeywordTree) -> np.ndarray:
     edges = [(_ANYWHERE, token, edge.node, edge.bonus) for token, edge in tree.entries.items()]
     for state, leading in enumerate(tree.edges):
         edges += [(state, token, edge.node, edge.bonus) for token, edge in leading.items()]

@@ -151,7 +151,12 @@ def _load_in_blocks(
 
 
 def windowed_on_cpu(
-    name: str, model: Moonshine | Whisper, pieces: list[bytes], max_streams: int, threads: int, ample: bool = False
+    name: str,
+    model: Moonshine | Whisper,
+    pieces: list[bytes],
+    max_streams: int,
+    threads: int,
+    full_padding: bool = False,
 ) -> tuple[WindowedRunner, Limits]:
     """Return a runner that reads windows stream by stream, on this many threads."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
@@ -161,8 +166,8 @@ def windowed_on_cpu(
     # A window of an upload is read once, so it can be padded as in the model's training: with little silence after a
     # short window, Whisper repeats its sentence. The copies share the weights.
     whole, to_end = copy(model), copy(model)
-    model.go_live(ample)
-    to_end.go_live(ample, to_end=True)
+    model.set_live_padding(full_padding)
+    to_end.set_live_padding(full_padding, to_end=True)
     stream_encoders = WindowEncoder(model, pieces, policy, to_end=to_end), WindowEncoder(whole, pieces, policy)
     windows = HostWindows(model, *stream_encoders, limits.cache_embeds, threads, compiled_decode(model, threads))
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
@@ -197,13 +202,13 @@ def windowed_on_device(
     dtype: torch.dtype,
     room: int,
     max_streams: int | None,
-    ample: bool = True,
+    full_padding: bool = True,
 ) -> tuple[WindowedRunner, Limits]:
     """Return a runner that reads windows in batches. Raises NotEnoughMemory before anything is allocated."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     policy = Policy()
-    model.go_live(ample)
+    model.set_live_padding(full_padding)
     longest = longest_window(spec, policy)
     memory = plan_windows(model, spec, room, dtype=dtype, longest=longest, max_streams=max_streams)
     limits = _windowed_limits(spec, memory.streams, memory.windows_per_step)

@@ -288,8 +288,8 @@ class EngineLoop:
             plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
             meter.times.commit_ns += meter.lap()
             ns = meter.account(plan, launched.began)
-            if plan.rebuilt:
-                self._rebuild.account(plan.rebuilt, ns)
+            if plan.rebuilt_positions:
+                self._rebuild.account(plan.rebuilt_positions, ns)
         return plan
 
     def _judged(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:

@@ -162,13 +162,13 @@ class StepMeter:
         ns = self.mark - max(began, self._committed_at)
         self._committed_at = self.mark
         read = sum(task.end - task.base for task in plan.decode)
-        if read and not plan.rebuilt:
+        if read and not plan.rebuilt_positions:
             self.position_cost.add(read, ns, self.mark)
         live_ns = ns * _live_part(plan, read)
         times.live_ns += live_ns
         # Streams without new positions cost almost nothing: their text was ready.
         heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
-        if heard and not plan.rebuilt:
+        if heard and not plan.rebuilt_positions:
             self.live_cost.add(len(heard), live_ns, sum(heard) * self._position_ns, self.mark)
         return ns
 

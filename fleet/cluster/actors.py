@@ -54,7 +54,7 @@ class RayKeepers:
         self._nodes = {node["NodeName"]: as_node(node) for node in found}
         return list(self._nodes.values())
 
-    def found_on(self, node: Node) -> list[Unit]:
+    def units_on_node(self, node: Node) -> list[Unit]:
         """Raises FleetError if the node does not answer."""
         self.calls += 1
         task = self._units_on.options(num_cpus=0, scheduling_strategy=self._on(node.name))
@@ -175,8 +175,8 @@ class ManagerActor:
         wanted = plan_from(plan)
         self._file = wanted.folder / "memory.json"
         memory = self._remembered() or ManagerState.of(wanted)
-        self._crew = RayKeepers(memory.plan, fingerprint, KeeperActor, units_on)
-        self._manager = Manager(self._crew, memory, self._store)
+        self._keepers = RayKeepers(memory.plan, fingerprint, KeeperActor, units_on)
+        self._manager = Manager(self._keepers, memory, self._store)
         self._lock = threading.Lock()
         self._look_s = wanted.look_s
         threading.Thread(target=self._work, name="manage", daemon=True).start()
@@ -236,7 +236,7 @@ class ManagerActor:
 
     def _status(self) -> dict[str, Any]:
         is_down = self._manager.is_down
-        return {**self._manager.status(), "is_down": is_down, "actor_calls": self._crew.calls, "pid": os.getpid()}
+        return {**self._manager.status(), "is_down": is_down, "actor_calls": self._keepers.calls, "pid": os.getpid()}
 
     def _store(self, memory: dict[str, Any]) -> None:
         write_whole(self._file, json.dumps(memory))

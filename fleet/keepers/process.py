@@ -45,7 +45,7 @@ class Record:
         return Unit(self.name, Kind(self.kind), node, self.port, self.generation, state)
 
 
-def began(pid: int) -> int | None:
+def start_ticks(pid: int) -> int | None:
     """The start time of a process in clock ticks; None if it does not exist or is a zombie."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
@@ -56,7 +56,7 @@ def began(pid: int) -> int | None:
 
 
 def is_running(record: Record) -> bool:
-    return began(record.pid) == record.began
+    return start_ticks(record.pid) == record.began
 
 
 def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[int, int]:
@@ -70,7 +70,7 @@ def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) ->
         raise FleetError(f"cannot start {command[0]}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
     pid = int(done.stdout)
     # A process that has ended already gets the start time 0, so that `is_running` is False for it.
-    return pid, began(pid) or 0
+    return pid, start_ticks(pid) or 0
 
 
 def send(record: Record, number: signal.Signals) -> None:

@@ -16,8 +16,10 @@ from realtime.commands.terminal import (
     UsageError,
     check_server,
     check_writable,
+    decimal,
     note,
     out,
+    whole,
 )
 
 EPILOG = """\
@@ -72,21 +74,21 @@ def add(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = int(text)
+    value = whole(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
 
 
 def _seconds(text: str) -> float:
-    value = float(text)
+    value = decimal(text)
     if not 2 <= value <= 86_400:
         raise argparse.ArgumentTypeError("must be between 2 and 86400 seconds")
     return value
 
 
 def _number(text: str) -> float:
-    value = float(text)
+    value = decimal(text)
     if not 0 <= value <= 86_400:
         raise argparse.ArgumentTypeError("must be between 0 and 86400 seconds")
     return value
@@ -95,7 +97,7 @@ def _number(text: str) -> float:
 def _rate(text: str) -> int:
     from audio.formats import MAX_RATE, MIN_RATE
 
-    value = int(text)
+    value = whole(text)
     if not MIN_RATE <= value <= MAX_RATE:
         raise argparse.ArgumentTypeError(f"must be between {MIN_RATE} and {MAX_RATE} Hz, not {value}")
     return value

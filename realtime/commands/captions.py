@@ -198,9 +198,9 @@ async def caption(
 async def _through_engine(
     sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None
 ) -> None:
-    transcription_options = TranscriptionOptions.of(options).fit_for(options.model)
+    transcription_options = TranscriptionOptions.of(options).without_unsupported(options.model)
     async with file_transcription.local_engine(options.model, options.device) as client:
-        wanted = transcription_options.options_for(client.spec)
+        wanted = transcription_options.engine_options(client.spec)
         try:
             stream = await client.open("live", live=True, options=wanted)
         except ValueError as error:

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from realtime.commands.terminal import note, out
+from realtime.commands.terminal import note, out, whole
 from realtime.commands.transcribe import add_model_options
 from realtime.commands.transcription_options import add_transcription_options
 
@@ -29,7 +29,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", type=Path, help="a recording; without one, a sample is downloaded")
-    parser.add_argument("--port", type=int, default=8000)
+    parser.add_argument("--port", type=whole, default=8000)
     parser.add_argument("--once", action="store_true", help="stop at the end of the recording")
     parser.add_argument("--words", action="store_true", help="also show the times of every word")
     add_model_options(parser)

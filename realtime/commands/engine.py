@@ -9,7 +9,7 @@ from engine.logs import set_up_logging
 from engine.options import EngineConfig
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.serve import add_config_options, check_fleet_secret, config_of
-from realtime.commands.terminal import CommandFailed, UsageError, note
+from realtime.commands.terminal import CommandFailed, UsageError, decimal, note
 
 EPILOG = """\
 Examples:
@@ -38,7 +38,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--listen", required=True, metavar="ADDRESS", help="tcp://HOST:PORT or ipc://PATH")
     parser.add_argument(
         "--drain-s",
-        type=float,
+        type=decimal,
         default=60.0,
         metavar="SECONDS",
         help="seconds for the migration of streams to other engines after SIGTERM (default 60)",

@@ -83,7 +83,7 @@ class StandardInput:
         return b""
 
 
-def blocks_of(source: StandardInput) -> Iterator[Samples]:
+def read_standard_input(source: StandardInput) -> Iterator[Samples]:
     """Samples at 16 kHz mono as they arrive. Raises AudioError after everything that could be decoded, and OSError."""
     head = b""
     while (plain := _plain_wav(head)) is None and (data := source.read1(READ_BYTES)):
@@ -211,7 +211,7 @@ class FileTranscriber:
         if engine.spec.sample_rate != MODEL_RATE:
             raise CommandFailed(f"the model needs {engine.spec.sample_rate} Hz; files are read at {MODEL_RATE} Hz only")
         self._engine = engine
-        self._options = transcription_options.options_for(engine.spec)
+        self._options = transcription_options.engine_options(engine.spec)
         self._count = 0
 
     async def transcribe(self, path: Path) -> FileTranscript:
@@ -279,13 +279,13 @@ async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> No
 async def read_pieces(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Samples]:
     """The pieces of a file, or of standard input as they arrive; Ctrl-C ends standard input."""
     if path != STANDARD_INPUT:
-        pieces = pieces_of(path, samples)
+        pieces = read_audio(path, samples)
         while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
             yield piece
         return
     with EndOnInterrupt() as interrupt:
         source = StandardInput(lambda: interrupt.ended)
-        pieces = join_blocks(blocks_of(source), samples)
+        pieces = join_blocks(read_standard_input(source), samples)
         try:
             while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
                 yield piece
@@ -293,7 +293,7 @@ async def read_pieces(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator
             source.stop()
 
 
-def pieces_of(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
+def read_audio(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
     """The audio of a file in pieces, like `gathered`."""
     return join_blocks(read_file(path), samples)
 
@@ -347,7 +347,7 @@ class FileSender:
             raise CommandFailed(str(error)) from error
         if answer.status in (401, 403):
             raise CommandFailed(f"{self._server.url} {answer.refusal}; set {KEY_VARIABLE}")
-        self.model, taken = _taken(answer, model, transcription_options)
+        self.model, taken = _supported_options(answer, model, transcription_options)
         fields = [("model", model), ("response_format", "verbose_json"), ("timestamp_granularities[]", "word")]
         self._fields = [*fields, *(item for item in taken.items() if item[0] in ("language", "prompt"))]
         self._fields += [("keywords[]", word) for word in transcription_options.keywords if "keywords" in taken]
@@ -406,10 +406,12 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
 
 def warn_unsupported_options(server: HttpServer, transcription_options: TranscriptionOptions) -> None:
     """Print a note about options that the server's model does not support. Raises CannotConnect."""
-    _taken(server.get("/v1/models"), server.url, transcription_options)
+    _supported_options(server.get("/v1/models"), server.url, transcription_options)
 
 
-def _taken(answer: HttpAnswer, asked: str, transcription_options: TranscriptionOptions) -> tuple[str, dict[str, str]]:
+def _supported_options(
+    answer: HttpAnswer, asked: str, transcription_options: TranscriptionOptions
+) -> tuple[str, dict[str, str]]:
     """The name of the served model, and the options that it supports. If a server does not report supported options,
     all count as supported."""
     try:
@@ -417,4 +419,7 @@ def _taken(answer: HttpAnswer, asked: str, transcription_options: TranscriptionO
         name, known = str(served["id"]), served.get("options")
     except (ValueError, KeyError, TypeError, IndexError):
         return asked, transcription_options.given()
-    return name, transcription_options.given() if known is None else transcription_options.taken_by(name, known)
+    if known is None:
+        return name, transcription_options.given()
+    transcription_options.note_unsupported(name, known)
+    return name, transcription_options.supported(known)

@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import TYPE_CHECKING, Any
 
-from realtime.commands.terminal import OK, CommandFailed, UsageError, note, out
+from realtime.commands.terminal import OK, CommandFailed, UsageError, decimal, note, out, whole
 
 if TYPE_CHECKING:
     from fleet.cluster.connect import FleetCalls
@@ -41,7 +41,7 @@ def add(commands: Any) -> None:
     )
     actions = parser.add_subparsers(title="actions", metavar="ACTION", dest="action", required=True)
     up = _action(actions, "up", "start the fleet, or apply the file to a running one")
-    up.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help="most seconds until the fleet serves")
+    up.add_argument("--wait", type=decimal, default=300.0, metavar="SECONDS", help="most seconds until it serves")
     join = _action(actions, "join", "make this machine a node until the command is stopped; then drain it")
     join.add_argument("--name", help="the node's name, the same when it rejoins (default: the host name)")
     join.add_argument("--edge", action="store_true", help="gateways run on this node")
@@ -49,16 +49,18 @@ def add(commands: Any) -> None:
     status.add_argument("--json", action="store_true", help="print one JSON object and exit")
     status.add_argument("--once", action="store_true", help="print the table once and exit")
     scale = _action(actions, "scale", "set the number of engines; without a number, show what scaling would do now")
-    scale.add_argument("engines", nargs="?", type=int, metavar="N")
+    scale.add_argument("engines", nargs="?", type=whole, metavar="N")
     scale.add_argument("--dry-run", action="store_true", help="only show the actions")
     drain = _action(actions, "drain", "drain a node, an engine or a gateway")
     drain.add_argument("name", metavar="NODE_OR_ENGINE")
     drain.add_argument("--undo", action="store_true", help="end the drain, so that it takes new work")
-    drain.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait this long until it is empty")
+    drain.add_argument("--wait", type=decimal, default=0.0, metavar="SECONDS", help="wait this long until it is empty")
     upgrade = _action(actions, "upgrade", "replace all engines and gateways one by one")
-    upgrade.add_argument("--wait", type=float, default=0.0, metavar="SECONDS", help="wait this long until it is done")
+    upgrade.add_argument("--wait", type=decimal, default=0.0, metavar="SECONDS", help="wait this long until it is done")
     down = _action(actions, "down", "drain and stop everything")
-    down.add_argument("--wait", type=float, default=300.0, metavar="SECONDS", help="most seconds until all has stopped")
+    down.add_argument(
+        "--wait", type=decimal, default=300.0, metavar="SECONDS", help="most seconds until all is stopped"
+    )
     parser.set_defaults(run=run)
 
 

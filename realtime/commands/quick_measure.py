@@ -14,7 +14,7 @@ from engine import messages
 from engine.client.client import EngineClient
 from engine.client.stream import EngineStream
 from realtime.commands.captions import CHUNK_SAMPLES
-from realtime.commands.file_transcription import pieces_of
+from realtime.commands.file_transcription import read_audio
 from realtime.session.events import Samples
 
 STREAMS = 2
@@ -41,7 +41,7 @@ class Measured:
 
 async def measure_load(client: EngineClient, sound: Path) -> Measured:
     """Play the recording into `STREAMS` streams and measure the engine's load."""
-    audio = np.concatenate(list(pieces_of(sound)))
+    audio = np.concatenate(list(read_audio(sound)))
     texts = [""] * STREAMS
     streams = [await client.open(f"measure-{number}") for number in range(STREAMS)]
     # Different audio for each stream, so that no result is shared through caches.

@@ -18,8 +18,9 @@ from typing import Any
 
 from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
-from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config
+from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config, whole
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys
+from realtime.listeners import listening_sockets
 from realtime.serving.signed_tokens import fleet_secret
 
 # systemd's socket for Type=notify.
@@ -84,7 +85,10 @@ class Reloading:
     """
 
     def __init__(
-        self, read: Callable[[], Config], apply: Callable[[Config], Changes], restart: Callable[[], None] | None = None
+        self,
+        read: Callable[[], Config],
+        apply: Callable[[Config], Changes],
+        restart: Callable[[], object] | None = None,
     ) -> None:
         self._read = read
         self._apply = apply
@@ -197,7 +201,7 @@ def add(commands: Any) -> None:
         help="serve without keys on an address that other machines can reach",
     )
     parser.add_argument(
-        "--ready-fd", type=int, metavar="N", help="write the URL to this file descriptor when the server is ready"
+        "--ready-fd", type=whole, metavar="N", help="write the URL to this file descriptor when the server is ready"
     )
     parser.set_defaults(run=run)
 
@@ -286,13 +290,10 @@ def check_spool() -> None:
 def check_port(host: str, port: int) -> None:
     """Raise CommandFailed if the port cannot be used; checked before the model is loaded."""
     try:
-        with socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET):
-            pass
+        for listener in listening_sockets(host, port):
+            listener.close()
     except OSError as error:
-        reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
-        raise CommandFailed(
-            f"cannot listen on {host} port {port}: {reason}; choose another --host or --port"
-        ) from error
+        raise CommandFailed(str(error)) from error
 
 
 async def _serve(

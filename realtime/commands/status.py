@@ -6,7 +6,7 @@ import argparse
 import os
 from typing import TYPE_CHECKING, Any
 
-from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, check_server, out, read_config
+from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, check_server, decimal, out, read_config
 
 if TYPE_CHECKING:
     from realtime.client.http_client import HttpServer
@@ -46,7 +46,7 @@ def add(commands: Any) -> None:
 
 
 def _interval(text: str) -> float:
-    value = float(text)
+    value = decimal(text)
     if not 0.1 <= value <= 3600:
         raise argparse.ArgumentTypeError("must be between 0.1 and 3600 seconds")
     return value

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
-from realtime.config import Config, load_config
+from realtime.config import Config, load_config, shown
+from realtime.numbers import plain_float, plain_int
+
+Number = TypeVar("Number", int, float)
 
 # Environment variables that are not keys of the configuration.
 CACHE_VARIABLE = "TICKERTAPE_CACHE"
@@ -59,6 +63,23 @@ def read_config(path: str | None, flags: Mapping[str, object]) -> Config:
     if is_debugging():
         flags = {"server.log_level": "debug", **flags}
     return load_config(path, environment, flags)
+
+
+def whole(text: str) -> int:
+    """The value of an option that is a whole number, for argparse."""
+    return _number(plain_int, text)
+
+
+def decimal(text: str) -> float:
+    """The value of an option that is a number, for argparse."""
+    return _number(plain_float, text)
+
+
+def _number(parse: Callable[[str], Number], text: str) -> Number:
+    try:
+        return parse(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{error}, not {shown(text)}") from None
 
 
 def check_server(url: str | None) -> None:

@@ -126,7 +126,7 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
     from realtime.commands.transcription_options import TranscriptionOptions
 
     failed = 0
-    transcription_options = TranscriptionOptions.of(options).fit_for(options.model)
+    transcription_options = TranscriptionOptions.of(options).without_unsupported(options.model)
     async with file_transcription.local_engine(options.model, options.device) as client:
         transcriber = FileTranscriber(client, transcription_options)
         for file in files:

@@ -1,4 +1,4 @@
-"""The model's options on the command line: language, prompt, keywords and translation."""
+"""The model's options on the command line: prompt, keywords, translation, and the language, which commands add."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class TranscriptionOptions:
         all_of_them = {"language": self.language, "prompt": self.prompt, "keywords": ", ".join(self.keywords)}
         return {name: value for name, value in all_of_them.items() if value}
 
-    def fit_for(self, model: str) -> TranscriptionOptions:
+    def without_unsupported(self, model: str) -> TranscriptionOptions:
         """The options that this model supports, as far as that is known before it is loaded.
 
         Prints a note about the others. Raises CommandFailed for a language or task that the model lacks.
@@ -54,36 +54,35 @@ class TranscriptionOptions:
         options = registry.options_of(name)
         if options is None:
             return self
-        spec = ModelSpec(Path(name).name, MODEL_RATE, samples_per_position=1, options=options)
-        self.options_for(spec)
-        taken = self.taken(options.names)
+        # Only the name and the options of this spec are read.
+        self.engine_options(ModelSpec(Path(name).name, MODEL_RATE, samples_per_position=1, options=options))
+        supported = self.supported(options.names)
         return replace(
             self,
-            language=taken.get("language"),
-            prompt=taken.get("prompt"),
-            keywords=self.keywords if "keywords" in taken else (),
+            language=supported.get("language"),
+            prompt=supported.get("prompt"),
+            keywords=self.keywords if "keywords" in supported else (),
         )
 
-    def options_for(self, spec: ModelSpec) -> dict[str, str]:
+    def engine_options(self, spec: ModelSpec) -> dict[str, str]:
         """The options for an engine with this model. Prints a note about unsupported ones. Raises CommandFailed."""
         words = tuple((word, 1.0) for word in self.keywords)
         asked = Settings(language=self.language, prompt=self.prompt or "", keywords=words, task=self.task)
         try:
-            taken = asked.in_force(spec)
+            settings = asked.in_force(spec)
         except ClientFault as fault:
             raise CommandFailed(fault.message) from fault
-        self.taken_by(spec.name, spec.options.names)
-        return taken.engine_options()
+        self.note_unsupported(spec.name, spec.options.names)
+        return settings.engine_options()
 
-    def taken_by(self, model: str, known: Sequence[str]) -> dict[str, str]:
-        """The options among `known`, which the model supports. Prints a note about the others."""
-        taken = self.taken(known)
-        unknown = [name for name in self.given() if name not in taken]
+    def note_unsupported(self, model: str, known: Sequence[str]) -> None:
+        """Print a note about the options that are not among `known`, which the model supports."""
+        supported = self.supported(known)
+        unknown = [name for name in self.given() if name not in supported]
         if unknown:
             note(f"note: {model} does not support {', '.join(unknown)}; continuing without")
-        return taken
 
-    def taken(self, known: Sequence[str]) -> dict[str, str]:
+    def supported(self, known: Sequence[str]) -> dict[str, str]:
         """The options among `known`. A prompt that is a list of words counts as keywords."""
         names = {*known, "prompt"} if "keywords" in known and listed_words(self.prompt or "") else set(known)
         return {name: value for name, value in self.given().items() if name in names}

@@ -1,5 +1,8 @@
 """A reserve of file descriptors: when they run out, new connections are refused and health checks still work.
 
+With TLS a connection is registered here before its handshake: the server listens without TLS, and `TlsHandshake` starts
+it on each connection, with a deadline.
+
 A new connection gets the lowest free descriptor number below the limit, so a high number means that nearly all are in
 use. The highest numbers are the reserve, which sessions and uploads never use: a connection in it gets an answer if it
 asks for health, readiness, capacity or metrics; any other request is refused. It is closed after its answer.
@@ -10,7 +13,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import resource
-from collections.abc import Callable
+import ssl
+from collections.abc import Callable, Coroutine
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -48,7 +52,7 @@ class Descriptors:
     def __init__(self, on_refused: Callable[[], None]) -> None:
         self.on_refused = on_refused
         # Connections in the last half of the reserve that have not sent a request yet, the oldest first.
-        self.silent: dict[DescriptorAwareHttp, None] = {}
+        self.silent: dict[DescriptorAwareHttp | TlsHandshake, None] = {}
         self._say_again_at = 0.0
 
     def limit(self) -> int:
@@ -62,7 +66,7 @@ class Descriptors:
         self._warn(descriptor, limit)
         return True
 
-    def on_connection(self, connection: DescriptorAwareHttp, descriptor: int) -> None:
+    def on_connection(self, connection: DescriptorAwareHttp | TlsHandshake, descriptor: int) -> None:
         """Register a new connection in the reserve. If too many in its upper half have sent no request, the oldest is
         aborted: the next connection must get a descriptor, or the system drops it before it can be answered."""
         limit = self.limit()
@@ -95,6 +99,9 @@ class DescriptorAwareHttp(HttpWithDeadlines):
     descriptors: Descriptors
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if self.config.ssl is not None and transport.get_extra_info("sslcontext") is None:
+            TlsHandshake(self, transport).begin(self.config.ssl)
+            return
         super().connection_made(transport)
         number = transport.get_extra_info("socket").fileno()
         self._is_short = self.descriptors.is_short(number)
@@ -114,6 +121,62 @@ class DescriptorAwareHttp(HttpWithDeadlines):
     def _should_upgrade(self) -> bool:
         # In the reserve an upgrade is treated as a plain request, and refused.
         return not self._is_short and super()._should_upgrade()
+
+
+class TlsHandshake(asyncio.Protocol):
+    """A connection until its TLS handshake is complete; then `http` gets it. A client that does not complete it within
+    `handshake_s` is cut off, and so is the oldest one when descriptors run out."""
+
+    def __init__(self, http: DescriptorAwareHttp, transport: asyncio.Transport) -> None:
+        self.transport = transport
+        self._http = http
+        # What the client sent directly after the handshake, before `http` has the connection; at most one read.
+        self._early = b""
+        self._is_lost = False
+
+    def begin(self, context: ssl.SSLContext) -> None:
+        http = self._http
+        # uvicorn calls `shutdown` of its connections when the server stops.
+        http.connections.add(self)  # type: ignore[arg-type]
+        number = self.transport.get_extra_info("socket").fileno()
+        if http.descriptors.is_short(number):
+            http.descriptors.on_connection(self, number)
+        handshake = http.loop.start_tls(
+            self.transport, self, context, server_side=True, ssl_handshake_timeout=http.handshake_s
+        )
+        # The first step of `start_tls` gives the transport to the TLS protocol, and then waits for one future. It is
+        # taken here and not in a task: uvloop begins to read after this method, and the bytes would come to us.
+        waiter = handshake.send(None)
+        waiter.add_done_callback(lambda _: self._finish(handshake))
+
+    def shutdown(self) -> None:
+        self.transport.abort()
+
+    def _finish(self, handshake: Coroutine[Any, Any, asyncio.Transport | None]) -> None:
+        http = self._http
+        http.connections.discard(self)
+        http.descriptors.silent.pop(self, None)
+        try:
+            handshake.send(None)
+        except StopIteration as finished:
+            encrypted: asyncio.Transport | None = finished.value
+        except OSError:
+            # The client left, was too slow, or does not speak TLS.
+            self.transport.abort()
+            return
+        # uvloop reports a connection that was lost in the handshake like one that is complete.
+        if encrypted is None or self._is_lost or self.transport.is_closing():
+            return
+        encrypted.set_protocol(http)
+        http.connection_made(encrypted)
+        if self._early:
+            http.data_received(self._early)
+
+    def data_received(self, data: bytes) -> None:
+        self._early += data
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._is_lost = True
 
 
 def sparing_http(handshake_s: float, descriptors: Descriptors) -> type[DescriptorAwareHttp]:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable, MutableMapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -31,6 +32,8 @@ SendMessage = Callable[[AsgiMessage], Awaitable[None]]
 
 # Seconds that a client has to read the close frame before its socket is aborted.
 CLOSE_GRACE_S = 5.0
+# Interval in seconds at which a reader that waits for room checks whether the client has left.
+GONE_CHECK_S = 1.0
 
 
 class Connection:
@@ -103,35 +106,51 @@ class Connection:
         self.hang_up(Hangup(CloseCode.POLICY, "the client does not read", "slow_reader"))
 
     async def _read(self) -> None:
-        began, fresh = 0.0, True
+        # While messages have arrived already, receiving them does not yield to the event loop: they count as one slice
+        # of time. After SHARE_S the reader queues with the readers of other connections (`FairTurns`).
+        slice_began, starts_slice = 0.0, True
         while True:
             message = await self._receive()
             if message["type"] != "websocket.receive":
-                self._inbox.settle()
-                self.said_goodbye = message.get("code") == CloseCode.NORMAL
+                self._leave(message)
                 return
             now = self.last_message_at = self.live.clock()
-            if fresh:
-                began = now
+            if starts_slice:
+                slice_began = now
             more = not self._extras.nothing_waits()
             part, gone = message.get(PART), self._extras.gone
             if part is not None:
                 mistaken = await self._inbox.take_part(part, gone)
             else:
                 # With a pace the next message may be delayed, so audio is not held back to be joined with it.
-                joined = more and self._pace is None
-                mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), gone, more=joined)
-            if self.live.full:
-                await self.live.room()
+                may_hold_back = more and self._pace is None
+                mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), gone, more=may_hold_back)
+            if self.live.full and not await self._room():
+                # The session has no room for what the client sent before it left. Its last message says how it left.
+                while message["type"] == "websocket.receive":
+                    message = await self._receive()
+                self._leave(message)
+                return
             if self._pace is not None and (part is None or part.is_last):
                 await self._pace.wait()
             if mistaken and self._pace_of_mistakes is not None:
                 await self._pace_of_mistakes.wait()
-            # Receiving a message that has already arrived does not yield to the event loop, so the time counts on.
-            fresh = not more
-            if part is not None or (more and now - began >= SHARE_S):
+            starts_slice = not more
+            if part is not None or (more and now - slice_began >= SHARE_S):
                 await self._fair_turns.wait()
-                fresh = True
+                starts_slice = True
+
+    def _leave(self, message: AsgiMessage) -> None:
+        self._inbox.settle()
+        self.said_goodbye = message.get("code") == CloseCode.NORMAL
+
+    async def _room(self) -> bool:
+        """Wait until the session has room for more audio; returns False if the client leaves before."""
+        while self.live.full and not self._extras.gone():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(GONE_CHECK_S):
+                    await self.live.room()
+        return not self.live.full
 
     def _take_now(self, group: asyncio.TaskGroup, text: str) -> bool:
         """Fast path for a message that arrives while the reader waits: handle it without waking the reader task.
@@ -154,20 +173,20 @@ class Connection:
 
     async def _write(self, first_frames: list[str]) -> None:
         frames: list[str] | Hangup = first_frames
-        began = self.live.clock()
+        slice_began = self.live.clock()
         try:
             while not isinstance(frames, Hangup):
                 for frame in frames:
                     if not self._extras.send_now(frame):
                         await self._send({"type": "websocket.send", "text": frame})
-                if not len(self.live.outbox):
-                    frames = await self.live.next_frames()
-                    began = self.live.clock()
-                    continue
-                if self.live.clock() - began >= SHARE_S:
+                waits = not len(self.live.outbox)
+                if not waits and self.live.clock() - slice_began >= SHARE_S:
                     await self._fair_turns.wait()
-                    began = self.live.clock()
+                    slice_began = self.live.clock()
                 frames = await self.live.next_frames()
+                if waits:
+                    # This has yielded to the event loop, so a new slice begins.
+                    slice_began = self.live.clock()
         except OSError:
             # The client is gone; the reader notices it and ends the connection.
             return

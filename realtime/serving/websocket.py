@@ -67,14 +67,24 @@ _LAST_DATA = struct.Struct("8x44xI")
 
 def peer_has_closed(transport: asyncio.BaseTransport) -> bool:
     """Whether the peer has closed the connection, or its sending half. False where the system cannot tell."""
+    return bool(_events(transport))
+
+
+def is_reset(transport: asyncio.BaseTransport) -> bool:
+    """Whether the connection is lost in both directions. False where the system cannot tell."""
+    return bool(_events(transport) & (select.POLLERR | select.POLLHUP))
+
+
+def _events(transport: asyncio.BaseTransport) -> int:
     found = transport.get_extra_info("socket")
     if found is None or not hasattr(select, "POLLRDHUP"):
-        return False
+        return 0
     if found.fileno() < 0:
-        return True
+        return select.POLLHUP
     poll = select.poll()
     poll.register(found.fileno(), select.POLLRDHUP)
-    return bool(poll.poll(0))
+    seen = poll.poll(0)
+    return seen[0][1] if seen else 0
 
 
 def seconds_since_data(transport: asyncio.BaseTransport) -> float:
@@ -216,6 +226,9 @@ MAX_WAITING_BYTES = 256 * 1024
 PIECE_BYTES = 3584
 PARSING_S = 0.0005
 
+# Interval in seconds at which a peer is checked, with a ping, while its socket is not read.
+PEER_CHECK_S = 2.0
+
 UNREADABLE_HEAD = (
     b"HTTP/1.1 400 Bad Request\r\nConnection: close\r\nContent-Type: text/plain\r\n\r\n"
     b"The headers of the upgrade request are too long or too many.\n"
@@ -325,6 +338,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         # Bytes received since the deadline of an incomplete message was set.
         self._message_bytes = 0
         self._message_deadline: asyncio.TimerHandle | None = None
+        self._peer_check: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
         self._heard_at = self.loop.time()
@@ -389,6 +403,8 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._message_deadline is not None:
             self._message_deadline.cancel()
+        if self._peer_check is not None:
+            self._peer_check.cancel()
         super().connection_lost(exc)
 
     @property
@@ -405,6 +421,29 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         if not self.read_paused:
             self.read_paused = True
             self.transport.pause_reading()
+            if self._peer_check is None:
+                self._peer_check = self.loop.call_later(PEER_CHECK_S, self._check_peer)
+
+    def _check_peer(self) -> None:
+        """Notice a client that left while its socket is not read, before the ordinary pings do.
+
+        The end of its stream comes behind bytes that the system does not take any more. But a peer that has closed its
+        socket answers a ping with a reset, and one that has only finished sending does not.
+        """
+        self._peer_check = None
+        if not self.read_paused or self.transport.is_closing():
+            return
+        if is_reset(self.transport):
+            self.transport.abort()
+            return
+        if self.ping_interval is not None and self._may_write():
+            self.conn.send_ping(b"")
+            self.transport.write(b"".join(self.conn.data_to_send()))
+        self._peer_check = self.loop.call_later(PEER_CHECK_S, self._check_peer)
+
+    def _may_write(self) -> bool:
+        is_open = self.handshake_complete and self.conn.state is State.OPEN
+        return is_open and self.writable.is_set() and not self.close_sent and not self.transport.is_closing()
 
     async def receive(self) -> Any:
         message = await self._mailbox.get()

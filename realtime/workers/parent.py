@@ -21,6 +21,7 @@ import msgspec
 
 from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
+from realtime.listeners import cannot_listen
 from realtime.serving.metric_totals import Totals
 from realtime.serving.signed_tokens import signing_secret
 from realtime.workers.shared_quota import QuotaCoordinator
@@ -143,10 +144,11 @@ class Parent:
         for worker in workers:
             self._keep(worker)
 
-    def restart(self) -> None:
+    def restart(self) -> asyncio.Task[None]:
         """Rolling restart: replace all workers one by one; the other workers adopt their sessions."""
         if self._restarting is None or self._restarting.done():
             self._restarting = asyncio.create_task(self._replace_all(), name="rolling restart")
+        return self._restarting
 
     def reload(self, new: Config) -> Changes:
         """Apply another configuration here and in all workers, without closing a socket. Raises ConfigError."""
@@ -248,7 +250,7 @@ class Parent:
 
     async def _replace_when_it_dies(self, worker: Worker) -> None:
         clock = asyncio.get_running_loop().time
-        backoff, began = FIRST_BACKOFF_S, clock()
+        backoff, began = 0.0, clock()
         while True:
             status = await worker.process.wait()
             await self._forget(worker)
@@ -258,7 +260,8 @@ class Parent:
             log.error(
                 "worker %d ended with status %d; its clients can resume at the other workers", worker.number, status
             )
-            backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else min(2 * backoff, MAX_BACKOFF_S)
+            longer = min(2 * backoff, MAX_BACKOFF_S)
+            backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else max(longer, FIRST_BACKOFF_S)
             if await self._stops_within(backoff):
                 return
             next_one = await self._spawn_again()
@@ -279,6 +282,8 @@ class Parent:
         for old in list(self.workers.values()):
             if self.stopping.is_set():
                 return
+            if old.process.returncode is not None:
+                continue  # it died meanwhile, and its keeper starts another one
             new = None
             try:
                 new = await self._spawn()
@@ -289,21 +294,26 @@ class Parent:
                     await self._forget(new)
                 return
             self._keep(new)
-            self._retiring.add(old.number)
-            old.line.send(Retire())
-            await old.process.wait()
+            # If the old one has died while the new one started, its keeper starts another one: the new one must go.
+            surplus = old if old.process.returncode is None else new
+            self._retiring.add(surplus.number)
+            surplus.line.send(Retire())
+            await surplus.process.wait()
             log.info("worker %d has replaced worker %d", new.number, old.number)
 
 
 @asynccontextmanager
 async def reserved_port(host: str, port: int) -> AsyncIterator[socket.socket]:
-    """Reserve a port for the workers without listening on it. Raises OSError if it is in use."""
+    """Reserve a port for the workers without listening on it. Raises OSError with a sentence if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # First without SO_REUSEPORT, which fails if any other process listens there, even another server of ours.
-    with socket.create_server((host, port), family=family) as alone:
-        port = alone.getsockname()[1]
     with socket.socket(family) as held:
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind((host, port))
+        try:
+            # First without SO_REUSEPORT, which fails if any other process listens there, even another server of ours.
+            with socket.create_server((host, port), family=family) as alone:
+                port = alone.getsockname()[1]
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind((host, port))
+        except OSError as error:
+            raise cannot_listen(host, port, error) from error
         yield held

@@ -152,8 +152,14 @@ async def resuming_while_connected(target: Target) -> None:
                     codes.append(await asyncio.wait_for(other.close_code(), 2))
             except TimeoutError:
                 codes.append("kept")
+            except InvalidStatus as refused:
+                # On a busy machine a request may wait so long that its client could have left; it has to ask again.
+                code = json.loads(refused.response.body)["error"]["code"]
+                assert (refused.response.status_code, code) == (503, "request_too_old")
+                await take()
 
         await asyncio.gather(*(take() for _ in range(10)))
+        assert len(codes) == 10, codes
         assert codes.count("kept") <= 1 and set(codes) <= {"kept", TAKEN_OVER}, codes
 
 

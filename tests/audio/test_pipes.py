@@ -9,7 +9,7 @@ from queue import SimpleQueue
 import pytest
 
 from audio.errors import CorruptAudio
-from audio.pipes import MAX_SILENT_BYTES, BytePipe, Filtered, Parts, PipeClosed
+from audio.pipes import MAX_SILENT_BYTES, BytePipe, IteratorSource, LibavSource, PipeClosed
 
 
 class Run:
@@ -140,6 +140,6 @@ def test_a_fault_in_what_is_let_through_looks_like_an_end() -> None:
         yield b"abc"
         raise CorruptAudio("broken")
 
-    source: Filtered = Parts(parts())  # type: ignore[arg-type]
+    source: LibavSource = IteratorSource(parts())  # type: ignore[arg-type]
     assert [source.read(2) for _ in range(4)] == [b"ab", b"c", b"", b""]
     assert isinstance(source.fault, CorruptAudio)

@@ -20,6 +20,8 @@ from tests.engine.fakes import until
 from tests.realtime.workers.engines import build
 
 START_S = 60.0
+# Admission by measured load is switched off: on a busy machine a stream costs more, and a session would be refused.
+NO_LOAD = ("--limits.max-load", "0")
 
 
 @contextmanager

@@ -7,6 +7,8 @@ import json
 import re
 import resource
 import socket
+import ssl
+import subprocess
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -145,3 +147,70 @@ async def test_the_limit_is_raised_as_far_as_the_system_allows(tmp_path: Path, e
             assert resource.prlimit(process, resource.RLIMIT_NOFILE) == (4 * LIMIT, 4 * LIMIT)
         assert json.loads((await get(server, "/capacity"))[1])["sessions"] == 0
         assert await server.stop() == 0
+
+
+@pytest.fixture
+def tls_flags(tmp_path: Path) -> tuple[str, ...]:
+    cert, key = str(tmp_path / "cert.pem"), str(tmp_path / "key.pem")
+    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=localhost"]
+    subprocess.run([*command, "-keyout", key, "-out", cert], check=True, capture_output=True)
+    return "--server.tls-cert", cert, "--server.tls-key", key
+
+
+def encrypted(port: int) -> ssl.SSLSocket:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname, context.verify_mode = False, ssl.CERT_NONE
+    return context.wrap_socket(socket.create_connection(("127.0.0.1", port), timeout=20))
+
+
+def asked_with_tls(port: int, path: str) -> bytes:
+    with encrypted(port) as client:
+        client.sendall(f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n".encode())
+        answer = b""
+        while more := client.recv(65536):
+            answer += more
+        return answer
+
+
+async def test_connections_without_a_tls_handshake_do_not_keep_health_from_being_answered(
+    tmp_path: Path, engine: str, tls_flags: tuple[str, ...]
+) -> None:
+    wrapper = limited(LIMIT, LIMIT)
+    async with serving(tmp_path, "--engine", engine, *ARGUMENTS, *tls_flags, wrapper=wrapper) as server:
+        with ExitStack() as sockets:
+            for _ in range(2):
+                await asyncio.to_thread(lambda: [connected(sockets, server.port) for _ in range(SOCKETS)])
+                for path in ("/ready", "/health", "/capacity", "/metrics"):
+                    assert b" 200 " in (await asyncio.to_thread(asked_with_tls, server.port, path))[:20], path
+                assert b" 503 " in (await asyncio.to_thread(asked_with_tls, server.port, "/v1/models"))[:20]
+        async with asyncio.timeout(60):
+            while b" 200 " not in (await asyncio.to_thread(asked_with_tls, server.port, "/v1/models"))[:20]:  # noqa: ASYNC110
+                await asyncio.sleep(0.05)
+        assert await server.stop() == 0
+        assert "Traceback" not in server.said and "ERROR" not in server.said
+
+
+async def test_a_tls_handshake_has_a_deadline_and_a_server_stops_beside_open_ones(
+    tmp_path: Path, engine: str, tls_flags: tuple[str, ...]
+) -> None:
+    flags = ("--port", "0", "--server.handshake-s", "1")
+    async with serving(tmp_path, "--engine", engine, *flags, *tls_flags) as server:
+        with ExitStack() as sockets:
+            for said in (b"", b"\x16\x03\x01", b"GET / HTTP/1.1\r\n\r\n"):
+                client = connected(sockets, server.port)
+                client.sendall(said)
+                # A TLS alert may come first.
+                assert len(await asyncio.to_thread(client.recv, 100)) < 50
+                assert await asyncio.to_thread(rest_of, client) == b"", said
+            # The first byte of the request arrives together with the last of the handshake.
+            assert b" 200 " in (await asyncio.to_thread(asked_with_tls, server.port, "/health"))[:20]
+            connected(sockets, server.port)
+            assert await server.stop() == 0
+        assert "Traceback" not in server.said and "ERROR" not in server.said
+
+
+def rest_of(client: socket.socket) -> bytes:
+    try:
+        return client.recv(100)
+    except ConnectionResetError:
+        return b""

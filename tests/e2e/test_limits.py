@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
+import socket
 import time
 from typing import Any
 
@@ -13,7 +15,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from engine.errors import AtCapacity
-from tests.e2e.conftest import Serve
+from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
 from tests.waiting import until
@@ -224,6 +226,61 @@ async def test_half_open_socket_is_found_and_its_session_ended(serve: Serve) -> 
                     break
             assert not len(running.gateway.sessions)
             client.socket.transport.abort()
+
+
+UPGRADE = (
+    b"GET /v1/realtime HTTP/1.1\r\nHost: 127.0.0.1\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+    b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n"
+)
+
+
+async def blocked_sender(running: Running) -> socket.socket:
+    """A client whose socket the server has stopped to read: it sends until the system takes no more."""
+    client = socket.socket()
+    client.setblocking(False)
+    loop = asyncio.get_running_loop()
+    await loop.sock_connect(client, ("127.0.0.1", running.port))
+    await loop.sock_sendall(client, UPGRADE)
+    greeting = b""
+    while b"session.created" not in greeting:
+        greeting += await loop.sock_recv(client, 65536)
+    audio = json.dumps(
+        {"type": "input_audio_buffer.append", "audio": base64.b64encode(bytes(24_000)).decode()}
+    ).encode()
+    frame = b"\x81\xfe" + len(audio).to_bytes(2) + bytes(4) + audio
+    connection = next(iter(running.server.server_state.connections))
+    async with asyncio.timeout(30):
+        sending = asyncio.create_task(loop.sock_sendall(client, frame * 2000))
+        while not connection.read_paused:  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
+    sending.cancel()
+    await asyncio.gather(sending, return_exceptions=True)
+    return client
+
+
+async def test_a_client_that_leaves_while_it_is_not_read_is_not_counted_until_the_next_pings(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.feed_delay_s = 3600.0
+    async with serve(engine, limits={"audio_in_flight_s": 0.5}, server={"ping_interval_s": 600.0}) as running:
+        (await blocked_sender(running)).close()
+        async with asyncio.timeout(20):
+            while len(running.gateway.sessions):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+
+
+async def test_a_client_that_ends_its_sending_while_it_is_not_read_keeps_its_session(serve: Serve) -> None:
+    """What it sent before is still read, and it gets the text."""
+    engine = FakeEngine()
+    engine.feed_delay_s = 3600.0
+    async with serve(engine, limits={"audio_in_flight_s": 0.5}, server={"ping_interval_s": 600.0}) as running:
+        client = await blocked_sender(running)
+        client.shutdown(socket.SHUT_WR)
+        received = b""
+        async with asyncio.timeout(30):
+            while received.count(b"\x89\x00") < 3:
+                received += await asyncio.get_running_loop().sock_recv(client, 100)
+        assert len(running.gateway.sessions) == 1
+        client.close()
 
 
 async def test_hundred_parallel_sessions_each_get_their_own_words(serve: Serve) -> None:

@@ -23,7 +23,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from tests.e2e.conftest import running_server
 from tests.e2e.raw_client import greeted_client
-from tests.e2e.serve_process import engine_at, serving
+from tests.e2e.serve_process import NO_LOAD, engine_at, serving
 from tests.engine.fakes import until
 
 OLD, NEW = "the-old-key-1234", "the-new-key-5678"
@@ -71,7 +71,7 @@ async def status_of(url: str, key: str) -> int:
 async def test_sighup_changes_keys_and_limits_and_closes_no_socket(tmp_path: Path, engine: str) -> None:
     file = tmp_path / "tickertape.toml"
     write(file, OLD)
-    async with serving(tmp_path, "--config", str(file), "--engine", engine, "--port", "0") as server:
+    async with serving(tmp_path, "--config", str(file), "--engine", engine, "--port", "0", *NO_LOAD) as server:
         async with greeted_client(server.ws, **bearer(OLD)) as client:
             write(file, NEW, sessions_per_key=1)
             server.process.send_signal(signal.SIGHUP)
@@ -111,7 +111,7 @@ async def test_a_wrong_configuration_is_refused_in_one_line_and_the_old_one_stay
 async def test_what_needs_a_restart_is_named_and_not_taken_over(tmp_path: Path, engine: str) -> None:
     file = tmp_path / "tickertape.toml"
     write(file, OLD)
-    async with serving(tmp_path, "--config", str(file), "--engine", engine, "--port", "0") as server:
+    async with serving(tmp_path, "--config", str(file), "--engine", engine, "--port", "0", *NO_LOAD) as server:
         # The flag wins over the file, at a reload too.
         file.write_text(
             f'[server]\nport = 9\nhost = "::1"\nlog_level = "debug"\n[auth]\nkeys = ["{OLD}"]\nsecret = "{NEW}"'
@@ -140,7 +140,7 @@ async def test_workers_take_the_configuration_over_and_only_sigusr2_replaces_the
     file = tmp_path / "tickertape.toml"
     write(file, OLD)
     arguments = ("--config", str(file), "--engine", engine, "--port", "0", "--workers", "2", "--server.drain-s", "1")
-    arguments += ("--limits.max-load", "0")
+    arguments += NO_LOAD
     async with serving(tmp_path, *arguments) as server:
         before = set(server.workers())
         assert len(before) == 2
@@ -176,7 +176,7 @@ async def test_workers_take_the_configuration_over_and_only_sigusr2_replaces_the
 async def test_a_limit_on_time_counts_for_sessions_that_are_open(tmp_path: Path, engine: str) -> None:
     file = tmp_path / "tickertape.toml"
     write(file, OLD)
-    async with serving(tmp_path, "--config", str(file), "--engine", engine, "--port", "0") as server:
+    async with serving(tmp_path, "--config", str(file), "--engine", engine, "--port", "0", *NO_LOAD) as server:
         async with greeted_client(server.ws, **bearer(OLD)) as client:
             write(file, OLD, session_s=0.1)
             server.process.send_signal(signal.SIGHUP)
@@ -242,7 +242,7 @@ async def test_a_certificate_that_was_renewed_is_used_and_a_broken_one_is_not(tm
 
     put(first)
     flags = ("--server.tls-cert", str(cert), "--server.tls-key", str(key))
-    async with serving(tmp_path, "--engine", engine, "--port", "0", *flags) as server:
+    async with serving(tmp_path, "--engine", engine, "--port", "0", *NO_LOAD, *flags) as server:
 
         async def shown() -> bytes:
             return (await asyncio.to_thread(ssl.get_server_certificate, ("127.0.0.1", server.port))).encode()

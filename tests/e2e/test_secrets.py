@@ -23,7 +23,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from tests.e2e.raw_client import raw_client
-from tests.e2e.serve_process import Served, engine_at, serving
+from tests.e2e.serve_process import NO_LOAD, Served, engine_at, serving
 
 KEY, OTHER_KEY = "mark-key-5e1f7a", "mark-other-key-90cc"
 SIGNING = "mark-signing-secret-3d77b1"
@@ -194,7 +194,7 @@ async def test_a_server_shows_no_secret(tmp_path: Path, engine: str, workers: st
 async def test_faults_show_stack_traces_and_no_secret(tmp_path: Path, engine: str, workers: str) -> None:
     told, file = Told(), configure(tmp_path, fleet=False)
     (tmp_path / "sitecustomize.py").write_text(FAULTY)
-    arguments = ("--config", str(file), "--engine", engine, "--port", "0", "--limits.max-load", "0")
+    arguments = ("--config", str(file), "--engine", engine, "--port", "0", *NO_LOAD)
     started = {"TICKERTAPE_DEBUG": "1", "PYTHONPATH": f"{tmp_path}:{Path(__file__).parents[2]}"}
     async with serving(tmp_path, *arguments, "--workers", workers, environment=started) as server:
         await use(server, told)
@@ -208,7 +208,7 @@ async def test_commands_that_talk_to_a_server_show_no_secret(tmp_path: Path, eng
     file = configure(tmp_path, fleet=False)
     silence = tmp_path / "a.wav"
     silence.write_bytes(b"no audio")
-    async with serving(tmp_path, "--config", str(file), "--engine", engine, "--port", "0") as server:
+    async with serving(tmp_path, "--config", str(file), "--engine", engine, "--port", "0", *NO_LOAD) as server:
         address = f"http://user:{WRONG}@127.0.0.1:{server.port}/v1/realtime?resume=rt_{WRONG}"
         commands = [
             ["status", "--json", server.http],

@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import httpx
@@ -211,6 +212,49 @@ async def test_two_servers_on_one_port_are_one_sentence(tmp_path: Path, engine_a
             text = f"error: cannot listen on 127.0.0.1 port {first.port}: Address already in use; "
             assert said.decode() == f"{text}choose another --host or --port\n"
         assert await first.stop() == 0
+
+
+# The command as it is, but that it finds the port free: as if it were taken between the check and listening.
+WITHOUT_CHECK = """
+import sys
+import realtime.commands.serve
+realtime.commands.serve.check_port = lambda host, port: None
+from realtime.cli import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_a_port_that_is_taken_after_the_check_is_one_sentence_and_no_engine_is_left(workers: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        flags = ("--port", str(port), "--workers", workers, "--model", "moonshine-tiny")
+        process = await asyncio.create_subprocess_exec(
+            sys.executable, "-c", WITHOUT_CHECK, "serve", *flags, start_new_session=True,
+            stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+        )  # fmt: skip
+        try:
+            # Its output ends with its last process: the engine has it too.
+            said, _ = await asyncio.wait_for(process.communicate(), 60)
+        finally:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+    assert process.returncode == 1
+    text = f"error: cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --host or --port"
+    assert said.decode() == f"{text}\n"
+
+
+async def test_a_folder_as_the_table_of_engines_is_one_sentence(tmp_path: Path) -> None:
+    process = await start("serve", "--engine-table", str(tmp_path), "--port", "0")
+    try:
+        _, said = await asyncio.wait_for(process.communicate(), 60)
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    assert process.returncode == 2
+    text = f"error: fleet.table: '{tmp_path}' is not a regular file; set the path of a JSON file that the fleet's"
+    assert said.decode() == f"{text} keeper writes\n"
 
 
 @pytest.mark.parametrize(

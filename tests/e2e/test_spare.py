@@ -38,7 +38,10 @@ async def test_a_server_with_a_spare_says_so_and_goes_on_after_a_kill(monkeypatc
         return engines[-1]
 
     monkeypatch.setattr(app, "EngineProcess", fake_engine)
-    config = load_config(environment={"TICKERTAPE_MODEL_SPARE": "true"}, flags={"server.port": 0, "server.drain_s": 0})
+    config = load_config(
+        environment={"TICKERTAPE_MODEL_SPARE": "true"},
+        flags={"server.port": 0, "server.drain_s": 0, "limits.max_load": 0},
+    )
     async with asyncio.timeout(60), app.running_server(config) as server:
         await server.wait_until_ready()
         async with httpx.AsyncClient(base_url=server.url, trust_env=False) as http:

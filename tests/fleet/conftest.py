@@ -67,7 +67,7 @@ def keeper_of(plan: FleetPlan) -> Iterator[Callable[..., Keeper]]:
 
 
 class LocalCrew:
-    """Keepers in this process, on nodes that are folders: what Ray's crew does, without Ray."""
+    """Keepers in this process, on nodes that are folders: what `RayKeepers` does, without Ray."""
 
     def __init__(self, plan: FleetPlan, nodes: list[Node]) -> None:
         self.plan = plan
@@ -79,7 +79,7 @@ class LocalCrew:
     def nodes(self) -> list[Node]:
         return list(self.there)
 
-    def found_on(self, node: Node) -> list[Unit]:
+    def units_on_node(self, node: Node) -> list[Unit]:
         return [record.unit(node.name) for record in Records(self.plan.node_folder(node.name)).running()]
 
     def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:

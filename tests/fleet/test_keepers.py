@@ -20,7 +20,7 @@ import pytest
 
 from fleet.keepers import keeper as keeper_module
 from fleet.keepers.keeper import GatewayKeeper, Keeper, Place
-from fleet.keepers.process import Records, began, child_environment
+from fleet.keepers.process import Records, child_environment, start_ticks
 from fleet.plan import FleetPlan
 from tests.fleet.conftest import until
 
@@ -133,10 +133,10 @@ def test_one_that_does_not_end_in_time_is_killed(keeper_of: Make, plan: FleetPla
     keeper._clock = lambda: now
     keeper.drain()
     keeper.step()
-    assert began(pid) is not None
+    assert start_ticks(pid) is not None
     now += keeper_module.GRACE_S
     stepped(keeper, lambda report: report["state"] == "ended")
-    assert began(pid) is None
+    assert start_ticks(pid) is None
 
 
 def test_a_port_that_is_taken_is_the_fleets_to_change(keeper_of: Make) -> None:

@@ -23,7 +23,7 @@ Told = dict[str, Any]
 
 
 @pytest.fixture
-def crew(plan: FleetPlan) -> Iterator[LocalCrew]:
+def keepers(plan: FleetPlan) -> Iterator[LocalCrew]:
     made = LocalCrew(plan, [Node("n1", "127.0.0.1", 2.0), Node("n2", "127.0.0.1", 2.0)])
     yield made
     for folder in (plan.folder / "nodes").glob("*"):
@@ -38,8 +38,8 @@ class Stored:
         self.value = json.loads(json.dumps(value))
 
 
-def manager_of(plan: FleetPlan, crew: LocalCrew, stored: Stored | None = None) -> Manager:
-    return Manager(crew, ManagerState.of(plan), stored or Stored())
+def manager_of(plan: FleetPlan, keepers: LocalCrew, stored: Stored | None = None) -> Manager:
+    return Manager(keepers, ManagerState.of(plan), stored or Stored())
 
 
 def serving(status: Told) -> dict[str, str]:
@@ -56,35 +56,35 @@ def run(manager: Manager, wanted: Callable[[Told], bool]) -> Told:
     return found
 
 
-def test_a_fleet_comes_up_and_goes_down(plan: FleetPlan, crew: LocalCrew) -> None:
-    manager = manager_of(plan, crew)
+def test_a_fleet_comes_up_and_goes_down(plan: FleetPlan, keepers: LocalCrew) -> None:
+    manager = manager_of(plan, keepers)
     status = run(manager, lambda status: len(serving(status)) == 2)
     assert {unit["kind"] for unit in status["units"]} == {"engine", "gateway"}
     assert (status["capacity"]["streams_possible"], status["table_number"]) == (10, 1), status["notes"]
     manager.go_down()
     until(lambda: manager.step() or manager.is_down, "going down")
-    assert not crew.found_on(crew.there[0]) and not crew.found_on(crew.there[1])
+    assert not keepers.units_on_node(keepers.there[0]) and not keepers.units_on_node(keepers.there[1])
 
 
-def test_gateways_are_told_the_figures_of_the_whole_fleet(plan: FleetPlan, crew: LocalCrew) -> None:
-    manager = manager_of(replace(plan, gateway=replace(plan.gateway, count=2)), crew)
+def test_gateways_are_told_the_figures_of_the_whole_fleet(plan: FleetPlan, keepers: LocalCrew) -> None:
+    manager = manager_of(replace(plan, gateway=replace(plan.gateway, count=2)), keepers)
     status = run(manager, lambda status: len(serving(status)) == 3)
     manager.step()
-    for keeper in crew.keepers.values():
+    for keeper in keepers.keepers.values():
         if isinstance(keeper, GatewayKeeper):
             assert json.loads(keeper.figures_path.read_text()) == {"name": "test", **status["capacity"]}
     assert status["capacity"]["gateways"] == 2 and status["capacity"]["streams_possible"] == 10
 
 
 def test_the_status_names_a_keeper_that_does_not_answer(
-    plan: FleetPlan, crew: LocalCrew, monkeypatch: pytest.MonkeyPatch
+    plan: FleetPlan, keepers: LocalCrew, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its machine stands still, and Ray has not missed it yet."""
     now = 100.0
-    manager = Manager(crew, ManagerState.of(plan), Stored(), clock=lambda: now)
+    manager = Manager(keepers, ManagerState.of(plan), Stored(), clock=lambda: now)
     run(manager, lambda status: len(serving(status)) == 2)
-    reports = crew.reports
-    monkeypatch.setattr(crew, "reports", lambda *given: {n: r for n, r in reports(*given).items() if n[0] == "g"})
+    reports = keepers.reports
+    monkeypatch.setattr(keepers, "reports", lambda *given: {n: r for n, r in reports(*given).items() if n[0] == "g"})
     for passed, sees in ((1.0, False), (11.0, True)):
         now += passed
         manager.step()
@@ -98,17 +98,17 @@ def test_the_status_names_a_keeper_that_does_not_answer(
     assert not any(unit["error"] for unit in manager.status()["units"])
 
 
-def test_a_manager_without_memory_finds_what_runs(plan: FleetPlan, crew: LocalCrew) -> None:
-    first = run(manager_of(plan, crew), lambda status: len(serving(status)) == 2)
+def test_a_manager_without_memory_finds_what_runs(plan: FleetPlan, keepers: LocalCrew) -> None:
+    first = run(manager_of(plan, keepers), lambda status: len(serving(status)) == 2)
     pids = {unit["name"]: unit["pid"] for unit in first["units"]}
-    crew.keepers.clear()
-    again = run(manager_of(plan, crew), lambda status: len(serving(status)) == 2)
+    keepers.keepers.clear()
+    again = run(manager_of(plan, keepers), lambda status: len(serving(status)) == 2)
     assert {unit["name"]: unit["pid"] for unit in again["units"]} == pids
 
 
-def test_memory_survives_as_a_value(plan: FleetPlan, crew: LocalCrew) -> None:
+def test_memory_survives_as_a_value(plan: FleetPlan, keepers: LocalCrew) -> None:
     stored = Stored()
-    manager = manager_of(plan, crew, stored)
+    manager = manager_of(plan, keepers, stored)
     run(manager, lambda status: len(serving(status)) == 2)
     manager.scale(2)
     manager.upgrade()
@@ -119,18 +119,18 @@ def test_memory_survives_as_a_value(plan: FleetPlan, crew: LocalCrew) -> None:
     assert memory.drained == {"n2"} and memory.table["number"] >= 1 and memory.next_number > 2
 
 
-def test_a_lost_node_loses_nothing_that_is_wanted(plan: FleetPlan, crew: LocalCrew) -> None:
-    manager = manager_of(plan, crew)
+def test_a_lost_node_loses_nothing_that_is_wanted(plan: FleetPlan, keepers: LocalCrew) -> None:
+    manager = manager_of(plan, keepers)
     before = serving(run(manager, lambda status: len(serving(status)) == 2))
-    lost = crew.there.pop()
+    lost = keepers.there.pop()
     for name in [name for name, node in before.items() if node == lost.name]:
-        crew.keepers[name].end()
+        keepers.keepers[name].end()
     after = run(manager, lambda status: len(serving(status)) == 2 and set(serving(status).values()) == {"n1"})
     assert len(after["units"]) == 2
 
 
-def test_scaling_by_hand_stays_within_the_file(plan: FleetPlan, crew: LocalCrew) -> None:
-    manager = manager_of(plan, crew)
+def test_scaling_by_hand_stays_within_the_file(plan: FleetPlan, keepers: LocalCrew) -> None:
+    manager = manager_of(plan, keepers)
     run(manager, lambda status: len(serving(status)) == 2)
     with pytest.raises(FleetError, match="allows 1 to 3 engines, not 4"):
         manager.scale(4)
@@ -143,8 +143,8 @@ def test_scaling_by_hand_stays_within_the_file(plan: FleetPlan, crew: LocalCrew)
     assert manager.planned()["actions"] == []
 
 
-def test_an_upgrade_replaces_everything(plan: FleetPlan, crew: LocalCrew) -> None:
-    manager = manager_of(plan, crew)
+def test_an_upgrade_replaces_everything(plan: FleetPlan, keepers: LocalCrew) -> None:
+    manager = manager_of(plan, keepers)
     first = run(manager, lambda status: len(serving(status)) == 2)
     manager.upgrade()
     after = run(
@@ -158,23 +158,23 @@ def test_an_upgrade_replaces_everything(plan: FleetPlan, crew: LocalCrew) -> Non
     assert not {unit["name"] for unit in first["units"]} & {unit["name"] for unit in after["units"]}
 
 
-def test_a_drained_node_is_empty_and_stays_so(plan: FleetPlan, crew: LocalCrew) -> None:
-    manager = manager_of(plan, crew)
+def test_a_drained_node_is_empty_and_stays_so(plan: FleetPlan, keepers: LocalCrew) -> None:
+    manager = manager_of(plan, keepers)
     run(manager, lambda status: len(serving(status)) == 2)
     manager.drain("n1")
     run(manager, lambda status: set(serving(status).values()) == {"n2"} and len(status["units"]) == 2)
     with pytest.raises(FleetError, match="no node, engine or gateway 'n9'; it has"):
         manager.drain("n9")
-    left = crew.there.pop(0)
+    left = keepers.there.pop(0)
     manager.step()
-    crew.there.insert(0, left)
+    keepers.there.insert(0, left)
     manager.step()
     assert manager.status()["drained"] == []
 
 
-def test_a_node_with_another_secret_gets_nothing_and_says_why(plan: FleetPlan, crew: LocalCrew) -> None:
-    crew.print = "another"
-    manager = manager_of(plan, crew)
+def test_a_node_with_another_secret_gets_nothing_and_says_why(plan: FleetPlan, keepers: LocalCrew) -> None:
+    keepers.print = "another"
+    manager = manager_of(plan, keepers)
     status = run(manager, lambda status: len(status["waits_for"]) == 2 and not status["units"])
     assert any("has another secret" in note for note in status["notes"])
     steps = len(status["notes"])
@@ -184,14 +184,14 @@ def test_a_node_with_another_secret_gets_nothing_and_says_why(plan: FleetPlan, c
 
 
 def test_an_engine_that_gateways_will_not_have_serves_nobody_and_the_reason_is_shown(
-    plan: FleetPlan, crew: LocalCrew
+    plan: FleetPlan, keepers: LocalCrew
 ) -> None:
     problem = "the engine at tcp://127.0.0.1:5600 runs other weights than the others"
     folder = plan.node_folder("n1")
     folder.mkdir(parents=True)
     (folder / "problem").write_text(problem)
-    crew.there = crew.there[:1]
-    status = run(manager_of(plan, crew), lambda status: any(unit["error"] == problem for unit in status["units"]))
+    keepers.there = keepers.there[:1]
+    status = run(manager_of(plan, keepers), lambda status: any(unit["error"] == problem for unit in status["units"]))
     (engine,) = [unit for unit in status["units"] if unit["kind"] == "engine"]
     assert (engine["error"], engine["state"]) == (problem, "starting")
     assert status["capacity"]["streams_possible"] == 0
@@ -199,10 +199,10 @@ def test_an_engine_that_gateways_will_not_have_serves_nobody_and_the_reason_is_s
 
 @pytest.mark.parametrize(("off_s", "said"), [(-90.0, "90 s ahead of"), (90.0, "90 s behind"), (1.0, "")])
 def test_a_clock_that_is_off_is_shown_and_hinders_nothing(
-    plan: FleetPlan, crew: LocalCrew, off_s: float, said: str
+    plan: FleetPlan, keepers: LocalCrew, off_s: float, said: str
 ) -> None:
     """The head's is off by so much here: to it, all others are off by the same the other way."""
-    manager = Manager(crew, ManagerState.of(plan), Stored(), wall_clock=lambda: time.time() + off_s)
+    manager = Manager(keepers, ManagerState.of(plan), Stored(), wall_clock=lambda: time.time() + off_s)
     status = run(manager, lambda status: len(serving(status)) == 2)
     errors = [unit["error"] for unit in status["units"]]
     if said:
@@ -211,8 +211,8 @@ def test_a_clock_that_is_off_is_shown_and_hinders_nothing(
         assert errors == ["", ""]
 
 
-def test_a_killed_engine_comes_back_under_its_name(plan: FleetPlan, crew: LocalCrew) -> None:
-    manager = manager_of(plan, crew)
+def test_a_killed_engine_comes_back_under_its_name(plan: FleetPlan, keepers: LocalCrew) -> None:
+    manager = manager_of(plan, keepers)
     status = run(manager, lambda status: len(serving(status)) == 2)
     (engine,) = [unit for unit in status["units"] if unit["kind"] == "engine"]
     os.kill(engine["pid"], signal.SIGKILL)
@@ -223,28 +223,28 @@ def test_a_killed_engine_comes_back_under_its_name(plan: FleetPlan, crew: LocalC
     assert engine["name"] in serving(after) and after["table_number"] == status["table_number"]
 
 
-def test_calls_to_keepers_do_not_depend_on_sessions(plan: FleetPlan, crew: LocalCrew) -> None:
+def test_calls_to_keepers_do_not_depend_on_sessions(plan: FleetPlan, keepers: LocalCrew) -> None:
     """A look is one call to each keeper, whatever they carry."""
-    manager = manager_of(plan, crew)
+    manager = manager_of(plan, keepers)
     run(manager, lambda status: len(serving(status)) == 2)
-    before = crew.calls
+    before = keepers.calls
     for _ in range(10):
         manager.step()
-    assert crew.calls - before == 10 * 2
+    assert keepers.calls - before == 10 * 2
 
 
-def test_more_engines_than_fit_wait(plan: FleetPlan, crew: LocalCrew) -> None:
+def test_more_engines_than_fit_wait(plan: FleetPlan, keepers: LocalCrew) -> None:
     wide = replace(plan, engine=replace(plan.engine, least=5, most=5))
-    manager = manager_of(wide, crew)
+    manager = manager_of(wide, keepers)
     status = run(manager, lambda status: len(serving(status)) == 4)
     assert status["waits_for"] == ["no node has 1 CPU left for one more engine"]
 
 
-def test_a_refusal_brings_one_more_engine(plan: FleetPlan, crew: LocalCrew) -> None:
+def test_a_refusal_brings_one_more_engine(plan: FleetPlan, keepers: LocalCrew) -> None:
     """What was refused before the manager looked for the first time is none of its business."""
-    manager = manager_of(plan, crew)
+    manager = manager_of(plan, keepers)
     run(manager, lambda status: len(serving(status)) == 2)
-    gateway = next(keeper for keeper in crew.keepers.values() if isinstance(keeper, GatewayKeeper))
+    gateway = next(keeper for keeper in keepers.keepers.values() if isinstance(keeper, GatewayKeeper))
     gateway.table_path.with_name("refused").write_text("4")
     status = run(manager, lambda status: len(serving(status)) == 3)
     assert status["engines_wanted"] == 2 and any("refused for lack of room" in note for note in status["notes"])

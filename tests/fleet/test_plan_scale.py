@@ -19,7 +19,7 @@ def watch(seconds: float, memory: ScaleMemory, seen: Load, start: float = 0.0) -
     """Look every second; the time of the first change, and the last decision."""
     decision = Decision(memory)
     for second in range(int(seconds)):
-        decision = decide(RULES, decision.memory, seen, start + second)
+        decision = decide(RULES, decision.scaling, seen, start + second)
         if decision.why:
             return start + second, decision
     return None, decision
@@ -27,34 +27,34 @@ def watch(seconds: float, memory: ScaleMemory, seen: Load, start: float = 0.0) -
 
 def test_a_high_share_for_half_a_minute_asks_for_one_more() -> None:
     when, decision = watch(100, ScaleMemory(1), load(81, 1))
-    assert when == 30 and decision.memory.wanted == 2
+    assert when == 30 and decision.scaling.wanted == 2
     assert "81% of the possible streams" in decision.why
 
 
 def test_a_share_that_falls_in_between_starts_anew() -> None:
     _, high = watch(29, ScaleMemory(1), load(90, 1))
-    _, calm = watch(1, high.memory, load(80, 1), 29)
-    when, _ = watch(100, calm.memory, load(90, 1), 30)
+    _, calm = watch(1, high.scaling, load(80, 1), 29)
+    when, _ = watch(100, calm.scaling, load(90, 1), 30)
     assert when == 60
 
 
 def test_a_refusal_asks_for_one_more_at_once() -> None:
     when, decision = watch(5, ScaleMemory(1), load(10, 1, refused=1))
-    assert when == 0 and decision.memory.wanted == 2 and "refused" in decision.why
+    assert when == 0 and decision.scaling.wanted == 2 and "refused" in decision.why
 
 
 def test_refusals_while_an_engine_is_on_its_way_ask_for_no_further_one() -> None:
-    memory = decide(RULES, ScaleMemory(1), load(100, 1, refused=1), 0.0).memory
+    memory = decide(RULES, ScaleMemory(1), load(100, 1, refused=1), 0.0).scaling
     for second in range(1, 300):
-        memory = decide(RULES, memory, load(100, 1, refused=1), second).memory
+        memory = decide(RULES, memory, load(100, 1, refused=1), second).scaling
     assert memory.wanted == 2
     when, decision = watch(20, memory, load(100, 2), 300)
-    assert when is None and decision.memory.wanted == 2
+    assert when is None and decision.scaling.wanted == 2
 
 
 def test_a_low_share_for_ten_minutes_asks_for_one_less() -> None:
     when, decision = watch(1000, ScaleMemory(2), load(60, 2))
-    assert when == 600 and decision.memory.wanted == 1
+    assert when == 600 and decision.scaling.wanted == 1
 
 
 def test_one_less_is_not_asked_for_when_the_rest_would_be_full() -> None:
@@ -75,12 +75,12 @@ def test_it_stays_within_bounds_and_moves_by_one(looks: list[tuple[int, int, int
     for counted, engines, refused, passed in looks:
         now += passed
         decision = decide(RULES, memory, Load(counted, engines * ONE_ENGINE, engines, refused), now)
-        assert RULES.least <= decision.memory.wanted <= RULES.most
-        assert abs(decision.memory.wanted - memory.wanted) == (1 if decision.why else 0)
+        assert RULES.least <= decision.scaling.wanted <= RULES.most
+        assert abs(decision.scaling.wanted - memory.wanted) == (1 if decision.why else 0)
         if decision.why:
             assert last_change is None or now - last_change >= RULES.cool_down_s
             last_change = now
-        memory = decision.memory
+        memory = decision.scaling
 
 
 @settings(deadline=None, max_examples=20)
@@ -90,12 +90,12 @@ def test_a_steady_load_comes_to_rest(counted: int) -> None:
     memory, changes = ScaleMemory(1), []
     for now in range(0, 6000, 20):
         decision = decide(RULES, memory, load(counted, memory.wanted), float(now))
-        changes += [decision.memory.wanted - memory.wanted] if decision.why else []
-        memory = decision.memory
+        changes += [decision.scaling.wanted - memory.wanted] if decision.why else []
+        memory = decision.scaling
     assert all(change == changes[0] for change in changes)
     assert memory.wanted == 4 or counted <= 0.8 * ONE_ENGINE * memory.wanted
 
 
 def test_bounds_that_changed_count_at_once() -> None:
     decision = decide(ScaleRules(least=3, most=5), ScaleMemory(1), load(0, 1), 0.0)
-    assert decision.memory.wanted == 3 and decision.why == "the fleet may have 3 to 5 engines"
+    assert decision.scaling.wanted == 3 and decision.why == "the fleet may have 3 to 5 engines"

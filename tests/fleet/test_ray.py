@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fleet.keepers.process import Record, Records, began, is_running, kill_family
+from fleet.keepers.process import Record, Records, is_running, kill_family, start_ticks
 from tests.fleet.conftest import STAND_IN, two_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -190,7 +190,7 @@ def test_a_head_that_dies_comes_back_and_nothing_that_runs_noticed(fleet: Operat
     kill_family(head)
     down = fleet("status")
     assert down.returncode == 1 and "no cluster answers" in down.stderr
-    assert all(map(began, before.values()))
+    assert all(map(start_ticks, before.values()))
     with node_that_waits(fleet.head_port):
         done = fleet("up")
     assert done.returncode == 0, done.stderr
@@ -226,5 +226,5 @@ def test_a_fleet_goes_down_and_leaves_nothing(fleet: Operator) -> None:
     head = fleet.head
     done = fleet("down")
     assert done.returncode == 0 and "its cluster too" in done.stdout, done.stderr
-    assert not any(map(began, running.values()))
+    assert not any(map(start_ticks, running.values()))
     assert not is_running(head)

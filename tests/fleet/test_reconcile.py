@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fleet.reconcile import drain_order, reconcile
-from fleet.state import ActualState, DesiredState, DrainEngine, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait
+from fleet.state import ActualState, DesiredState, DrainUnit, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait
 
 NEEDS = {Kind.ENGINE: Needs(1.0, 1.0, 5600), Kind.GATEWAY: Needs(1.0, 0.0, 8000)}
 SERVING = UnitState.SERVING
@@ -31,7 +31,7 @@ class World:
                 assert action.unit.name not in units
                 units[action.unit.name] = action.unit
                 number = max(number, action.unit.number + 1)
-            elif isinstance(action, DrainEngine):
+            elif isinstance(action, DrainUnit):
                 assert units[action.name].state is not UnitState.ENDED
                 units[action.name] = replace(units[action.name], state=UnitState.DRAINING)
             elif isinstance(action, Forget):

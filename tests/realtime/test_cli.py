@@ -55,6 +55,26 @@ def test_wrong_arguments_exit_with_2(arguments: list[str]) -> None:
     assert stopped.value.code == 2
 
 
+def numbers_of(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+    """The options and arguments of all commands whose value is converted, apart from paths."""
+    found = [action for action in parser._actions if action.type not in (None, Path)]
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found += [each for command in action.choices.values() for each in numbers_of(command)]
+    return found
+
+
+def test_numbers_of_options_are_written_in_plain_digits() -> None:
+    numbers = numbers_of(cli.build_parser())
+    assert len(numbers) > 15
+    for action in numbers:
+        assert callable(action.type)
+        for text in ("٣", "1_000", "１０", "nan", "x" * 5000):
+            with pytest.raises(argparse.ArgumentTypeError, match="in plain digits, not '") as refused:
+                action.type(text)
+            assert len(str(refused.value)) < 200
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "said"),
     [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pprint
 import re
 import subprocess
@@ -38,7 +39,9 @@ from realtime.config import (
         ({"server.port": 1.5}, "server.port must be a whole number"),
         ({"server.port": 70_000}, "between 0 and 65535"),
         ({"server.host": 5}, "server.host must be text"),
-        ({"server.drain_s": "nan"}, "server.drain_s must be a finite number"),
+        ({"server.drain_s": float("nan")}, "server.drain_s must be a finite number"),
+        ({"server.drain_s": "1e999"}, "server.drain_s must be a finite number"),
+        ({"server.drain_s": "nan"}, "server.drain_s must be a number in plain digits, not 'nan'"),
         ({"limits.idle_s": -1}, "limits.idle_s cannot be negative"),
         ({"auth.no_auth": "perhaps"}, "auth.no_auth must be true or false"),
         ({"auth.keys": [1]}, "auth.keys must be a list of texts"),
@@ -118,6 +121,92 @@ def test_wrong_file_is_refused(tmp_path: Path, text: str, said: str) -> None:
     file.write_text(text)
     with pytest.raises(ConfigError, match=said):
         load_config(file, environment={})
+
+
+NOT_PLAIN = ["٣", "1_000", "１", "²", "+5", "0x10", "010", "", " ", "- 1", "1e", "five", "1" * 5000]
+
+
+@pytest.mark.parametrize("text", NOT_PLAIN)
+def test_numbers_are_written_in_plain_digits_in_every_source(tmp_path: Path, text: str) -> None:
+    file = tmp_path / "tickertape.toml"
+    for key, kind in (("limits.max_sessions", "a whole number"), ("limits.upload_s", "a number")):
+        section, name = key.split(".")
+        file.write_text(f'[{section}]\n{name} = "{text}"\n')
+        for source in (
+            {"path": file},
+            {"environment": {f"TICKERTAPE_{section}_{name}".upper(): text}},
+            {"flags": {key: text}},
+        ):
+            with pytest.raises(ConfigError, match=f"^{key} must be {kind} in plain digits, not '"):
+                load_config(**{"environment": {}, **source})
+
+
+def test_ways_to_write_a_number_in_a_setting(tmp_path: Path) -> None:
+    file = tmp_path / "tickertape.toml"
+    file.write_text('[limits]\nmax_sessions = "1000"\nuploads = 1_000\nupload_s = "1e3"\nidle_s = 5\n')
+    limits = load_config(file, environment={"TICKERTAPE_LIMITS_UPLOADS_WAITING": " 7\r\n"}).limits
+    assert (limits.max_sessions, limits.uploads, limits.upload_s, limits.idle_s) == (1000, 1000, 1000.0, 5.0)
+    assert limits.uploads_waiting == 7, "files of environment variables have spaces and returns at the ends of lines"
+
+
+LONG = ["x" * 10_000, "\x1b[2J\n" * 5_000, "é" * 10_000, ["x" * 10_000], ["x"] * 10_000, {"x": "x" * 10_000}]
+
+
+@pytest.mark.parametrize("value", [*LONG, 10**4000, -(10**4000), "9" * 4000, "-" + "9" * 18], ids=lambda _: "")
+def test_an_error_shows_the_beginning_of_a_wrong_value(tmp_path: Path, value: Any) -> None:
+    errors = []
+    for key in known_keys():
+        try:
+            load_config(environment={}, flags={key: value})
+        except ConfigError as error:
+            errors.append(str(error))
+    assert errors
+    for text in errors:
+        assert len(text) < 300 and text.isprintable(), text
+
+
+def test_an_error_shows_the_beginning_of_a_wrong_name(tmp_path: Path) -> None:
+    file = tmp_path / "tickertape.toml"
+    file.write_text(f"[server]\n{'x' * 10_000} = 1\n")
+    sources: list[dict[str, Any]] = [
+        {"path": file},
+        {"path": tmp_path / ("x" * 4_000)},
+        {"flags": {"server.x" + "\n" * 10_000: 1}},
+        {"environment": {"TICKERTAPE_" + "X\n" * 10_000: "1"}},
+    ]
+    for source in sources:
+        with pytest.raises(ConfigError) as error:
+            load_config(**{"environment": {}, **source})
+        assert len(str(error.value)) < 300 + len(str(tmp_path)) and str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("key", ["fleet.table", "fleet.figures"])
+def test_a_path_at_which_the_fleet_can_write_no_file_is_refused(tmp_path: Path, key: str) -> None:
+    (tmp_path / "file").write_text("{}")
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path, tmp_path / "pipe", tmp_path / "file" / "table.json", tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=f"^{key}: .*set the path of a JSON file that the fleet's keeper writes$"):
+            load_config(environment={}, flags={key: str(path)})
+    for path in (tmp_path / "file", tmp_path / "comes later", tmp_path / "folder too" / "table.json"):
+        load_config(environment={}, flags={key: str(path)})
+
+
+def test_no_text_contains_a_nul_character(tmp_path: Path) -> None:
+    """Only a file can contain one. Paths, names and addresses cannot: each part of the server fails in its own way."""
+    hints = {
+        f"{section.name}.{key.name}": typing.get_type_hints(type(getattr(Config(), section.name)))[key.name]
+        for section in fields(Config)
+        for key in fields(getattr(Config(), section.name))
+    }
+    texts = {key: kind for key, kind in hints.items() if kind not in (int, float, bool)}
+    assert {"fleet.table", "server.host", "model.engines", "auth.keys", "auth.secret"} <= set(texts)
+    file = tmp_path / "tickertape.toml"
+    for key, kind in texts.items():
+        section, name = key.split(".")
+        value = '["mark\\u0000x"]' if "tuple" in str(kind) else '"mark\\u0000x"'
+        file.write_text(f"[{section}]\n{name} = {value}\n")
+        with pytest.raises(ConfigError, match=f"^{key} contains a NUL character; remove it$"):
+            load_config(file, environment={})
 
 
 def test_missing_file_is_refused(tmp_path: Path) -> None:

@@ -93,7 +93,7 @@ class StepBuffers:
             np.concatenate(payloads.samples, out=samples.numpy().reshape(-1))
             self.samples[:count].copy_(samples, non_blocking=True)
 
-    def numbers(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def inputs_of_pass(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Slots, positions, input rows, forced tokens and encode targets of a batch padded to `size`."""
         slots, positions, inputs, forced, targets = self._numbers[:, :size].unbind()
         return slots, positions, inputs, forced, targets

@@ -84,7 +84,7 @@ class ChunkBuffers:
         self._where.copy_(upload(where, self._where.device))
         self._rows.copy_(upload(rows, self._rows.device))
 
-    def numbers(self, streams: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    def inputs_of_pass(self, streams: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Slots and positions of the first `streams` chunks; input rows, tokens and delays of their positions."""
         slots, positions = self._where[:, :streams].unbind()
         inputs, tokens, delays = self._rows[:, : streams * self.length].unbind()
@@ -132,7 +132,7 @@ class ModelPasses:
     def batch(self, size: int) -> None:
         """Compute one position of each stream in the buffers, `size` rows with padding, and store the results there."""
         state, model = self._state, self._model
-        slots, positions, inputs, forced, targets = self._buffers.numbers(size)
+        slots, positions, inputs, forced, targets = self._buffers.inputs_of_pass(size)
         self._slab.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
         delays = state.delays[slots]
         hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays, self._kernels)
@@ -160,7 +160,7 @@ class ModelPasses:
 
     def recorded_chunks(self, buffers: ChunkBuffers, streams: int) -> None:
         """Compute the chunks in the buffers, with the padding."""
-        slots, positions, inputs, tokens, delays = buffers.numbers(streams)
+        slots, positions, inputs, tokens, delays = buffers.inputs_of_pass(streams)
         hidden = self._forward(slots, positions, buffers.length, inputs, tokens, delays, self._kernels)
         buffers.done.copy_(hidden[0, :1])
 

@@ -216,7 +216,7 @@ class VoxtralRunner(Runner):
         self.spec.options.check(message.options)
         # Many keywords take long to prepare, so a thread does it: other streams must not wait.
         self._keywords.check(message.options)
-        self._keywords.beside(message.options)
+        self._keywords.tree_in_background(message.options)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
@@ -305,7 +305,7 @@ class VoxtralRunner(Runner):
         for task in opened:
             # Within the delay the output is always blank.
             blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
-            coming = self._keywords.beside(task.options)
+            coming = self._keywords.tree_in_background(task.options)
             self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], coming=coming)
             self._bias.set_tree(task.slot, None)
             if coming is not None:

@@ -101,15 +101,15 @@ class Row:
 
 
 class DecoderBatch:
-    """A running batch. `encoded`: its encoder output; `audio` [rows]: number of frames with audio; `state`: keys and
-    values of its text; `barred`: tokens that are never chosen; `decode`: replaces the model's own method."""
+    """A running batch. `encoded`: its encoder output; `audio_frames` [rows]: number of frames with audio; `state`: keys
+    and values of its text; `barred`: tokens that are never chosen; `decode`: replaces the model's own method."""
 
     def __init__(
         self,
         model: SpeechModel,
         barred: Tensor,
         encoded: Encoded,
-        audio: Tensor,
+        audio_frames: Tensor,
         state: DecoderState,
         decode: Decode | None = None,
     ) -> None:
@@ -117,7 +117,7 @@ class DecoderBatch:
         self._decode = decode or model.decode
         self._barred = barred
         self._encoded = encoded
-        self._audio = audio
+        self._audio_frames = audio_frames
         self._state = state
         # Logits of the last choices: of the places that were asked for, or of every row.
         self.logits: Tensor
@@ -132,11 +132,11 @@ class DecoderBatch:
         given = upload(np.array(last, np.int64), self._barred.device)
         return answers_of(self.next(given, max(position for _, position in last) + 1))
 
-    def next(self, given: Tensor, text: int) -> Tensor:
-        """As `next_tokens`, on the device: `given` [rows, 2] has tokens and positions, `text` the length of the longest
-        text."""
-        hidden, attention = self._decode(given[:, :1], given[:, 1:], self._state.first(text), self._encoded)
-        return self._choose(hidden[:, 0], attention[:, 0], self._audio)
+    def next(self, given: Tensor, text_tokens: int) -> Tensor:
+        """As `next_tokens`, on the device: `given` [rows, 2] has tokens and positions, `text_tokens` is the length of
+        the longest text."""
+        hidden, attention = self._decode(given[:, :1], given[:, 1:], self._state.first(text_tokens), self._encoded)
+        return self._choose(hidden[:, 0], attention[:, 0], self._audio_frames)
 
     def _read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> Tensor:
         device, width = self._barred.device, max(map(len, known))
@@ -146,11 +146,11 @@ class DecoderBatch:
             upload(np.array(padded, np.int64), device), positions, self._state.first(width), self._encoded
         )
         row, column = upload(np.array(places, np.int64), device).unbind(dim=1)
-        chosen = self._choose(hidden[row, column], attention[row, column], self._audio[row])
+        chosen = self._choose(hidden[row, column], attention[row, column], self._audio_frames[row])
         self.logits = self.logits[kept]
         return chosen
 
-    def _choose(self, hidden: Tensor, attention: Tensor, audio: Tensor) -> Tensor:
+    def _choose(self, hidden: Tensor, attention: Tensor, audio_frames: Tensor) -> Tensor:
         """[places, width], [places, frames], [places] -> [3, places] of token, log-probability, peak: one tensor, so
         that one copy brings it to the host. Token and frame numbers are exact in float32."""
         logits = self._model.logits(hidden).float()
@@ -158,7 +158,7 @@ class DecoderBatch:
         self.logits = logits
         values, tokens = logits.max(dim=-1)
         frames = torch.arange(attention.shape[1], device=attention.device)
-        peaks = attention.masked_fill(frames >= audio[:, None], -1.0).argmax(dim=1)
+        peaks = attention.masked_fill(frames >= audio_frames[:, None], -1.0).argmax(dim=1)
         return torch.stack((tokens.float(), values - logits.logsumexp(dim=-1), peaks.float()))
 
 
@@ -183,11 +183,11 @@ class GreedyDecoder:
 
     def passes(self, rows: list[Row], encoded: Encoded) -> Iterator[None]:
         """Decode, yielding after each pass of the model, so that the caller may interleave other work."""
-        audio = upload(np.array([row.frames for row in rows], np.int64), self._barred.device)
+        audio_frames = upload(np.array([row.frames for row in rows], np.int64), self._barred.device)
 
-        def decoder_batch(text: int) -> DecoderBatch:
-            state = self._model.new_state(len(rows), text)
-            return DecoderBatch(self._model, self._barred, encoded, audio, state, self._decode)
+        def decoder_batch(text_tokens: int) -> DecoderBatch:
+            state = self._model.new_state(len(rows), text_tokens)
+            return DecoderBatch(self._model, self._barred, encoded, audio_frames, state, self._decode)
 
         return self._passes(rows, decoder_batch)
 
@@ -222,6 +222,8 @@ class GreedyDecoder:
         last: list[tuple[int, int]] = [(0, 0)] * len(rows)
         for (index, at), answer in zip(places, answers, strict=True):
             row, start = rows[index], len(prefixes[index])
+            # An answer counts only if the decoder has chosen every draft token before it. Places are in order, and
+            # `row.tokens` grows in this loop.
             agreed = at == start - 1 or (len(row.tokens) == at - start + 1 and row.tokens[-1] == known[index][at])
             if row.done or not agreed:
                 continue
@@ -455,33 +457,38 @@ class DecoderBuffers:
 
 
 class RecordedDecoderBatch(DecoderBatch):
-    """A batch in the buffers of a stage: known text is read directly, new tokens are decoded by recorded graphs."""
+    """A batch in fixed buffers: known text is read directly, new tokens are decoded by recorded graphs."""
 
     def __init__(
-        self, model: SpeechModel, stage: DecoderBuffers, heard: Sequence[Encoded], audio: list[int], text: int
+        self,
+        model: SpeechModel,
+        buffers: DecoderBuffers,
+        heard: Sequence[Encoded],
+        audio_frames: list[int],
+        text_tokens: int,
     ) -> None:
-        rows, frames = len(audio), max(part.values.shape[3] for part in heard)
-        self._stage = stage
-        self._shape = shape = stage.shapes.fit(rows, frames, text)
-        whole, state = stage.encoded(shape), stage.state(shape)
+        rows, frames = len(audio_frames), max(part.values.shape[3] for part in heard)
+        self._buffers = buffers
+        self._shape = shape = buffers.shapes.fit(rows, frames, text_tokens)
+        whole, state = buffers.encoded(shape), buffers.state(shape)
         _copy(heard, whole)
         # Masked entries must be finite, too.
         state.keys.zero_()
         state.values.zero_()
-        stage.audio[:rows].copy_(upload(np.array(audio, np.int64), stage.barred.device))
-        super().__init__(model, stage.barred, whole, stage.audio[: shape.rows], state)
+        buffers.audio[:rows].copy_(upload(np.array(audio_frames, np.int64), buffers.barred.device))
+        super().__init__(model, buffers.barred, whole, buffers.audio[: shape.rows], state)
 
     def next_tokens(self, last: list[tuple[int, int]]) -> list[DecodedToken]:
-        stage, rows = self._stage, len(last)
-        stage.given[:rows].copy_(upload(np.array(last, np.int64), stage.barred.device))
-        stage.run(self._shape)
-        assert stage.logits is not None
-        self.logits = stage.logits
-        return answers_of(stage.chosen[:, :rows])
+        buffers, rows = self._buffers, len(last)
+        buffers.given[:rows].copy_(upload(np.array(last, np.int64), buffers.barred.device))
+        buffers.run(self._shape)
+        assert buffers.logits is not None
+        self.logits = buffers.logits
+        return answers_of(buffers.chosen[:, :rows])
 
     def _read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> Tensor:
         """Read a few rows at a time: attention of all tokens to all frames of all rows would take much memory."""
-        count = max(1, self._stage.tokens_at_once // max(map(len, known)))
+        count = max(1, self._buffers.tokens_at_once // max(map(len, known)))
         chosen, logits, wanted = [], [], set(kept)
         for first in range(0, len(known), count):
             part = slice(first, min(first + count, len(known)))
@@ -500,7 +507,7 @@ class RecordedDecoderBatch(DecoderBatch):
         lengths = whole.lengths[part]
         encoded = Encoded(whole.keys[:, part], whole.values[:, part], lengths, real=whole.real[part])
         state = DecoderState(state.keys[:, part], state.values[:, part])
-        return DecoderBatch(self._model, self._barred, encoded, self._audio[part], state)
+        return DecoderBatch(self._model, self._barred, encoded, self._audio_frames[part], state)
 
 
 def _copy(heard: Sequence[Encoded], whole: Encoded) -> None:

@@ -22,7 +22,7 @@ from engine.messages import Open, Saved
 from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import SynchronousRunner, never
-from engine.runner.bias import KeywordTrees, LateTree, joined_pairs, single_bytes
+from engine.runner.bias import KeywordTrees, LazyTree, joined_pairs, single_bytes
 from engine.runner.windowed.decoder import LanguageState, Row
 from engine.runner.windowed.encoders import EncodedAudio, StreamEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
@@ -107,7 +107,7 @@ class _Slot:
     marks: list[TimedToken] = field(default_factory=list)
     # If set, the hypothesis covers the rest of the window [start, end): a final pass has nothing to decode.
     understood: tuple[int, int] | None = None
-    keywords: LateTree | None = None
+    keywords: LazyTree | None = None
 
     def restart(self) -> None:
         self.committed.clear()
@@ -267,7 +267,7 @@ class WindowedRunner(SynchronousRunner):
         self._slots[opened.slot] = (
             _Slot(opened.live, language_state) if opened.saved is None else _resumed(opened, language_state)
         )
-        self._slots[opened.slot].keywords = self._keywords.later(opened.options)
+        self._slots[opened.slot].keywords = self._keywords.lazy_tree(opened.options)
         if opened.saved is not None:
             self._encoder_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
 

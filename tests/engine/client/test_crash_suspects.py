@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from engine.client.crash_suspects import (
     FEW_SUSPECTS,
-    STRIKES_IF_CRASHED,
-    STRIKES_IF_OTHERS_UNSEEN,
-    STRIKES_IF_UNKNOWN,
-    STRIKES_IF_UNSEEN,
+    STRIKES_AFTER_CRASH,
+    STRIKES_AFTER_SIGNAL,
+    STRIKES_IF_SHARED_AND_UNKNOWN,
+    STRIKES_IF_SHARED_OR_UNKNOWN,
     CrashSuspicion,
     EngineDeath,
     find_culprit,
@@ -41,7 +41,7 @@ def test_only_deaths_at_the_same_spot_count_and_passing_it_clears() -> None:
 
 def test_a_stream_alone_at_the_spot_of_two_crashes_is_guilty() -> None:
     suspicion = CrashSuspicion()
-    for _ in range(STRIKES_IF_CRASHED - 1):
+    for _ in range(STRIKES_AFTER_CRASH - 1):
         assert find_culprit({suspicion: SPOT}, CRASH) is None
         assert suspicion.alone and not suspicion.must_wait
     assert find_culprit({suspicion: SPOT}, CRASH) is suspicion
@@ -49,7 +49,7 @@ def test_a_stream_alone_at_the_spot_of_two_crashes_is_guilty() -> None:
 
 def test_a_signal_from_outside_counts_for_less_than_a_crash() -> None:
     suspicion = CrashSuspicion()
-    for _ in range(STRIKES_IF_UNKNOWN - 1):
+    for _ in range(STRIKES_AFTER_SIGNAL - 1):
         assert find_culprit({suspicion: SPOT}, SIGNAL) is None
     assert find_culprit({suspicion: SPOT}, SIGNAL) is suspicion
 
@@ -77,7 +77,7 @@ def test_suspects_of_an_unseen_step_wait_for_each_other_after_a_second_death() -
 
 def test_a_step_shared_with_a_stranger_convicts_nobody_and_the_next_one_alone_does() -> None:
     ours = CrashSuspicion()
-    for _ in range(STRIKES_IF_CRASHED):
+    for _ in range(STRIKES_AFTER_CRASH):
         assert find_culprit({ours: SPOT}, CRASH_AMONG_STRANGERS) is None
     assert ours.alone, "the engine keeps it apart from now on"
     assert find_culprit({ours: SPOT}, CRASH) is ours
@@ -85,16 +85,16 @@ def test_a_step_shared_with_a_stranger_convicts_nobody_and_the_next_one_alone_do
 
 def test_a_stranger_that_is_always_there_protects_nobody_for_ever() -> None:
     ours = CrashSuspicion()
-    deaths = [find_culprit({ours: SPOT}, CRASH_AMONG_STRANGERS) for _ in range(STRIKES_IF_UNSEEN)]
-    assert deaths == [None] * (STRIKES_IF_UNSEEN - 1) + [ours]
+    deaths = [find_culprit({ours: SPOT}, CRASH_AMONG_STRANGERS) for _ in range(STRIKES_IF_SHARED_OR_UNKNOWN)]
+    assert deaths == [None] * (STRIKES_IF_SHARED_OR_UNKNOWN - 1) + [ours]
 
 
 def test_a_crash_in_an_unseen_step_is_not_blamed_on_the_only_stream_that_is_ours() -> None:
     ours = CrashSuspicion()
     unseen = EngineDeath(0.0, crashed=True, step_known=False)
-    assert all(find_culprit({ours: SPOT}, unseen) is None for _ in range(STRIKES_IF_UNSEEN - 1))
+    assert all(find_culprit({ours: SPOT}, unseen) is None for _ in range(STRIKES_IF_SHARED_OR_UNKNOWN - 1))
     ours, waits = CrashSuspicion(), []
-    for number in range(1, STRIKES_IF_OTHERS_UNSEEN):
+    for number in range(1, STRIKES_IF_SHARED_AND_UNKNOWN):
         death = EngineDeath(100.0 * number, crashed=True, step_known=False, other_gateways=True)
         assert find_culprit({ours: SPOT}, death) is None
         waits.append(ours.not_before - death.at)

@@ -66,3 +66,10 @@ def test_the_last_good_table_stays_and_the_problem_is_said_once(
     assert len(caplog.records) == 1 and why in caplog.text
     put(path, {"number": 3, "engines": []})
     assert file.look() is not None and not file.problem
+
+
+@pytest.mark.timeout(20)
+def test_a_pipe_in_the_place_of_the_table_does_not_block_the_reader(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "table.json")
+    file = TableFile(tmp_path / "table.json")
+    assert file.look() is None and file.problem.endswith("it is not a regular file")

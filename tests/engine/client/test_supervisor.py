@@ -14,7 +14,7 @@ from engine.boundary.crash_record import StreamInStep
 from engine.boundary.items import make_cutter, prepare
 from engine.client import migration, recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.crash_suspects import STRIKES_IF_CRASHED
+from engine.client.crash_suspects import STRIKES_AFTER_CRASH
 from engine.client.pool import EnginePool
 from engine.client.recovery import Recovery
 from engine.client.replay import StreamLimits
@@ -286,7 +286,7 @@ async def test_a_step_shared_with_another_gateways_stream_convicts_nobody(shared
     ours, other_gateways = StreamInStep(f"{client._gateway}/1/s0", 3, 5), StreamInStep("another/1/s0", 3, 5)
     for engine in play.engines:
         engine.flights = [ours, other_gateways] if shared else [ours]
-    for _ in range(STRIKES_IF_CRASHED):
+    for _ in range(STRIKES_AFTER_CRASH):
         (home,) = [pooled.engine for pooled in client.pool.all if "s0" in pooled.streams]
         assert isinstance(home, LoopEngine)
         home.kill()

@@ -94,6 +94,31 @@ async def test_it_takes_over_at_once_and_another_one_waits(windowed: bool) -> No
         assert isinstance((await fakes.transcribe(both.client, "later", fakes.speech(1, 2))).last, Closed)
 
 
+async def test_the_next_spare_is_started_when_the_streams_are_recovered(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with pair(*two()) as both:
+        await both.both_ready()
+        first, recovered_at_start = both.serving, []
+        start = first.start
+
+        async def recorded_start() -> None:
+            recovered_at_start.append(both.client.metrics().streams_recovered)
+            await start()
+
+        monkeypatch.setattr(first, "start", recorded_start)
+
+        async def kill_once(count: int) -> None:
+            if count == 30:
+                fakes.kill(first.pid)
+                await fakes.until(lambda: both.serving is not first)
+
+        audio = fakes.speech(8, 1)
+        await asyncio.gather(
+            fakes.transcribe(both.client, "a", audio, kill_once), fakes.transcribe(both.client, "b", audio)
+        )
+        await both.both_ready()
+        assert recovered_at_start == [2]
+
+
 async def test_again_and_again() -> None:
     audio = fakes.speech(12, 1)
     async with pair(*two()) as both:

@@ -38,7 +38,7 @@ pytestmark = [
 def whisper() -> tuple[Whisper, list[bytes]]:
     model, pieces = load_speech_model(cache_folder() / NAME)
     assert isinstance(model, Whisper)
-    model.go_live(ample=False)
+    model.set_live_padding(full_padding=False)
     return model, pieces
 
 

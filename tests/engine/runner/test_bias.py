@@ -164,10 +164,10 @@ def test_a_model_that_announces_words_is_not_hurried() -> None:
 def test_the_same_list_is_one_tree_and_a_longer_one_is_refused() -> None:
     trees = KeywordTrees(PLAIN)
     option = {"keywords": keywords_text([Keyword("Kittila")])}
-    assert trees.of({}) is None and trees.of(option) is trees.of(dict(option))
+    assert trees.tree({}) is None and trees.tree(option) is trees.tree(dict(option))
     repeated = [Keyword(f"{number:03d}" + "it" * 30) for number in range(400)]
     with pytest.raises(ValueError, match="too long together"):
-        trees.of({"keywords": keywords_text(repeated)})
+        trees.tree({"keywords": keywords_text(repeated)})
 
 
 BYTES = Vocabulary([bytes([byte]) for byte in range(256)])
@@ -220,8 +220,8 @@ def test_a_tree_is_made_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch)
     with monkeypatch.context() as patch:
         patch.setattr(Spelling, "beginnings", None)
         trees.check(option)
-        late = trees.later(option)
-    assert late is not None and late.tree is late.tree is trees.of(option) and trees.later({}) is None
+        late = trees.lazy_tree(option)
+    assert late is not None and late.tree is late.tree is trees.tree(option) and trees.lazy_tree({}) is None
     with pytest.raises(ValueError, match="too long together"):
         trees.check({"keywords": keywords_text([Keyword(f"{number:03d}" + "it" * 30) for number in range(400)])})
 

@@ -251,28 +251,37 @@ class TestRebuilding:
             while frames * 80_000_000 <= runner.clock.now:
                 loop.submit([audio(f"l{number}", frames, 1, REBUILT) for number in range(live)], frames)
                 frames += 1
-            waited, before = any(stream.live and not stream.is_rebuilt for stream in loop.scheduler._live), runner.plans
-            after_rebuilding = bool(before) and before[-1].rebuilt > 0
+            waited, before = (
+                any(stream.live and not stream.is_rebuilding for stream in loop.scheduler._live),
+                runner.plans,
+            )
+            after_rebuilding = bool(before) and before[-1].rebuilt_positions > 0
             loop.step()
             if waited and after_rebuilding:
-                assert not runner.plans[-1].rebuilt, "a live frame waits for one rebuilding step at most"
+                assert not runner.plans[-1].rebuilt_positions, "a live frame waits for one rebuilding step at most"
         behind = [loop.scheduler.streams[f"l{number}"] for number in range(live)]
         assert max(stream.available - stream.computed for stream in behind) <= 2
         return runner
 
     def test_no_step_has_live_frames_and_known_ones(self) -> None:
         runner = self.beside_live(live=10, rebuilt=20)
-        kinds = [(plan.rebuilt > 0, {task.stream[0] for task in plan.decode}) for plan in runner.plans if plan.decode]
+        kinds = [
+            (plan.rebuilt_positions > 0, {task.stream[0] for task in plan.decode})
+            for plan in runner.plans
+            if plan.decode
+        ]
         assert (True, {"r"}) in kinds
         assert all(names == {"r"} for rebuilds, names in kinds if rebuilds)
-        assert all(task.end - task.start == 1 for plan in runner.plans if not plan.rebuilt for task in plan.decode)
+        assert all(
+            task.end - task.start == 1 for plan in runner.plans if not plan.rebuilt_positions for task in plan.decode
+        )
 
     @pytest.mark.parametrize(("live", "rebuilt", "share"), [(40, 10, 0.25), (10, 40, 0.5)])
     def test_rebuilding_steps_take_no_longer_than_their_share_of_a_frame(
         self, live: int, rebuilt: int, share: float
     ) -> None:
         runner = self.beside_live(live, rebuilt, position_ns=20_000)
-        sizes = [plan.rebuilt for plan in runner.plans if plan.rebuilt][3:]
+        sizes = [plan.rebuilt_positions for plan in runner.plans if plan.rebuilt_positions][3:]
         assert max(runner.step_ns + runner.position_ns * size for size in sizes) <= 1.1 * share * 80_000_000
         assert max(sizes) >= 256
 
@@ -280,7 +289,7 @@ class TestRebuilding:
         loop, runner = self.loop(160, position_ns=100_000)
         self.bring_back(loop, [f"r{number}" for number in range(160)], 128, new=20)
         drain(loop)
-        sizes = [plan.rebuilt for plan in runner.plans if plan.rebuilt]
+        sizes = [plan.rebuilt_positions for plan in runner.plans if plan.rebuilt_positions]
         assert sizes[:6] == [2048] * 6 and sum(sizes) == 160 * 128
 
     def test_each_stream_goes_on_as_soon_as_it_is_rebuilt(self) -> None:
@@ -288,13 +297,13 @@ class TestRebuilding:
         self.bring_back(loop, [f"r{number}" for number in range(160)], 640)
         drain(loop)
         new = [number for number, plan in enumerate(runner.plans) if any(task.end > 640 for task in plan.decode)]
-        rebuilt = [number for number, plan in enumerate(runner.plans) if plan.rebuilt]
+        rebuilt = [number for number, plan in enumerate(runner.plans) if plan.rebuilt_positions]
         assert new[0] < rebuilt[len(rebuilt) // 2]
 
     def test_few_positions_are_spread_over_many_streams_and_leave_no_short_rests(self) -> None:
         """A pass over many streams costs little more than one over few."""
         runner = self.beside_live(live=60, rebuilt=40, position_ns=40_000)
-        plans = [[task.end - task.start for task in plan.decode] for plan in runner.plans if plan.rebuilt]
+        plans = [[task.end - task.start for task in plan.decode] for plan in runner.plans if plan.rebuilt_positions]
         assert all(size % 16 == 0 or size > 16 for plan in plans for size in plan)
         assert min(len(plan) for plan in plans[: len(plans) // 2]) >= 12
 

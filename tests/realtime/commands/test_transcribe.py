@@ -14,7 +14,7 @@ import pytest
 
 from realtime import cli
 from realtime.commands import file_transcription
-from realtime.commands.file_transcription import duration_of, pieces_of
+from realtime.commands.file_transcription import duration_of, read_audio
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
 
@@ -264,7 +264,7 @@ def test_live_takes_as_long_as_the_recording_and_shows_lines(
 def test_long_file_is_never_held_whole(tmp_path: Path) -> None:
     """Pieces are short however long the file is, and only the piece at hand is alive."""
     path = write_wav(tmp_path / "long.wav", np.tile(sound(60.0), 10))
-    lengths = [len(piece) for piece in pieces_of(path)]
+    lengths = [len(piece) for piece in read_audio(path)]
     assert sum(lengths) == 600 * 16_000 and max(lengths) <= 2 * 16_000
     assert duration_of(path) == pytest.approx(600, abs=0.1)
     assert duration_of(tmp_path / "none.wav") is None

@@ -21,7 +21,7 @@ import pytest
 
 from audio.errors import AudioError
 from realtime import cli
-from realtime.commands.file_transcription import StandardInput, blocks_of, join_blocks
+from realtime.commands.file_transcription import StandardInput, join_blocks, read_standard_input
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import FakeEngine
 from tests.waiting import until_so
@@ -59,7 +59,7 @@ def wav(seconds: float, tmp_path: Path, *, length: int | None = None) -> bytes:
 
 def read(data: bytes, monkeypatch: pytest.MonkeyPatch) -> np.ndarray:
     with pipe(lambda write: write(data), monkeypatch):
-        pieces = list(join_blocks(blocks_of(StandardInput(lambda: False)), 1280))
+        pieces = list(join_blocks(read_standard_input(StandardInput(lambda: False)), 1280))
     return np.concatenate(pieces)
 
 
@@ -131,7 +131,7 @@ def test_plain_wav_is_heard_before_libav_would_hand_out_anything(
         more.wait(20)
 
     with pipe(write, monkeypatch):
-        blocks = join_blocks(blocks_of(StandardInput(lambda: False)), 1280)
+        blocks = join_blocks(read_standard_input(StandardInput(lambda: False)), 1280)
         began = time.monotonic()
         first = next(blocks)
         assert len(first) == 1600 and time.monotonic() - began < 5 and not more.is_set()

@@ -12,14 +12,14 @@ MODEL = ModelSpec("m", 16_000, 1280, options=Options(languages=("en",), keywords
 
 
 def test_what_a_model_does_not_take_is_said_and_left_out(capsys: pytest.CaptureFixture[str]) -> None:
-    assert TranscriptionOptions(prompt="We talk of mines in the north.").options_for(MODEL) == {}
+    assert TranscriptionOptions(prompt="We talk of mines in the north.").engine_options(MODEL) == {}
     assert "m does not support prompt; continuing without" in capsys.readouterr().err
 
 
 def test_a_prompt_that_is_a_list_of_words_is_taken_as_keywords(capsys: pytest.CaptureFixture[str]) -> None:
     transcription_options = TranscriptionOptions(prompt="Kittila, Jaroka")
-    assert transcription_options.options_for(MODEL) == {"keywords": "Kittila\t1\nJaroka\t1"}
-    assert transcription_options.taken_by("m", ("language", "keywords")) == {"prompt": "Kittila, Jaroka"}, (
-        "a server reads it itself"
-    )
+    assert transcription_options.engine_options(MODEL) == {"keywords": "Kittila\t1\nJaroka\t1"}
+    known = ("language", "keywords")
+    transcription_options.note_unsupported("m", known)
+    assert transcription_options.supported(known) == {"prompt": "Kittila, Jaroka"}, "a server reads it itself"
     assert not capsys.readouterr().err

@@ -86,9 +86,7 @@ async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_wor
         kill(parent, first)
         await fakes.until(lambda: len(parent.workers) == 2 and first not in parent.workers)
         await asyncio.gather(*(worker.wait_until_ready() for worker in parent.workers.values()))
-        parent.restart()
-        assert parent._restarting is not None
-        await parent._restarting
+        await parent.restart()
         assert len(parent.workers) == 2 and min(parent.workers) > second
         for speaker in speakers:
             speaker.hold_at(None)
@@ -98,6 +96,22 @@ async def test_workers_that_are_killed_and_replaced_under_sessions_change_no_wor
             assert speaker.text == calm.text
         assert sum(speaker.losses for speaker in speakers) >= SESSIONS, "each lost at least one of the two"
         assert await opened(parent) == SESSIONS + 1, "all workers count together, also those that are gone"
+
+
+@pytest.mark.parametrize("dies", ["before its turn", "while its replacement starts"])
+async def test_a_worker_that_dies_in_a_rolling_restart_is_replaced_once(dies: str) -> None:
+    async with workers() as parent:
+        first, second = sorted(parent.workers)
+        rolling = parent.restart()
+        if dies == "before its turn":
+            await fakes.until(lambda: len(parent.workers) == 3)
+        else:
+            await fakes.until(lambda: len(parent.workers) == 3 and first not in parent.workers)
+        kill(parent, second)
+        await rolling
+        await fakes.until(lambda: len(parent.workers) == 2 and min(parent.workers) > second)
+        await asyncio.gather(*(worker.wait_until_ready() for worker in parent.workers.values()))
+        assert len(parent.workers) == 2, "as many as before, all new"
 
 
 async def opened(parent: Parent) -> float:
@@ -202,14 +216,11 @@ async def test_a_worker_that_cannot_be_started_for_a_while_is_started_later(
         # The same in a rolling restart: it ends, and the old workers stay.
         tries.clear()
         before = set(parent.workers)
-        parent.restart()
-        assert parent._restarting is not None
-        await parent._restarting
+        await parent.restart()
         assert set(parent.workers) == before and "the rolling restart was stopped" in caplog.text
         # Or one that ends before it listens.
         monkeypatch.setattr(parents.sys, "executable", "/bin/false")
-        parent.restart()
-        await parent._restarting
+        await parent.restart()
         assert set(parent.workers) == before
     assert not parent.workers
 

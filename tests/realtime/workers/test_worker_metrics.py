@@ -60,9 +60,7 @@ async def test_no_counter_goes_backwards_whichever_worker_answers_and_whichever_
             await fakes.until(lambda dead=dead: len(parent.workers) == 2 and dead not in parent.workers)
             before = await scrape_and_check(parent, before)
             await asyncio.gather(*(worker.wait_until_ready() for worker in parent.workers.values()))
-        parent.restart()
-        assert parent._restarting is not None
-        await parent._restarting
+        await parent.restart()
         before = await scrape_and_check(parent, before)
         await asyncio.gather(*(SpeakingClient(lambda: url_of(parent), audio).speak() for _ in range(2)))
         await opened(parent, 8)

@@ -67,7 +67,7 @@ def test_empty_rows_go_to_the_padding_slot_and_the_spare_row() -> None:
     buffers = StepBuffers(capacity=4, payload_samples=3, padding_slot=9, spare_row=77, device=CPU)
     samples = np.arange(3, dtype=np.float32)
     buffers.upload(StepRows([2, 5], [100, 200], [6, 7], [NOT_FORCED, 32]), Payloads([11], [samples]))
-    slots, positions, inputs, forced, targets = (line.tolist() for line in buffers.numbers(4))
+    slots, positions, inputs, forced, targets = (line.tolist() for line in buffers.inputs_of_pass(4))
     assert slots == [2, 5, 9, 9]
     assert positions == [100, 200, 0, 0]
     assert inputs == [6, 7, 0, 0]

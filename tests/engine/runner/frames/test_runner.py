@@ -229,7 +229,7 @@ def test_keywords_are_favoured_on_the_device_as_their_tree_says_and_after_a_repl
     feeds = [Feed(0, speech_like(60, seed=6)), Feed(1, speech_like(60, seed=7), options=option)]
     for _ in range(60):
         driver.step([(feed, 1) for feed in feeds])
-    tree, state, changed = KeywordTrees(runner.vocabulary).of(option), 0, 0
+    tree, state, changed = KeywordTrees(runner.vocabulary).tree(option), 0, 0
     assert tree is not None
     for position, (logits, token) in enumerate(zip(tap.rows, feeds[1].tokens, strict=True)):
         best = int(logits[1].argmax())

@@ -34,7 +34,7 @@ def small(vocabulary: int = 51_865) -> Whisper:
     with torch.no_grad():
         for parameter in model.parameters():
             torch.nn.init.normal_(parameter, std=0.4)
-    model.go_live(ample=False)
+    model.set_live_padding(full_padding=False)
     return model
 
 

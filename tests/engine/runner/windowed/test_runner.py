@@ -185,7 +185,7 @@ def test_keywords_decide_what_is_said_and_a_draft_is_checked_with_them(
     model: Moonshine, monkeypatch: pytest.MonkeyPatch, wrong_from: int
 ) -> None:
     monkeypatch.setattr(bias, "FULL_WORTH", 1000.0)
-    keywords = KeywordTrees(make_runner(model).vocabulary).of(EXPECTED)
+    keywords = KeywordTrees(make_runner(model).vocabulary).tree(EXPECTED)
     audio = torch.from_numpy(speech(2, 20))[None]
     with torch.inference_mode():
         encoded = model.encode(audio, [audio.shape[1]])

@@ -50,7 +50,7 @@ def model(request: pytest.FixtureRequest) -> Moonshine | Whisper:
     # Markers of the real vocabulary are far behind the end of this one.
     whisper.start_tokens, whisper.end_token, whisper.suppressed = [1], 2, [0]
     whisper.judging = Judging(1, 3, ())
-    whisper.go_live(ample=False)
+    whisper.set_live_padding(full_padding=False)
     return sharpened(whisper)
 
 
