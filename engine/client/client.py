@@ -139,12 +139,20 @@ class EngineClient:
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
         turns: messages.TurnRule | None = None,
+        track: messages.TrackState | None = None,
+        heard_until: int = 0,
     ) -> EngineStream:
-        """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead."""
+        """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead.
+
+        `track`: the speech track of the audio up to `heard_until`, which another stream has judged; its speech is not
+        reported again.
+        """
         if stream in self._names:
             raise DuplicateStream(stream, "is open already; use another id")
         _check_texts(options or {})
-        opening = messages.Open(stream, live, delay_positions, dict(options or {}), turns=turns)
+        opening = messages.Open(
+            stream, live, delay_positions, dict(options or {}), turns=turns, track=track, heard_until=heard_until
+        )
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
         try:

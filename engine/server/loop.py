@@ -52,7 +52,8 @@ from engine.messages import (
 from engine.runner.base import Detector, Runner
 from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
 from engine.server.skipped_silence import SilenceSkipper
-from engine.server.speech import GateSettings, Listener, Target
+from engine.server.speech import Listener, Target
+from engine.server.speech_track import GateSettings
 from engine.server.stream_state import StreamStates
 
 logger = logging.getLogger(__name__)
@@ -124,9 +125,8 @@ class EngineLoop:
         self._cut = SilenceSkipper(scheduler, None if detector is None else cut, self._emit)
         self._listener: Listener | None = None
         if detector is not None:
-            hear = self._cut.judge
             self._listener = Listener(
-                scheduler, detector, gate, self._emit, self._announce, self._end_failed_stream, hear
+                scheduler, detector, gate, self._emit, self._announce, self._end_failed_stream, self._cut
             )
         # Streams of windowed models are rebuilt from saved states, those of frame-synchronous models from their tokens.
         self._states: StreamStates | None = None
@@ -320,7 +320,7 @@ class EngineLoop:
             message = self._cut.open(message)
         self.scheduler.admit(message)
         if self._listener is not None:
-            self._listener.open(message.stream, message.turns)
+            self._listener.open(message)
         if message.state is not None:
             if self._states is None:
                 raise BadItem(message.stream, "this model does not go on from saved states; send its tokens instead")
@@ -341,7 +341,9 @@ class EngineLoop:
             return
         if self._listener is not None:
             self._listener.end_now(message.stream)
-        self._cut.flush(message, None)
+            if message.ends_speech:
+                self._listener.end_speech(message.stream)
+        self._cut.flush(message)
 
     def _change_turns(self, message: ChangeTurns, now: int) -> None:
         self._cut.check_open(message.stream)

@@ -30,7 +30,7 @@ from engine.runner.load import load_detector, load_runner
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop, calm_collector
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import ModelSpec
 from engine.weights.checkpoint import fingerprint
 from engine.weights.store import resolve

@@ -84,13 +84,14 @@ class SentLog:
 # the client sends them again. Samples in the resampler are flushed before the last save.
 
 # Increase it whenever an older process could misread a value.
-LIVE_VERSION = 5
+LIVE_VERSION = 6
 
 # Events that become entries of a handoff. After any other event a new base is saved.
 NOTED = (
     events.Gap,
     messages.Text,
     messages.Speech,
+    messages.TurnScore,
     messages.Opened,
     messages.Flushed,
     messages.Closed,

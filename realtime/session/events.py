@@ -91,6 +91,7 @@ Event = (
     | EngineSwitched
     | messages.Text
     | messages.Speech
+    | messages.TurnScore
     | messages.Opened
     | messages.Flushed
     | messages.Closed
@@ -301,9 +302,10 @@ class FeedGap:
 @dataclass(frozen=True, slots=True)
 class FlushEngine:
     """The engine must send all text of the audio so far; with `pause`, of the audio before this sample, which is in a
-    silence."""
+    silence. `ends_speech`: the client has ended the turn here."""
 
     pause: int | None = None
+    ends_speech: bool = False
 
 
 @dataclass(frozen=True, slots=True)
