@@ -71,6 +71,7 @@ serve: weights
 # Most tests wait for something rather than compute, so two processes take little more than half the time of one.
 test: setup-dev weights system
 	$(BIN)/tickertape pull moonshine-tiny
+	$(BIN)/tickertape pull speakers || echo "the tests with speaker embeddings are skipped"
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # What failed in the last run once more, with nothing beside it: says whether it was the code or a busy machine.

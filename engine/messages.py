@@ -24,6 +24,10 @@ Token = Annotated[int, Meta(ge=SKIPPED, le=LARGEST_COUNT)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
+# A saved state: numbers, strings, bytes, and lists and dictionaries of them.
+Saved = dict[str, Any]
+
+
 class Message(Struct, array_like=True, gc=False):
     """Base of all messages. Types and bounds of the fields are checked when a message is decoded."""
 
@@ -100,6 +104,10 @@ class Open(Message, tag="open"):
     answered: Count = 0
     # The speech track after frames that another stream or engine has judged.
     track: TrackState | None = None
+    # Speaker labels go on from this state (of `Labels`), whose samples are counted from `labels_earlier` samples before
+    # the first one of this stream. A `state` with labels of its own goes first.
+    labels: Saved | None = None
+    labels_earlier: int = 0
 
 
 class Item(Message):
@@ -259,9 +267,6 @@ class DropHandoff(Message, tag="drop_handoff"):
 SessionCommand = SaveHandoff | Ask | Adopt | Renew | Claim | DropHandoff
 Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | SessionCommand
 
-# A saved state: numbers, strings, bytes, and lists and dictionaries of them.
-Saved = dict[str, Any]
-
 # Engine -> gateway
 
 
@@ -369,6 +374,22 @@ class TurnScore(Message, tag="score"):
     number: int
     sample: int
     probability: float | None
+
+
+# Samples from start to end, the number of the speaker, and how sure that is (0 to 1).
+LabelSpan = tuple[int, int, int, float]
+
+
+class Labels(Message, tag="labels"):
+    """Who speaks. `decided` never changes; its spans follow each other. `guess` is about the speech after them, as it
+    would be decided without more audio; the next message replaces it. Enrolled voices have the first numbers, in order.
+
+    `state` comes now and then, and with the last labels of a stream: another engine or stream can go on from it."""
+
+    stream: str
+    decided: list[LabelSpan]
+    guess: list[LabelSpan] = []
+    state: Saved | None = None
 
 
 class StreamState(Message, tag="state"):
@@ -499,11 +520,14 @@ class SessionGiven(Message, tag="session_given"):
     track: TrackState | None = None
     state: StreamState | None = None
     kept: list[KeptCommand] | None = None
+    # The last state of the stream's speaker labels.
+    labels: Saved | None = None
 
 
 # About a session, not about a stream.
 SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | SessionGiven
-Output = Text | Speech | TurnScore | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead | SessionOutput
+StreamOutput = Text | Speech | TurnScore | Labels | StreamState | Opened | Flushed | Closed | Failed | Refused
+Output = StreamOutput | Dead | SessionOutput
 
 
 @dataclass(slots=True)

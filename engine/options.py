@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+import binascii
+from base64 import b64decode, b64encode
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from typing import NamedTuple
 from unicodedata import category
 
@@ -33,6 +35,8 @@ class EngineConfig:
     share_of: int = 1
     # Frame-synchronous models: seconds of silence to compute before the rest of it is skipped until speech; 0: never.
     cut_silence_s: float = 3.0
+    # Offer speaker labels, if their weights are in the cache.
+    speakers: bool = True
 
     @classmethod
     def from_settings(cls, model: str, settings: object) -> EngineConfig:
@@ -42,12 +46,12 @@ class EngineConfig:
     @classmethod
     def setting_names(cls) -> list[str]:
         """The fields that come from the configuration: all but the model and the share of the device."""
-        return [field.name for field in fields(cls) if field.name not in ("model", "share_of")]
+        return [one.name for one in fields(cls) if one.name not in ("model", "share_of")]
 
 
 # Options of a stream, in addition to its delay. They are sent as strings under these names: `language` (a code),
-# `languages` (codes of the languages to choose from, separated by commas), `task` (`translate`), `prompt`, and
-# `keywords` (one per line: the keyword, a tab, its boost).
+# `languages` (codes of the languages to choose from, separated by commas), `task` (`translate`), `prompt`, `keywords`
+# (one per line: the keyword, a tab, its boost), and `speakers` (labels that say who speaks, see `speakers_text`).
 
 MAX_PROMPT_CHARACTERS = 16_384
 MAX_KEYWORDS = 500
@@ -57,6 +61,15 @@ MAX_KEYWORD_CHARACTERS = 64
 MAX_KEYWORDS_BYTES = 7_000
 MIN_BOOST, MAX_BOOST = 0.1, 10.0
 TRANSLATE = "translate"
+SPEAKERS = "speakers"
+# Enrolled voices of a stream, and their names.
+MAX_ENROLLED = 16
+MAX_NAME_CHARACTERS = 64
+# Numbers of a speaker embedding, and what they are multiples of. An embedding has length 1.
+EMBEDDING_SIZE = 192
+ROUNDING = 1 / 1024
+# Samples of speech in a piece that gets an embedding: 31 frames of the speech detector.
+PIECE_SAMPLES = 31 * 512
 # Unicode categories that a keyword must not contain: control characters, surrogates, line and paragraph separators.
 _NO_LETTERS = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
@@ -81,6 +94,8 @@ class Options:
     prompt: bool = False
     # Most keywords of a stream.
     keywords: int = 0
+    # The engine has the weights for speaker labels. Engines of one model may differ in this.
+    speakers: bool = field(default=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -101,6 +116,7 @@ class Options:
     def check(self, given: Mapping[str, str]) -> None:
         """Raises ValueError if the model does not accept these options."""
         known = (*self.names, "languages") if self.detects_language else self.names
+        known = (*known, SPEAKERS) if self.speakers else known
         for name in given:
             if name not in known:
                 raise ValueError(f"this model takes no option {name[:40]!r}")
@@ -152,3 +168,47 @@ def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> Non
         if size > MAX_KEYWORDS_BYTES:
             bound = f"all keywords together have at most {MAX_KEYWORDS_BYTES} bytes"
             raise ValueError(f"{bound}; give fewer or shorter ones")
+
+
+# Enrolled voices: a name and the embedding of a reference recording, as 16-bit integers in multiples of `ROUNDING`.
+Enrolled = tuple[str, bytes]
+_LABELS = "labels"
+
+
+def speakers_text(enrolled: Iterable[Enrolled] = ()) -> str:
+    """The option for speaker labels: a line `labels`, then a line for each enrolled voice with its name, a tab, and its
+    embedding as base64 of 16-bit integers."""
+    voices = (f"{name}\t{b64encode(vector).decode()}" for name, vector in enrolled)
+    return "\n".join((_LABELS, *voices))
+
+
+def read_speakers(text: str) -> list[Enrolled]:
+    """Parse the format of `speakers_text`. Raises ValueError."""
+    first, *lines = text.split("\n")
+    if first != _LABELS:
+        raise ValueError(f"the option {SPEAKERS!r} must begin with {_LABELS!r}")
+    found = []
+    for line in lines:
+        name, _, encoded = line.partition("\t")
+        try:
+            vector = b64decode(encoded, validate=True)
+        except (binascii.Error, ValueError):
+            vector = b""
+        if len(vector) != 2 * EMBEDDING_SIZE or not any(vector):
+            raise ValueError(f"the embedding of the speaker {name[:40]!r} is not {EMBEDDING_SIZE} 16-bit integers")
+        found.append((name, vector))
+    check_names([name for name, _ in found])
+    return found
+
+
+def check_names(names: Sequence[str]) -> None:
+    """Raises ValueError if the names of enrolled speakers are out of bounds."""
+    if len(names) > MAX_ENROLLED:
+        raise ValueError(f"at most {MAX_ENROLLED} speakers can be enrolled")
+    for number, name in enumerate(names):
+        if not name.strip() or len(name) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"the name of a speaker has 1 to {MAX_NAME_CHARACTERS} characters")
+        if any(category(letter) in _NO_LETTERS for letter in name):
+            raise ValueError(f"the name of the speaker {name[:40]!r} holds control characters")
+        if name in names[:number]:
+            raise ValueError(f"two speakers are named {name[:40]!r}")

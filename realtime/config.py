@@ -260,6 +260,8 @@ class ModelConfig:
     # Frame-synchronous models: after this many seconds of silence a stream skips the model until there is speech again;
     # 0: all silence is computed.
     cut_silence_s: float = 3.0
+    # Offer labels that say who speaks, if `tickertape pull speakers` has fetched their weights.
+    speakers: bool = True
     # Bytes of prepared audio cached in gateway and engine, so that the same audio is not sent twice.
     input_cache_bytes: int = 64 * 1024 * 1024
 

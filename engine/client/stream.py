@@ -134,6 +134,11 @@ class Placement:
                 output.fell += samples
             case messages.Flushed() | messages.Closed():
                 output.sample += samples
+            case messages.Labels():
+                output.decided, output.guess = (
+                    [(start + samples, end + samples, speaker, sure) for start, end, speaker, sure in spans]
+                    for spans in (output.decided, output.guess)
+                )
             case _:
                 pass
 
@@ -438,6 +443,8 @@ class EngineStream:
         # To the engine that runs the stream now, or is asked to.
         self._delivery: Delivery | None = None
         self.previous_engine = PreviousEngine(self.id)
+        # The last state of the speaker labels, and the stream's sample from which on it counts.
+        self._labels, self._labels_from = opening.labels, -opening.labels_earlier
 
     # Called by the gateway.
 
@@ -604,6 +611,8 @@ class EngineStream:
             heard_until=max(0, self._outputs.reported_until - replay.samples),
             flushes=self._tags,
             answered=min(self._unanswered, default=self._tags + 1) - 1,
+            labels=self._labels,
+            labels_earlier=replay.samples - self._labels_from,
         )
         self._delivery = Delivery(link, opening, replay, self._finished, self.previous_engine.settle)
         try:
@@ -625,6 +634,7 @@ class EngineStream:
             self._kept.take(adopted.kept)
             if adopted.state is not None:
                 self._memory.on_state(adopted.state)
+        self._labels, self._labels_from = adopted.labels, samples
         self._tags = adopted.flushes
         self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
         self._watch_for_audio()
@@ -693,10 +703,10 @@ class EngineStream:
                 self._outputs.put(self._memory.on_text(output))
             case messages.Speech() | messages.TurnScore():
                 self._outputs.put_heard(output)
+            case messages.Labels():
+                self._on_labels(output)
             case messages.Flushed():
-                if output.tag in self._unanswered:
-                    self._unanswered.discard(output.tag)
-                    self._outputs.put(output)
+                self._on_flushed(output)
             case messages.StreamState():
                 self._memory.on_state(output)
                 self._memory.trim(self._kept)
@@ -709,6 +719,16 @@ class EngineStream:
             case messages.Refused():
                 # The command crossed with the end of the stream; it changed nothing.
                 logger.debug("stream %s: %s", self.id, output.message)
+
+    def _on_labels(self, output: messages.Labels) -> None:
+        if output.state is not None:
+            self._labels, self._labels_from = output.state, self.place.before[1]
+        self._outputs.put(output)
+
+    def _on_flushed(self, output: messages.Flushed) -> None:
+        if output.tag in self._unanswered:
+            self._unanswered.discard(output.tag)
+            self._outputs.put(output)
 
     def progress(self, computed: int) -> None:
         """The engine that runs the stream now has computed the positions below `computed`, on its own count."""

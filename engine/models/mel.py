@@ -1,7 +1,10 @@
-"""Log-mel features of 16 kHz audio, as matrix products, so that a CUDA graph can record them.
+"""Log-mel features of 16 kHz audio.
 
-Frame t is centred on sample 160 t and spans 400 samples. Splitting the audio into items must not shift this grid, so an
-item includes the samples around its own frames, and the same function serves a live item and a whole file.
+`MelFrontEnd` computes the speech model's features as matrix products, so that a CUDA graph can record them. Frame t is
+centred on sample 160 t and spans 400 samples. Splitting the audio into items must not shift this grid, so an item
+includes the samples around its own frames, and the same function serves a live item and a whole file.
+
+`KaldiFrontEnd` computes the features of speaker embeddings, as Kaldi defines them.
 """
 
 from __future__ import annotations
@@ -20,6 +23,10 @@ MAX_FREQUENCY_HZ = 8_000.0
 # The model was trained with a fixed maximum instead of each file's own, which makes streaming possible.
 LOG_MEL_CEILING = 1.5
 LOG_MEL_RANGE = 8.0
+# Kaldi's defaults.
+PRE_EMPHASIS = 0.97
+KALDI_FFT_SAMPLES = 512
+KALDI_MIN_FREQUENCY_HZ = 20.0
 
 
 class MelFrontEnd:
@@ -44,6 +51,29 @@ class MelFrontEnd:
         half = FRAME_SAMPLES // 2
         padded = torch.nn.functional.pad(samples.unsqueeze(1), (half, half), mode="reflect").squeeze(1)
         return self.frames(padded)[:, :-1]
+
+
+class KaldiFrontEnd:
+    """Samples -> log-mel frames as Kaldi computes them without dither. Holds only constants.
+
+    Each frame of 400 samples starts at a multiple of 160: its mean is subtracted, each sample loses 0.97 of the sample
+    before it, and a window that falls to zero at both ends is applied (a Hann window to the power of 0.85).
+    """
+
+    def __init__(self, bins: int, device: torch.device | str = "cpu") -> None:
+        sample = torch.arange(FRAME_SAMPLES, dtype=torch.float64)
+        hann = 0.5 - 0.5 * torch.cos(2 * math.pi * sample / (FRAME_SAMPLES - 1))
+        self._window = hann.pow(0.85).to(device, torch.float32)
+        self._filters = kaldi_filters(bins).to(device, torch.float32)
+
+    def frames(self, samples: Tensor) -> Tensor:
+        """[..., samples] -> [..., 1 + (samples - 400) // 160, bins], without padding."""
+        windows = samples.unfold(-1, FRAME_SAMPLES, HOP_SAMPLES)  # [..., frames, 400]
+        windows = windows - windows.mean(dim=-1, keepdim=True)
+        before = torch.cat([windows[..., :1], windows[..., :-1]], dim=-1)
+        spectrum = torch.fft.rfft((windows - PRE_EMPHASIS * before) * self._window, KALDI_FFT_SAMPLES)
+        power = torch.view_as_real(spectrum).square().sum(dim=-1)  # [..., frames, 257]
+        return (power @ self._filters).clamp(min=torch.finfo(torch.float32).eps).log()
 
 
 def item_features(samples: NDArray[np.float32], bins: int) -> NDArray[np.float32]:
@@ -71,6 +101,22 @@ def slaney_filters(bins: int) -> Tensor:
     falling = (upper - frequency) / (upper - centre)
     triangles = torch.minimum(rising, falling).clamp(min=0.0)
     return triangles * (2.0 / (upper - lower))
+
+
+def kaldi_filters(bins: int) -> Tensor:
+    """[257, bins] float64: filters that are triangles of height 1 on HTK's mel scale, equally spaced from 20 Hz on."""
+
+    def mel(hz: Tensor) -> Tensor:
+        return 1127.0 * torch.log1p(hz / 700.0)
+
+    low, high = mel(torch.tensor([KALDI_MIN_FREQUENCY_HZ, MAX_FREQUENCY_HZ], dtype=torch.float64)).tolist()
+    corners = torch.linspace(low, high, bins + 2, dtype=torch.float64)
+    lower, centre, upper = corners[:-2], corners[1:-1], corners[2:]
+    place = mel(torch.linspace(0.0, SAMPLE_RATE / 2, KALDI_FFT_SAMPLES // 2 + 1, dtype=torch.float64))[:, None]
+    filters = torch.minimum((place - lower) / (centre - lower), (upper - place) / (upper - centre)).clamp(min=0.0)
+    # Kaldi leaves the highest frequency out.
+    filters[-1] = 0.0
+    return filters
 
 
 # Slaney's scale is linear (200/3 Hz per mel) up to 1 kHz and logarithmic above: 27 mels per factor of 6.4.

@@ -1,9 +1,10 @@
-"""The interfaces of model runners and speech detectors that the engine loop uses. Without torch."""
+"""The interfaces of model runners, speech detectors and speaker embeddings that the engine loop uses. Without torch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from concurrent.futures import Future
 
 import numpy as np
 from numpy.typing import NDArray
@@ -118,3 +119,19 @@ class Detector(ABC):
     def resume(self, stream: str, saved: Saved) -> None:
         """Restore a saved state."""
         raise NotImplementedError("this detector does not save states")
+
+
+class Embedder(ABC):
+    """Computes speaker embeddings of pieces of speech: 192 numbers, together of length 1. The loop does not wait."""
+
+    @abstractmethod
+    def submit(self, audio: Samples) -> Future[NDArray[np.float32]]:
+        """Start on one piece."""
+
+    def prepare(self) -> None:
+        """A stream with labels was opened: get ready for its first piece."""
+        return None
+
+    def close(self) -> None:
+        """Stop; pieces that wait are not computed."""
+        return None

@@ -19,11 +19,12 @@ from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
-from engine.options import EngineConfig
+from engine.options import PIECE_SAMPLES, EngineConfig
 from engine.runner.base import Runner
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
 from engine.runner.frames.memory import MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
+from engine.runner.speakers import SpeakerEmbedder
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
 from engine.runner.windowed.memory import longest_window, plan_windows
@@ -33,6 +34,7 @@ from engine.runner.windowed.windows import DeviceWindows, HostWindows
 from engine.spec import ModelSpec, Vocabulary
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import STREAMING_ENCODER
+from engine.weights.store import cached
 from engine.weights.windowed_models import load_speech_model, load_streaming_weights
 
 # A windowed stream needs a few megabytes (up to 29 during speech with an encoder in blocks): a CPU runs out of time
@@ -78,6 +80,17 @@ def load_detector(runner: Runner, max_streams: int) -> SpeechDetector | DeviceSp
     detector = DeviceSpeechDetector(load_silero(products=True).to(runner.device), max_streams)
     detector.warm_up()
     return detector
+
+
+def load_embedder(runner: Runner, config: EngineConfig) -> SpeakerEmbedder | None:
+    """Return what computes speaker embeddings, on the model's device; None if it is switched off or `tickertape pull
+    speakers` was not run. Raises WeightsError if the file is damaged."""
+    weights = cached("speakers") if config.speakers else None
+    if weights is None:
+        return None
+    device = runner.device if isinstance(runner, (VoxtralRunner, WindowedRunner)) else torch.device("cpu")
+    threads = config.threads or torch.get_num_threads()
+    return SpeakerEmbedder(weights, PIECE_SAMPLES, device, max(1, threads // 2))
 
 
 def _family(path: Path) -> str:

@@ -288,6 +288,8 @@ LEAST_COMMANDS = 256
 # Longest time spent on taking in commands. Opening a stream with many keywords takes a third of a second; an engine
 # that opened many at once would be taken for dead.
 TAKE_SECONDS = 0.1
+# Longest time spent on receiving messages before the next step.
+RECEIVE_SECONDS = 0.02
 # Consecutive undecodable messages after which a gateway must connect again.
 MOST_UNREADABLE = 5
 
@@ -363,7 +365,7 @@ class EngineHost:
     def _patience(self) -> float:
         """How long to wait for a message when there is nothing to do."""
         unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
-        return ACK_SECONDS if unacknowledged else BEAT_SECONDS / 4
+        return ACK_SECONDS if unacknowledged or self._loop.waits_for_labels else BEAT_SECONDS / 4
 
     def _runnable(self) -> bool:
         return any(peer.waits_for_a_turn for peer in self._peers.values())
@@ -371,7 +373,10 @@ class EngineHost:
     # Arrivals.
 
     def _receive_all(self) -> None:
-        while (arrived := self._socket.receive()) is not None:
+        """Receive what has arrived, for `RECEIVE_SECONDS` at most: a peer may send faster than messages are read. The
+        socket reads its peers in turn, so the messages of the others come all the same."""
+        until = self._clock() + RECEIVE_SECONDS
+        while self._clock() <= until and (arrived := self._socket.receive()) is not None:
             self._receive(*arrived)
 
     def _receive(self, name: bytes, frames: Frames) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from msgspec import structs
+
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.errors import (
@@ -49,9 +51,11 @@ from engine.messages import (
     StepOutput,
     Text,
 )
-from engine.runner.base import Detector, Runner
+from engine.options import SPEAKERS
+from engine.runner.base import Detector, Embedder, Runner
 from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
 from engine.server.skipped_silence import SilenceSkipper
+from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech import Listener, Target
 from engine.server.speech_track import GateSettings
 from engine.server.stream_state import StreamStates
@@ -101,7 +105,7 @@ class EngineLoop:
     """Executes commands and runs steps over all streams of an engine.
 
     `detector` computes speech probabilities. With `gate` settings, a windowed model only gets audio that passes the
-    speech gate. With `cut` settings, a frame-synchronous model skips long silences.
+    speech gate. With `cut` settings, a frame-synchronous model skips long silences. `embedder` is for speaker labels.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class EngineLoop:
         gate: GateSettings | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
         cut: GateSettings | None = None,
+        embedder: Embedder | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -123,15 +128,25 @@ class EngineLoop:
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
         self._cut = SilenceSkipper(scheduler, None if detector is None else cut, self._emit)
+        # Labels need the detector's frames.
+        self._embedder = None if detector is None else embedder
+        self._speakers = SpeakerTracks(scheduler.spec, self._embedder, self._end_failed_stream)
         self._listener: Listener | None = None
         if detector is not None:
             self._listener = Listener(
-                scheduler, detector, gate, self._emit, self._announce, self._end_failed_stream, self._cut
+                scheduler,
+                detector,
+                gate,
+                self._emit,
+                self._announce,
+                self._end_failed_stream,
+                self._cut,
+                self._speakers,
             )
         # Streams of windowed models are rebuilt from saved states, those of frame-synchronous models from their tokens.
         self._states: StreamStates | None = None
         if runner.saves_state:
-            self._states = StreamStates(scheduler, runner, self._listener, self._end_failed_stream)
+            self._states = StreamStates(scheduler, runner, self._listener, self._speakers, self._end_failed_stream)
         # Whether silent streams take part in no steps.
         self.silence_is_free = gate is not None
         self._dead = False
@@ -201,6 +216,7 @@ class EngineLoop:
         if self._listener is not None:
             self._listener.bound_words(outputs)
         self._cut.add_skips(outputs)
+        self._speakers.add_labels(outputs)
         if self._states is not None:
             outputs += self._states.states_after_step(committed, outputs)
         self._forget_ended(outputs)
@@ -230,7 +246,18 @@ class EngineLoop:
         """Whether another step would do something without a new command."""
         listening = self._listener is not None and self._listener.has_work
         saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
-        return bool(self._launched or listening or saying or self.scheduler.has_work())
+        return bool(self._launched or listening or saying or self.scheduler.has_work() or self._speakers.has_work)
+
+    @property
+    def waits_for_labels(self) -> bool:
+        """Whether speaker embeddings are being computed: another step will have something to say soon."""
+        return self._speakers.is_waiting
+
+    def close(self) -> None:
+        """Free what the loop holds outside of its own memory."""
+        if self._embedder is not None:
+            self._embedder.close()
+        self.runner.close()
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -306,12 +333,20 @@ class EngineLoop:
             self.announce(self._cut.on_gateway_count(targets))
 
     def reached(self, name: str) -> int:
-        """Return the computed position of an open stream on its gateway's count; skipped silence counts as computed."""
-        return self._cut.gateway_count(name, self.scheduler.streams[name].computed)
+        """Return the computed position of an open stream on its gateway's count; skipped silence counts as computed. An
+        upload whose speaker labels are late is not further than they are, so that its audio comes more slowly."""
+        stream, late = self.scheduler.streams[name], self._speakers.waiting_from(name)
+        computed = stream.computed if late is None else min(stream.computed, stream.clock.position_at(late))
+        return self._cut.gateway_count(name, computed)
 
     # Commands.
 
     def _open(self, message: Open, now: int) -> None:
+        asked = message.options
+        self._speakers.check(message.stream, asked)
+        if SPEAKERS in asked:
+            options = {name: value for name, value in asked.items() if name != SPEAKERS}
+            message = structs.replace(message, options=options)
         try:
             self.runner.check_open(message)
         except ValueError as error:
@@ -321,6 +356,9 @@ class EngineLoop:
         self.scheduler.admit(message)
         if self._listener is not None:
             self._listener.open(message)
+        self._speakers.open(message.stream, asked, message.live)
+        if message.labels is not None:
+            self._speakers.resume(message.stream, message.labels, message.labels_earlier)
         if message.state is not None:
             if self._states is None:
                 raise BadItem(message.stream, "this model does not go on from saved states; send its tokens instead")
@@ -331,6 +369,7 @@ class EngineLoop:
         self._cut.feed(message.stream, message.items, now)
         if self._listener is not None:
             self._listener.add_audio(message.stream, message.items)
+        self._speakers.add_audio(message.stream, message.items)
 
     def _flush(self, message: Flush, now: int) -> None:
         self._cut.check_open(message.stream)
@@ -378,6 +417,9 @@ class EngineLoop:
         self._cut.close(name)
         if self._listener is not None:
             self._listener.close(name)
+        held = self._speakers.close(name)
+        if held is not None:
+            self._emit(held)
         if self._states is not None:
             self._states.forget(name)
 

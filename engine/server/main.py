@@ -26,7 +26,7 @@ from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, EngineError
 from engine.logs import WITHOUT_TIME, set_up_logging
 from engine.options import EngineConfig
-from engine.runner.load import load_detector, load_runner
+from engine.runner.load import load_detector, load_embedder, load_runner
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop, calm_collector
 from engine.server.skipped_silence import skip_settings
@@ -43,13 +43,15 @@ def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counte
     path = resolve(config.model)
     runner, limits = load_runner(path, config)
     # Gateways compare fingerprints, so that engines with different weights under one name are not mixed.
-    spec = replace(runner.spec, weights=fingerprint(path))
+    embedder = load_embedder(runner, config)
+    options = replace(runner.spec.options, speakers=embedder is not None)
+    spec = replace(runner.spec, weights=fingerprint(path), options=options)
     scheduler = Scheduler(spec, limits, runner.vocabulary)
     # Windowed models invent words in silence, so a gate keeps it from them. Frame-synchronous models are trained with
     # silence; only long silence is skipped, to save work.
     gate = GateSettings() if runner.spec.rereads_window else None
     cut = None if spec.rereads_window or not config.cut_silence_s else skip_settings(config.cut_silence_s)
-    return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock, cut)
+    return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock, cut, embedder)
 
 
 # Running it. Slow first-time work happens here, before the first session.
@@ -92,7 +94,7 @@ def run_engine(
         EngineHost(loop, socket, uuid4().hex, time.monotonic, record).serve(stop, drain)
     finally:
         socket.close()
-        loop.runner.close()
+        loop.close()
 
 
 def warm_up(loop: EngineLoop) -> None:

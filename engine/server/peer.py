@@ -57,6 +57,8 @@ class HostedStream:
     # What a gateway that adopts the stream needs to rebuild it on another engine: the last state sent, and the commands
     # since then with the audio that the state needs. None if the stream is not rebuilt from a state.
     state: messages.StreamState | None = None
+    # The last state of its speaker labels.
+    labels: messages.Saved | None = None
     kept: KeptAudio | None = None
 
     def on_audio(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
@@ -93,6 +95,8 @@ class HostedStream:
         elif isinstance(output, messages.Speech):
             if output.end > self.heard_until:
                 self.heard_until, self.track = output.end, output.track
+        elif isinstance(output, messages.Labels):
+            self.labels = output.state or self.labels
         elif isinstance(output, messages.StreamState) and self.kept is not None:
             self.state = output
             self.kept.drop_before(output.audio_from)

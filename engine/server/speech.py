@@ -21,6 +21,7 @@ from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, StreamError
 from engine.messages import Flush, Item, Open, Output, Saved, Speech, SpeechEnded, Text, TurnRule
 from engine.runner.base import Detector
+from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech_track import (
     DECISIONS,
     Begin,
@@ -34,6 +35,7 @@ from engine.server.speech_track import (
     SpeechTrack,
     SplitUtterance,
     TrackEvent,
+    voiced_frames,
 )
 from engine.server.word_times import WordTimes
 from engine.spec import ModelSpec
@@ -171,7 +173,7 @@ class Listener:
     later (`collect`).
 
     Callbacks: `emit` sends an output, `announce` is called with the streams about to be processed, and `end_failed`
-    ends a stream with an error. `skipper` hears what the tracks have found.
+    ends a stream with an error. `skipper` and `speakers` hear what the tracks have found.
     """
 
     def __init__(
@@ -183,8 +185,10 @@ class Listener:
         announce: Callable[[Iterable[Target]], None],
         end_failed: Callable[[str, Exception], None],
         skipper: FollowsTracks,
+        speakers: SpeakerTracks,
     ) -> None:
         self._skipper = skipper
+        self._speakers = speakers
         self._detector = detector
         self._tracks: dict[str, SpeechTrack] = {}
         # End of the audio received.
@@ -447,6 +451,8 @@ class Listener:
         try:
             if speech.probabilities and speech.stream in self._tracks:
                 self._track(speech)
+            if self._speakers.labels(speech.stream):
+                self._speakers.judge(speech, voiced_frames(speech.probabilities))
         except StreamError as error:
             self._scheduler.fail(error)
         except Exception as error:

@@ -5,7 +5,8 @@ No other module compares a speech probability with a threshold. What hears the e
 - the session, through the gateway: where turns begin, pause and end, where utterances end, whether a model stalls;
 - the gate of a windowed model and the skipped silence of a frame-synchronous one: which audio the model gets;
 - the flush at a pause: where the last speech ended;
-- the times of words: where sound is.
+- the times of words: where sound is;
+- the labels of speakers: which frames have a voice (`voiced_frames`).
 
 A frame is loud (probability at or above the rule's threshold), quiet (below its stop threshold) or between, which
 changes nothing:
@@ -55,6 +56,8 @@ HYSTERESIS = 0.15
 MIN_STOP_THRESHOLD = 0.01
 # From this probability on a frame has sound, perhaps of a word that fades.
 SOUND = 0.35
+# From this probability on a frame has enough of a voice to tell whose it is, whatever the threshold of the turns.
+VOICE = 0.5
 # From this probability on a frame is surely speech: a model that stays silent on much of it has stalled.
 SURELY_SPEECH = 0.6
 
@@ -377,6 +380,11 @@ DECISIONS = (Skip, Begin, Pause, Resume, End, SplitUtterance)
 def stop_threshold(threshold: float) -> float:
     """The probability below which a frame is quiet."""
     return max(threshold - HYSTERESIS, min(MIN_STOP_THRESHOLD, threshold))
+
+
+def voiced_frames(probabilities: Iterable[float]) -> list[bool]:
+    """Which frames have enough of a voice to tell whose it is."""
+    return [probability >= VOICE for probability in probabilities]
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, Text
 from engine.runner.base import Runner
+from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech import Listener
 
 # Interval at which the state of a stream without text is saved.
@@ -28,11 +29,13 @@ class StreamStates:
         scheduler: Scheduler,
         runner: Runner,
         listener: Listener | None,
+        speakers: SpeakerTracks,
         end_failed: Callable[[str, Exception], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._listener = listener
+        self._speakers = speakers
         self._end_failed = end_failed
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
@@ -47,6 +50,10 @@ class StreamStates:
         """Restore the state in the message into a stream that was just opened. Raises BadItem."""
         state, name = message.state, message.stream
         assert state is not None
+        if "speakers" in state.parts:
+            # First: the scheduler removes audio that only the labels need.
+            self._speakers.resume(name, state.parts["speakers"])
+            self._speakers.replay(name, message.items)
         self._scheduler.resume(message, now)
         self._tags[name] = state.tag
         self._taken_at[name] = state.position
@@ -84,5 +91,7 @@ class StreamStates:
         parts = {"stream": stream.save(), "runner": runner}
         if self._listener is not None:
             parts |= self._listener.save(name)
+        labels, labels_from = self._speakers.save(name)
+        audio_from = min(audio_from, stream.base, stream.available if labels_from is None else labels_from)
         self._taken_at[name] = stream.available
-        return StreamState(name, min(audio_from, stream.base), stream.available, self._tags.get(name, 0), parts)
+        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts | labels)

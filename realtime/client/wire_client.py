@@ -18,6 +18,7 @@ DELTA = f"{TRANSCRIPTION}.delta"
 COMPLETED = f"{TRANSCRIPTION}.completed"
 FAILED = f"{TRANSCRIPTION}.failed"
 INCLUDE_WORDS = "item.input_audio_transcription.words"
+INCLUDE_SPEAKERS = "item.input_audio_transcription.speakers"
 LAST_COMMIT = "last-commit"
 OPEN_TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
@@ -47,6 +48,7 @@ class SessionOptions:
     prompt: str | None = None
     keywords: tuple[str, ...] = ()
     task: str | None = None
+    speakers: bool = False
 
     def session(self, include: Sequence[str]) -> dict[str, Any]:
         """The session object for `session.update`. Word times are requested too."""
@@ -62,7 +64,9 @@ class SessionOptions:
             "turn_detection": self.turn_detection,
             "transcription": {name: value for name, value in hints.items() if value},
         }
-        return {"type": "transcription", "audio": {"input": audio_input}, "include": [INCLUDE_WORDS, *include]}
+        speakers = [INCLUDE_SPEAKERS] if self.speakers else []
+        wanted = [INCLUDE_WORDS, *speakers, *include]
+        return {"type": "transcription", "audio": {"input": audio_input}, "include": wanted}
 
 
 class OpenTurns:

@@ -32,6 +32,7 @@ class ShownWord:
     start: float
     end: float
     confidence: float | None = None
+    speaker: int | None = None
 
 
 class CaptionView:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -38,6 +39,8 @@ from realtime.commands.terminal import KEY_VARIABLE, STANDARD_INPUT, CommandFail
 from realtime.commands.transcription_options import TranscriptionOptions
 from realtime.commands.transcripts import TranscriptFile
 from realtime.session.events import Samples, TimedWord
+from realtime.session.speakers import SpeakerTimeline, speaker_number
+from realtime.session.speakers import shown_name as speaker_name
 from realtime.session.words import timed_word
 
 
@@ -63,7 +66,13 @@ class AudioClock:
 class Listener:
     """Takes the results: text goes to the terminal and to the file, problems to the line below the captions."""
 
-    def __init__(self, captions: CaptionView, clock: AudioClock, file: TranscriptFile | None) -> None:
+    def __init__(
+        self, captions: CaptionView, clock: AudioClock, file: TranscriptFile | None, speakers: bool = False
+    ) -> None:
+        # Words are shown when their speakers are known: of a server at the end of a turn, else one by one.
+        self.speakers = SpeakerTimeline() if speakers else None
+        self._unlabelled: deque[TimedWord] = deque()
+        self._speaker: int | None = None
         # Time of the last text, on the event loop's clock.
         self.last_news = 0.0
         self._captions = captions
@@ -99,9 +108,36 @@ class Listener:
         self._troubles[kind] = text
         self._captions.note("; ".join(filter(None, self._troubles.values())))
 
+    def on_labels(self, labels: messages.Labels | None) -> None:
+        """Show the words of a local engine whose speakers are known now; None: no more labels come."""
+        assert self.speakers is not None
+        if labels is not None:
+            self.speakers.add(labels, 0)
+        while self._unlabelled and (labels is None or self.speakers.knows(self._unlabelled[0])):
+            word = self.speakers.best(self._unlabelled.popleft())
+            self.speakers.forget_before(word.start)
+            self._show_labelled(word)
+
+    def wait_for_label(self, words: Sequence[messages.Word]) -> None:
+        """Keep words of a local engine until their speakers are known."""
+        self._unlabelled.extend(map(timed_word, words))
+
+    def _show_labelled(self, word: TimedWord) -> None:
+        """Show a word; a line begins with its speaker."""
+        who = ""
+        if word.speaker is not None and word.speaker != self._speaker:
+            self.end_turn()
+            who, self._speaker = f"{speaker_name(word.speaker)}:", word.speaker
+        times = word.start / MODEL_RATE, word.end / MODEL_RATE
+        self.on_text(f"{who} {word.text}", [ShownWord(word.text, *times, word.confidence, word.speaker)])
+
     def on_event(self, event: dict[str, Any]) -> None:
         """Handle an event of the server. Raises CommandFailed for an error event."""
         match event.get("type"):
+            case kind if self.speakers is not None and kind in (DELTA, COMPLETED):
+                for word in _shown_words(event) if kind == COMPLETED else ():
+                    start, end = round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)
+                    self._show_labelled(TimedWord(word.text, start, end, (), word.confidence, speaker=word.speaker))
             case kind if kind == DELTA:
                 self.on_text(event["delta"], _shown_words(event))
             case kind if kind == COMPLETED:
@@ -117,12 +153,18 @@ class Listener:
     def _save(self, words: Sequence[ShownWord]) -> None:
         if self._file is not None:
             timed = [(word, round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)) for word in words]
-            self._file.add([TimedWord(word.text, start, end, confidence=word.confidence) for word, start, end in timed])
+            self._file.add(
+                [
+                    TimedWord(word.text, start, end, confidence=word.confidence, speaker=word.speaker)
+                    for word, start, end in timed
+                ]
+            )
 
 
 def _shown_words(event: dict[str, Any]) -> list[ShownWord]:
     return [
-        ShownWord(word["word"], word["start"], word["end"], word.get("confidence")) for word in event.get("words") or ()
+        ShownWord(word["word"], word["start"], word["end"], word.get("confidence"), speaker_number(word.get("speaker")))
+        for word in event.get("words") or ()
     ]
 
 
@@ -206,11 +248,15 @@ async def _through_engine(
         except ValueError as error:
             raise CommandFailed(str(error)) from error
         with CaptionView(Console(), show_words=options.words) as captions:
-            listener = Listener(captions, clock, file)
+            listener = Listener(captions, clock, file, transcription_options.speakers)
 
             async def listen() -> None:
                 async for output in stream:
-                    if isinstance(output, messages.Text):
+                    if listener.speakers is not None and isinstance(output, messages.Text):
+                        listener.wait_for_label(output.words)
+                    elif listener.speakers is not None and isinstance(output, messages.Labels | messages.Closed):
+                        listener.on_labels(output if isinstance(output, messages.Labels) else None)
+                    elif isinstance(output, messages.Text):
                         listener.on_text(output.delta, [_shown(word) for word in output.words])
                     elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                         raise EngineError(output.message)
@@ -242,10 +288,11 @@ async def _through_server(
             transcription_options.prompt,
             transcription_options.keywords,
             transcription_options.task,
+            transcription_options.speakers,
         )
         session = LastingSession(realtime_url(options.server), key, asked)
         with CaptionView(Console(), show_words=options.words) as captions:
-            listener = Listener(captions, clock, file)
+            listener = Listener(captions, clock, file, transcription_options.speakers)
 
             async def send(samples: Samples) -> None:
                 if can_wait:

@@ -47,6 +47,7 @@ from realtime.commands.transcription_options import TranscriptionOptions
 from realtime.commands.transcripts import FileTranscript
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
+from realtime.session.speakers import speaker_number
 from realtime.session.words import timed_word
 
 if TYPE_CHECKING:
@@ -255,10 +256,15 @@ class FileTranscriber:
                 delta = output.delta if transcript.text else output.delta.lstrip()
                 transcript.text += delta
                 transcript.words += [timed_word(word) for word in output.words]
+                transcript.label()
                 second = output.sample / MODEL_RATE
                 elapsed = asyncio.get_running_loop().time() - began
                 bar.update(row, completed=second, clock=clock(second), speed=f"{second / max(elapsed, 0.01):.1f}x")
+            elif isinstance(output, messages.Labels):
+                transcript.speakers.add(output, 0)
+                transcript.label()
             elif isinstance(output, messages.Closed):
+                transcript.label(ended=True)
                 return
             elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                 raise EngineError(output.message)
@@ -351,6 +357,7 @@ class FileSender:
         fields = [("model", model), ("response_format", "verbose_json"), ("timestamp_granularities[]", "word")]
         self._fields = [*fields, *(item for item in taken.items() if item[0] in ("language", "prompt"))]
         self._fields += [("keywords[]", word) for word in transcription_options.keywords if "keywords" in taken]
+        self._fields += [("speakers", "true")] if transcription_options.speakers else []
         self._path = TRANSLATIONS if transcription_options.task else TRANSCRIPTIONS
 
     def transcribe(self, path: Path) -> FileTranscript:
@@ -384,6 +391,7 @@ class FileSender:
                     round(word["start"] * RATE),
                     round(word["end"] * RATE),
                     confidence=word.get("confidence"),
+                    speaker=speaker_number(word.get("speaker")),
                 )
                 for word in body.get("words") or ()
             ]

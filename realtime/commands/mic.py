@@ -40,6 +40,9 @@ def add(commands: Any) -> None:
     parser.add_argument("--input", metavar="DEVICE", help="the microphone to use (default: the system's default)")
     parser.add_argument("--list", action="store_true", help="list the microphones and exit")
     parser.add_argument("--words", action="store_true", help="also show the times of every word")
+    parser.add_argument(
+        "--speakers", action="store_true", help="say who speaks; words are shown when that is known, about 2 s later"
+    )
     parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions to this file as they arrive")
     parser.add_argument("--format", choices=("txt", "json", "srt", "vtt"), help="the format of --output")
     add_model_options(parser)

@@ -14,12 +14,13 @@ import signal
 import socket
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from engine.logs import set_up_logging
 from realtime.commands.pull import fetch, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, note, out, read_config, whole
-from realtime.config import Changes, Config, ConfigError, check_tls, known_keys
+from realtime.config import Changes, Config, ConfigError, check_tls, known_keys, shown
 from realtime.listeners import listening_sockets
 from realtime.serving.signed_tokens import fleet_secret
 
@@ -248,6 +249,11 @@ def run(options: argparse.Namespace) -> int:
     stop_by_terminate()
 
     def read_again() -> Config:
+        if options.config is not None and Path(options.config).exists() and not Path(options.config).is_file():
+            # A pipe that was read is empty, and an empty configuration has no keys.
+            raise ConfigError(
+                f"{shown(options.config)} is not a regular file and cannot be read again; restart the server"
+            )
         again = config_of(options)
         check_tls(again.server)
         return again

@@ -33,6 +33,7 @@ Examples:
   tickertape transcribe --srt --output-dir subs *.mp4    write subs/NAME.srt for each file
   tickertape transcribe --json --words call.wav          print one line of JSON, with the times of every word
   tickertape transcribe --server http://gpu-box:8000 talk.mp3      use a running server
+  tickertape transcribe --speakers --vtt meeting.wav     say who speaks
   tickertape transcribe --live talk.mp3                  show live captions, in real time
   ffmpeg -loglevel error -i rtsp://camera -vn -f wav - | tickertape transcribe --live -
 
@@ -59,6 +60,7 @@ def add(commands: Any) -> None:
     formats.add_argument("--srt", action="store_true", help="SubRip subtitles")
     formats.add_argument("--vtt", action="store_true", help="WebVTT subtitles")
     formats.add_argument("--words", action="store_true", help="the times of every word, in text and JSON")
+    formats.add_argument("--speakers", action="store_true", help="who speaks (needs `tickertape pull speakers`)")
     formats.add_argument("--output-dir", type=Path, metavar="DIR", help="write files to this folder")
     parser.add_argument("--live", action="store_true", help="show live captions, in real time")
     parser.add_argument("--server", metavar="URL", help="use this server instead of a local engine")
@@ -103,6 +105,8 @@ def _check(options: argparse.Namespace, formats: list[str]) -> None:
         raise UsageError("standard input is a terminal; pipe audio into it: ffmpeg -i FILE -f wav - | tickertape ...")
     if options.live and (options.output_dir or formats != ["txt"]):
         raise UsageError("--live shows captions and writes nothing else; leave the other formats out")
+    if options.live and options.speakers:
+        raise UsageError("--live shows words before their speakers are known; leave --speakers or --live out")
     if options.output_dir is None and len(formats) > 1:
         raise UsageError(f"--{' and --'.join(formats)} cannot both go to standard output; add --output-dir DIR")
     if options.output_dir is None and len(options.files) > 1 and formats[0] in ("srt", "vtt"):

@@ -24,6 +24,13 @@ def add_transcription_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--translate", action="store_true", help="translate speech in other languages to English")
 
 
+def has_speakers() -> bool:
+    """Whether the weights for speaker labels are in the cache."""
+    from engine.weights.store import cache_folder
+
+    return (cache_folder() / "speakers").exists()
+
+
 @dataclass(frozen=True, slots=True)
 class TranscriptionOptions:
     """The options as given on the command line."""
@@ -32,10 +39,12 @@ class TranscriptionOptions:
     prompt: str | None = None
     keywords: tuple[str, ...] = ()
     task: str | None = None
+    speakers: bool = False
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> TranscriptionOptions:
-        return cls(options.language, options.prompt, tuple(options.keyword), TRANSLATE if options.translate else None)
+        task = TRANSLATE if options.translate else None
+        return cls(options.language, options.prompt, tuple(options.keyword), task, getattr(options, "speakers", False))
 
     def given(self) -> dict[str, str]:
         """The given options that a model may not support, by the models' names for them."""
@@ -55,7 +64,8 @@ class TranscriptionOptions:
         if options is None:
             return self
         # Only the name and the options of this spec are read.
-        self.engine_options(ModelSpec(Path(name).name, MODEL_RATE, samples_per_position=1, options=options))
+        known = replace(options, speakers=has_speakers())
+        self.engine_options(ModelSpec(Path(name).name, MODEL_RATE, samples_per_position=1, options=known))
         supported = self.supported(options.names)
         return replace(
             self,
@@ -67,7 +77,11 @@ class TranscriptionOptions:
     def engine_options(self, spec: ModelSpec) -> dict[str, str]:
         """The options for an engine with this model. Prints a note about unsupported ones. Raises CommandFailed."""
         words = tuple((word, 1.0) for word in self.keywords)
-        asked = Settings(language=self.language, prompt=self.prompt or "", keywords=words, task=self.task)
+        if self.speakers and not spec.options.speakers:
+            raise CommandFailed("--speakers needs weights that are not here; run `tickertape pull speakers` first")
+        asked = Settings(
+            language=self.language, prompt=self.prompt or "", keywords=words, task=self.task, speakers=self.speakers
+        )
         try:
             settings = asked.in_force(spec)
         except ClientFault as fault:

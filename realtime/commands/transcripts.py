@@ -13,7 +13,8 @@ from typing import Any
 from audio.formats import MODEL_RATE
 from realtime.commands.terminal import CommandFailed, UsageError, note
 from realtime.session.events import TimedWord
-from realtime.session.words import SENTENCE_ENDS, Subtitle, subtitles, to_srt, to_vtt, word_fields
+from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
+from realtime.session.words import SENTENCE_ENDS, Subtitle, spoken_lines, subtitles, to_srt, to_vtt, word_fields
 
 
 @dataclass(slots=True)
@@ -26,22 +27,33 @@ class FileTranscript:
     text: str = ""
     words: list[TimedWord] = field(default_factory=list)
     samples: int = 0
+    # Labels of speakers, and the number of words that have theirs.
+    speakers: SpeakerTimeline = field(default_factory=SpeakerTimeline)
+    labelled: int = 0
 
     @property
     def seconds(self) -> float:
         return self.samples / self.sample_rate
 
+    def label(self, ended: bool = False) -> None:
+        """Label the words whose speakers are known by now; all of them if the labels have ended."""
+        while self.labelled < len(self.words) and (ended or self.speakers.knows(self.words[self.labelled])):
+            self.words[self.labelled] = self.speakers.best(self.words[self.labelled])
+            self.labelled += 1
+
 
 def as_text(transcript: FileTranscript, words: bool) -> str:
     if not words:
-        return transcript.text + "\n"
+        labelled = any(word.speaker is not None for word in transcript.words)
+        return "".join(spoken_lines(transcript.words)) if labelled else transcript.text + "\n"
     return "".join(word_line(word, transcript.sample_rate) for word in transcript.words)
 
 
 def word_line(word: TimedWord, sample_rate: int) -> str:
-    """Start, end, word, and its confidence if the model has one; separated by tabs."""
+    """Start, end, word, its confidence if the model has one, and its speaker if asked for; separated by tabs."""
     sure = "" if word.confidence is None else f"\t{word.confidence:.2f}"
-    return f"{word.start / sample_rate:.2f}\t{word.end / sample_rate:.2f}\t{word.text.strip()}{sure}\n"
+    who = "" if word.speaker is None else f"\t{shown_name(word.speaker)}"
+    return f"{word.start / sample_rate:.2f}\t{word.end / sample_rate:.2f}\t{word.text.strip()}{sure}{who}\n"
 
 
 def as_json(transcript: FileTranscript, words: bool) -> str:
@@ -53,7 +65,12 @@ def as_json(transcript: FileTranscript, words: bool) -> str:
         "seconds": round(transcript.seconds, 3),
         "text": transcript.text,
         "segments": [
-            {"start": round(line.start, 3), "end": round(line.end, 3), "text": line.text}
+            {
+                "start": round(line.start, 3),
+                "end": round(line.end, 3),
+                "text": line.text,
+                **({} if line.speaker is None else {"speaker": letter_name(line.speaker)}),
+            }
             for line in subtitles(transcript.words, rate)
         ],
     }

@@ -38,6 +38,7 @@ from realtime.session.events import (
     SpeechStarted,
     TimedWord,
     UtteranceEnded,
+    WordsLabelled,
 )
 from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
 from realtime.session.words import languages_of
@@ -78,6 +79,7 @@ READ_ONCE = (
     "utterance_end_ms",
     "punctuate",
     "smart_format",
+    "diarize",
     "utterances",
     "utt_split",
 )
@@ -128,6 +130,7 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
         minimum_commit_ms=0,
         # Deepgram finds utterance ends in interim results, so without them it reports none.
         utterance_end_ms=utterance_end_ms if interim_results else None,
+        speakers=_is_true(query, "diarize"),
     )
     return ListenQuery(
         settings,
@@ -144,7 +147,9 @@ def read_file_query(query: Mapping[str, str], pairs: Pairs = ()) -> FileQuery:
     check_query(query, pairs)
     if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
         raise refused("multichannel", "The channels of a file are mixed to one; leave 'multichannel' out.")
-    settings = Settings(language=query.get("language") or None, keywords=_keywords(pairs))
+    settings = Settings(
+        language=query.get("language") or None, keywords=_keywords(pairs), speakers=_is_true(query, "diarize")
+    )
     utterances = _is_true(query, "utterances")
     return FileQuery(raw_format(query), settings, _punctuate(query), utterances, _utterance_split(query))
 
@@ -287,12 +292,15 @@ def alternative(text: str, words: Sequence[TimedWord], sample_rate: int, *, punc
     }
 
 
-def written_word(word: TimedWord, sample_rate: int, punctuate: bool) -> Json | None:
-    """A word as JSON; None for punctuation alone if `punctuate` is off."""
+def written_word(word: TimedWord, sample_rate: int, punctuate: bool, sure: bool = False) -> Json | None:
+    """A word as JSON; None for punctuation alone if `punctuate` is off. `sure`: with the confidence of its speaker."""
     bare = plain(word.text) or (word.text if punctuate else "")
     times = {"start": seconds(word.start, sample_rate), "end": seconds(word.end, sample_rate)}
     marked = {"punctuated_word": word.text} if punctuate else {}
-    return {"word": bare, **times, "confidence": _confidence([word]), **marked} if bare else None
+    who: Json = {} if word.speaker is None else {"speaker": word.speaker}
+    if sure and who:
+        who["speaker_confidence"] = word.speaker_confidence
+    return {"word": bare, **times, "confidence": _confidence([word]), **marked, **who} if bare else None
 
 
 def _confidence(words: Sequence[TimedWord]) -> float:
@@ -331,6 +339,8 @@ CONFIGURE = "configure"
 # Text of an open turn that is longer, in characters or seconds, becomes final.
 SEGMENT_CHARACTERS = 2000
 SEGMENT_SECONDS = 5
+# With more words without a speaker, text of an open turn becomes final without them.
+MAX_UNKNOWN = 100
 
 
 @dataclass(slots=True)
@@ -406,6 +416,9 @@ class DeepgramDialect:
                 return [started] if self._query.vad_events else []
             case Delta():
                 return self._delta(event)
+            case WordsLabelled():
+                self._label(event.words)
+                return []
             case Committed() if event.event_id == FINALIZE:
                 self._finalized.add(event.item_id)
                 return []
@@ -433,21 +446,35 @@ class DeepgramDialect:
         self._start = max(self._starts.get(event.item_id, self._final_until), self._final_until)
         start, end = self._start, self._end()
         long = len(self._text) > SEGMENT_CHARACTERS or end - start > SEGMENT_SECONDS * self.facts.sample_rate
-        if long and self._words:
+        if long and self._words and self._has_speakers():
             return [self._settle_segment()]
         return [self._result(self._text, self._words, start, end)] if self._query.interim_results else []
+
+    def _label(self, words: Sequence[TimedWord]) -> None:
+        """The speakers of words that are not final yet have become known."""
+        known = {(word.start, word.end): word for word in words}
+        self._words = [known.get((word.start, word.end), word) for word in self._words]
+
+    def _has_speakers(self) -> bool:
+        """Whether most of the words have speakers, if those were asked for: a final result is never changed."""
+        unknown = sum(word.speaker is None for word in self._words)
+        return not self._query.settings.speakers or 2 * unknown <= len(self._words) or len(self._words) > MAX_UNKNOWN
 
     def _end(self) -> int:
         """End in samples of the words that are not final yet."""
         return max(self._start, self._words[-1].end) if self._words else self._start
 
-    def _settle_segment(self) -> Json:
+    def _settle_segment(self, *, everything: bool = False) -> Json:
         """A final result for the complete words so far; text after the last one belongs to the next result."""
-        start, end, cut = self._start, self._end(), 0
-        for word in self._words:
+        count, start, cut = len(self._words), self._start, 0
+        if self._query.settings.speakers and not everything:
+            # Words whose speakers are not known yet belong to the next result.
+            count = next((at for at, word in enumerate(self._words) if word.speaker is None), count) or count
+        words, rest = self._words[:count], self._words[count:]
+        for word in words:
             cut = max(cut, self._text.find(word.text, cut) + len(word.text))
-        text, words = self._text[:cut], self._words
-        self._text, self._words, self._final_until = self._text[cut:].lstrip(), [], end
+        text, end = self._text[:cut], max(start, words[-1].end)
+        self._text, self._words, self._final_until = self._text[cut:].lstrip(), rest, end
         return self._result(text, words, start, end, final=True)
 
     def _completed(self, event: Completed) -> list[Json]:
@@ -456,6 +483,7 @@ class DeepgramDialect:
         finalize = event.item_id in self._finalized
         spoken = bool(event.words) and not event.goes_on
         # All text of the turn has arrived in deltas; segments of it may be final already.
+        self._label(event.words)
         text, words = self._text, self._words
         self._forget(event.item_id)
         ends = spoken and not finalize and self._query.endpoints
@@ -464,7 +492,7 @@ class DeepgramDialect:
     def _utterance_ended(self, event: UtteranceEnded) -> list[Json]:
         """The event, after a final result for the words before it, even if the turn continues."""
         ended = {"type": "UtteranceEnd", "channel": self._channel, "last_word_end": self._seconds(event.sample)}
-        return [self._settle_segment(), ended] if self._words else [ended]
+        return [self._settle_segment(everything=True), ended] if self._words else [ended]
 
     def _forget(self, item_id: str) -> None:
         """Drop the state of a turn that has ended."""

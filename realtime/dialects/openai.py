@@ -55,6 +55,7 @@ from realtime.session.settings import (
     Settings,
     TurnDetection,
 )
+from realtime.session.speakers import letter_name, speaker_of
 from realtime.session.words import languages_of, token_logprobs, word_fields
 
 # With these models, a client that does not set turn detection commits by itself.
@@ -547,6 +548,8 @@ class OpenAIDialect:
         extra = self._extensions(event.words, settings)
         if settings.wants(INCLUDE_WORDS):
             extra |= {"audio_start_ms": self._ms(event.start), "audio_end_ms": self._ms(event.end)}
+        if settings.labels_speakers and (speaker := speaker_of(event.words)) is not None:
+            extra["speaker"] = letter_name(speaker, settings.speaker_names)
         if languages := languages_of(event.words):
             extra["languages"] = [{"code": code} for code in languages]
         seconds = round((event.end - event.start) / self.facts.sample_rate, 3)
@@ -563,9 +566,9 @@ class OpenAIDialect:
         extra: Json = {}
         if settings.wants(INCLUDE_LOGPROBS):
             extra["logprobs"] = token_logprobs(words)
-        if settings.wants(INCLUDE_WORDS):
+        if settings.wants(INCLUDE_WORDS) or settings.labels_speakers:
             rate = self.facts.sample_rate
-            extra["words"] = [word_fields(word, rate) for word in words]
+            extra["words"] = [word_fields(word, rate, settings.speaker_names) for word in words]
         return extra
 
     def _ms(self, sample: int) -> int:

@@ -76,7 +76,7 @@ def write_answer(transcript: Transcript, query: FileQuery, model: str, request_i
     whole: Json = {
         "transcript": text if query.punctuate else TextParts(plain_parts(text)),
         "confidence": mean_confidence(transcript.confidence_sum, transcript.confidences),
-        "words": Entries(written_word(word, rate, query.punctuate) for word in words),
+        "words": Entries(written_word(word, rate, query.punctuate, sure=True) for word in words),
         **({"languages": languages} if languages else {}),
     }
     channel: Json = {"alternatives": Entries([whole], nested=True)}
@@ -124,6 +124,7 @@ class _Utterance:
         return {
             "start": seconds(self._words[self._start].start, self._rate),
             "channel": 0,
+            **({} if (speaker := self._words[self._start].speaker) is None else {"speaker": speaker}),
             "words": Entries(self._written_words()),
             "end": LazyValue(lambda: seconds(self._words[self.end - 1].end, self._rate)),
             "confidence": LazyValue(lambda: mean_confidence(self._told.confidence_sum, self._told.confidences)),
@@ -135,11 +136,12 @@ class _Utterance:
     def _written_words(self) -> Iterator[Json | None]:
         while self.end < len(self._words):
             word = self._words[self.end]
-            if self.end > self._start and word.start - self._words[self.end - 1].end >= self._gap:
+            last = self._words[self.end - 1] if self.end > self._start else word
+            if word.start - last.end >= self._gap or word.speaker != last.speaker:
                 return
             self.end += 1
             self._told.count(word)
-            yield written_word(word, self._rate, self._punctuate)
+            yield written_word(word, self._rate, self._punctuate, sure=True)
 
     def _text(self) -> Iterator[str]:
         before = ""

@@ -10,7 +10,7 @@ import secrets
 import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, BinaryIO
 
 from audio.errors import AudioError, TooManyDecoders
@@ -20,25 +20,32 @@ from engine.options import MAX_PROMPT_CHARACTERS
 from engine.spec import NAMES, ModelSpec
 from realtime.dialects.base import encode_json
 from realtime.errors import ClientFault, Refusal
+from realtime.http.enrolment import Reference, enrolled, read_references
 from realtime.http.long_responses import Entries, json_pieces, text_pieces
-from realtime.http.upload_forms import MAX_FIELD_BYTES, Form
+from realtime.http.upload_forms import MAX_FIELD_BYTES, REFERENCE_FIELDS, Form
 from realtime.numbers import decimal_number
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.isolated_decoder import decoded_file
 from realtime.session.events import Samples, TimedWord
 from realtime.session.settings import Settings
+from realtime.session.speakers import SpeakerTimeline, letter_name
 from realtime.session.words import (
     Subtitle,
     each_subtitle,
     first_word,
+    spoken_lines,
     srt_blocks,
+    subtitles,
     timed_words,
     token_logprobs,
     vtt_blocks,
     word_fields,
 )
 
-FORMATS = ("json", "verbose_json", "text", "srt", "vtt")
+DIARIZED = "diarized_json"
+# OpenAI's name of a model that says who speaks.
+DIARIZING_MODEL = "gpt-4o-transcribe-diarize"
+FORMATS = ("json", "verbose_json", "text", "srt", "vtt", DIARIZED)
 READ_BYTES = 256 * 1024
 MAX_VALUE_CHARACTERS = 256
 
@@ -53,6 +60,8 @@ class UploadRequest:
     stream: bool
     words: bool
     logprobs: bool
+    # Names and recordings of speakers to enrol.
+    references: tuple[Reference, ...] = ()
 
 
 @dataclass(slots=True)
@@ -72,6 +81,20 @@ class Transcript:
     confidences: int = 0
     confidence_sum: float = 0.0
     languages: dict[str, None] = field(default_factory=dict)
+    # Labels of speakers, the number of words that have theirs, and the names of the enrolled speakers.
+    speakers: SpeakerTimeline = field(default_factory=SpeakerTimeline)
+    labelled: int = 0
+    names: Sequence[str] = ()
+
+    def label(self, labels: messages.Labels | None) -> None:
+        """Take in labels, and label the words that are known by now; None: no more labels come."""
+        if labels is not None:
+            self.speakers.add(labels, 0)
+        while self.labelled < len(self.words) and (labels is None or self.speakers.knows(self.words[self.labelled])):
+            self.words[self.labelled] = self.speakers.best(self.words[self.labelled])
+            self.labelled += 1
+        if self.labelled:
+            self.speakers.forget_before(self.words[self.labelled - 1].start)
 
     @property
     def seconds(self) -> float:
@@ -104,10 +127,17 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
     # OpenAI ignores `stream` for this model, so its clients expect a single answer.
     model, stream = _field(form, "model"), _field(form, "stream").lower() in ("true", "1")
     stream = stream and model != "whisper-1"
+    speakers = response_format == DIARIZED or _field(form, "speakers").lower() in ("true", "1")
+    # OpenAI sends segments with the events of this model.
+    speakers = speakers or (stream and model == DIARIZING_MODEL)
     if logprobs and response_format != "json" and not stream:
         text = "'include' with logprobs needs 'response_format' json."
         raise Refusal(400, "invalid_value", text, param="include")
-    return UploadRequest(response_format, _settings(form, spec, task), stream, "word" in granularities, logprobs)
+    # Names without recordings have no effect, unless the client wants to know who speaks.
+    speakers = speakers or any(name in REFERENCE_FIELDS for name, _ in form.fields)
+    references = tuple(read_references(form)) if speakers else ()
+    settings = _settings(form, spec, task, speakers)
+    return UploadRequest(response_format, settings, stream, "word" in granularities, logprobs, references)
 
 
 def _chosen(form: Form, name: str, known: Sequence[str]) -> list[str]:
@@ -128,7 +158,7 @@ def _check_temperature(given: str) -> None:
         raise Refusal(400, "invalid_value", str(error), param="temperature") from None
 
 
-def _settings(form: Form, spec: ModelSpec, task: str | None) -> Settings:
+def _settings(form: Form, spec: ModelSpec, task: str | None, speakers: bool) -> Settings:
     """The model's options, by the same rule as for sockets: hints that the model does not support have no effect."""
     asked = Settings(
         language=_field(form, "language") or None,
@@ -136,6 +166,7 @@ def _settings(form: Form, spec: ModelSpec, task: str | None) -> Settings:
         prompt=_field(form, "prompt", MAX_PROMPT_CHARACTERS),
         keywords=tuple((word, 1.0) for word in _values(form, "keywords")),
         task=task,
+        speakers=speakers,
     )
     try:
         return asked.in_force(spec)
@@ -167,7 +198,7 @@ class Transcriber:
 
     async def deltas(self, file: BinaryIO, request: UploadRequest, transcript: Transcript) -> AsyncGenerator[str]:
         """The text of a file as it arrives; `transcript` is complete at the end. Raises Refusal."""
-        async with self._places, self._stream(request) as stream:
+        async with self._places, self._stream(await self._enrolled(request, transcript)) as stream:
             # A file that is not audio fails at its first piece, before the response has begun.
             feeding = asyncio.create_task(self._feed(file, stream, transcript), name=f"feed {stream.id}")
             try:
@@ -177,6 +208,14 @@ class Transcriber:
             finally:
                 feeding.cancel()
                 await asyncio.gather(feeding, return_exceptions=True)
+
+    async def _enrolled(self, request: UploadRequest, transcript: Transcript) -> UploadRequest:
+        """The request with the voices of its speakers. Raises Refusal."""
+        if not request.references:
+            return request
+        known = await enrolled(self._engine, request.references)
+        transcript.names = [name for name, _ in known]
+        return replace(request, settings=replace(request.settings, known_speakers=known), references=())
 
     @asynccontextmanager
     async def _stream(self, request: UploadRequest) -> AsyncIterator[StreamApi]:
@@ -222,7 +261,11 @@ class Transcriber:
                 # A word may be completed without new text.
                 if delta or words:
                     yield delta
+            elif isinstance(output, messages.Labels):
+                transcript.label(output)
+                yield ""
             elif isinstance(output, messages.Closed):
+                transcript.label(None)
                 return
             elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                 raise Refusal(500, "transcription_failed", output.message, kind="server_error")
@@ -263,27 +306,41 @@ SEGMENTS_AT_ONCE = 16
 
 def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[Iterator[bytes], str]:
     """The body in pieces, and its content type."""
-    lines = each_subtitle(transcript.words, transcript.sample_rate)
+    lines, names = each_subtitle(transcript.words, transcript.sample_rate), transcript.names
     match request.response_format:
+        case "text" if request.settings.speakers:
+            return text_pieces(spoken_lines(transcript.words, names)), PLAIN
         case "text":
             return text_pieces((transcript.text, "\n")), PLAIN
         case "srt":
-            return text_pieces(srt_blocks(lines)), PLAIN
+            return text_pieces(srt_blocks(lines, names)), PLAIN
         case "vtt":
-            return text_pieces(vtt_blocks(lines)), PLAIN
+            return text_pieces(vtt_blocks(lines, names)), PLAIN
         case "json":
             asked = {"logprobs": _logprobs(transcript, empty=None)} if request.logprobs else {}
             return json_pieces({"text": transcript.text, **asked, "usage": _duration(transcript)}), "application/json"
+    if request.response_format == DIARIZED:
+        segments = (diarized_segment(number, line, names) for number, line in enumerate(lines))
+        whole: dict[str, Any] = {
+            "task": request.settings.task or "transcribe",
+            "duration": round(transcript.seconds, 3),
+            "text": transcript.text,
+            "segments": Entries(segments, at_once=SEGMENTS_AT_ONCE),
+            "usage": _duration(transcript),
+        }
+        return json_pieces(whole), "application/json"
     body: dict[str, Any] = {
         "task": request.settings.task or "transcribe",
         "language": language_name(transcript, request.settings),
         "duration": round(transcript.seconds, 3),
         "text": transcript.text,
-        "segments": Entries((_segment(number, line) for number, line in enumerate(lines)), at_once=SEGMENTS_AT_ONCE),
+        "segments": Entries(
+            (_segment(number, line, names) for number, line in enumerate(lines)), at_once=SEGMENTS_AT_ONCE
+        ),
         "usage": _duration(transcript),
     }
     if request.words:
-        body["words"] = Entries(word_fields(word, transcript.sample_rate) for word in transcript.words)
+        body["words"] = Entries(word_fields(word, transcript.sample_rate, names) for word in transcript.words)
     return json_pieces(body), "application/json"
 
 
@@ -305,7 +362,19 @@ def language_name(transcript: Transcript, settings: Settings) -> str:
     return NAMES[code] if code else "unknown"
 
 
-def _segment(number: int, line: Subtitle) -> dict[str, Any]:
+def diarized_segment(number: int, line: Subtitle, names: Sequence[str]) -> dict[str, Any]:
+    """A segment of one speaker, as in OpenAI's responses and events."""
+    return {
+        "type": "transcript.text.segment",
+        "id": f"seg_{number:03}",
+        "start": round(line.start, 3),
+        "end": round(line.end, 3),
+        "text": line.text,
+        "speaker": letter_name(line.speaker or 0, names),
+    }
+
+
+def _segment(number: int, line: Subtitle, names: Sequence[str]) -> dict[str, Any]:
     logs = [log for word in line.words for _, log in word.chances]
     unheard = [word.no_speech for word in line.words if word.no_speech is not None]
     spelled = line.text.encode()
@@ -320,6 +389,7 @@ def _segment(number: int, line: Subtitle) -> dict[str, Any]:
         "avg_logprob": round(sum(logs) / len(logs), 4) if logs else 0.0,
         "compression_ratio": round(len(spelled) / len(zlib.compress(spelled)), 3),
         "no_speech_prob": round(sum(unheard) / len(unheard), 4) if unheard else 0.0,
+        **({} if line.speaker is None else {"speaker": letter_name(line.speaker, names)}),
     }
 
 
@@ -334,12 +404,31 @@ def sse_delta(delta: str, transcript: Transcript, first: int, request: UploadReq
     extras: dict[str, Any] = {}
     words = transcript.words[first:]
     if request.words:
-        extras["words"] = [word_fields(word, transcript.sample_rate) for word in words]
+        extras["words"] = [word_fields(word, transcript.sample_rate, transcript.names) for word in words]
     if request.logprobs:
         extras["logprobs"] = token_logprobs(words) or []
     if not delta and not any(extras.values()):
         return b""
     return sse({"type": "transcript.text.delta", "delta": delta, **extras})
+
+
+class SegmentEvents:
+    """The events with segments of one speaker each, as soon as their labels are known."""
+
+    def __init__(self, transcript: Transcript) -> None:
+        self._transcript = transcript
+        # Words and segments that were sent.
+        self._words = self._segments = 0
+
+    def due(self, ended: bool = False) -> list[bytes]:
+        """The events that are due now. The last segment may go on until the transcript has `ended`."""
+        known = self._transcript.words[self._words : self._transcript.labelled]
+        lines = subtitles(known, self._transcript.sample_rate)
+        events = []
+        for line in lines if ended else lines[:-1]:
+            events.append(sse(diarized_segment(self._segments, line, self._transcript.names)))
+            self._segments, self._words = self._segments + 1, self._words + len(line.words)
+        return events
 
 
 def sse_done(transcript: Transcript, request: UploadRequest) -> Iterator[bytes]:

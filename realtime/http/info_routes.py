@@ -115,7 +115,7 @@ class Answers:
             "object": "model",
             "created": self._started,
             "owned_by": "tickertape",
-            "options": list(options.names),
+            "options": [*options.names, *(["speakers"] if options.speakers else [])],
             "languages": list(options.languages),
             "detects_language": options.detects_language,
         }

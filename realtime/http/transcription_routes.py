@@ -14,6 +14,7 @@ from engine.options import TRANSLATE
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.file_transcription import (
+    SegmentEvents,
     Transcriber,
     Transcript,
     UploadRequest,
@@ -110,11 +111,15 @@ class UploadRoutes:
 
         async def body() -> AsyncIterator[bytes]:
             try:
-                told = 0
+                told, segments = 0, SegmentEvents(transcript) if wanted.settings.speakers else None
                 async for delta in _with_first(first, deltas):
                     event, told = sse_delta(delta, transcript, told, wanted), len(transcript.words)
                     if event:
                         yield event
+                    for segment in [] if segments is None else segments.due():
+                        yield segment
+                for segment in [] if segments is None else segments.due(ended=True):
+                    yield segment
                 self.count("ok")
                 async for part in in_turns(sse_done(transcript, wanted)):
                     yield part

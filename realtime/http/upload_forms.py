@@ -29,6 +29,9 @@ from realtime.http.authentication import Context
 # Enough for all keywords that a stream may have, and all other fields.
 MAX_FIELDS = 600
 MAX_FIELD_BYTES = 64 * 1024
+# A field with the recording of a speaker: ten seconds at 48 kHz in stereo, as base64.
+REFERENCE_FIELDS = frozenset({b"known_speaker_references", b"known_speaker_references[]"})
+MAX_REFERENCE_BYTES = 2_600_000
 # RFC 2046 allows 70.
 MAX_BOUNDARY_BYTES = 200
 # The headers of one part.
@@ -68,8 +71,9 @@ class Form:
 class FormParser:
     """Parses a multipart body into a `Form`, piece by piece."""
 
-    def __init__(self, content_type: str, hold: Callable[[int], None]) -> None:
-        """`hold` is called with the bytes of memory that the form takes, and may raise Refusal. Raises Refusal."""
+    def __init__(self, content_type: str, hold: Callable[[int, bool], None]) -> None:
+        """`hold` is called with the bytes of memory that the form takes, and whether they are of a speaker's recording;
+        it may raise Refusal. Raises Refusal."""
         _, parameters = parse_options_header(content_type)
         charset = parameters.get(b"charset", b"utf-8").decode("latin-1").lower()
         if charset not in CHARSETS:
@@ -84,6 +88,7 @@ class FormParser:
         self._name, self._value, self._disposition = bytearray(), bytearray(), b""
         # The current part: a text, or the file; neither between two parts and in a header.
         self._text: bytearray | None = None
+        self._in_reference = False
         self._in_file = False
         self._file_bytes: list[bytes] = []
         self._parser = MultipartParser(
@@ -148,8 +153,9 @@ class FormParser:
         if len(self.form.fields) == MAX_FIELDS:
             raise bad_form(f"it has more than {MAX_FIELDS} fields")
         self._text = bytearray()
+        self._in_reference = name in REFERENCE_FIELDS
         entry = (name, self._text)
-        self._hold(sum(map(sys.getsizeof, (entry, *entry))))
+        self._hold(sum(map(sys.getsizeof, (entry, *entry))), False)
         self.form.fields.append(entry)
 
     def _on_data(self, data: bytes, start: int, end: int) -> None:
@@ -158,11 +164,12 @@ class FormParser:
             return
         text = self._text
         assert text is not None, "data comes after a header"
-        if len(text) + end - start > MAX_FIELD_BYTES:
-            raise bad_form(f"a field takes more than {MAX_FIELD_BYTES} bytes")
+        most = MAX_REFERENCE_BYTES if self._in_reference else MAX_FIELD_BYTES
+        if len(text) + end - start > most:
+            raise bad_form(f"a field takes more than {most} bytes")
         before = sys.getsizeof(text)
         text += data[start:end]
-        self._hold(sys.getsizeof(text) - before)
+        self._hold(sys.getsizeof(text) - before, self._in_reference)
 
     def _on_part_end(self) -> None:
         self._text, self._in_file = None, False
@@ -177,6 +184,9 @@ log = logging.getLogger("tickertape.uploads")
 # Memory for the texts of one form, and of all forms together. One form fits a prompt and all keywords of full length.
 MAX_FORM_BYTES = 256 * 1024
 MAX_FORMS_BYTES = 4 * 1024 * 1024
+# The same for recordings of speakers.
+MAX_REFERENCES_BYTES = 12 * 1024 * 1024
+MAX_ALL_REFERENCES_BYTES = 48 * 1024 * 1024
 RETRY_AFTER_S = 30
 # Larger files are written to disk.
 IN_MEMORY_BYTES = 1024 * 1024
@@ -199,8 +209,9 @@ class Spool:
     def __init__(self, limits: LimitsConfig) -> None:
         self.uploads = 0
         self.bytes = 0
-        # Memory of the text fields.
+        # Memory of the text fields, and of those with recordings of speakers.
         self.text_bytes = 0
+        self.reference_bytes = 0
         self._limits = limits
 
     def enter(self) -> None:
@@ -218,9 +229,15 @@ class Spool:
             raise _busy(f"The forms of other requests take all of the {MAX_FORMS_BYTES} bytes for text fields")
         self.text_bytes += size
 
-    def give_back(self, size: int, text_size: int) -> None:
+    def take_reference(self, size: int) -> None:
+        if self.reference_bytes + size > MAX_ALL_REFERENCES_BYTES:
+            raise _busy(f"The recordings of speakers take all of their {MAX_ALL_REFERENCES_BYTES} bytes")
+        self.reference_bytes += size
+
+    def give_back(self, size: int, text_size: int, reference_size: int) -> None:
         self.bytes -= size
         self.text_bytes -= text_size
+        self.reference_bytes -= reference_size
 
     def leave(self) -> None:
         self.uploads -= 1
@@ -236,6 +253,7 @@ class Upload:
         self._spool: Spool | None = spool
         self._bytes = 0
         self._text_bytes = 0
+        self._reference_bytes = 0
         self._most_bytes = most_bytes
 
     @property
@@ -260,14 +278,25 @@ class Upload:
 
         return counting
 
-    def hold_text(self, size: int) -> None:
-        """Count memory of the form's text fields. Raises Refusal."""
+    def hold_text(self, size: int, reference: bool = False) -> None:
+        """Count memory of the form's text fields, or of its recordings of speakers. Raises Refusal."""
+        if reference:
+            self._hold_reference(size)
+            return
         if self._text_bytes + size > MAX_FORM_BYTES:
             text = f"The form's text fields take more than {MAX_FORM_BYTES} bytes; send fewer fields, or shorter ones."
             raise Refusal(413, "form_too_large", text)
         if self._spool is not None:
             self._spool.take_text(size)
             self._text_bytes += size
+
+    def _hold_reference(self, size: int) -> None:
+        if self._reference_bytes + size > MAX_REFERENCES_BYTES:
+            text = f"The recordings of speakers take more than {MAX_REFERENCES_BYTES} bytes; send shorter ones."
+            raise Refusal(413, "form_too_large", text)
+        if self._spool is not None:
+            self._spool.take_reference(size)
+            self._reference_bytes += size
 
     async def write(self, data: bytes) -> None:
         """Append bytes to the file. Raises OSError."""
@@ -290,8 +319,8 @@ class Upload:
             await self._let_go(spool)
 
     async def _let_go(self, spool: Spool) -> None:
-        spool.give_back(self._bytes, self._text_bytes)
-        self._bytes = self._text_bytes = 0
+        spool.give_back(self._bytes, self._text_bytes, self._reference_bytes)
+        self._bytes = self._text_bytes = self._reference_bytes = 0
         self.form = Form()
         # On a full disk the last flush fails; the file is deleted nevertheless.
         with suppress(OSError):

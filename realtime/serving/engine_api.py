@@ -48,4 +48,5 @@ class EngineApi(Protocol):
         turns: messages.TurnRule | None = None,
         track: messages.TrackState | None = None,
         heard_until: int = 0,
+        labels: tuple[messages.Saved, int] | None = None,
     ) -> StreamApi: ...

@@ -84,7 +84,7 @@ class SentLog:
 # the client sends them again. Samples in the resampler are flushed before the last save.
 
 # Increase it whenever an older process could misread a value.
-LIVE_VERSION = 6
+LIVE_VERSION = 7
 
 # Events that become entries of a handoff. After any other event a new base is saved.
 NOTED = (
@@ -92,6 +92,7 @@ NOTED = (
     messages.Text,
     messages.Speech,
     messages.TurnScore,
+    messages.Labels,
     messages.Opened,
     messages.Flushed,
     messages.Closed,
@@ -111,6 +112,7 @@ _SAID = (
     events.Cleared,
     events.Delta,
     events.Completed,
+    events.WordsLabelled,
     events.ItemFailed,
     events.Problem,
     events.Acknowledged,

@@ -309,6 +309,7 @@ class StreamRunner:
                 turns=self._turn_rule,
                 track=self.session.speech_track.later(-base) if heard else None,
                 heard_until=max(0, heard - base),
+                labels=self.session.label_state(base) if settings.labels_speakers else None,
             )
         except ValueError as error:
             raise OptionsRefused(str(error)) from error
@@ -402,6 +403,8 @@ class LiveSession:
         # Of an adopted session: audio that its engine never received, and the new stream that was decided on.
         self._resent: ResentAudio | None = None
         self._reanchor: Reanchor | None = None
+        # A timer runs for a turn that waits for labels.
+        self._labels_watched = False
 
     # The client's side
 
@@ -437,12 +440,25 @@ class LiveSession:
         effects = self.session.handle(event, now)
         for effect in effects:
             self._apply(effect)
+        self._watch_labels(now)
         if self.handoff is None:
             return
         if self.resumable:
             self.handoff.note(event, now, effects)
         else:
             self.handoff.close()
+
+    def _watch_labels(self, now: float) -> None:
+        """Have the core act when a turn has waited long enough for the labels of its speakers."""
+        due = self.session.labels_due
+        if due is not None and not self._labels_watched:
+            self._labels_watched = True
+            asyncio.get_running_loop().call_later(max(0.0, due - now), self._labels_are_due)
+
+    def _labels_are_due(self) -> None:
+        self._labels_watched = False
+        if self.session.labels_due is not None:
+            self.submit(Tick())
 
     def send_event(self, event: ServerEvent) -> None:
         """Send the client an event that does not come from the core."""

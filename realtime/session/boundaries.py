@@ -41,6 +41,7 @@ from realtime.session.events import (
     UtteranceEnded,
 )
 from realtime.session.settings import Settings, TurnDetection
+from realtime.session.speakers import SpeakerTimeline
 from realtime.session.turns import SavedTurns, Turn, Turns
 
 # Shorter sounds are clicks and not speech.
@@ -264,6 +265,7 @@ class SavedBoundaries:
     track: TrackState = TrackState()
     pauses: SavedPauses | None = None
     joins_speech: bool = False
+    speakers: SpeakerTimeline | None = None
     settled: int = 0
     probable_end: EagerEnd | None = None
 
@@ -303,6 +305,7 @@ class Boundaries:
         self._probable_end: EagerEnd | None = None
         self._pauses = self._new_pauses()
         self._utterances = self._new_utterances()
+        self._set_speakers()
 
     @property
     def speaking(self) -> bool:
@@ -348,6 +351,7 @@ class Boundaries:
             self.track,
             pauses,
             self._joins_speech,
+            self.turns.speakers,
             self._settled,
             self._probable_end,
         )
@@ -357,6 +361,7 @@ class Boundaries:
         self.audio, self.track, self._joins_speech = saved.audio, saved.track, saved.joins_speech
         self.turns.load(saved.turns, shift)
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
+        self.turns.speakers = saved.speakers
         self._settled, self._probable_end = saved.settled, saved.probable_end
         detection = self._settings.turn_detection
         if saved.pauses is not None and self._pauses is None and detection is not None:
@@ -376,6 +381,7 @@ class Boundaries:
     def configure(self, new: Settings) -> None:
         old, self._settings = self._settings, new
         self.turns.trim_start = new.trim_start
+        self._set_speakers()
         if new.utterance_end_ms != old.utterance_end_ms:
             self._utterances = self._new_utterances()
         if new.turn_detection != old.turn_detection:
@@ -692,6 +698,10 @@ class Boundaries:
         if detection is None or not self._judges_pauses:
             return None
         return PauseWatch(_eagerness(detection), self._rate, self._learnt)
+
+    def _set_speakers(self) -> None:
+        wanted = self._settings.labels_speakers
+        self.turns.speakers = (self.turns.speakers or SpeakerTimeline()) if wanted else None
 
     def _new_utterances(self) -> UtteranceWatch | None:
         gap_ms = self._settings.utterance_end_ms

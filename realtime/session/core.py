@@ -79,6 +79,7 @@ _ENGINE = {
     messages.Text: "_text",
     messages.Speech: "_speech",
     messages.TurnScore: "_score",
+    messages.Labels: "_labels",
     messages.Flushed: "_flushed",
     messages.Closed: "_engine_closed",
     messages.Failed: "_engine_failed",
@@ -256,7 +257,18 @@ class Session:
     @property
     def idle(self) -> bool:
         """No turn is open, and no event for the client is outstanding."""
-        return self._turns.current is None and not self._turns.ended and not self._waiting
+        turns = self._turns
+        return turns.current is None and not turns.ended and not turns.labelling and not self._waiting
+
+    @property
+    def labels_due(self) -> float | None:
+        """When a complete turn stops waiting for the labels of its speakers; None if none waits."""
+        return self._turns.labelling[0].labelled_by if self._turns.labelling else None
+
+    def label_state(self, base: int) -> tuple[messages.Saved, int] | None:
+        """With which speaker labels an engine stream goes on that begins at session sample `base`."""
+        speakers = self._turns.speakers
+        return None if speakers is None or speakers.state is None else (speakers.state, base - speakers.state_base)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle one event; returns its effects. Raises IllegalEvent, with nothing changed, if the phase forbids it."""
@@ -265,6 +277,9 @@ class Session:
             raise IllegalEvent(f"{type(event).__name__} is not allowed in phase {self.phase.name}")
         self._effects = effects = list[Effect]()
         getattr(self, handler)(event, now)
+        if self._turns.labelling and not self.closed:
+            self._boundaries.send_events(self._turns.label(now), now)
+            self._drain_if_idle()
         return effects
 
     def close_without_effects(self) -> None:
@@ -429,6 +444,11 @@ class Session:
         self._boundaries.on_score(score, now)
         self._boundaries.flush_ended()
 
+    def _labels(self, event: messages.Labels, now: float) -> None:
+        if self._turns.speakers is not None:
+            self._turns.speakers.add(event, self._engine_start)
+            self._boundaries.send_events(self._turns.newly_labelled(), now)
+
     def _flushed(self, event: messages.Flushed, now: float) -> None:
         if not self._marks:
             raise IllegalEvent("the engine answered a flush that was not requested")
@@ -436,7 +456,7 @@ class Session:
         self._boundaries.send_events(self._turns.settle(), now)
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
-        self._boundaries.send_events(self._turns.complete_until(mark), now)
+        self._boundaries.send_events(self._turns.complete_until(mark, now), now)
         self._boundaries.settle(mark)
         if self.phase is Phase.COMMITTING and not self._waiting:
             self._move(Phase.ACTIVE)
@@ -456,7 +476,8 @@ class Session:
                 self._resolve(self._waiting.popleft(), now)
             self._recall_speech(now)
             self._boundaries.end_open(now)
-            self._boundaries.send_events(self._turns.complete_until(self.appended), now)
+            self._boundaries.send_events(self._turns.complete_until(self.appended, now), now)
+            self._boundaries.send_events(self._turns.label(now, at_once=True), now)
             self._boundaries.settle(self.appended)
             self._send(Ended(self.appended))
             self._close_finished()
@@ -465,7 +486,7 @@ class Session:
         """The stream failed: committed items fail with it, and the session continues with a new stream."""
         self._engine_failures += 1
         self._effects.append(Measured("engine_failures", 1))
-        self._fail_items("transcription_failed", event.message)
+        self._fail_items("transcription_failed", event.message, now)
         if self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures:
             self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
         else:
@@ -474,7 +495,7 @@ class Session:
             self._reanchor(now)
 
     def _engine_dead(self, event: messages.Dead, now: float) -> None:
-        self._fail_items("engine_unavailable", "the engine stopped")
+        self._fail_items("engine_unavailable", "the engine stopped", now)
         self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
@@ -503,7 +524,8 @@ class Session:
         if self._turns.ended or self._waiting:
             self._flush()
 
-    def _fail_items(self, code: str, message: str) -> None:
+    def _fail_items(self, code: str, message: str, now: float) -> None:
+        self._boundaries.send_events(self._turns.label(now, at_once=True), now)
         for turn in self._turns.fail_ended():
             self._send(ItemFailed(turn.item_id, code, message))
 

@@ -92,6 +92,7 @@ Event = (
     | messages.Text
     | messages.Speech
     | messages.TurnScore
+    | messages.Labels
     | messages.Opened
     | messages.Flushed
     | messages.Closed
@@ -116,6 +117,9 @@ class TimedWord:
     # Language code, and the model's probability that there was no speech.
     language: str = ""
     no_speech: float | None = None
+    # Number of the speaker, and how sure that is; None if labels were not asked for, or are not known yet.
+    speaker: int | None = None
+    speaker_confidence: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,6 +205,14 @@ class Completed:
 
 
 @dataclass(frozen=True, slots=True)
+class WordsLabelled:
+    """The speakers of these words, which were sent before, are known now."""
+
+    item_id: str
+    words: tuple[TimedWord, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class UtteranceEnded:
     """No word followed the one that ends at `sample` within the client's `utterance_end_ms`."""
 
@@ -270,6 +282,7 @@ ServerEvent = (
     | Cleared
     | Delta
     | Completed
+    | WordsLabelled
     | UtteranceEnded
     | ItemFailed
     | Problem

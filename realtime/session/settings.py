@@ -12,11 +12,14 @@ from engine import end_of_turn
 from engine.options import (
     MAX_KEYWORD_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
+    SPEAKERS,
     TRANSLATE,
+    Enrolled,
     Keyword,
     Options,
     check_keywords,
     keywords_text,
+    speakers_text,
 )
 from engine.spec import ModelSpec, language_code
 from realtime.errors import ClientFault
@@ -30,7 +33,13 @@ INCLUDE_LOGPROBS = "item.input_audio_transcription.logprobs"
 INCLUDE_WORDS = "item.input_audio_transcription.words"
 INCLUDE_ACKS = "input_audio_buffer.acks"
 INCLUDE_RESUME = "session.resume"
-INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME)
+INCLUDE_SPEAKERS = "item.input_audio_transcription.speakers"
+INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME, INCLUDE_SPEAKERS)
+
+NO_SPEAKERS = (
+    "the server has no weights for speaker labels; its operator can fetch them with `tickertape pull speakers` and a "
+    "restart."
+)
 
 # Settings that the model may refuse.
 MODEL_OPTIONS = ("language", "languages", "prompt", "keywords", "task")
@@ -116,9 +125,22 @@ class Settings:
     utterance_end_ms: int | None = None
     # Least audio in the buffer for a commit; vLLM accepts empty ones.
     minimum_commit_ms: int = 100
+    # Say who speaks. Sockets of the OpenAI API ask for it with `include`.
+    speakers: bool = False
+    # Enrolled speakers: name, and the embedding of a reference recording as bytes.
+    known_speakers: tuple[Enrolled, ...] = ()
 
     def wants(self, value: str) -> bool:
         return self.include is not None and value in self.include
+
+    @property
+    def labels_speakers(self) -> bool:
+        return self.speakers or self.wants(INCLUDE_SPEAKERS)
+
+    @property
+    def speaker_names(self) -> tuple[str, ...]:
+        """The names of the enrolled speakers, who have the first numbers."""
+        return tuple(name for name, _ in self.known_speakers)
 
     def in_force(self, spec: ModelSpec) -> Settings:
         """These settings as this model supports them; an option that it does not support becomes None.
@@ -127,6 +149,8 @@ class Settings:
         client would get a different text than it asked for. `param` of the fault is the option's name.
         """
         options = spec.options
+        if self.labels_speakers and not options.speakers:
+            raise _fault("speakers" if self.speakers else "include", NO_SPEAKERS)
         words = _keywords(self.keywords or ())
         listed = listed_words(self.prompt or "") if options.keywords and not options.prompt else ()
         if listed:
@@ -185,6 +209,7 @@ class Settings:
             "task": self.task,
             "prompt": self.shown_prompt,
             "keywords": keywords_text(Keyword(*word) for word in self.all_keywords or ()),
+            SPEAKERS: speakers_text(self.known_speakers) if self.labels_speakers else None,
         }
         return {name: value for name, value in options.items() if value}
 

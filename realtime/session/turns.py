@@ -25,11 +25,15 @@ from realtime.session.events import (
     SpeechStarted,
     SpeechStopped,
     TimedWord,
+    WordsLabelled,
 )
+from realtime.session.speakers import SpeakerTimeline
 from realtime.session.words import WordCutter, first_word
 
 # Text outside any turn is added to the next turn if that begins within this time; otherwise it is dropped.
 STRAY_SECONDS = 1.0
+# How long a complete turn waits for the last labels of its speakers. Then it takes the best guess.
+LABELS_SECONDS = 0.5
 # A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
 
@@ -76,6 +80,9 @@ class Turn:
     tokens: int = 0
     # Length of `sent` and `held` together.
     characters: int = 0
+    # Number of `words` whose speakers were sent, and until when a complete turn waits for the others.
+    words_labelled: int = 0
+    labelled_by: float = 0.0
     # Scored detection: the client was sent `EagerTurnEnd`; how sure the end was, and whether only the silence ended it.
     probably_over: bool = False
     confidence: float | None = None
@@ -98,6 +105,7 @@ class SavedTurns:
     loose: str
     given: int
     loose_turn: int | None
+    labelling: list[Turn] = field(default_factory=list)
 
 
 # The incomplete word went to a turn that is not kept any more.
@@ -112,6 +120,10 @@ class Turns:
     ) -> None:
         self.current: Turn | None = None
         self.ended: deque[Turn] = deque()
+        # Turns with all of their text, which wait for the labels of speakers. Later turns wait behind them.
+        self.labelling: deque[Turn] = deque()
+        # Set if speakers are labelled.
+        self.speakers: SpeakerTimeline | None = None
         self.last_committed: str | None = None
         self.trim_start = trim_start
         self._new_item_id = new_item_id
@@ -128,8 +140,9 @@ class Turns:
         loose_turn = None
         if self._loose_turn is not None:
             loose_turn = next((place for place, turn in enumerate(places) if turn is self._loose_turn), GONE)
+        labelling = list(self.labelling)
         return SavedTurns(
-            self.current, list(self.ended), self.last_committed, list(self._stray), loose, given, loose_turn
+            self.current, list(self.ended), self.last_committed, list(self._stray), loose, given, loose_turn, labelling
         )
 
     def load(self, saved: SavedTurns, shift: float) -> None:
@@ -140,8 +153,10 @@ class Turns:
         if saved.loose_turn is not None:
             over = Turn("", 0, state=TurnState.COMPLETED)
             self._loose_turn = over if saved.loose_turn == GONE else [*saved.ended, saved.current][saved.loose_turn]
-        for turn in self.ended:
+        self.labelling = deque(saved.labelling)
+        for turn in (*self.ended, *self.labelling):
             turn.ended_at += shift
+            turn.labelled_by += shift
 
     def open(self, start: int) -> Turn:
         """Open a turn, with a new item id, for the audio from sample `start` on."""
@@ -196,13 +211,15 @@ class Turns:
         for piece in self._cutter.cut_words(text, base):
             place = self._loose_turn if piece.continues else self._place(piece.word)
             self._give(piece.fresh, piece.word, place)
-            out += self._complete_passed(piece.word)
+            out += self._complete_passed(piece.word, now)
             if self._is_too_long(piece.word):
                 out += self._cut_after(piece.word, now)
         return out + self.release()
 
     def release(self) -> list[ServerEvent]:
         """The deltas that may be sent now: held text of the oldest unfinished turn."""
+        if self.labelling:
+            return []
         if not self.ended and self.current is not None:
             loose = self._cutter.take_loose()
             if loose:
@@ -219,12 +236,30 @@ class Turns:
             taker.held.append(loose)
         return self.release()
 
-    def complete_until(self, sample: int) -> list[ServerEvent]:
+    def complete_until(self, sample: int, now: float) -> list[ServerEvent]:
         """Complete every ended turn whose audio lies before `sample`."""
         out: list[ServerEvent] = []
         while self.ended and self.ended[0].end is not None and self.ended[0].end <= sample:
-            out += self._complete(self.ended.popleft())
+            out += self._complete_labelled(self.ended.popleft(), now)
         return out + self.release()
+
+    def label(self, now: float, *, at_once: bool = False) -> list[ServerEvent]:
+        """Complete the turns whose labels are known by now, or have been waited for long enough; `at_once`: all."""
+        out: list[ServerEvent] = []
+        while self.labelling and (at_once or now >= self.labelling[0].labelled_by or self._is_known(self.labelling[0])):
+            out += self._complete(self.labelling.popleft())
+        return out + self.release() if out else []
+
+    def newly_labelled(self) -> list[ServerEvent]:
+        """The words of the turn that sends text whose speakers have become known since they were sent."""
+        turn = next((turn for turn in self.ended if turn.state is TurnState.COMMITTED), self.current)
+        if turn is None or self.speakers is None or self.labelling:
+            return []
+        first = turn.words_labelled
+        while turn.words_labelled < turn.words_sent and self.speakers.knows(turn.words[turn.words_labelled]):
+            turn.words_labelled += 1
+        words = tuple(map(self.speakers.known, turn.words[first : turn.words_labelled]))
+        return [WordsLabelled(turn.item_id, words)] if words else []
 
     def fail_ended(self) -> list[Turn]:
         """Drop the turns that wait for text; returns the committed ones, for which the client expects an answer."""
@@ -259,7 +294,7 @@ class Turns:
     def _is_too_long(self, word: TimedWord) -> bool:
         """Whether the open turn must end after this word. False if it has the first part of the next word already."""
         turn = self.current
-        if turn is None or self.ended or self._cutter.gave_loose:
+        if turn is None or self.ended or self.labelling or self._cutter.gave_loose:
             return False
         return word.end - turn.start >= self._max_samples or turn.characters >= MAX_TURN_CHARACTERS
 
@@ -279,7 +314,7 @@ class Turns:
             out.append(SpeechStarted(following.item_id, following.start))
         return out
 
-    def _complete_passed(self, word: TimedWord) -> list[ServerEvent]:
+    def _complete_passed(self, word: TimedWord, now: float) -> list[ServerEvent]:
         """Complete turns that were not flushed, once a word after their end arrives.
 
         Text arrives in order, so they get no more. Word times need not be exact, because the silence that ended a turn
@@ -287,8 +322,24 @@ class Turns:
         """
         out: list[ServerEvent] = []
         while self.ended and not self.ended[0].flushed and not _within(word, self.ended[0]):
-            out += self._complete(self.ended.popleft())
+            out += self._complete_labelled(self.ended.popleft(), now)
         return out
+
+    def _complete_labelled(self, turn: Turn, now: float) -> list[ServerEvent]:
+        """Complete a turn that has all of its text, or let it wait for the labels of its speakers."""
+        waits = turn.state is TurnState.COMMITTED and not self._is_known(turn)
+        if not waits and not self.labelling:
+            return self._complete(turn)
+        if turn.state is TurnState.CLEARED:
+            return []
+        turn.labelled_by = now + LABELS_SECONDS
+        out = [] if self.labelling else self._speak(turn)
+        self.labelling.append(turn)
+        return out
+
+    def _is_known(self, turn: Turn) -> bool:
+        """Whether the speakers of all words of a turn are decided."""
+        return self.speakers is None or all(map(self.speakers.knows, turn.words[-1:]))
 
     def _complete(self, turn: Turn, *, goes_on: bool = False) -> list[ServerEvent]:
         if turn.state is TurnState.CLEARED:
@@ -297,7 +348,9 @@ class Turns:
         turn.move(TurnState.COMPLETED)
         assert turn.end is not None
         transcript = "".join(turn.sent)
-        words = tuple(turn.words)
+        words = tuple(turn.words if self.speakers is None else map(self.speakers.best, turn.words))
+        if self.speakers is not None:
+            self.speakers.forget_before(turn.start)
         done = Completed(
             turn.item_id,
             transcript,
@@ -323,7 +376,8 @@ class Turns:
             return []
         turn.sent.append(text)
         words, turn.words_sent = turn.words[turn.words_sent :], len(turn.words)
-        return [Delta(turn.item_id, text, tuple(words))]
+        known = words if self.speakers is None else map(self.speakers.known, words)
+        return [Delta(turn.item_id, text, tuple(known))]
 
 
 def _within(word: TimedWord, turn: Turn) -> bool:

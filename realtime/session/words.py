@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from engine import messages
 from realtime.session.events import TimedWord
+from realtime.session.speakers import letter_name, shown_name, speaker_of
 
 SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")
 
@@ -108,8 +109,9 @@ def languages_of(words: Iterable[TimedWord]) -> list[str]:
     return list(dict.fromkeys(word.language for word in words if word.language))
 
 
-def word_fields(word: TimedWord, sample_rate: int) -> dict[str, Any]:
-    """A word as JSON fields, with times in seconds; `confidence` if the model has one."""
+def word_fields(word: TimedWord, sample_rate: int, names: Sequence[str] = ()) -> dict[str, Any]:
+    """A word as JSON fields, with times in seconds; `confidence` if the model has one, `speaker` if it is known.
+    `names` are those of the enrolled speakers."""
     fields: dict[str, Any] = {
         "word": word.text.strip(),
         "start": round(word.start / sample_rate, 3),
@@ -117,6 +119,8 @@ def word_fields(word: TimedWord, sample_rate: int) -> dict[str, Any]:
     }
     if word.confidence is not None:
         fields["confidence"] = round(word.confidence, 4)
+    if word.speaker is not None:
+        fields["speaker"] = letter_name(word.speaker, names)
     return fields
 
 
@@ -148,10 +152,12 @@ class Subtitle:
     end: float
     text: str
     words: tuple[TimedWord, ...]
+    # Number of the speaker, if it is known.
+    speaker: int | None = None
 
 
 def subtitles(words: Iterable[TimedWord], sample_rate: int) -> list[Subtitle]:
-    """Group words into subtitles: one sentence each, or a part of a sentence that is too long."""
+    """Group words into subtitles: one sentence each, or a part of a sentence that is too long or of two speakers."""
     return list(each_subtitle(words, sample_rate))
 
 
@@ -161,7 +167,8 @@ def each_subtitle(words: Iterable[TimedWord], sample_rate: int) -> Iterator[Subt
     length = 0
     for word in words:
         too_long = length + len(word.text) + 1 > MAX_SUBTITLE_CHARACTERS
-        if line and (too_long or (word.end - line[0].start) / sample_rate > MAX_SUBTITLE_SECONDS):
+        too_long = too_long or bool(line and (word.end - line[0].start) / sample_rate > MAX_SUBTITLE_SECONDS)
+        if line and (too_long or word.speaker != line[-1].speaker):
             yield _subtitle(line, sample_rate)
             line, length = [], 0
         line.append(word)
@@ -175,7 +182,7 @@ def each_subtitle(words: Iterable[TimedWord], sample_rate: int) -> Iterator[Subt
 
 def _subtitle(line: list[TimedWord], sample_rate: int) -> Subtitle:
     text = " ".join(word.text.strip() for word in line)
-    return Subtitle(line[0].start / sample_rate, line[-1].end / sample_rate, text, tuple(line))
+    return Subtitle(line[0].start / sample_rate, line[-1].end / sample_rate, text, tuple(line), speaker_of(line))
 
 
 def _clock(seconds: float, separator: str) -> str:
@@ -186,19 +193,33 @@ def _clock(seconds: float, separator: str) -> str:
     return f"{hours:02}:{minutes:02}:{whole:02}{separator}{thousandths:03}"
 
 
-def srt_blocks(lines: Iterable[Subtitle]) -> Iterator[str]:
-    """The blocks of a SubRip file."""
+def srt_blocks(lines: Iterable[Subtitle], names: Sequence[str] = ()) -> Iterator[str]:
+    """The blocks of a SubRip file. `names` are those of the enrolled speakers."""
     for number, line in enumerate(lines, start=1):
         before = "\n" if number > 1 else ""
-        yield f"{before}{number}\n{_clock(line.start, ',')} --> {_clock(line.end, ',')}\n{line.text}\n"
+        who = "" if line.speaker is None else f"{shown_name(line.speaker, names)}: "
+        yield f"{before}{number}\n{_clock(line.start, ',')} --> {_clock(line.end, ',')}\n{who}{line.text}\n"
 
 
-def vtt_blocks(lines: Iterable[Subtitle]) -> Iterator[str]:
-    """The blocks of a WebVTT file."""
+def vtt_blocks(lines: Iterable[Subtitle], names: Sequence[str] = ()) -> Iterator[str]:
+    """The blocks of a WebVTT file; speakers are in voice tags."""
     yield "WEBVTT\n\n"
     for number, line in enumerate(lines):
         before = "\n" if number else ""
-        yield f"{before}{_clock(line.start, '.')} --> {_clock(line.end, '.')}\n{_escaped(line.text)}\n"
+        who = "" if line.speaker is None else f"<v {_escaped(shown_name(line.speaker, names))}>"
+        yield f"{before}{_clock(line.start, '.')} --> {_clock(line.end, '.')}\n{who}{_escaped(line.text)}\n"
+
+
+def spoken_lines(words: Iterable[TimedWord], names: Sequence[str] = ()) -> Iterator[str]:
+    """The text with a line for each turn of a speaker: `Speaker 1: ...`."""
+    line: list[TimedWord] = []
+    for word in (*words, None):
+        if line and (word is None or word.speaker != line[-1].speaker):
+            who = "" if line[0].speaker is None else f"{shown_name(line[0].speaker, names)}: "
+            yield f"{who}{' '.join(said.text.strip() for said in line)}\n"
+            line = []
+        if word is not None:
+            line.append(word)
 
 
 def _escaped(text: str) -> str:

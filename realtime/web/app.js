@@ -13,7 +13,7 @@ import { Search } from "./search.js";
 import { connectSettings } from "./settings.js";
 import { Studio } from "./studio.js";
 import { Tape, levelOf } from "./tape.js";
-import { Transcript } from "./transcript.js";
+import { speakerName, Transcript } from "./transcript.js";
 import { WordTimes } from "./words.js";
 
 const $ = (id) => document.getElementById(id);
@@ -197,6 +197,11 @@ function key(event) {
   }
 }
 
+function rename(speaker) {
+  const name = prompt(`What is the name of ${speakerName(speaker)}?`, speakerName(speaker));
+  if (name) transcript.rename(speaker, name);
+}
+
 // Wiring
 
 studio.addEventListener("change", refresh);
@@ -245,6 +250,7 @@ for (const button of document.querySelectorAll("[data-format]")) {
 }
 $("turns").addEventListener("click", ({ target }) => {
   if (target.matches(".copy")) copy(target.closest("li").turn.text.trim(), target);
+  if (target.matches(".who")) rename(target.speaker);
 });
 words.addEventListener("copy", ({ turn }) => copy(turn.text.trim()));
 $("file").addEventListener("change", () => {

@@ -1,7 +1,7 @@
 // Turns on the page. However long the session, only a window of them is in the document; the rest is a button away.
 
 import { clock, exactClock } from "./format.js";
-import { alignWords } from "./transcript.js";
+import { alignWords, speakerName } from "./transcript.js";
 
 const MOST_SHOWN = 80;
 const STEP = 40;
@@ -9,6 +9,8 @@ const STEP = 40;
 const FOLLOW_PIXELS = 160;
 // A word of which the model is less sure than this is shaded.
 const UNSURE_BELOW = 0.5;
+// Speakers with colours of their own; further ones begin again.
+const COLOURS = 6;
 
 // Tells `shown` when other turns are in the document than before.
 export class Captions extends EventTarget {
@@ -22,6 +24,7 @@ export class Captions extends EventTarget {
     transcript.addEventListener("added", () => this.#added());
     transcript.addEventListener("grown", ({ turn, delta }) => this.#grown(turn, delta));
     transcript.addEventListener("changed", ({ turn }) => this.#changed(turn));
+    transcript.addEventListener("voices", () => this.#refill());
     transcript.addEventListener("removed", ({ turn }) => this.#removed(turn));
     earlier.addEventListener("click", () => this.#move(-STEP));
     later.addEventListener("click", () => this.#move(STEP));
@@ -80,7 +83,13 @@ export class Captions extends EventTarget {
   #changed(turn) {
     const item = this.items.get(turn);
     if (!item) return;
-    fill(item, turn);
+    fill(item, turn, this.transcript.voices);
+    this.#follow();
+  }
+
+  // Speakers have names and colours as soon as there are two.
+  #refill() {
+    for (const [turn, item] of this.items) if (turn.state !== "open") fill(item, turn, this.transcript.voices);
     this.#follow();
   }
 
@@ -131,7 +140,7 @@ export class Captions extends EventTarget {
     copy.ariaLabel = "Copy this caption";
     copy.textContent = "Copy";
     item.append(mark, text, copy);
-    fill(item, turn);
+    fill(item, turn, this.transcript.voices);
     this.items.set(turn, item);
     this.list.append(item);
   }
@@ -168,15 +177,36 @@ export class Captions extends EventTarget {
   }
 }
 
-function fill(item, turn) {
+function fill(item, turn, voices) {
   item.dataset.state = turn.state;
   item.classList.toggle("listening", turn.state === "open" && !turn.text);
   const [mark, text] = item.children;
   mark.textContent = clock(turn.start);
   mark.dateTime = `PT${turn.start.toFixed(2)}S`;
   mark.title = turn.end === null ? `from ${exactClock(turn.start)}` : `${exactClock(turn.start)} to ${exactClock(turn.end)}`;
-  const shown = turn.state === "done" || turn.state === "cut" ? alignWords(turn.text, turn.words).map(piece) : [turn.text];
+  const shown = turn.state === "done" || turn.state === "cut" ? pieces(turn, [...voices]) : [turn.text];
   text.replaceChildren(...shown);
+}
+
+function pieces(turn, voices) {
+  let last = null;
+  return alignWords(turn.text, turn.words).flatMap((part) => {
+    const speaker = part.word?.speaker;
+    if (voices.length < 2 || !speaker || speaker === last) return [piece(part)];
+    last = speaker;
+    return [who(speaker, voices.indexOf(speaker)), piece(part)];
+  });
+}
+
+function who(speaker, number) {
+  const button = document.createElement("button");
+  button.type = "button";
+  button.className = "who";
+  button.dataset.colour = number % COLOURS;
+  button.speaker = speaker;
+  button.title = "Give this speaker another name";
+  button.textContent = speakerName(speaker);
+  return button;
 }
 
 function piece({ text, word }) {

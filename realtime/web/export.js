@@ -1,4 +1,7 @@
-// Finished turns as files. Captions are cut as the server cuts them for uploaded files.
+// Finished turns as files. Captions are cut as the server cuts them for uploaded files. Speakers are named if there are
+// two or more.
+
+import { speakerName } from "./transcript.js";
 
 const MAX_CAPTION_CHARACTERS = 84;
 const MAX_CAPTION_SECONDS = 6;
@@ -12,19 +15,27 @@ export const FORMATS = {
 };
 
 export function toText(transcript) {
-  return transcript.finished.map((turn) => `${turn.text.trim()}\n`).join("");
+  if (!several(transcript)) return transcript.finished.map((turn) => `${turn.text.trim()}\n`).join("");
+  const lines = [];
+  for (const { speaker, text } of captions(transcript)) {
+    if (lines.length && lines.at(-1).speaker === speaker) lines.at(-1).text += ` ${text}`;
+    else lines.push({ speaker, text });
+  }
+  return lines.map(({ speaker, text }) => `${said(speaker)}${text}\n`).join("");
 }
 
 export function toSrt(transcript) {
   const blocks = captions(transcript).map(
-    ({ start, end, text }, index) => `${index + 1}\n${stamp(start, ",")} --> ${stamp(end, ",")}\n${text}\n`,
+    ({ start, end, text, speaker }, index) =>
+      `${index + 1}\n${stamp(start, ",")} --> ${stamp(end, ",")}\n${several(transcript) ? said(speaker) : ""}${text}\n`,
   );
   return blocks.join("\n");
 }
 
 export function toVtt(transcript) {
   const blocks = captions(transcript).map(
-    ({ start, end, text }) => `${stamp(start, ".")} --> ${stamp(end, ".")}\n${escapeCue(text)}\n`,
+    ({ start, end, text, speaker }) =>
+      `${stamp(start, ".")} --> ${stamp(end, ".")}\n${several(transcript) ? voice(speaker) : ""}${escapeCue(text)}\n`,
   );
   return `WEBVTT\n\n${blocks.join("\n")}`;
 }
@@ -41,6 +52,18 @@ export function toJson(transcript) {
   return `${JSON.stringify({ turns, notes: notes.map(({ start, text }) => ({ at: round(start), text })) }, null, 2)}\n`;
 }
 
+function several(transcript) {
+  return transcript.voices.size > 1;
+}
+
+function said(speaker) {
+  return speaker ? `${speakerName(speaker)}: ` : "";
+}
+
+function voice(speaker) {
+  return speaker ? `<v ${escapeCue(speakerName(speaker))}>` : "";
+}
+
 function captions(transcript) {
   return transcript.finished.flatMap((turn) =>
     turn.words.length ? cutTurn(turn.words) : [{ start: turn.start, end: turn.end, text: turn.text.trim() }],
@@ -53,14 +76,16 @@ function cutTurn(words) {
   let length = 0;
   const finish = () => {
     if (line.length) {
-      lines.push({ start: line[0].start, end: line.at(-1).end, text: line.map(({ word }) => word).join(" ") });
+      const text = line.map(({ word }) => word).join(" ");
+      lines.push({ start: line[0].start, end: line.at(-1).end, text, speaker: line[0].speaker });
     }
     line = [];
     length = 0;
   };
   for (const word of words) {
     const tooLong = length + word.word.length + 1 > MAX_CAPTION_CHARACTERS;
-    if (line.length && (tooLong || word.end - line[0].start > MAX_CAPTION_SECONDS)) finish();
+    const another = line.length && word.speaker !== line[0].speaker;
+    if (line.length && (tooLong || another || word.end - line[0].start > MAX_CAPTION_SECONDS)) finish();
     line.push(word);
     length += word.word.length + 1;
     if (SENTENCE_END.test(word.word)) finish();

@@ -23,7 +23,7 @@ export class Keeper extends EventTarget {
     this.written = this.writing = 0;
     this.#begin();
     transcript.addEventListener("reset", () => this.#begin());
-    for (const kind of ["added", "grown", "changed"]) {
+    for (const kind of ["added", "grown", "changed", "renamed"]) {
       transcript.addEventListener(kind, ({ turn }) => this.#touch(turn));
     }
     transcript.addEventListener("removed", ({ turn }) => {

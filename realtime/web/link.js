@@ -9,6 +9,7 @@ import { lostBecause, whyNotReady, whyRefused } from "./reasons.js";
 import { secondsToWait } from "./retry.js";
 
 const INCLUDE = ["item.input_audio_transcription.words", "input_audio_buffer.acks", "session.resume"];
+const SPEAKERS = "item.input_audio_transcription.speakers";
 const BACKLOG_SECONDS = 120;
 const TICK_MS = 250;
 // No more than this waits inside the browser's socket; the rest stays in the backlog, where it is counted.
@@ -33,10 +34,10 @@ const TRY_LATER = 1013;
 
 export class Link extends EventTarget {
   // `offset` is where this recording begins on the transcript's clock, in seconds; `wishes()` are for the model,
-  // `turnDetection()` is for the server.
-  constructor({ key, rate, live, offset, transcript, wishes, turnDetection }) {
+  // `turnDetection()` is for the server, and `speakers()` says whether to ask who speaks.
+  constructor({ key, rate, live, offset, transcript, wishes, turnDetection, speakers }) {
     super();
-    Object.assign(this, { key, rate, live, offset, transcript, wishes, turnDetection });
+    Object.assign(this, { key, rate, live, offset, transcript, wishes, turnDetection, speakers });
     this.backlog = new Backlog(BACKLOG_SECONDS * rate);
     this.state = "idle";
     this.base = this.cursor = this.acked = this.sequence = this.tries = this.sessions = 0;
@@ -292,7 +293,8 @@ export class Link extends EventTarget {
     const turns = this.turnDetection();
     const input = { format, transcription: await this.wishes(), ...(turns && { turn_detection: turns }) };
     if (socket !== this.socket) return;
-    this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include: INCLUDE } });
+    const include = this.speakers() ? [...INCLUDE, SPEAKERS] : INCLUDE;
+    this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include } });
   }
 
   // Go back to the oldest sound that has not become a finished turn, as far as it is still there.

@@ -56,9 +56,9 @@ export class Microphone {
     await this.context.resume();
   }
 
-  // A context that the machine has put to sleep is asked to go on.
+  // A context that the machine has put to sleep is asked to go on. One that is closed is not: the last text may come later.
   wake() {
-    this.context.resume();
+    if (this.context.state !== "closed") this.context.resume();
   }
 
   // The device stays open and silent. A second of silence lets the server end the turn under way.

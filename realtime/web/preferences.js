@@ -4,6 +4,7 @@ const KEY = "tickertape.key";
 const CHOICES = "tickertape.choices";
 const DEFAULTS = {
   theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", eagerness: "", language: "", keywords: "",
+  speakers: true,
 };
 
 export class Preferences {
@@ -11,7 +12,7 @@ export class Preferences {
     this.key = read(() => sessionStorage.getItem(KEY)) ?? "";
     const stored = read(() => JSON.parse(localStorage.getItem(CHOICES)));
     this.choices = { ...DEFAULTS, ...stored };
-    // What the server's model can be told: some of language, keywords, prompt.
+    // What the server's model can be told: some of language, keywords, prompt, speakers.
     this.options = [];
     // Codes of the languages that it has.
     this.languages = [];
@@ -49,6 +50,11 @@ export class Preferences {
   get wishes() {
     const { language, keywords } = this.#taken;
     return { ...(language && { language }), ...keywords };
+  }
+
+  // Whether to ask who speaks.
+  get speakers() {
+    return this.choices.speakers && this.options.includes("speakers");
   }
 
   // How the server ends turns of a live session; undefined: by its default, the length of the pause.

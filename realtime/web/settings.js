@@ -14,6 +14,7 @@ export function connectSettings(preferences, onTheme) {
   $("eagerness").value = choices.eagerness;
   $("language").value = choices.language;
   $("keywords").value = choices.keywords;
+  $("speakers").checked = choices.speakers;
 
   $("key").addEventListener("input", () => preferences.setKey($("key").value));
   $("key").addEventListener("change", () => showWishes(preferences));
@@ -23,6 +24,7 @@ export function connectSettings(preferences, onTheme) {
   $("eagerness").addEventListener("change", () => preferences.set("eagerness", $("eagerness").value));
   $("device").addEventListener("change", () => preferences.set("device", $("device").value));
   $("language").addEventListener("input", () => preferences.set("language", $("language").value));
+  $("speakers").addEventListener("change", () => preferences.set("speakers", $("speakers").checked));
   $("keywords").addEventListener("input", () => preferences.set("keywords", $("keywords").value));
   $("open-settings").addEventListener("click", () => {
     $("settings").showModal();
@@ -78,4 +80,5 @@ async function showWishes(preferences) {
   $("language").readOnly = Boolean(only);
   $("language").value = only ? new Intl.DisplayNames(["en"], { type: "language" }).of(only) : preferences.choices.language;
   $("keywords-box").hidden = !takes("keywords") && !takes("prompt");
+  $("speakers-box").hidden = !takes("speakers");
 }

@@ -183,7 +183,11 @@ export class Studio extends EventTarget {
     this.dispatchEvent(new Event("opened"));
     const { offset, transcript, preferences } = this;
     const facts = { key: preferences.key, rate: source.rate, live: source.live };
-    const asked = { wishes: () => this.#wishes(), turnDetection: () => preferences.turnDetection };
+    const asked = {
+      wishes: () => this.#wishes(),
+      turnDetection: () => preferences.turnDetection,
+      speakers: () => preferences.speakers,
+    };
     this.#connect(mine, new Link({ ...facts, offset, transcript, ...asked }));
     // What is said while the server is reached is kept, and sent then.
     if (source.live) source.start();

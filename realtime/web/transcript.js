@@ -3,6 +3,7 @@
 // A turn is open while its text may still grow, done once the server has completed it, and cut if the server never did.
 // A note stands between turns where something is missing.
 
+const MAX_NAME = 64;
 const TRANSCRIPTION = "conversation.item.input_audio_transcription.";
 
 export class Transcript extends EventTarget {
@@ -22,6 +23,9 @@ export class Transcript extends EventTarget {
     // Where the newest finished turn ended.
     this.settledUntil = Math.max(0, ...this.entries.slice(-1).map((turn) => turn.end));
     this.byId = new Map();
+    // Names that somebody gave to the server's speakers, and all speakers of finished turns, in order of appearance.
+    this.renamed = new Map();
+    this.voices = new Set(this.entries.flatMap((turn) => turn.words.map(({ speaker }) => speaker).filter(Boolean)));
     // Entries are numbered for good, so that one can be told from another when some have gone.
     this.numbers = (entries.at(-1)?.number ?? -1) + 1;
     this.#tell("reset");
@@ -76,6 +80,21 @@ export class Transcript extends EventTarget {
     }
   }
 
+  // Gives a speaker another name, in all turns so far and from now on. Two speakers with one name are one.
+  rename(speaker, wanted) {
+    const name = wanted.replaceAll(/\s+/gu, " ").trim().slice(0, MAX_NAME);
+    if (!name || name === speaker) return;
+    for (const [letters, given] of this.renamed) if (given === speaker) this.renamed.set(letters, name);
+    if (!this.renamed.has(speaker)) this.renamed.set(speaker, name);
+    this.voices = new Set([...this.voices].map((voice) => (voice === speaker ? name : voice)));
+    for (const turn of this.entries) {
+      const said = turn.words.filter((word) => word.speaker === speaker);
+      for (const word of said) word.speaker = name;
+      if (said.length) this.#tell("renamed", turn);
+    }
+    this.#tell("voices");
+  }
+
   note(text, at) {
     this.entries.push({ number: this.numbers++, state: "note", text, start: at, end: at, words: [] });
     this.#tell("added", this.entries.at(-1));
@@ -116,7 +135,14 @@ export class Transcript extends EventTarget {
       return;
     }
     const start = base + event.audio_start_ms / 1000;
-    this.#change(turn, { state: "done", text: event.transcript, words: timed(event.words, base), start, end });
+    const words = timed(event.words, base);
+    const known = this.voices.size;
+    for (const word of words.filter(({ speaker }) => speaker)) {
+      word.speaker = this.renamed.get(word.speaker) ?? word.speaker;
+      this.voices.add(word.speaker);
+    }
+    this.#change(turn, { state: "done", text: event.transcript, words, start, end });
+    if (this.voices.size !== known) this.#tell("voices");
   }
 
   #fail(turn, event) {
@@ -146,6 +172,11 @@ export class Transcript extends EventTarget {
 // `confidence`, from 0 to 1, is there where the server's model tells it.
 function timed(words, base) {
   return (words ?? []).map((word) => ({ ...word, word: word.word.trim(), start: base + word.start, end: base + word.end }));
+}
+
+// How a speaker is called: by the name that was given, or by the server's letter.
+export function speakerName(speaker) {
+  return /^[A-Z]{1,2}$/u.test(speaker) ? `Speaker ${speaker}` : speaker;
 }
 
 // The text of a turn in pieces: words with their times, and what stands between them. No character is lost.

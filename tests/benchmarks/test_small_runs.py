@@ -36,6 +36,7 @@ RUNS = {
     "accuracy": ["wer", "emission delay p50", "File is", "Live is"],
     "keywords": ["rare found", "other errors", "made up"],
     "languages": ["told right by length", "wer told"],
+    "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
     "uploads": ["delay p50", "beside live", "same words"],
     "turns": ["wrong cuts", "end after word s p95", "cpu ms per pause", "fused"],
     "survival engine": ["words changed by kills", "recovery s p50"],
@@ -44,7 +45,11 @@ RUNS = {
     "survival server": ["kind worker", "reconnected s p50", "words that differ 0"],
     "survival fleet": ["kind gateway", "kind stop-gateway-3", "went on s p50", "words that differ 0"],
 }
-NEED_WEIGHTS = ("accuracy", "keywords", "languages", "turns", "uploads")
+NEED_WEIGHTS = {
+    **dict.fromkeys(("accuracy", "keywords", "languages", "uploads"), (SAMPLE, "moonshine-tiny")),
+    "speakers": ("speakers",),
+    "turns": (SAMPLE, "moonshine-tiny", TURN_DETECTOR),
+}
 CASES = [pytest.param(run, marks=[pytest.mark.ray] if run.endswith("fleet") else []) for run in RUNS]
 
 
@@ -65,8 +70,7 @@ def nothing_is_left_changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("run", CASES)
 def test_a_small_run_ends_and_prints_its_figures(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, *arguments = run.split()
-    needed = [SAMPLE, "moonshine-tiny"] if name in NEED_WEIGHTS else []
-    for weights in [*needed, *([TURN_DETECTOR] if name == "turns" else [])]:
+    for weights in NEED_WEIGHTS.get(name, ()):
         if not (cache_folder() / weights).exists():
             pytest.skip(f"not in the cache; run `tickertape pull {weights}`")
     report = tmp_path / "report.json"

@@ -180,13 +180,13 @@ def _deepgram_client(base_url: str, **options: Any) -> Any:
     )
 
 
-async def deepgram_file(base_url: str, file: bytes) -> Any:
+async def deepgram_file(base_url: str, file: bytes, **options: Any) -> Any:
     """A file, and the answer as the package reads it."""
     import httpx
 
     async with httpx.AsyncClient() as http:
         return await _deepgram_client(base_url, httpx_client=http).listen.v1.media.transcribe_file(
-            request=file, model="nova-3", smart_format=True, utterances=True
+            request=file, model="nova-3", smart_format=True, utterances=True, **options
         )
 
 

@@ -133,7 +133,7 @@ async def test_marks_and_capitals_come_to_those_who_ask(serve: Serve, option: st
     heard = {}
     for value in ("true", "false"):
         engine = FakeEngine(words=["Hello,", "World—it's", "3.5!"])
-        query = f"encoding=linear16&sample_rate=16000&{option}={value}&numerals=true&diarize=true"
+        query = f"encoding=linear16&sample_rate=16000&{option}={value}&numerals=true&diarize=false"
         async with serve(engine) as running, raw_client(listen(running, query)) as client:
             await client.socket.send(tone(1.3, 16_000))
             await client.send("CloseStream")

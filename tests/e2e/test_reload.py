@@ -108,6 +108,21 @@ async def test_a_wrong_configuration_is_refused_in_one_line_and_the_old_one_stay
         assert await server.stop() == 0
 
 
+async def test_a_configuration_from_a_pipe_is_not_read_again(tmp_path: Path, engine: str) -> None:
+    """A pipe that was read is empty: taken for a configuration, it would remove the keys and open the server."""
+    file = tmp_path / "tickertape.toml"
+    write(file, OLD)
+    shell = ("bash", "-c", 'exec "$@" --config <(cat "$0")', str(file))
+    async with serving(tmp_path, "--engine", engine, "--port", "0", wrapper=shell) as server:
+        assert await status_of(server.ws, OLD) == 101 and await status_of(server.ws, NEW) == 401
+        server.process.send_signal(signal.SIGHUP)
+        await server.until_it_says("the configuration was")
+        assert await status_of(server.ws, NEW) == 401, server.said
+        assert "was not reloaded, and the old one stays in force: " in server.said
+        assert "is not a regular file" in server.said
+        assert await server.stop() == 0
+
+
 async def test_what_needs_a_restart_is_named_and_not_taken_over(tmp_path: Path, engine: str) -> None:
     file = tmp_path / "tickertape.toml"
     write(file, OLD)

@@ -74,6 +74,6 @@ def test_real_words_are_those_of_a_cpu(model: str) -> None:
         pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
     sound = read_wav(next((cache_folder() / REAL_SPEECH).glob("*.wav")))
     clips = [sound[start : start + 16_000 * 20] for start in range(0, len(sound), 16_000 * 4)]
-    texts = [live_texts(build(model, device, 8, 8, full_padding=True), clips, 8) for device in ("cpu", "cuda")]
+    texts = [live_texts(build(model, device, 8, 8, ample=True), clips, 8) for device in ("cpu", "cuda")]
     differ, words = differing(*texts)
     assert words > 100 and differ <= max(1, 0.003 * words)

@@ -23,7 +23,7 @@ def test_batches_say_what_windows_say_alone(model: str, monkeypatch: pytest.Monk
     torch.set_num_threads(1)
     sound = read_wav(next((cache_folder() / REAL_SPEECH).glob("*.wav")))
     clips = [sound[start : start + 16_000 * 5] for start in (0, 16_000 * 12)]
-    texts = [live_texts(build(model, device, 2, 1, full_padding=False), clips, 2) for device in ("cpu", "batches")]
+    texts = [live_texts(build(model, device, 2, 1, ample=False), clips, 2) for device in ("cpu", "batches")]
     torch.set_num_threads(threads)
     differ, words = differing(*texts)
     assert words > 15 and differ <= 0.003 * words

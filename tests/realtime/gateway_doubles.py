@@ -31,6 +31,8 @@ CHANCE = -0.25
 WORD_SAMPLES = 6_400
 DELAY_SAMPLES = 4_800
 LOUD = 0.01
+# A speaker is decided when this much audio has followed.
+LABEL_SAMPLES = 16_000
 # What models of the real families take; their own tests compare.
 ENGLISH = Options(languages=("en",))
 MULTILINGUAL = Options(languages=tuple(NAMES)[:99], detects_language=True, translates=True, prompt=True)
@@ -73,6 +75,10 @@ class FakeStream:
         self._window = 0 if live else round(engine.file_window_s * RATE)
         self._windows = 0
         self._unfinished: messages.Word | None = None
+        # With speaker labels: the spans that are not decided yet. Two words of one speaker follow two of the other.
+        self.labels = False
+        self._undecided: list[messages.LabelSpan] = []
+        self._voices: dict[int, int] = {}
 
     async def feed(self, samples: NDArray[np.float32]) -> None:
         self._check()
@@ -111,6 +117,7 @@ class FakeStream:
         self._check()
         self.finished = True
         self._say(self.samples)
+        self._label(len(self._undecided))
         self._put(messages.Closed(self.id, self.samples))
         self._engine.forget(self)
 
@@ -183,9 +190,23 @@ class FakeStream:
                     text = self._engine.word(self._words)
                     chances = [(f" {text}".encode(), self._engine.chances.get(text, CHANCE))]
                     self._pending.append(messages.Word(text, max(0, end - WORD_SAMPLES), end, chances))
+                    speaker = 0 if self._engine.one_voice else (self._words - 1) // 2 % 2
+                    self._undecided.append((max(0, end - WORD_SAMPLES), end, speaker, 0.9))
             self._frames += 1
         probabilities = [0.99 if is_loud else 0.01 for is_loud in loud]
         self._put(judge(self.track, messages.Speech(self.id, start, FRAME, probabilities)))
+        self._label(sum(self._frames * FRAME >= end + LABEL_SAMPLES for _, end, _, _ in self._undecided))
+
+    def _label(self, count: int) -> None:
+        """Decide the next spans, and guess the others."""
+        decided, self._undecided = self._undecided[:count], self._undecided[count:]
+        if self.labels and (decided or self._undecided):
+            for start, end, speaker, _ in decided:
+                self._voices[speaker] = self._voices.get(speaker, 0) + end - start
+            total = np.arange(192, dtype="<i4").tobytes()
+            voices = [{"samples": samples, "total": total} for samples in self._voices.values()]
+            state = {"labels": {"voices": voices}} if decided else None
+            self._put(messages.Labels(self.id, decided, list(self._undecided), state))
 
     def _say(self, until: int) -> None:
         if self._window:
@@ -226,7 +247,11 @@ class FakeEngine:
         self.slots = slots
         self.streams: list[FakeStream] = []
         self.opened: list[dict[str, object]] = []
+        # What each opened stream was given to go on with speaker labels.
+        self.labels_resumed: list[tuple[messages.Saved, int] | None] = []
         self.active: set[str] = set()
+        # All words are of one speaker.
+        self.one_voice = False
         self.words = words
         # Log-probabilities of some words.
         self.chances: dict[str, float] = {}
@@ -281,6 +306,7 @@ class FakeEngine:
         turns: messages.TurnRule | None = None,
         track: messages.TrackState | None = None,
         heard_until: int = 0,
+        labels: tuple[messages.Saved, int] | None = None,
     ) -> FakeStream:
         await asyncio.sleep(0)
         if self.refuse_open is not None:
@@ -295,7 +321,9 @@ class FakeEngine:
         opened.track = SpeechTrack(turns)
         if track is not None:
             opened.track.continue_from(track)
+        opened.labels = "speakers" in (options or {})
         self.opened.append({"stream": stream, "live": live, "delay": delay_positions, "options": options})
+        self.labels_resumed.append(labels)
         self.streams.append(opened)
         self.active.add(stream)
         return opened

@@ -205,3 +205,45 @@ async def test_text_of_a_file_without_marks_spaces_or_times_is_cut_all_the_same(
     assert " ".join(turn["text"] for turn in timeless) == " ".join(["Nobody knows when this was said."] * 40)
     assert all(turn["text"].endswith(".") for turn in timeless)
     assert [turn["text"] for turn in strange] == ["twenty five boats lay out."]
+
+
+SAID = [
+    {"word": "Good", "start": 0.0, "end": 0.4, "speaker": "A"},
+    {"word": "day.", "start": 0.5, "end": 0.9, "speaker": "A"},
+    {"word": "Hello", "start": 1.0, "end": 1.4, "speaker": "B"},
+]
+HOSTILE = "</v><img src=x onerror=alert(1)>\n-->"
+
+
+async def test_files_name_speakers_if_there_are_two(run: Run) -> None:
+    one, *two = await run(
+        f"""const t = new all.Transcript(), words = {json.dumps(SAID)};
+        t.apply(completed("a", 0, 900, "Good day.", words.slice(0, 2)), 0);
+        const one = all.toText(t) + all.toSrt(t) + all.toVtt(t);
+        t.apply(completed("b", 1000, 1400, "Hello", words.slice(2)), 0);
+        return [one, all.toText(t), all.toSrt(t), all.toVtt(t)];""",
+    )
+    assert "Speaker" not in one
+    assert two[0] == "Speaker A: Good day.\nSpeaker B: Hello\n"
+    assert "Speaker B: Hello\n" in two[1]
+    assert "<v Speaker B>Hello\n" in two[2]
+
+
+async def test_a_name_holds_for_turns_before_and_after_and_is_only_a_text(run: Run) -> None:
+    text, vtt, kept, shown = await run(
+        f"""const t = new all.Transcript(), words = {json.dumps(SAID)};
+        const touched = [];
+        t.addEventListener("renamed", ({{ turn }}) => touched.push(turn.number));
+        t.apply(completed("a", 0, 1400, "Good day. Hello", words), 0);
+        t.rename("B", {json.dumps(HOSTILE + "x" * 100)});
+        t.apply(completed("b", 2000, 2400, "Hello", [{{ word: "Hello", start: 2, end: 2.4, speaker: "B" }}]), 0);
+        const list = document.createElement("ol"), button = () => document.createElement("button");
+        new all.Captions(t, {{ list, earlier: button(), later: button(), live: button() }}).toLive();
+        const names = [...list.querySelectorAll(".who")].map((who) => [who.textContent, who.dataset.colour]);
+        return [all.toText(t), all.toVtt(t), touched, [names, list.querySelectorAll("img").length]];""",
+    )
+    name = (HOSTILE.replace("\n", " ") + "x" * 100)[:64]
+    assert text == f"Speaker A: Good day.\n{name}: Hello Hello\n"
+    assert vtt.count("-->") == 3 and "<img" not in vtt and vtt.count("<v ") == 3
+    assert kept == [0]
+    assert shown == [[["Speaker A", "0"], [name, "1"], [name, "1"]], 0]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
+from pathlib import Path
 
-from tests.realtime.gateway_doubles import FakeEngine
+from tests.realtime.gateway_doubles import ENGLISH, FakeEngine
 from tests.web.conftest import PageServer, page_server, server_process
-from tests.web.devtools import CTRL, Page
+from tests.web.devtools import CTRL, Page, open_page
 from tests.web.page_server import WORDS
 from tests.web.shown import (
     ALL_HEARD,
@@ -218,3 +220,26 @@ async def test_chosen_microphone_is_used_and_remembered(page: Page, server: Page
     await stop(page)
     await page.open(server.url)
     await page.until(f"document.querySelector('#device').value === {chosen!r}")
+
+
+async def test_two_speakers_have_names_and_colours_and_one_is_calm(browser: str, tmp_path: Path) -> None:
+    who = "[...document.querySelectorAll('#turns .who')]"
+    for one_voice in (True, False):
+        engine = FakeEngine(words=WORDS)
+        engine.takes(replace(ENGLISH, speakers=True))
+        engine.one_voice = one_voice
+        async with page_server(engine) as server, open_page(browser, tmp_path) as page:
+            await listen(page, server.url)
+            await page.until(f"{DONE}.length >= 2")
+            if one_voice:
+                assert await page.evaluate(f"{who}.length") == 0
+            else:
+                await page.until(f"{who}.length >= 2")
+                names = set(await page.evaluate(f"{who}.map((one) => one.textContent)"))
+                assert names == {"Speaker A", "Speaker B"}
+                await page.evaluate("window.prompt = () => '<b>Ann</b>'")
+                await page.evaluate(f"{who}.find((one) => one.textContent === 'Speaker A').click()")
+                await page.until(f"{who}.some((one) => one.textContent === '<b>Ann</b>')")
+                assert not await page.evaluate("document.querySelectorAll('#turns b').length")
+            await stop(page)
+            assert not page.errors

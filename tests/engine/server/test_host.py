@@ -394,3 +394,27 @@ def test_an_engine_that_is_not_emptied_in_time_ends_all_the_same() -> None:
     assert not host.host._is_drained(60.0)
     host.now += 60.0
     assert host.host._is_drained(60.0)
+
+
+class FloodedLine(Line):
+    """A socket at which a stranger sends faster than the engine reads: there is always another message."""
+
+    def __init__(self, host: Host) -> None:
+        super().__init__()
+        self.host, self.reads = host, 0
+
+    def receive(self) -> tuple[bytes, list[Any]]:
+        self.host.now += 0.005
+        self.reads += 1
+        assert self.reads < 10_000, "the engine reads messages and does nothing else"
+        return super().receive() or (b"stranger", [b"\xc1"])
+
+
+def test_a_peer_that_sends_without_a_pause_does_not_keep_the_engine_from_its_streams(calm: str) -> None:
+    host = Host()
+    host.line = host.host._socket = FloodedLine(host)  # type: ignore[assignment]
+    host.greet(b"g")
+    host.send(b"g", command(messages.Open("good")))
+    say_all(host, b"g", "good", range(20))
+    host.send(b"g", command(messages.Finish("good")))
+    assert host.text(b"g", "good") == calm

@@ -30,4 +30,4 @@ COMP_WORDS=(tickertape transcribe --s); COMP_CWORD=2; _tickertape; echo "${COMPR
 COMP_WORDS=(tickertape completion z); COMP_CWORD=2; _tickertape; echo "${COMPREPLY[@]}"
 """
     done = subprocess.run(["bash", "-c", script + ask], capture_output=True, text=True, timeout=30)
-    assert done.stdout.splitlines() == ["transcribe", "--srt --server", "zsh"], done.stderr
+    assert done.stdout.splitlines() == ["transcribe", "--srt --speakers --server", "zsh"], done.stderr

@@ -34,7 +34,7 @@ FILE = part("file", b"the file's bytes\r\n--", '; filename="a.wav"')
 
 
 def parsed(body: bytes, cuts: list[int] | None = None) -> tuple[FormParser, bytes]:
-    parser = FormParser(TYPE, lambda size: None)
+    parser = FormParser(TYPE, lambda size, reference: None)
     places = [0, *sorted(cut for cut in cuts or [] if cut < len(body)), len(body)]
     file = b"".join(parser.feed(body[start:end]) for start, end in zip(places, places[1:], strict=False))
     parser.finish()
@@ -78,7 +78,7 @@ def test_a_form_that_is_none_is_refused_with_the_reason(body: bytes, reason: str
 )  # fmt: skip
 def test_a_type_that_cannot_be_read_is_refused(content_type: str) -> None:
     with pytest.raises(Refusal) as refused:
-        FormParser(content_type, lambda size: None)
+        FormParser(content_type, lambda size, reference: None)
     assert refused.value.code == "invalid_form"
 
 
@@ -95,7 +95,7 @@ def test_what_a_form_holds_is_what_it_counts(letters: str) -> None:
     """A single letter beyond U+FFFF makes a text four times as large; texts that are not used stay bytes."""
     counted = 0
 
-    def hold(size: int) -> None:
+    def hold(size: int, reference: bool) -> None:
         nonlocal counted
         counted += size
         if counted > MAX_FORM_BYTES:

@@ -1,0 +1,401 @@
+"""Who speaks: words with a wrong speaker, invented speakers, delay and processor time of speaker labels.
+
+    python -m benchmarks.speakers MANIFEST [--conversations N] [--alone N] [--seconds S] [--half 0|1] [--words product]
+                                  [--meeting RECORDING RTTM] [--json FILE]
+
+Conversations of two to four people are mixed from the manifest's recordings (`speaker` names the person of each line,
+benchmarks/conversations.py), and sessions of one person alone. They are labelled as a stream is: the detector's frames,
+pieces, embeddings, and decisions, each at its sample.
+
+By default words are stretches of 0.3 s of each person's speech, where the person is the loudest. --words product takes
+the words and times that the default model finds live in the same audio. --half takes one half of the people, by a hash
+of their names: settings are chosen on one half and reported on the other. --meeting adds a recording with a reference
+of who speaks when; words in overlaps are not counted there, because the reference does not say who is louder.
+Exit status: 0 done, 2 the manifest, the recording or the weights cannot be used.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import sys
+import tempfile
+import time
+import wave
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from benchmarks.conversations import COLUMNS_PER_SECOND, Conversation, mixed, stretches
+from benchmarks.measuring import parser_of, percentiles, show, write_json
+from benchmarks.playing import Run
+from benchmarks.recordings import BadManifest, Clip, Session, load_audio
+from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice
+from engine.errors import EngineError
+from engine.models.campplus import load_campplus, traced
+from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, load_silero
+from engine.options import DEFAULT_MODEL, EngineConfig
+from engine.runner.device import compute_on_one_thread
+from engine.server.main import build_loop, warm_up
+from engine.server.speakers import CutSettings, Label, PieceCutter, SpeakerLabels, rounded
+from engine.server.speech_track import voiced_frames
+from engine.weights.store import WeightsError, pull
+
+# A person with less speech than this is left out of conversations.
+LEAST_SECONDS = 8.0
+COLLAR_COLUMNS = COLUMNS_PER_SECOND // 4
+
+Figures = dict[str, Any]
+Voices = dict[str, list[Samples]]
+
+
+@dataclass(frozen=True, slots=True)
+class Labelled:
+    """The labels of a conversation, the sample at which each was decided, and the processor seconds it took."""
+
+    labels: list[Label]
+    decided: list[int]
+    speech: NDArray[np.bool_]
+    embedding_seconds: float
+    cpu_seconds: float
+
+    def label_at(self, second: float) -> int | None:
+        """The index of the label there, or of the nearest one."""
+        sample = second * SAMPLE_RATE
+        after = bisect_right([label.start for label in self.labels], sample)
+        near = [index for index in (after - 2, after - 1, after) if 0 <= index < len(self.labels)]
+        return min(near, key=lambda index: self._distance(index, sample), default=None)
+
+    def _distance(self, index: int, sample: float) -> float:
+        label = self.labels[index]
+        return max(label.start - sample, sample - label.end, 0.0)
+
+
+class Labeller:
+    """A stream with speaker labels, without an engine around it."""
+
+    def __init__(self, weights: Path) -> None:
+        self._detector = load_silero()
+        self._model = traced(load_campplus(weights), CutSettings().piece_frames * FRAME_SAMPLES)
+
+    @torch.inference_mode()
+    def label(self, samples: Samples) -> Labelled:
+        samples = samples[: len(samples) // FRAME_SAMPLES * FRAME_SAMPLES]
+        frames = samples.reshape(-1, FRAME_SAMPLES)
+        probabilities = self._probabilities(samples)
+        began = time.process_time()
+        embedding_seconds = 0.0
+        cutter, labels = PieceCutter(), SpeakerLabels()
+        found: list[Label] = []
+        decided: list[int] = []
+        for number, has_voice in enumerate(voiced_frames(probabilities)):
+            for piece, audio in cutter.feed(frames[number : number + 1], [has_voice]):
+                before = time.process_time()
+                embedding = self._model(torch.from_numpy(audio)[None])[0].numpy()
+                embedding_seconds += time.process_time() - before
+                found += labels.push(piece, rounded(embedding))
+            found += labels.advance(cutter.sample)
+            decided += [cutter.sample] * (len(found) - len(decided))
+        for piece, audio in cutter.end():
+            found += labels.push(piece, rounded(self._model(torch.from_numpy(audio)[None])[0].numpy()))
+        found += labels.end()
+        decided += [cutter.sample] * (len(found) - len(decided))
+        spent = time.process_time() - began
+        return Labelled(found, decided, np.array(probabilities) >= 0.5, embedding_seconds, spent)
+
+    def _probabilities(self, samples: Samples) -> list[float]:
+        count = len(samples) // FRAME_SAMPLES
+        padded = torch.from_numpy(np.concatenate([np.zeros(CONTEXT_SAMPLES, np.float32), samples]))
+        if not count:
+            return []
+        gates = self._detector.encode(padded.unfold(0, CONTEXT_SAMPLES + FRAME_SAMPLES, FRAME_SAMPLES))
+        hidden = cell = torch.zeros(1, STATE_SIZE)
+        found = []
+        for number in range(count):
+            hidden, cell = self._detector.step(gates[number : number + 1], hidden, cell)
+            found.append(self._detector.probability(hidden))
+        probabilities: list[float] = torch.cat(found).tolist()
+        return probabilities
+
+
+# Scores
+
+
+def best_mapping(pairs: Mapping[tuple[str, int | None], int]) -> dict[str, int]:
+    """Person -> number, so that as many words as possible are right; each number belongs to one person."""
+    people = sorted({person for person, _ in pairs})
+    numbers = sorted({number for _, number in pairs if number is not None})
+
+    @cache
+    def best(index: int, taken: frozenset[int]) -> tuple[int, tuple[tuple[str, int], ...]]:
+        if index == len(people):
+            return 0, ()
+        found = best(index + 1, taken)
+        for number in numbers:
+            count = pairs.get((people[index], number), 0)
+            if count and number not in taken:
+                rest, mapping = best(index + 1, taken | {number})
+                if count + rest > found[0]:
+                    found = count + rest, ((people[index], number), *mapping)
+        return found
+
+    return dict(best(0, frozenset())[1])
+
+
+def words_told(
+    conversation: Conversation, words: Sequence[tuple[float, float]], labelled: Labelled
+) -> list[tuple[str, int | None, float]]:
+    """For each word of a person: the person, the number in its label, and the seconds from its end to the label."""
+    found: list[tuple[str, int | None, float]] = []
+    for start, end in words:
+        person = conversation.speaker_at((start + end) / 2)
+        frame = round((start + end) / 2 * SAMPLE_RATE) // FRAME_SAMPLES
+        if person is None or not labelled.speech[max(0, frame - 2) : frame + 3].any():
+            continue
+        index = labelled.label_at((start + end) / 2)
+        if index is None:
+            found.append((person, None, 0.0))
+        else:
+            delay = labelled.decided[index] / SAMPLE_RATE - end
+            found.append((person, labelled.labels[index].speaker, delay))
+    return found
+
+
+def error_of_time(conversation: Conversation, labelled: Labelled, mapping: Mapping[str, int]) -> float | None:
+    """Diarisation error rate with a collar of 0.25 s: missed, false and confused speech by spoken time, overlaps
+    included. None without speech."""
+    columns = conversation.loudness.shape[1]
+    spoken = conversation.loudness > 0
+    told = np.full(columns, -1)
+    for label in labelled.labels:
+        told[label.start * COLUMNS_PER_SECOND // SAMPLE_RATE : label.end * COLUMNS_PER_SECOND // SAMPLE_RATE] = (
+            label.speaker
+        )
+    frames = np.minimum(
+        np.arange(columns) * (SAMPLE_RATE // COLUMNS_PER_SECOND) // FRAME_SAMPLES, len(labelled.speech) - 1
+    )
+    told[~labelled.speech[frames]] = -1
+    counted = np.ones(columns, bool)
+    for row in spoken:
+        for edges in stretches(row):
+            for edge in edges:
+                counted[max(0, edge - COLLAR_COLUMNS) : edge + COLLAR_COLUMNS] = False
+    right = np.zeros(columns, np.int64)
+    for person, row in zip(conversation.people, spoken, strict=True):
+        if person in mapping:
+            right += row & (told == mapping[person])
+    number = spoken.sum(axis=0)
+    errors = np.maximum(number, told >= 0) - right
+    total = int(number[counted].sum())
+    return float(errors[counted].sum() / total) if total else None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    name: str
+    people: int
+    speakers: int
+    words: int
+    wrong: int
+    error_of_time: float | None
+    delays: list[float]
+    seconds: float
+    cpu_seconds: float
+
+    @property
+    def rate(self) -> float:
+        return self.wrong / max(1, self.words)
+
+
+def score(conversation: Conversation, words: Sequence[tuple[float, float]], labelled: Labelled) -> Score:
+    told = words_told(conversation, words, labelled)
+    pairs = Counter((person, number) for person, number, _ in told)
+    mapping = best_mapping(pairs)
+    right = sum(pairs[person, number] for person, number in mapping.items())
+    return Score(
+        conversation.name,
+        len({person for person, _, _ in told}),
+        len({number for _, number, _ in told if number is not None}),
+        len(told),
+        len(told) - right,
+        error_of_time(conversation, labelled, mapping),
+        [delay for _, _, delay in told],
+        conversation.seconds,
+        labelled.cpu_seconds,
+    )
+
+
+# Audio and words
+
+
+def read_voices(manifest: Path, half: int | None) -> Voices:
+    """The recordings of each person. Raises BadManifest."""
+    voices: dict[str, list[Samples]] = defaultdict(list)
+    try:
+        lines = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise BadManifest(f"cannot read the manifest {manifest}: {error}") from error
+    for line in lines:
+        name = str(line.get("speaker", ""))
+        # Film scenes and meetings have several people in a recording.
+        if not name or line.get("kind", "clips") != "clips" or str(line.get("style", "")).startswith("dialogue"):
+            continue
+        if half is None or hashlib.sha256(name.encode()).digest()[0] % 2 == half:
+            voices[name].append(load_audio(manifest.parent / line["path"]))
+    found = {
+        name: recordings
+        for name, recordings in voices.items()
+        if sum(map(len, recordings)) >= LEAST_SECONDS * SAMPLE_RATE
+    }
+    if len(found) < 4:
+        raise BadManifest(f"{manifest} has {len(found)} people with enough speech; `speaker` must name at least four")
+    return found
+
+
+def read_rttm(name: str, recording: Path, rttm: Path) -> Conversation:
+    """A recording with a reference in NIST's format: SPEAKER file channel start duration ... name."""
+    samples = load_audio(recording)
+    try:
+        rows = [line.split() for line in rttm.read_text().splitlines() if line.startswith("SPEAKER")]
+        turns = [(row[7], float(row[3]), float(row[4])) for row in rows]
+    except (OSError, ValueError, IndexError) as error:
+        raise BadManifest(f"cannot read the reference {rttm}: {error}") from error
+    people = sorted({person for person, _, _ in turns})
+    loudness = np.zeros((len(people), len(samples) * COLUMNS_PER_SECOND // SAMPLE_RATE), np.float32)
+    for person, start, lasting in turns:
+        first = round(start * COLUMNS_PER_SECOND)
+        loudness[people.index(person), first : first + round(lasting * COLUMNS_PER_SECOND)] = 1
+    return Conversation(name, tuple(people), samples, loudness)
+
+
+def conversations_of(voices: Voices, options: argparse.Namespace) -> tuple[list[Conversation], list[Conversation]]:
+    """Mixed ones, and people alone."""
+    random = np.random.default_rng(options.seed)
+    names = sorted(voices)
+    together = [
+        mixed(
+            f"mixed-{number}",
+            {name: voices[name] for name in random.choice(names, 2 + number % 3, replace=False).tolist()},
+            options.seconds,
+            options.seed + number,
+        )
+        for number in range(options.conversations)
+    ]
+    alone = [
+        mixed(f"alone-{number}", {name: voices[name]}, options.seconds, options.seed + 1000 + number)
+        for number, name in enumerate(random.choice(names, options.alone).tolist())
+    ]
+    return together, alone
+
+
+def product_words(conversations: Sequence[Conversation], model: str) -> dict[str, list[tuple[float, float]]]:
+    """Words of the model, live, by the name of the conversation."""
+    loop = build_loop(EngineConfig(model, "cpu", max_streams=1, threads=1))
+    warm_up(loop)
+    found = {}
+    with tempfile.TemporaryDirectory() as folder:
+        sessions = []
+        for conversation in conversations:
+            path = Path(folder) / f"{conversation.name}.wav"
+            with wave.open(str(path), "wb") as file:
+                file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
+                file.writeframes(pcm16(conversation.samples))
+            clip = Clip(path, "", conversation.seconds, "clips")
+            sessions.append(Session(conversation.name, (clip,), 1.5))
+        for played in Run(loop, streams=1).play(live=sessions):
+            found[played.session.name] = [(word.start, word.end) for word in played.emissions.words]
+    return found
+
+
+# The command
+
+
+def summary(scores: Sequence[Score]) -> Figures:
+    rates = [one.rate for one in scores]
+    times = [one.error_of_time for one in scores if one.error_of_time is not None]
+    delays = [delay for one in scores for delay in one.delays]
+    return {
+        "conversations": len(scores),
+        "words": sum(one.words for one in scores),
+        "wrong_speaker": float(np.mean(rates)) if rates else None,
+        "wrong_speaker_max": max(rates, default=None),
+        "diarisation_error_rate": float(np.mean(times)) if times else None,
+        "too_many_speakers": sum(one.speakers > one.people for one in scores),
+        "too_few_speakers": sum(one.speakers < one.people for one in scores),
+        **percentiles("label_delay", delays, 50, 95, 100),
+        "cpu_per_audio_second": sum(one.cpu_seconds for one in scores) / max(1e-9, sum(one.seconds for one in scores)),
+    }
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    labeller = Labeller(pull("speakers", lambda line: print(line, file=sys.stderr)))
+    voices = synthetic_voices() if options.small else read_voices(options.manifest, options.half)
+    together, alone = conversations_of(voices, options)
+    meetings = [read_rttm("meeting", *options.meeting)] if options.meeting else []
+    everything = [*together, *alone, *meetings]
+    words = product_words(everything, options.model) if options.words == "product" else {}
+    figures: Figures = {"people": len(voices), "words_from": options.words}
+    show("Speakers", figures)
+    for title, group in (("mixed", together), ("alone", alone), ("meeting", meetings)):
+        if not group:
+            continue
+        scores = [
+            score(one, words[one.name] if one.name in words else one.words(), labeller.label(one.samples))
+            for one in group
+        ]
+        figures[title] = summary(scores)
+        if title == "alone":
+            figures[title]["invented_speakers"] = sum(one.speakers > 1 for one in scores)
+        if title == "mixed":
+            figures[title]["wrong_by_conversation"] = [round(one.rate, 3) for one in scores]
+        show({"mixed": "Mixed conversations", "alone": "One person alone", "meeting": "Meeting"}[title], figures[title])
+    return figures
+
+
+def synthetic_voices() -> Voices:
+    """For small runs: sounds that a detector takes for speech."""
+    return {f"{pitch} Hz": [voice(10.0, pitch, seed)] for seed, pitch in enumerate((95.0, 130.0, 170.0, 210.0))}
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = parser_of(__doc__)
+    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text, seconds and speaker")
+    parser.add_argument("--conversations", type=int, default=24, help="mixed conversations")
+    parser.add_argument("--alone", type=int, default=40, help="sessions of one person")
+    parser.add_argument("--seconds", type=float, default=100.0, help="length of each")
+    parser.add_argument("--seed", type=int, default=27, help="another seed mixes other conversations")
+    parser.add_argument("--half", type=int, choices=(0, 1), help="only this half of the people")
+    parser.add_argument("--words", choices=("reference", "product"), default="reference", help="where words come from")
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="with --words product: the model that finds them")
+    parser.add_argument("--meeting", type=Path, nargs=2, metavar=("RECORDING", "RTTM"), help="a recording as it is")
+    options = parser.parse_args(arguments)
+    if options.small:
+        options.conversations, options.alone, options.seconds = 1, 1, 15.0
+    elif options.manifest is None:
+        parser.error("the manifest is missing")
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parsed(arguments)
+    compute_on_one_thread()
+    try:
+        figures = measure(options)
+    except (BadManifest, WeightsError, EngineError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    write_json(options, figures)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,419 @@
+"""Speaker labels for the streams of an engine that ask for them.
+
+`SpeakerTrack` follows one stream: it keeps the audio until the detector has judged it, cuts pieces, has their
+embeddings computed elsewhere, and turns them into labels in the order of the audio. What the labels are depends on the
+audio alone; when they are sent depends on how fast embeddings are computed. `SpeakerTracks` holds the tracks of all
+streams, and keeps the end of a stream back until its last labels are known.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.errors import BadItem, BadOption
+from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
+from engine.options import SPEAKERS, read_speakers
+from engine.runner.base import Embedder
+from engine.server.speakers import (
+    FRAME_SAMPLES,
+    SAMPLE_RATE,
+    Embedding,
+    Label,
+    Piece,
+    PieceCutter,
+    Samples,
+    SpeakerLabels,
+    piece_of,
+    rounded,
+)
+from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
+
+# Pieces of a live stream that may wait for their embedding: about 16 s of speech. With more, the engine is overloaded,
+# and the oldest gets no label.
+MAX_WAITING = 32
+# Pieces of an upload that wait before its audio is asked for more slowly.
+MAX_UPLOAD_WAITING = 16
+# How often labels carry the state with which another stream can go on, in samples.
+STATE_EVERY = 2 * SAMPLE_RATE
+
+
+class _AudioQueue:
+    """Audio of one stream that the detector has not judged, in order. Declared silence is kept as a number."""
+
+    def __init__(self) -> None:
+        self._parts: deque[Samples | int] = deque()
+
+    def add(self, part: Samples | int) -> None:
+        self._parts.append(part)
+
+    def take(self, count: int) -> Samples:
+        """The next `count` samples; silence if there is less."""
+        found = np.zeros(count, np.float32)
+        self._each(count, found)
+        return found
+
+    def skip(self, count: int) -> None:
+        self._each(count, None)
+
+    def _each(self, count: int, into: Samples | None) -> None:
+        at = 0
+        while at < count and self._parts:
+            part = self._parts.popleft()
+            length = part if isinstance(part, int) else len(part)
+            used = min(length, count - at)
+            if into is not None and not isinstance(part, int):
+                into[at : at + used] = part[:used]
+            if used < length:
+                self._parts.appendleft(length - used if isinstance(part, int) else part[used:])
+            at += used
+
+
+@dataclass(slots=True)
+class _Waiting:
+    """A piece whose embedding is not computed yet."""
+
+    piece: Piece
+    embedding: Future[NDArray[np.float32]]
+
+
+class SpeakerTrack:
+    """The labels of one stream. `embed` computes the embedding of a piece elsewhere."""
+
+    def __init__(
+        self, embed: Callable[[Samples], Future[NDArray[np.float32]]], enrolled: Sequence[tuple[str, Embedding]] = ()
+    ) -> None:
+        self._embed = embed
+        self._cutter = PieceCutter()
+        self._labels = SpeakerLabels()
+        for name, embedding in enrolled:
+            self._labels.enrol(name, [embedding])
+        self._unjudged = _AudioQueue()
+        self._waiting: deque[_Waiting] = deque()
+        # (sample, position) of the items whose audio a saved state may need.
+        self._items: deque[tuple[int, int]] = deque()
+        # A restored state, and its audio, which is sent again: the samples from `_restored_from` on.
+        self._restoring: tuple[Saved, list[Samples]] | None = None
+        self._restored_from = 0
+        self._ended = False
+        self._state_at = -STATE_EVERY
+        self.dropped = 0
+
+    # Audio in
+
+    def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
+        """Keep new audio until the detector has judged it."""
+        for item in items:
+            count = item.length * spec.samples_per_position if item.samples is None else item.samples
+            self._items.append((item.sample, item.offset))
+            if item.payload is None or item.payload.ndim > 1:
+                self._unjudged.add(count)
+            else:
+                self._unjudged.add(item.payload[spec.look_back_samples : spec.look_back_samples + count])
+
+    def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
+        """The detector's next frames, and which of them have a voice."""
+        if speech.frame_samples != FRAME_SAMPLES:
+            # A long silence that was not computed.
+            for _ in speech.probabilities:
+                self._unjudged.skip(speech.frame_samples)
+                if self._passes(speech.sample + speech.frame_samples, None):
+                    self._submit(self._cutter.pass_silence(speech.frame_samples))
+            return
+        count = len(speech.probabilities)
+        frames = self._unjudged.take(count * FRAME_SAMPLES).reshape(count, FRAME_SAMPLES)
+        for number, has_voice in enumerate(voiced):
+            frame = frames[number : number + 1]
+            if self._passes(speech.sample + number * FRAME_SAMPLES, frame[0]):
+                self._submit(self._cutter.feed(frame, [has_voice]))
+
+    def end(self) -> None:
+        """No more audio comes: the last run of speech is a piece, and everything is decided."""
+        if not self._ended:
+            self._finish_restoring(self._cutter.sample)
+            self._submit(self._cutter.end())
+            self._ended = True
+
+    # Labels out
+
+    @property
+    def waiting(self) -> int:
+        """Pieces without an embedding."""
+        return len(self._waiting)
+
+    @property
+    def waiting_from(self) -> int | None:
+        """The first sample of the oldest piece without an embedding, if more wait than an upload should have."""
+        return self._waiting[0].piece.start if len(self._waiting) > MAX_UPLOAD_WAITING else None
+
+    @property
+    def has_news(self) -> bool:
+        """Whether the next embedding has been computed."""
+        return bool(self._waiting) and self._waiting[0].embedding.done()
+
+    def advance(self, stream: str) -> Labels | None:
+        """The labels that are known by now; None if nothing is new. Raises what the computation of an embedding did."""
+        found: list[Label] = []
+        heard = False
+        while self._waiting and self._waiting[0].embedding.done():
+            one = self._waiting.popleft()
+            found += self._labels.push(one.piece, rounded(one.embedding.result()))
+            heard = True
+        if not self._waiting:
+            found += self._labels.end() if self._ended else self._labels.advance(self._cutter.sample)
+        if not found and not heard:
+            return None
+        guess = self._labels.best_guess() if self._labels.has_pending else []
+        state: Saved | None = None
+        if self._ended or self._cutter.sample - self._state_at >= STATE_EVERY:
+            self._state_at = self._cutter.sample
+            state = self.save()
+        return Labels(stream, spans(found), spans(guess), state)
+
+    # Saved and restored
+
+    @property
+    def needs_from(self) -> int:
+        """The first sample whose audio `resume` needs for a state that is saved now."""
+        return min([self._cutter.needs_from, *(one.piece.starts[0] for one in self._waiting)])
+
+    @property
+    def needs_position(self) -> int | None:
+        """The position of the item with that sample; None if it is not known."""
+        needed = self.needs_from
+        while len(self._items) > 1 and self._items[1][0] <= needed:
+            self._items.popleft()
+        return self._items[0][1] if self._items else None
+
+    def save(self) -> Saved:
+        """The state as plain data, without audio."""
+        if self._restoring is not None:
+            return self._restoring[0]
+        waiting = [asdict(one.piece) for one in self._waiting]
+        return {"cutter": self._cutter.save(), "labels": self._labels.save(), "waiting": waiting}
+
+    def resume(self, saved: Saved, earlier: int = 0) -> None:
+        """Go on from a saved state; its samples were counted from `earlier` samples before. Audio before the state's
+        last sample comes again and gets no label a second time."""
+        saved = _shifted(saved, earlier)
+        self._labels = SpeakerLabels.resumed(saved["labels"])
+        pieces = (start for piece in saved["waiting"] for start in piece["starts"][:1])
+        self._restored_from = min([saved["cutter"]["sample"], *saved["cutter"]["starts"], *pieces])
+        self._restoring = saved, []
+        self._cutter.sample = saved["cutter"]["sample"]
+
+    def replay(self, items: Iterable[Item], spec: ModelSpec) -> None:
+        """Audio from before a restored state, which the detector does not judge again; then that which it will."""
+        assert self._restoring is not None
+        end = self._restoring[0]["cutter"]["sample"]
+        for item in items:
+            self.add_audio([item], spec)
+        first = self._items[0][0] if self._items else end
+        self._restored_from = max(self._restored_from, first)
+        self._unjudged.skip(max(0, self._restored_from - first))
+        self._restoring[1].append(self._unjudged.take(max(0, end - self._restored_from)))
+        self._finish_restoring(end)
+
+    def _passes(self, start: int, frame: Samples | None) -> bool:
+        """Whether a frame is new. Audio that comes again before a restored state is only kept, for its pieces."""
+        if self._restoring is None:
+            return True
+        saved, audio = self._restoring
+        if start < saved["cutter"]["sample"]:
+            if frame is None:
+                audio.clear()  # no piece has frames from before and after a long silence
+            elif start + FRAME_SAMPLES > self._restored_from:
+                if not audio:
+                    self._restored_from = start
+                audio.append(frame.copy())
+            return False
+        self._finish_restoring(start)
+        return True
+
+    def _finish_restoring(self, sample: int) -> None:
+        if self._restoring is None:
+            return
+        (saved, parts), self._restoring = self._restoring, None
+        audio = np.concatenate([*parts, np.zeros(FRAME_SAMPLES, np.float32)])
+        first, end = self._restored_from, self._restored_from + len(audio)
+
+        def cut(starts: Sequence[int]) -> Samples | None:
+            """The audio of frames; None if some of it has not come again."""
+            if any(start < first or start + FRAME_SAMPLES > end for start in starts):
+                return None
+            return np.concatenate([audio[start - first : start - first + FRAME_SAMPLES] for start in starts])
+
+        for fields in saved["waiting"]:
+            piece = piece_of(fields)
+            sound = cut(piece.starts)
+            if sound is not None:
+                self._submit([(piece, self._cutter.filled(sound))])
+        starts = [start for start in saved["cutter"]["starts"] if cut([start]) is not None]
+        self._cutter.resume({**saved["cutter"], "starts": starts}, audio[min([*starts, end]) - first :])
+        self._cutter.sample = max(sample, saved["cutter"]["sample"])
+
+    def _submit(self, pieces: Iterable[tuple[Piece, Samples]]) -> None:
+        for piece, audio in pieces:
+            self._waiting.append(_Waiting(piece, self._embed(audio)))
+
+    def drop_oldest(self) -> None:
+        """The engine is overloaded: the oldest piece gets no label."""
+        self._waiting.popleft().embedding.cancel()
+        self.dropped += 1
+
+
+def spans(labels: Iterable[Label]) -> list[LabelSpan]:
+    return [(label.start, label.end, label.speaker, label.confidence) for label in labels]
+
+
+def _shifted(saved: Saved, earlier: int) -> Saved:
+    """A saved state whose samples are counted from a later sample."""
+    if not earlier:
+        return saved
+    cutter, labels = saved["cutter"], saved["labels"]
+
+    def piece(fields: Mapping[str, Any]) -> Saved:
+        moved = {name: fields[name] - earlier for name in ("start", "end", "middle", "cut_at")}
+        return {**fields, **moved, "starts": starts(fields["starts"])}
+
+    def starts(given: Sequence[int]) -> list[int]:
+        return [start - earlier for start in given]
+
+    return {
+        "cutter": {**cutter, "sample": cutter["sample"] - earlier, "starts": starts(cutter["starts"])},
+        "labels": {
+            **labels,
+            "voices": [{**voice, "heard": voice["heard"] - earlier} for voice in labels["voices"]],
+            "pending": [{**one, "piece": piece(one["piece"])} for one in labels["pending"]],
+            "labelled": labels["labelled"] - earlier,
+        },
+        "waiting": [piece(one) for one in saved["waiting"]],
+    }
+
+
+class SpeakerTracks:
+    """The tracks of all streams with labels. `end_failed` ends one stream with an error."""
+
+    def __init__(
+        self, spec: ModelSpec, embedder: Embedder | None, end_failed: Callable[[str, Exception], None]
+    ) -> None:
+        self._spec = spec
+        self._embedder = embedder
+        self._end_failed = end_failed
+        self._tracks: dict[str, SpeakerTrack] = {}
+        # Ends of streams that wait for their last labels.
+        self._held: dict[str, Closed] = {}
+        # Live streams, whose pieces may be dropped if they wait too long.
+        self._live: set[str] = set()
+
+    def check(self, stream: str, options: Mapping[str, str]) -> None:
+        """Raises BadOption."""
+        if SPEAKERS not in options:
+            return
+        if self._embedder is None:
+            raise BadOption(stream, "this engine has no speaker labels; run `tickertape pull speakers` and restart it")
+        try:
+            read_speakers(options[SPEAKERS])
+        except ValueError as error:
+            raise BadOption(stream, str(error)) from None
+
+    def open(self, name: str, options: Mapping[str, str], live: bool) -> None:
+        if SPEAKERS in options and self._embedder is not None:
+            voices = read_speakers(options[SPEAKERS])
+            enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64)) for voice, vector in voices]
+            self._tracks[name] = SpeakerTrack(self._embedder.submit, enrolled)
+            self._embedder.prepare()
+            if live:
+                self._live.add(name)
+
+    def resume(self, name: str, saved: Saved, earlier: int = 0) -> None:
+        """Continue from a saved state, as `SpeakerTrack.resume` does. Raises BadItem."""
+        if name in self._tracks:
+            with self._readable(name):
+                self._tracks[name].resume(saved, earlier)
+
+    def replay(self, name: str, items: Sequence[Item]) -> None:
+        """The audio before a restored state, if the detector does not judge that again."""
+        if name in self._tracks:
+            with self._readable(name):
+                self._tracks[name].replay(items, self._spec)
+
+    @staticmethod
+    @contextmanager
+    def _readable(name: str) -> Iterator[None]:
+        try:
+            yield
+        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+            raise BadItem(name, f"its speaker labels cannot go on from this state: {error!r}") from error
+
+    def save(self, name: str) -> tuple[dict[str, Saved], int | None]:
+        """The state of a stream, and the position from which on its audio is needed."""
+        track = self._tracks.get(name)
+        return ({}, None) if track is None else ({"speakers": track.save()}, track.needs_position)
+
+    def close(self, name: str) -> Closed | None:
+        """Drop a stream. Returns its end, if that was kept back."""
+        self._tracks.pop(name, None)
+        self._live.discard(name)
+        return self._held.pop(name, None)
+
+    def add_audio(self, name: str, items: Iterable[Item]) -> None:
+        track = self._tracks.get(name)
+        if track is not None:
+            track.add_audio(items, self._spec)
+
+    def labels(self, name: str) -> bool:
+        """Whether the stream has asked for labels."""
+        return name in self._tracks
+
+    def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
+        """The detector's next frames, and which of them have a voice."""
+        track = self._tracks.get(speech.stream)
+        if track is not None:
+            track.judge(speech, voiced)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would bring labels."""
+        return any(track.has_news for track in self._tracks.values())
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether embeddings are being computed."""
+        return any(track.waiting for track in self._tracks.values())
+
+    def waiting_from(self, name: str) -> int | None:
+        """The sample from which on an upload waits for embeddings, if it should not be sent more audio."""
+        track = self._tracks.get(name)
+        return None if track is None or name in self._live else track.waiting_from
+
+    def add_labels(self, outputs: list[Output]) -> None:
+        """Add the labels that are known by now to the outputs of a step, and keep ends back that wait for labels."""
+        if not self._tracks:
+            return
+        for output in [one for one in outputs if isinstance(one, Closed) and one.stream in self._tracks]:
+            outputs.remove(output)
+            self._held[output.stream] = output
+            self._tracks[output.stream].end()
+        for name, track in list(self._tracks.items()):
+            try:
+                while name in self._live and track.waiting > MAX_WAITING:
+                    track.drop_oldest()
+                labels = track.advance(name)
+            except Exception as error:
+                self._end_failed(name, error)
+                continue
+            if labels is not None:
+                outputs.append(labels)
+            if name in self._held and not track.waiting:
+                outputs.append(self._held.pop(name))

@@ -1,0 +1,145 @@
+"""Enrolled speakers of an upload: reads names and reference recordings from its form, and has their voices computed.
+
+A reference is a stream with speaker labels of its own; the voice that its labels end with is the enrolled one. The
+fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[]` with data URLs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import binascii
+import secrets
+from base64 import b64decode
+from collections.abc import Sequence
+from contextlib import aclosing
+from tempfile import TemporaryFile
+from typing import BinaryIO, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from audio.errors import AudioError, TooManyDecoders
+from engine import messages
+from engine.errors import AtCapacity, EngineError
+from engine.options import ROUNDING, SPEAKERS, check_names, speakers_text
+from realtime.errors import Refusal
+from realtime.http.upload_forms import MAX_REFERENCE_BYTES, Form
+from realtime.serving.engine_api import EngineApi
+from realtime.serving.isolated_decoder import decoded_file
+
+NAMES, REFERENCES = "known_speaker_names", "known_speaker_references"
+MIN_SECONDS, MAX_SECONDS = 2.0, 10.0
+# Least speech in a reference, and the most that may be of a second voice, as a share.
+MIN_SPEECH_SECONDS = 1.0
+OTHER_SHARE = 0.25
+
+Reference = tuple[str, bytes]
+
+
+def read_references(form: Form) -> list[Reference]:
+    """The names and encoded recordings of a form. Raises Refusal."""
+    names = form.texts(f"{NAMES}[]", MAX_REFERENCE_BYTES) + form.texts(NAMES, MAX_REFERENCE_BYTES)
+    urls = form.texts(f"{REFERENCES}[]", MAX_REFERENCE_BYTES) + form.texts(REFERENCES, MAX_REFERENCE_BYTES)
+    if len(names) != len(urls):
+        text = f"'{NAMES}' has {len(names)} entries and '{REFERENCES}' {len(urls)}; send one recording for each name."
+        raise _refused(text, NAMES)
+    try:
+        check_names(names)
+    except ValueError as error:
+        raise _refused(f"'{NAMES}': {error}.", NAMES) from None
+    return [(name, _decoded(name, url)) for name, url in zip(names, urls, strict=True)]
+
+
+def _decoded(name: str, url: str) -> bytes:
+    head, comma, data = url.partition(",")
+    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
+        raise _refused(f"The recording of {name!r} must be a data URL: data:audio/wav;base64,...", REFERENCES)
+    try:
+        return b64decode(data, validate=True)
+    except (binascii.Error, ValueError):
+        raise _refused(f"The recording of {name!r} is not valid base64.", REFERENCES) from None
+
+
+def _refused(text: str, param: str) -> Refusal:
+    return Refusal(400, "invalid_value", text, param=param)
+
+
+async def enrolled(engine: EngineApi, references: Sequence[Reference]) -> tuple[tuple[str, bytes], ...]:
+    """The names and the embeddings of their voices, as `Settings.known_speakers` has them. Raises Refusal."""
+    found = []
+    for name, data in references:
+        samples = await _samples(name, data, engine.spec.sample_rate)
+        found.append((name, _voice(name, await _label_state(engine, samples), engine.spec.sample_rate)))
+    return tuple(found)
+
+
+async def _samples(name: str, data: bytes, rate: int) -> NDArray[np.float32]:
+    """The recording, decoded no further than it may last."""
+    parts: list[NDArray[np.float32]] = []
+    length = 0
+    # Decoders read a real file.
+    file = await asyncio.to_thread(_stored, data)
+    try:
+        async with aclosing(decoded_file(file)) as steps:
+            async for part in steps:
+                parts.append(part)
+                length += len(part)
+                if length > MAX_SECONDS * rate:
+                    break
+    except TooManyDecoders as error:
+        raise Refusal(503, error.code, error.sentence, retry_after_s=60, kind="server_error") from error
+    except AudioError as error:
+        raise _refused(f"The recording of {name!r} cannot be read: {error.sentence}", REFERENCES) from error
+    finally:
+        file.close()
+    if not MIN_SECONDS * rate <= length <= MAX_SECONDS * rate:
+        known = f"lasts {length / rate:.1f} s" if length <= MAX_SECONDS * rate else "is longer"
+        text = f"The recording of {name!r} {known}; send {MIN_SECONDS:g} to {MAX_SECONDS:g} seconds of one voice."
+        raise _refused(text, REFERENCES)
+    return np.concatenate(parts)
+
+
+def _stored(data: bytes) -> BinaryIO:
+    file = TemporaryFile()
+    file.write(data)
+    file.seek(0)
+    return cast(BinaryIO, file)
+
+
+async def _label_state(engine: EngineApi, samples: NDArray[np.float32]) -> messages.Saved | None:
+    """The last state of the speaker labels of a recording."""
+    name = f"voice_{secrets.token_hex(8)}"
+    try:
+        stream = await engine.open(name, live=False, options={SPEAKERS: speakers_text()})
+        state: messages.Saved | None = None
+        try:
+            await stream.feed(samples)
+            await stream.finish()
+            async for output in stream:
+                if isinstance(output, messages.Labels):
+                    state = output.state or state
+                elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
+                    raise Refusal(500, "transcription_failed", output.message, kind="server_error")
+        finally:
+            await stream.abort()
+    except AtCapacity as error:
+        text = "The server is at capacity; try again."
+        raise Refusal(503, "server_busy", text, retry_after_s=5, kind="server_error") from error
+    except EngineError as error:
+        text = "The engine is not available; try again."
+        raise Refusal(503, "engine_unavailable", text, None, 5, "server_error") from error
+    return state
+
+
+def _voice(name: str, state: messages.Saved | None, rate: int) -> bytes:
+    """The embedding of the only voice of a recording. Raises Refusal."""
+    voices = sorted(state["labels"]["voices"], key=lambda voice: -voice["samples"]) if state else []
+    spoken = sum(voice["samples"] for voice in voices)
+    if spoken < MIN_SPEECH_SECONDS * rate:
+        has = f"The recording of {name!r} has {spoken / rate:.1f} s of speech"
+        raise _refused(f"{has}; at least {MIN_SPEECH_SECONDS:g} s is needed.", REFERENCES)
+    if len(voices) > 1 and voices[1]["samples"] > OTHER_SHARE * spoken:
+        text = f"The recording of {name!r} has more than one voice; send one in which only they speak."
+        raise _refused(text, REFERENCES)
+    total = np.frombuffer(voices[0]["total"], "<i4").astype(np.float64)
+    return np.rint(total / (np.linalg.norm(total) or 1.0) / ROUNDING).astype("<i2").tobytes()

@@ -1,0 +1,109 @@
+"""Who spoke a word: joins the engine's speaker labels to words by their samples, and names speakers. No I/O."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import reduce
+from typing import Any
+
+from engine import messages
+from realtime.session.events import TimedWord
+
+# Spans that are kept. Neighbours of the same speaker are one span, so this is more than an hour of conversation.
+MAX_SPANS = 4096
+# Word times are not exact: a word that ends this long after the last label has that label.
+SLACK_SAMPLES = 1600
+
+
+@dataclass(slots=True)
+class SpeakerTimeline:
+    """The labels of one session, in session samples. A plain value: it is saved with the session."""
+
+    # Decided spans in order, without overlaps; then how the speech after them would be decided now.
+    decided: list[messages.LabelSpan] = field(default_factory=list)
+    guess: list[messages.LabelSpan] = field(default_factory=list)
+    # The last state of the engine's labels, and the session sample at which its stream began.
+    state: messages.Saved | None = None
+    state_base: int = 0
+
+    @property
+    def until(self) -> int:
+        """The end of what is decided."""
+        return self.decided[-1][1] if self.decided else 0
+
+    def add(self, labels: messages.Labels, base: int) -> None:
+        """Take in labels of the engine stream that began at session sample `base`. What comes a second time, after the
+        loss of an engine, changes nothing."""
+        for start, end, speaker, sure in labels.decided:
+            start, end = max(start + base, self.until), end + base
+            if end <= start:
+                continue
+            last = self.decided[-1] if self.decided else None
+            if last is not None and last[1] == start and last[2:] == (speaker, sure):
+                self.decided[-1] = (last[0], end, speaker, sure)
+            else:
+                self.decided.append((start, end, speaker, sure))
+        del self.decided[:-MAX_SPANS]
+        self.guess = [(start + base, end + base, *rest) for start, end, *rest in labels.guess]  # type: ignore[misc]
+        if labels.state is not None:
+            self.state, self.state_base = labels.state, base
+
+    def forget_before(self, sample: int) -> None:
+        """No word before this sample is labelled any more."""
+        old = bisect_right(self.decided, sample, key=lambda span: span[1])
+        del self.decided[: max(0, min(old, len(self.decided) - 1))]
+
+    def knows(self, word: TimedWord) -> bool:
+        """Whether the label of a word is decided."""
+        return bool(self.decided) and (word.start + word.end) // 2 <= self.until + SLACK_SAMPLES
+
+    def known(self, word: TimedWord) -> TimedWord:
+        """The word with its label, if that is decided."""
+        return self._labelled(word, self.decided) if word.speaker is None and self.knows(word) else word
+
+    def best(self, word: TimedWord) -> TimedWord:
+        """The word with its label as far as it is known: decided, or the best guess so far."""
+        if word.speaker is not None:
+            return word
+        return self._labelled(word, self.decided if self.knows(word) else [*self.decided[-1:], *self.guess])
+
+    def _labelled(self, word: TimedWord, spans: Sequence[messages.LabelSpan]) -> TimedWord:
+        """With the label of the span over the middle of the word, or of the nearest one."""
+        middle = (word.start + word.end) // 2
+        after = bisect_right(spans, middle, key=lambda span: span[0])
+        near = spans[max(0, after - 1) : after + 1]
+        if not near:
+            return word
+        _, _, speaker, sure = min(near, key=lambda span: max(span[0] - middle, middle - span[1], 0))
+        return replace(word, speaker=speaker, speaker_confidence=sure)
+
+
+def letter_name(speaker: int, names: Sequence[str] = ()) -> str:
+    """The name of a speaker as OpenAI writes it: an enrolled name, or a capital letter."""
+    if speaker < len(names):
+        return names[speaker]
+    number, letters = speaker - len(names), ""
+    while number >= 0:
+        letters = chr(ord("A") + number % 26) + letters
+        number = number // 26 - 1
+    return letters
+
+
+def speaker_number(letters: Any) -> int | None:
+    """The number of a speaker whom `letter_name` has named with capital letters; None for any other value."""
+    if not isinstance(letters, str) or not letters.isascii() or not (letters.isalpha() and letters.isupper()):
+        return None
+    return reduce(lambda number, letter: 26 * number + ord(letter) - ord("A") + 1, letters, 0) - 1
+
+
+def shown_name(speaker: int, names: Sequence[str] = ()) -> str:
+    """The name of a speaker in subtitles and texts."""
+    return names[speaker] if speaker < len(names) else f"Speaker {speaker - len(names) + 1}"
+
+
+def speaker_of(words: Iterable[TimedWord]) -> int | None:
+    """The speaker of a part: who has most of its words."""
+    told = [word.speaker for word in words if word.speaker is not None]
+    return max(dict.fromkeys(told), key=told.count) if told else None

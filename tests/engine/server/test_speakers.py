@@ -1,0 +1,395 @@
+"""Pieces and labels do not depend on how the audio arrived, survive saving at any point, and are bounded."""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from engine.server.speakers import (
+    EMBEDDING_SIZE,
+    FRAME_SAMPLES,
+    MAX_ENROLLED,
+    MAX_NAME_CHARACTERS,
+    MAX_STATE_BYTES,
+    MAX_VOICES,
+    SAMPLE_RATE,
+    CutSettings,
+    Embedding,
+    Label,
+    Piece,
+    PieceCutter,
+    Samples,
+    SpeakerLabels,
+    rounded,
+)
+from engine.server.speech_track import voiced_frames
+
+WHOLE = CutSettings().piece_frames * FRAME_SAMPLES
+HOP = CutSettings().hop_frames * FRAME_SAMPLES
+
+
+def audio_of(frames: int, seed: int = 0) -> Samples:
+    return np.random.default_rng(seed).standard_normal((frames, FRAME_SAMPLES)).astype(np.float32)
+
+
+def plain(found: list[tuple[Piece, Samples]]) -> list[tuple[Piece, bytes]]:
+    return [(piece, audio.tobytes()) for piece, audio in found]
+
+
+def embedding(voice: int, spread: float = 0.0, seed: int = 0) -> Embedding:
+    """A voice's direction, and a piece of it that is off by `spread`."""
+    centre = np.random.default_rng(1000 + voice).standard_normal(EMBEDDING_SIZE)
+    off = np.random.default_rng(seed).standard_normal(EMBEDDING_SIZE)
+    vector = centre / np.linalg.norm(centre) + spread * off / np.linalg.norm(off)
+    return rounded((vector / np.linalg.norm(vector)).astype(np.float32))
+
+
+def conversation(turns: list[tuple[int, int]], spread: float = 0.5) -> list[tuple[Piece, Embedding]]:
+    """Pieces of turns (voice, pieces), with a pause of half a second before each turn."""
+    found, at = [], 0
+    for number, (voice, count) in enumerate(turns):
+        at += SAMPLE_RATE // 2
+        for index in range(count):
+            end = at + WHOLE + index * HOP
+            new = WHOLE if index == 0 else HOP
+            piece = Piece(end - WHOLE, end, end - WHOLE // 2, WHOLE, new, index == 0, end)
+            found.append((piece, embedding(voice, spread, seed=100 * number + index)))
+        at += WHOLE + (count - 1) * HOP
+    return found
+
+
+def labels_of(pieces: list[tuple[Piece, Embedding]], labels: SpeakerLabels | None = None) -> list[Label]:
+    labels = labels or SpeakerLabels()
+    found = [label for piece, one in pieces for label in labels.push(piece, one)]
+    return found + labels.end()
+
+
+def encoded(state: dict[str, Any]) -> bytes:
+    return msgspec.msgpack.encode(state)
+
+
+def reread(state: dict[str, Any]) -> dict[str, Any]:
+    """As it comes back from another process."""
+    again: dict[str, Any] = msgspec.msgpack.decode(encoded(state))
+    return again
+
+
+# Pieces
+
+voices = st.lists(st.tuples(st.sampled_from([0.0, 0.49, 0.5, 1.0]), st.integers(1, 60)), min_size=1, max_size=8).map(
+    lambda runs: voiced_frames([probability for probability, count in runs for _ in range(count)])
+)
+
+
+def cut_at_once(frames: Samples, speech: list[bool]) -> list[tuple[Piece, bytes]]:
+    cutter = PieceCutter()
+    return plain(cutter.feed(frames, speech)) + plain(cutter.end())
+
+
+@settings(max_examples=60, deadline=None)
+@given(voices, st.data())
+def test_any_chunking_gives_the_same_pieces(speech: list[bool], data: st.DataObject) -> None:
+    frames = audio_of(len(speech))
+    cutter, found, at = PieceCutter(), [], 0
+    while at < len(speech):
+        count = data.draw(st.integers(1, len(speech) - at))
+        found += plain(cutter.feed(frames[at : at + count], speech[at : at + count]))
+        at += count
+    assert found + plain(cutter.end()) == cut_at_once(frames, speech)
+
+
+@settings(max_examples=60, deadline=None)
+@given(voices, st.data())
+def test_a_cutter_that_was_saved_anywhere_continues_the_same(speech: list[bool], data: st.DataObject) -> None:
+    frames = audio_of(len(speech))
+    stream = frames.reshape(-1)
+    at = data.draw(st.integers(0, len(speech)))
+    first = PieceCutter()
+    found = plain(first.feed(frames[:at], speech[:at]))
+    second = PieceCutter()
+    second.resume(reread(first.save()), stream[first.needs_from : at * FRAME_SAMPLES])
+    assert second.needs_from == first.needs_from and second.save() == first.save()
+    found += plain(second.feed(frames[at:], speech[at:]))
+    assert found + plain(second.end()) == cut_at_once(frames, speech)
+
+
+@settings(max_examples=60, deadline=None)
+@given(voices)
+def test_pieces_cover_all_speech_of_runs_that_are_long_enough_once(speech: list[bool]) -> None:
+    found = cut_at_once(audio_of(len(speech)), speech)
+    spoken = sum(speech) * FRAME_SAMPLES
+    new = sum(piece.new for piece, _ in found)
+    short = (CutSettings().shortest_frames - 1) * FRAME_SAMPLES
+    assert new <= spoken <= new + short * (len(speech) // CutSettings().pause_frames + 1)
+    for piece, audio in found:
+        assert len(audio) == 4 * WHOLE and 0 < piece.new <= piece.length <= WHOLE
+        assert piece.start <= piece.middle < piece.end and piece.length <= piece.end - piece.start
+    ends = [piece.end for piece, _ in found]
+    assert ends == sorted(set(ends))
+
+
+def test_a_second_of_silence_counts_as_its_frames() -> None:
+    speech = [True] * 20
+    frames = audio_of(20)
+    computed, passed = PieceCutter(), PieceCutter()
+    expected = plain(computed.feed(np.concatenate([frames, audio_of(40)]), speech + [False] * 40))
+    assert plain(passed.feed(frames, speech)) + plain(passed.pass_silence(40 * FRAME_SAMPLES)) == expected
+    assert passed.sample == computed.sample == 60 * FRAME_SAMPLES
+
+
+def test_a_run_shorter_than_a_piece_is_repeated() -> None:
+    frames = audio_of(10)
+    ((piece, audio),) = (cutter := PieceCutter()).feed(frames, [True] * 10) + cutter.end()
+    assert piece.length == piece.new == 10 * FRAME_SAMPLES and piece.after_pause
+    assert np.array_equal(audio[: 10 * FRAME_SAMPLES], frames.reshape(-1))
+    assert np.array_equal(audio[10 * FRAME_SAMPLES : 20 * FRAME_SAMPLES], frames.reshape(-1))
+
+
+def test_too_little_audio_for_a_saved_state_is_refused() -> None:
+    cutter = PieceCutter()
+    cutter.feed(audio_of(20), [True] * 20)
+    with pytest.raises(ValueError, match="needs 10240 samples of audio, not 10239"):
+        PieceCutter().resume(cutter.save(), np.zeros(10_239, np.float32))
+
+
+def test_what_a_cutter_needs_does_not_grow_with_the_stream() -> None:
+    cutter = PieceCutter()
+    sizes = set()
+    for _ in range(20):
+        cutter.feed(audio_of(100), [True] * 100)
+        assert cutter.sample - cutter.needs_from <= WHOLE
+        sizes.add(len(cutter.save()["starts"]))
+    assert sizes == {CutSettings().piece_frames}
+
+
+# Labels
+
+
+def test_two_voices_are_told_apart_and_found_again() -> None:
+    pieces = conversation([(0, 6), (1, 6), (0, 4), (1, 4), (0, 8)])
+    labels = labels_of(pieces)
+    assert [label.speaker for label in labels] == [0] * 6 + [1] * 6 + [0] * 4 + [1] * 4 + [0] * 8
+
+
+def test_one_voice_stays_one() -> None:
+    assert {label.speaker for label in labels_of(conversation([(0, 20), (0, 3), (0, 40)], spread=0.7))} == {0}
+
+
+def test_a_voice_is_found_again_after_hours_of_another() -> None:
+    pieces = conversation([(0, 8), *[(1, 40)] * 30, (0, 8)])
+    assert {label.speaker for label in labels_of(pieces)[-8:]} == {0}
+
+
+def test_labels_follow_each_other_without_overlaps() -> None:
+    labels = labels_of(conversation([(0, 6), (1, 1), (2, 2), (0, 9)]))
+    for one, other in zip(labels, labels[1:], strict=False):
+        assert one.start <= one.end <= other.start
+    assert all(0 <= label.confidence <= 1 for label in labels)
+
+
+def test_a_label_is_decided_at_most_1_5_s_after_the_middle_of_its_piece() -> None:
+    labels = SpeakerLabels()
+    waiting: list[Piece] = []
+    for piece, one in conversation([(0, 6), (1, 6), (0, 4)]):
+        for sample in range(piece.start, piece.end, 320):
+            for _ in labels.advance(sample):
+                assert sample >= waiting.pop(0).middle + labels.settings.lag_samples
+            assert all(sample < other.middle + labels.settings.lag_samples for other in waiting)
+        for _ in labels.push(piece, one):
+            waiting.pop(0)
+        waiting.append(piece)
+    assert labels.settings.lag_samples <= 1.5 * SAMPLE_RATE
+
+
+def test_a_guess_changes_nothing() -> None:
+    guessed, plain_run = SpeakerLabels(), SpeakerLabels()
+    for piece, one in conversation([(0, 6), (1, 6), (0, 4)]):
+        assert guessed.push(piece, one) == plain_run.push(piece, one)
+        before = guessed.save()
+        assert len(guessed.best_guess()) == len(before["pending"])
+        assert guessed.save() == before
+    assert guessed.end() == plain_run.end()
+
+
+turns = st.lists(st.tuples(st.integers(0, 4), st.integers(1, 8)), min_size=1, max_size=8)
+
+
+@settings(max_examples=40, deadline=None)
+@given(turns, st.data())
+def test_labels_that_were_saved_anywhere_continue_the_same(told: list[tuple[int, int]], data: st.DataObject) -> None:
+    pieces = conversation(told, spread=0.8)
+    expected = labels_of(pieces)
+    at = data.draw(st.integers(0, len(pieces)))
+    first = SpeakerLabels()
+    found = [label for piece, one in pieces[:at] for label in first.push(piece, one)]
+    second = SpeakerLabels.resumed(reread(first.save()))
+    assert second.save() == first.save()
+    assert found + labels_of(pieces[at:], second) == expected
+
+
+@settings(max_examples=40, deadline=None)
+@given(turns, st.integers(0, 40))
+def test_a_label_never_depends_on_later_pieces_than_those_before_its_time(
+    told: list[tuple[int, int]], cut: int
+) -> None:
+    """What was decided stays decided, whatever follows."""
+    pieces = conversation(told, spread=0.8)
+    labels, other = SpeakerLabels(), SpeakerLabels()
+    found = [label for piece, one in pieces[:cut] for label in labels.push(piece, one)]
+    again = [label for piece, one in pieces[:cut] for label in other.push(piece, one)]
+    for piece, one in pieces[cut:]:
+        labels.push(piece, one)
+        other.push(piece, embedding(9, 0.2, seed=piece.start % 1000) if one is not None else one)
+    assert found == again
+
+
+def heard(audio: Samples) -> Embedding:
+    """Stands for the model: an embedding that depends on the audio alone, of one of three voices."""
+    return embedding(int(abs(float(audio[0])) * 1000) % 3, 0.6, seed=int(abs(float(audio[1])) * 1e6))
+
+
+@settings(max_examples=30, deadline=None)
+@given(voices, st.data())
+def test_any_chunking_of_the_stream_gives_the_same_labels(speech: list[bool], data: st.DataObject) -> None:
+    speech = speech * 3
+    frames = audio_of(len(speech))
+
+    def told(sizes: list[int]) -> list[Label]:
+        cutter, labels, found, at = PieceCutter(), SpeakerLabels(), list[Label](), 0
+        for size in sizes:
+            for piece, audio in cutter.feed(frames[at : at + size], speech[at : at + size]):
+                found += labels.push(piece, heard(audio))
+            found += labels.advance(cutter.sample)
+            at += size
+        for piece, audio in cutter.end():
+            found += labels.push(piece, heard(audio))
+        return found + labels.end()
+
+    sizes: list[int] = []
+    while sum(sizes) < len(speech):
+        sizes.append(data.draw(st.integers(1, len(speech) - sum(sizes))))
+    assert told(sizes) == told([1] * len(speech)) == told([len(speech)])
+
+
+@pytest.mark.parametrize("noise", [1e-6, 1e-5])
+def test_labels_do_not_change_with_the_rounding_errors_of_a_batch(noise: float) -> None:
+    def told(errors: float) -> list[tuple[Piece, Embedding]]:
+        random = np.random.default_rng(5)
+        return [
+            (piece, rounded((one / 1024 + errors * random.standard_normal(EMBEDDING_SIZE)).astype(np.float32)))
+            for piece, one in conversation([(0, 6), (1, 6), (2, 4), (1, 2), (0, 3)] * 4, spread=0.9)
+        ]
+
+    assert [label.speaker for label in labels_of(told(0.0))] == [label.speaker for label in labels_of(told(noise))]
+
+
+# Bounds
+
+
+def test_the_state_is_bounded_with_forty_people_and_all_names() -> None:
+    labels = SpeakerLabels()
+    for number in range(MAX_ENROLLED):
+        labels.enrol(f"{number:0{MAX_NAME_CHARACTERS}}", [embedding(200 + number)])
+    largest = 0
+    for piece, one in conversation([(person, 6) for person in range(40)] * 3):
+        labels.push(piece, one)
+        largest = max(largest, len(encoded(labels.save())))
+    in_json = json.dumps(labels.save(), default=lambda raw: base64.b64encode(raw).decode())
+    assert max(largest, len(in_json)) <= MAX_STATE_BYTES
+    assert len(labels.speakers) == MAX_VOICES + MAX_ENROLLED
+    assert labels.names == {number: f"{number:0{MAX_NAME_CHARACTERS}}" for number in range(MAX_ENROLLED)}
+
+
+def test_the_state_does_not_grow_with_time() -> None:
+    labels = SpeakerLabels()
+    sizes: list[int] = []
+    for piece, one in conversation([(0, 20), (1, 20)] * 40):
+        labels.push(piece, one)
+        sizes.append(len(encoded(labels.save())))
+    assert max(sizes[800:]) <= max(sizes[:800]) + 64
+
+
+def test_a_stream_that_pushes_without_advancing_is_bounded() -> None:
+    labels = SpeakerLabels()
+    found = 0
+    for number in range(200):
+        piece = Piece(number, number + WHOLE, number + WHOLE // 2, WHOLE, HOP, False, number + WHOLE)
+        found += len(labels.push(piece, embedding(0, 0.3, number)))
+        assert len(labels.save()["pending"]) <= 24
+    assert found + len(labels.end()) == 200
+
+
+# Enrolment
+
+
+def test_an_enrolled_voice_is_found_by_its_name() -> None:
+    labels = SpeakerLabels()
+    ada = labels.enrol("Ada", [embedding(1, 0.4, seed) for seed in range(4)])
+    assert labels.names == {ada: "Ada"}
+    found = labels_of(conversation([(0, 6), (1, 6), (0, 4)]), labels)
+    assert {label.speaker for label in found[6:12]} == {ada}
+    assert ada not in {label.speaker for label in found[:6]}
+
+
+def test_names_survive_saving() -> None:
+    labels = SpeakerLabels()
+    labels.enrol("<v Zoë & 張>", [embedding(1)])
+    assert SpeakerLabels.resumed(reread(labels.save())).names == {0: "<v Zoë & 張>"}
+
+
+@pytest.mark.parametrize(
+    ("name", "count", "why"),
+    [
+        ("", 1, "has 1 to 64 characters"),
+        ("x" * 65, 1, "has 1 to 64 characters"),
+        ("Ada", 0, "'Ada' has no speech that is long enough"),
+        ("Known", 1, "two speakers are named 'Known'"),
+    ],
+)
+def test_a_reference_that_cannot_be_used_is_refused(name: str, count: int, why: str) -> None:
+    labels = SpeakerLabels()
+    labels.enrol("Known", [embedding(3)])
+    before = labels.save()
+    with pytest.raises(ValueError, match=why):
+        labels.enrol(name, [embedding(1)] * count)
+    assert labels.save() == before
+
+
+def test_one_enrolled_voice_too_many_is_refused() -> None:
+    labels = SpeakerLabels()
+    for number in range(MAX_ENROLLED):
+        labels.enrol(str(number), [embedding(number)])
+    with pytest.raises(ValueError, match="at most 16 speakers"):
+        labels.enrol("one more", [embedding(99)])
+
+
+def test_two_enrolled_voices_that_are_alike_stay_two() -> None:
+    labels = SpeakerLabels()
+    labels.enrol("one", [embedding(1, 0.1, 1)])
+    labels.enrol("other", [embedding(1, 0.1, 2)])
+    labels_of(conversation([(1, 20)]), labels)
+    assert len(labels.speakers) == 2
+
+
+def test_a_voice_that_grows_like_an_older_one_takes_its_number() -> None:
+    """The first pieces of a voice can be far off: once it is known better, it is the voice that it always was."""
+    near, far = embedding(1), embedding(2)
+    between = rounded(((0.4 * near + 0.9 * far) / np.linalg.norm(0.4 * near + 0.9 * far)).astype(np.float32))
+    pieces = [piece for piece, _ in conversation([(0, 10), (0, 6), (0, 30)])]
+    labels = labels_of(list(zip(pieces, [near] * 10 + [between] * 6 + [near] * 30, strict=True)))
+    assert {label.speaker for label in labels[-20:]} == {0}
+    assert {label.speaker for label in labels} <= {0, 1}
+
+
+def test_silence_and_broken_numbers_do_not_break_the_labels() -> None:
+    pieces = conversation([(0, 5)])
+    zero = np.zeros(EMBEDDING_SIZE, np.int64)
+    labels = labels_of([(piece, zero) for piece, _ in pieces])
+    assert len(labels) == 5 and all(0 <= label.confidence <= 1 for label in labels)
