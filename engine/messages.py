@@ -37,7 +37,8 @@ class Message(Struct, array_like=True, gc=False):
 
 class TurnRule(Struct, array_like=True, gc=False, frozen=True):
     """The rule of a stream's speech track: speech has at least this probability and this length, and ends after
-    `silence_samples` of silence. `asks`: the turn detector is asked in pauses, and answers with `TurnScore`."""
+    `silence_samples` of silence. `asks`: the turn detector is asked there and later in the pause, and answers with
+    `TurnScored`."""
 
     threshold: Share
     min_speech_samples: Count
@@ -56,14 +57,15 @@ class Phase(IntEnum):
 
 class TrackState(Struct, array_like=True, gc=False, frozen=True):
     """The state of a speech track after the frame that ends at `sample`: its phase, where the current or last speech
-    began and fell, and the sample before which no speech begins any more. A sample is negative if it lies before the
-    first one that this engine was sent."""
+    began and fell, the sample before which no speech begins any more, and how many more times the turn detector is
+    asked in this pause. A sample is negative if it lies before the first one that this engine was sent."""
 
     phase: Phase = Phase.QUIET
     start: Place = 0
     fell: Place = 0
     floor: Place = 0
     sample: Place = 0
+    questions: Count = 0
 
     @property
     def speaking(self) -> bool:
@@ -73,7 +75,8 @@ class TrackState(Struct, array_like=True, gc=False, frozen=True):
     def later(self, samples: int) -> TrackState:
         """The same state on a count that began so many samples before."""
         places = (self.start, self.fell, self.floor, self.sample)
-        return TrackState(self.phase, *(place + samples for place in places))
+        start, fell, floor, sample = (place + samples for place in places)
+        return TrackState(self.phase, start, fell, floor, sample, self.questions)
 
 
 class Open(Message, tag="open"):
@@ -332,7 +335,18 @@ class SpeechEnded(Message, tag="ended"):
     speech_end: int
 
 
-SpeechEvent = SpeechStarted | SpeechPaused | SpeechResumed | SpeechEnded
+class TurnScored(Message, tag="scored"):
+    """The turn detector's answer to question `number` (from 0) in the pause that began at `fell`: the probability that
+    the turn is complete, by the audio before `sample`. None: there is no answer."""
+
+    sample: int
+    at: int
+    fell: int
+    number: int
+    probability: float | None = None
+
+
+SpeechEvent = SpeechStarted | SpeechPaused | SpeechResumed | SpeechEnded | TurnScored
 
 
 class Speech(Message, tag="speech"):
@@ -363,17 +377,8 @@ class Speech(Message, tag="speech"):
             event.at += samples
             if isinstance(event, SpeechEnded):
                 event.speech_end += samples
-
-
-class TurnScore(Message, tag="score"):
-    """The turn detector's answer to question `number` (from 0) in the pause that began at `fell`: the probability that
-    the turn is complete, by the audio up to `sample`. None: it could not answer."""
-
-    stream: str
-    fell: int
-    number: int
-    sample: int
-    probability: float | None
+            elif isinstance(event, TurnScored):
+                event.fell += samples
 
 
 # Samples from start to end, the number of the speaker, and how sure that is (0 to 1).
@@ -526,7 +531,7 @@ class SessionGiven(Message, tag="session_given"):
 
 # About a session, not about a stream.
 SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | SessionGiven
-StreamOutput = Text | Speech | TurnScore | Labels | StreamState | Opened | Flushed | Closed | Failed | Refused
+StreamOutput = Text | Speech | Labels | StreamState | Opened | Flushed | Closed | Failed | Refused
 Output = StreamOutput | Dead | SessionOutput
 
 

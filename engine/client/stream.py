@@ -129,9 +129,6 @@ class Placement:
                     word.end_sample += samples
             case messages.Speech():
                 output.later(samples)
-            case messages.TurnScore():
-                output.sample += samples
-                output.fell += samples
             case messages.Flushed() | messages.Closed():
                 output.sample += samples
             case messages.Labels():
@@ -270,7 +267,6 @@ class Outputs:
         self.reported_until = 0
         self.track: messages.TrackState | None = None
         # Question of the last answer of the turn detector: the pause's first sample, and the number in the pause.
-        self._scored = (-1, 0)
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -311,15 +307,11 @@ class Outputs:
         self._queue = deque((told, output) for _, output in self._queue)
         self.read = self.told = told
 
-    def put_heard(self, heard: messages.Speech | messages.TurnScore) -> None:
+    def put_speech(self, speech: messages.Speech) -> None:
         """Put what was not reported before: an engine that continues a stream says some things again."""
-        if isinstance(heard, messages.Speech):
-            new = self._new_part(heard)
-            self.track = self.track if new is None else new.track
-            self.put(new)
-        elif (heard.fell, heard.number) > self._scored:
-            self._scored = (heard.fell, heard.number)
-            self.put(heard)
+        new = self._new_part(speech)
+        self.track = self.track if new is None else new.track
+        self.put(new)
 
     async def __aiter__(self) -> AsyncIterator[messages.Output]:
         while True:
@@ -701,8 +693,8 @@ class EngineStream:
                 self._answer_open(None)
             case messages.Text():
                 self._outputs.put(self._memory.on_text(output))
-            case messages.Speech() | messages.TurnScore():
-                self._outputs.put_heard(output)
+            case messages.Speech():
+                self._outputs.put_speech(output)
             case messages.Labels():
                 self._on_labels(output)
             case messages.Flushed():

@@ -37,6 +37,7 @@ from engine.server.speech_track import (
     TrackEvent,
     voiced_frames,
 )
+from engine.server.turn_questions import TurnQuestions
 from engine.server.word_times import WordTimes
 from engine.spec import ModelSpec
 
@@ -173,7 +174,8 @@ class Listener:
     later (`collect`).
 
     Callbacks: `emit` sends an output, `announce` is called with the streams about to be processed, and `end_failed`
-    ends a stream with an error. `skipper` and `speakers` hear what the tracks have found.
+    ends a stream with an error. `skipper` and `speakers` hear what the tracks have found; `questions` keeps it back
+    while the turn detector is asked.
     """
 
     def __init__(
@@ -186,9 +188,11 @@ class Listener:
         end_failed: Callable[[str, Exception], None],
         skipper: FollowsTracks,
         speakers: SpeakerTracks,
+        questions: TurnQuestions,
     ) -> None:
         self._skipper = skipper
         self._speakers = speakers
+        self._questions = questions
         self._detector = detector
         self._tracks: dict[str, SpeechTrack] = {}
         # End of the audio received.
@@ -458,7 +462,8 @@ class Listener:
         except Exception as error:
             self._end_failed(speech.stream, error)
         else:
-            self._emit(speech)
+            for ready in self._questions.take(speech):
+                self._emit(ready)
 
     def _track(self, speech: Speech) -> None:
         """Pass the frames to the stream's track, and what it finds to all that follow it."""

@@ -23,6 +23,10 @@ its gate needs more evidence than a turn does; a turn without that evidence gets
 frame-synchronous model, silence is skipped only where the track has found no speech: its gate opens with every
 `SpeechStarted` at the latest, and does not close before speech has fallen (`follows_track`).
 
+With a rule that asks the turn detector, the track says when: `TurnScored` without an answer, where speech ends by the
+rule (200 ms after it fell) and then every 400 ms, until there is speech again. engine/server/turn_questions.py gets the
+answers.
+
 A track is a pure function of the frames, the rule, and the samples at which the rule was changed or the open speech was
 ended. Events depend on the probabilities over time, not on the length of frames or on how they are split into calls.
 """
@@ -36,6 +40,7 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
+from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, MOST_QUESTIONS
 from engine.messages import (
     Phase,
     Saved,
@@ -46,6 +51,7 @@ from engine.messages import (
     SpeechStarted,
     TrackState,
     TurnRule,
+    TurnScored,
 )
 
 _SAMPLE_RATE = 16_000
@@ -412,6 +418,8 @@ class SpeechTrack:
         self._floor = 0
         self._start = 0
         self._fell = 0
+        # How many more times the turn detector is asked in this pause.
+        self._questions = 0
         # End of the last frame with sound, and of the last speech that ended by a rule for turns.
         self._last_sound = 0
         self.turn_end = 0
@@ -425,7 +433,7 @@ class SpeechTrack:
 
     @property
     def state(self) -> TrackState:
-        return TrackState(self.phase, self._start, self._fell, self._floor, self.sample)
+        return TrackState(self.phase, self._start, self._fell, self._floor, self.sample, self._questions)
 
     @property
     def rule(self) -> TurnRule | None:
@@ -457,6 +465,7 @@ class SpeechTrack:
         """Another track has judged the frames up to `state.sample`. They may come once more, for the gate only."""
         self.phase = state.phase
         self._start, self._fell, self._floor = state.start, state.fell, state.floor
+        self._questions = state.questions if self._asks else 0
         self._judged_before = state.sample
 
     def change(self, rule: TurnRule | None, sample: int) -> None:
@@ -488,6 +497,8 @@ class SpeechTrack:
                 if probability >= SURELY_SPEECH and end > self._judged_before:
                     self._spoken += frame_samples
             events = self._judge(probability, start)
+            if self._questions:
+                events = self._ask(events)
             if gate is not None:
                 found += self._drive(gate, probability, frame_samples)
             if events:
@@ -512,7 +523,7 @@ class SpeechTrack:
     def save(self) -> Saved:
         """The state as plain data, without the gate's."""
         return {
-            "state": (int(self.phase), self._start, self._fell, self._floor),
+            "state": (int(self.phase), self._start, self._fell, self._floor, self._questions),
             "sample": self.sample,
             "judged_before": self._judged_before,
             "turn_end": self.turn_end,
@@ -523,11 +534,12 @@ class SpeechTrack:
 
     def load(self, saved: Saved) -> None:
         """Continue from a saved state, with its rule."""
-        phase, self._start, self._fell, self._floor = saved["state"]
+        phase, self._start, self._fell, self._floor, questions = saved["state"]
         self.phase = Phase(phase)
         self.sample, self._judged_before = saved["sample"], saved["judged_before"]
         self.turn_end, self._last_sound = saved["turn_end"], saved["last_sound"]
         self._use(_rule(saved["rule"]))
+        self._questions = questions
         self._changes = deque(Change(sample, restarts, _rule(rule)) for sample, restarts, rule in saved["changes"])
 
     def _judge(self, probability: float, start: int) -> list[SpeechEvent]:
@@ -567,12 +579,14 @@ class SpeechTrack:
         if self.sample - self._start < self._min_speech:
             return []
         self.phase = Phase.SPEAKING
+        self._questions = 0
         return [SpeechStarted(self._start, self.sample)]
 
     def _follow(self, start: int, loud: bool, quiet: bool) -> list[SpeechEvent]:
         """SPEAKING and PAUSED."""
         if loud:
             was, self.phase = self.phase, Phase.SPEAKING
+            self._questions = 0
             return [SpeechResumed(start, self.sample)] if was is Phase.PAUSED else []
         events: list[SpeechEvent] = []
         if self.phase is Phase.SPEAKING:
@@ -580,6 +594,7 @@ class SpeechTrack:
                 return []
             self.phase = Phase.PAUSED
             self._fell = start
+            self._questions = MOST_QUESTIONS if self._asks else 0
             events.append(SpeechPaused(start, self.sample))
         silent_at = self._fell + self._silence
         if self.sample >= silent_at:
@@ -593,6 +608,22 @@ class SpeechTrack:
             events.append(SpeechEnded(ended, self.sample, self._fell))
         return events
 
+    def _ask(self, events: list[SpeechEvent]) -> list[SpeechEvent]:
+        """Add the questions that are due in the last frame to its events, before the end of speech. In the possible
+        start of speech they are asked too: it may be a click."""
+        asked: list[SpeechEvent] = []
+        while self._questions and self.sample > self._judged_before:
+            number = MOST_QUESTIONS - self._questions
+            due = self._fell + self._silence * (ASK_MS + number * ASK_AGAIN_MS) // ASK_MS
+            if due > self.sample:
+                break
+            self._questions -= 1
+            asked.append(TurnScored(due, self.sample, self._fell, number))
+        if not asked:
+            return events
+        ended = [event for event in events if isinstance(event, SpeechEnded)]
+        return [*(event for event in events if not isinstance(event, SpeechEnded)), *asked, *ended]
+
     def _apply_changes(self, end: int) -> None:
         """Apply the changes before `end`, the end of the next frame."""
         while self._changes and self._changes[0].sample < end:
@@ -601,10 +632,14 @@ class SpeechTrack:
                 self._use(change.rule)
             elif change.sample >= self._judged_before:  # else the state that was continued has it
                 self.phase = Phase.QUIET
+                self._questions = 0
                 self._floor = max(change.sample, self._floor)
 
     def _use(self, rule: TurnRule | None) -> None:
         self._rule = rule
+        self._asks = rule is not None and rule.asks
+        if not self._asks:
+            self._questions = 0
         used = DEFAULT_RULE if rule is None else rule
         if not 0 < used.threshold <= 1:
             raise ValueError(f"the threshold of speech must be above 0 and at most 1, not {used.threshold}")

@@ -91,7 +91,6 @@ NOTED = (
     events.Gap,
     messages.Text,
     messages.Speech,
-    messages.TurnScore,
     messages.Labels,
     messages.Opened,
     messages.Flushed,

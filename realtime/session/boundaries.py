@@ -21,7 +21,7 @@ from msgspec.structs import replace
 
 from engine import messages
 from engine.end_of_turn import ASK_MS, EAGERNESS, FINISHED_MS, Ask, EagerEnd, Eagerness, End, Judge, Pause
-from engine.messages import Phase, SpeechEvent, TrackState, TurnRule, TurnScore
+from engine.messages import Phase, SpeechEvent, TrackState, TurnRule
 from realtime.session.events import (
     Cleared,
     Committed,
@@ -48,8 +48,6 @@ from realtime.session.turns import SavedTurns, Turn, Turns
 MIN_SPEECH_MS = 64
 # Semantic detection by the text alone: after a pause of this length the engine is flushed, to judge the whole text.
 PROBE_MS = 250
-# An answer of the turn detector that has not come when the silence has lasted this much longer does not come any more.
-ANSWER_MS = 1000
 
 
 def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = False) -> TurnRule | None:
@@ -72,29 +70,28 @@ class SavedPauses:
     """A `PauseWatch` as a value."""
 
     pause: Pause | None
-    scores: list[tuple[int, int, float | None]]
+    scores: list[tuple[int, float | None]]
 
 
 class PauseWatch:
     """Decides in the pauses of a turn whether it has ended, with semantic detection. Fed with events and samples only.
 
-    The rule itself is `engine.end_of_turn.Judge`. The turn detector's answers are outputs of the engine, so a session
-    that is replayed from its outputs ends its turns at the same samples.
+    The rule itself is `engine.end_of_turn.Judge`. The turn detector's answers are events of the engine's speech track,
+    at exact samples: an answer that has not come when the silence reaches its sample does not come.
     """
 
     def __init__(self, eagerness: Eagerness, sample_rate: int, learnt: bool) -> None:
         self._judge = Judge(eagerness, sample_rate, learnt=learnt)
-        self._patience = ANSWER_MS * sample_rate // 1000
         self._pause: Pause | None = None
-        # Answers by (first sample of the pause, number of the question).
-        self._scores: dict[tuple[int, int], float | None] = {}
+        # Answers in this pause, by the number of the question.
+        self._scores: dict[int, float | None] = {}
 
     def save(self) -> SavedPauses:
-        return SavedPauses(self._pause, [(*key, score) for key, score in self._scores.items()])
+        return SavedPauses(self._pause, list(self._scores.items()))
 
     def load(self, saved: SavedPauses) -> None:
         self._pause = saved.pause
-        self._scores = {(fell, number): score for fell, number, score in saved.scores}
+        self._scores = dict(saved.scores)
 
     @property
     def fell(self) -> int | None:
@@ -108,6 +105,7 @@ class PauseWatch:
 
     def begin(self, fell: int, text: str) -> None:
         """A pause of the turn begins."""
+        self.end()
         self._pause = self._judge.begin(fell, text)
 
     def end(self) -> None:
@@ -115,10 +113,10 @@ class PauseWatch:
         self._pause = None
         self._scores.clear()
 
-    def on_score(self, score: TurnScore) -> None:
-        """The turn detector has answered. The answer may come before the silence has reached its question."""
+    def on_score(self, score: messages.TurnScored) -> None:
+        """The turn detector has answered."""
         if self._pause is not None and score.fell == self._pause.fell:
-            self._scores[score.fell, score.number] = score.probability
+            self._scores[score.number] = score.probability
 
     def advance(self, sample: int, text: str) -> list[EagerEnd | End]:
         """The silence lasts until `sample` at least; `text` is the last text of the turn."""
@@ -129,15 +127,9 @@ class PauseWatch:
         while True:
             pause, signs = self._judge.advance(pause, sample)
             found += [sign for sign in signs if not isinstance(sign, Ask)]
-            question = (pause.fell, pause.answers)
             if not pause.asked:
                 break
-            if question in self._scores:
-                pause = self._judge.hear_answer(pause, self._scores.pop(question))
-            elif sample - pause.now >= self._patience:
-                pause = self._judge.hear_answer(pause, None)
-            else:
-                break
+            pause = self._judge.hear_answer(pause, self._scores.pop(pause.answers, None))
         self._pause = pause
         return found
 
@@ -452,13 +444,7 @@ class Boundaries:
     def _end_track(self) -> None:
         """Speech before the boundary has ended, also if the engine has not heard yet that a client ended it."""
         if self.track.sample <= self.boundary and self.track.phase is not Phase.QUIET:
-            self.track = replace(self.track, phase=Phase.QUIET)
-
-    def on_score(self, score: TurnScore, now: float) -> None:
-        """Take an answer of the turn detector."""
-        if self._pauses is not None:
-            self._pauses.on_score(score)
-            self._pause_until(self._quiet_until(self.audio.covered, self.track), now)
+            self.track = replace(self.track, phase=Phase.QUIET, questions=0)
 
     def _hear_turns(self, events: Sequence[SpeechEvent], speech: messages.Speech, end: int, now: float) -> None:
         if self._joins_speech:
@@ -467,6 +453,11 @@ class Boundaries:
         for event in events:
             if event.at <= self.boundary:
                 continue  # before a commit or clear, which has ended that speech
+            if isinstance(event, messages.TurnScored):
+                # The silence does not certainly last until its sample: speech may be about to start.
+                if self._pauses is not None:
+                    self._pauses.on_score(event)
+                continue
             self._pause_until(min(event.sample, end), now)
             match event:
                 case messages.SpeechStarted() | messages.SpeechResumed():

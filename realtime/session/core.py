@@ -78,7 +78,6 @@ _ENGINE = {
     messages.Opened: "_ignore",
     messages.Text: "_text",
     messages.Speech: "_speech",
-    messages.TurnScore: "_score",
     messages.Labels: "_labels",
     messages.Flushed: "_flushed",
     messages.Closed: "_engine_closed",
@@ -436,12 +435,6 @@ class Session:
             self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
         if not self.speaking:
             self._stall.quiet(self._audio.covered)
-        self._boundaries.flush_ended()
-
-    def _score(self, event: messages.TurnScore, now: float) -> None:
-        fell, sample = event.fell + self._engine_start, event.sample + self._engine_start
-        score = messages.TurnScore(event.stream, fell, event.number, sample, event.probability)
-        self._boundaries.on_score(score, now)
         self._boundaries.flush_ended()
 
     def _labels(self, event: messages.Labels, now: float) -> None:

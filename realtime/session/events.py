@@ -91,7 +91,6 @@ Event = (
     | EngineSwitched
     | messages.Text
     | messages.Speech
-    | messages.TurnScore
     | messages.Labels
     | messages.Opened
     | messages.Flushed
