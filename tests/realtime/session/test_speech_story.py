@@ -18,6 +18,8 @@ from engine import messages
 from engine.boundary.items import make_cutter, prepare
 from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
+from engine.end_of_turn import numeric_eagerness
+from engine.runner.base import TurnDetector
 from engine.server.loop import EngineLoop
 from engine.server.speech_track import GateSettings
 from realtime.session.core import Session, SessionLimits
@@ -35,6 +37,7 @@ from realtime.session.events import (
 )
 from realtime.session.settings import Settings, TurnDetection
 from tests.engine import fakes
+from tests.engine.turn_detectors import Answers
 
 RATE, FRAME, POSITION = fakes.RATE, fakes.FRAME, fakes.POSITION
 # As the server's own, on the rate of the fakes: five seconds of silence settle.
@@ -57,21 +60,25 @@ GATE = GateSettings(
 )
 
 
-def loop_of(windowed: bool) -> EngineLoop:
+def loop_of(windowed: bool, turn_detector: TurnDetector | None = None) -> EngineLoop:
     runner = fakes.FakeWindowed() if windowed else fakes.FakeFrames()
     scheduler = Scheduler(runner.spec, Limits(max_streams=2, cache_embeds=2000), fakes.VOCABULARY)
     gates: dict[str, Any] = {"gate": GATE} if windowed else {"cut": SKIPPING}
-    return EngineLoop(scheduler, runner, fakes.FakeDetector(), **gates)
+    return EngineLoop(scheduler, runner, fakes.FakeDetector(), turn_detector=turn_detector, **gates)
 
 
 class Talk:
-    """A client, its session, and an engine that answers at once."""
+    """A client, its session, and an engine that answers at once. `patience`: packets after which the turn detector
+    answers a question."""
 
-    def __init__(self, windowed: bool, detection: TurnDetection) -> None:
-        self.loop = loop_of(windowed)
+    def __init__(
+        self, windowed: bool, detection: TurnDetection, answers: Answers | None = None, patience: int = 0
+    ) -> None:
+        self.answers, self.patience, self.packets = answers, patience, 0
+        self.loop = loop_of(windowed, answers)
         self.spec = self.loop.scheduler.spec
         numbers = itertools.count(1)
-        limits = SessionLimits(stall_seconds=0.0)
+        limits = SessionLimits(stall_seconds=0.0, learnt=answers is not None)
         self.core = Session(Settings(turn_detection=detection), RATE, lambda: f"item_{next(numbers)}", limits)
         self.cutter = make_cutter(self.spec)
         self.tags = 0
@@ -83,6 +90,10 @@ class Talk:
         for start in range(0, len(audio), packet):
             part = audio[start : start + packet]
             self.do(Append(part, len(part), len(part) * 1000 / RATE))
+            self.packets += 1
+            if self.answers is not None and self.packets % (self.patience + 1) == 0:
+                self.answers.answer()
+                self.run()
 
     def do(self, event: Any) -> None:
         for effect in self.core.handle(event, self.core.appended / RATE):
@@ -103,6 +114,9 @@ class Talk:
                     self.sent.append((self.core.appended / RATE, sent))
                 case _:
                     pass
+        self.run()
+
+    def run(self) -> None:
         while self.loop.has_work():
             step = self.loop.step()
             for output in [] if step is None else step.outputs:
@@ -125,9 +139,11 @@ def speech(seconds: float, seed: int) -> NDArray[np.float32]:
 
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("semantic", [False, True])
-def test_a_noise_after_a_long_silence_delays_no_final(windowed: bool, semantic: bool) -> None:
+@pytest.mark.parametrize("learnt", [False, True])
+def test_a_noise_after_a_long_silence_delays_no_final(windowed: bool, semantic: bool, learnt: bool) -> None:
     """A minute of silence, a noise of a tenth of a second that is speech by the client's rule, then a real turn."""
-    talk = Talk(windowed, TurnDetection(semantic=semantic, eagerness="high"))
+    answers = Answers(instant=True) if learnt else None
+    talk = Talk(windowed, TurnDetection(semantic=semantic, eagerness="high"), answers)
     talk.play(sound(60.0, 0.0))
     talk.play(sound(3 * FRAME / RATE, 0.7))
     talk.play(sound(4.0, 0.0))
@@ -141,6 +157,8 @@ def test_a_noise_after_a_long_silence_delays_no_final(windowed: bool, semantic: 
     assert len(finals) == 2
     assert finals[1][1].transcript
     assert finals[1][0] < before + 3.0 + (2.0 if semantic else 0.5) + 1.5
+    # The noise and the turn: questions only with semantic detection.
+    assert answers is None or answers.asked == (6 if semantic else 0)
 
 
 @pytest.mark.parametrize("windowed", [False, True])
@@ -178,3 +196,29 @@ def test_turns_do_not_depend_on_the_packets(windowed: bool, packet: int) -> None
         return [event for _, event in talk.of(SpeechStarted, SpeechStopped)]
 
     assert turns(packet) == turns(POSITION) != []
+
+
+SCORED = [
+    TurnDetection(semantic=True, eagerness="high"),
+    TurnDetection(semantic=True, eagerness="auto"),
+    TurnDetection(scored=numeric_eagerness(0.6, 0.4)),
+]
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("detection", SCORED)
+@pytest.mark.parametrize(("packet", "patience"), [(POSITION, 0), (POSITION, 1), (POSITION, 13), (17, 40), (300, 5)])
+def test_scored_turns_depend_neither_on_packets_nor_on_when_the_turn_detector_answers(
+    windowed: bool, detection: TurnDetection, packet: int, patience: int
+) -> None:
+    """Messages wait for their answers, so that the session reads the same events in the same order."""
+
+    def turns(size: int, answers: Answers, patience: int) -> list[Any]:
+        talk = Talk(windowed, detection, answers, patience)
+        for number, seconds in enumerate([0.15, 0.3, 0.7, 1.1, 0.25, 5.0, 9.0]):
+            talk.play(sound(1.0, 0.95), size)
+            talk.play(sound(seconds, 0.01 * number), size)
+        return [event for _, event in talk.of(SpeechStarted, SpeechStopped)]
+
+    expected = turns(POSITION, Answers(instant=True), 0)
+    assert turns(packet, Answers(), patience) == expected != []
