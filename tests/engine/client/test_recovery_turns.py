@@ -38,7 +38,7 @@ class Late(TurnDetector):
         self._chance = None if seed is None else random.Random(seed)
 
     def submit(self, audio: NDArray[np.float32]) -> Future[float]:
-        return _LateAnswer(answer_to(audio), 0 if self._chance is None else self._chance.randrange(30))
+        return _LateAnswer(answer_to(audio), 0 if self._chance is None else self._chance.randrange(6))
 
 
 class _LateAnswer(Future[float]):

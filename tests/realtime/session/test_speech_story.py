@@ -207,7 +207,7 @@ SCORED = [
 
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("detection", SCORED)
-@pytest.mark.parametrize(("packet", "patience"), [(POSITION, 0), (POSITION, 1), (POSITION, 13), (17, 40), (300, 5)])
+@pytest.mark.parametrize(("packet", "patience"), [(POSITION, 0), (POSITION, 1), (POSITION, 7), (17, 40), (300, 5)])
 def test_scored_turns_depend_neither_on_packets_nor_on_when_the_turn_detector_answers(
     windowed: bool, detection: TurnDetection, packet: int, patience: int
 ) -> None:
