@@ -150,13 +150,15 @@ class Flush(Message, tag="flush"):
     waits for the audio that follows, so the words do not depend on when the message arrives. If a turn of the stream's
     rule ended at the pause, they do not depend on it even if speech has begun again. A frame-synchronous model answers
     when the following audio has brought the last word out. `ends_speech`: the client ended the turn here, so that
-    speech which goes on begins anew.
+    speech which goes on begins anew. `turn_over`: the turn before the pause has ended, so that the turn detector need
+    not be asked about it.
     """
 
     stream: str
     tag: int
     pause: Count | None = None
     ends_speech: bool = False
+    turn_over: bool = False
 
 
 class ChangeTurns(Message, tag="turns"):

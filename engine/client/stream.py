@@ -489,10 +489,10 @@ class EngineStream:
                 [structs.replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
             )
 
-    async def flush(self, pause: int | None = None, ends_speech: bool = False) -> int:
+    async def flush(self, pause: int | None = None, ends_speech: bool = False, turn_over: bool = False) -> int:
         """Ask for the text of everything fed so far; `Flushed` carries the returned tag.
 
-        `ends_speech`: the client ended the turn here.
+        `ends_speech`: the client ended the turn here. `turn_over`: the turn before the pause has ended.
 
         With a `pause`, only the text before this sample is wanted, which lies in silence. The audio is then cut into
         positions as if there were no flush, so the following words do not depend on when this was called. A live
@@ -505,7 +505,8 @@ class EngineStream:
         self._tags += 1
         self._kept.mark_flush(self._tags, self._unanswered, pause, ends_speech)
         self._unanswered.add(self._tags)
-        self._send(messages.Flush(self.id, self._tags, self.place.sample_to_engine(pause), ends_speech))
+        at = self.place.sample_to_engine(pause)
+        self._send(messages.Flush(self.id, self._tags, at, ends_speech, turn_over))
         if pause is not None:
             self._watch_for_audio()
         return self._tags

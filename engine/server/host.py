@@ -201,7 +201,9 @@ class CommandIntake:
         match command:
             case messages.Flush():
                 self._hosted.streams[name].flushed(command.tag, command.pause, command.ends_speech)
-                self._coming.append(messages.Flush(name, command.tag, command.pause, command.ends_speech))
+                self._coming.append(
+                    messages.Flush(name, command.tag, command.pause, command.ends_speech, command.turn_over)
+                )
             case messages.ChangeTurns():
                 self._hosted.streams[name].turns_changed(command.turns)
                 self._coming.append(messages.ChangeTurns(name, command.turns))

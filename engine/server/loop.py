@@ -391,6 +391,8 @@ class EngineLoop:
         if self._states is not None:
             self._states.note_flush(message)
         if self._listener is not None and message.pause is not None:
+            if message.turn_over:
+                self._listener.end_questions(message.stream, message.pause)
             self._listener.end_at_pause(message, message.pause, partial(self._cut.flush, message))
             return
         if self._listener is not None:

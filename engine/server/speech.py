@@ -256,6 +256,11 @@ class Listener:
         if name in self._tracks:
             self._tracks[name].restart(self._came[name])
 
+    def end_questions(self, name: str, pause: int) -> None:
+        """The turn before this pause has ended: the turn detector is not asked about it any more."""
+        if name in self._tracks:
+            self._tracks[name].end_questions(pause)
+
     def close(self, name: str) -> None:
         """Drop a stream. Does nothing for an unknown stream, such as one whose Open was refused."""
         if name in self._open:

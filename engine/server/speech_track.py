@@ -476,6 +476,11 @@ class SpeechTrack:
         """Speech that is open at `sample` ends without an event; the next speech begins there at the earliest."""
         self._changes.append(Change(sample, True))
 
+    def end_questions(self, sample: int) -> None:
+        """No more questions in the pause that holds `sample`. The events of speech do not change."""
+        if self._fell < sample:
+            self._questions = 0
+
     def hear(self, probabilities: Iterable[float], frame_samples: int) -> list[TrackEvent]:
         """Take the next frames. Returns events and decisions in order of time, with at most one Skip, at the end.
 
@@ -502,7 +507,7 @@ class SpeechTrack:
             if gate is not None:
                 found += self._drive(gate, probability, frame_samples)
             if events:
-                if gate is not None and self._rule is not None and isinstance(events[-1], SpeechEnded):
+                if gate is not None and self._rule is not None and any(isinstance(e, SpeechEnded) for e in events):
                     found += gate.end_turn()
                 found += events
         if gate is not None:
@@ -609,20 +614,19 @@ class SpeechTrack:
         return events
 
     def _ask(self, events: list[SpeechEvent]) -> list[SpeechEvent]:
-        """Add the questions that are due in the last frame to its events, before the end of speech. In the possible
-        start of speech they are asked too: it may be a click."""
-        asked: list[SpeechEvent] = []
+        """Add the questions that are due in the last frame to its events, in order. In the possible start of speech
+        they are asked too: it may be a click."""
+        found = list(events)
         while self._questions and self.sample > self._judged_before:
             number = MOST_QUESTIONS - self._questions
             due = self._fell + self._silence * (ASK_MS + number * ASK_AGAIN_MS) // ASK_MS
             if due > self.sample:
                 break
             self._questions -= 1
-            asked.append(TurnScored(due, self.sample, self._fell, number))
-        if not asked:
-            return events
-        ended = [event for event in events if isinstance(event, SpeechEnded)]
-        return [*(event for event in events if not isinstance(event, SpeechEnded)), *asked, *ended]
+            last = found[-1] if found else None
+            before = isinstance(last, SpeechEnded) and due <= last.sample
+            found.insert(len(found) - before, TurnScored(due, self.sample, self._fell, number))
+        return found
 
     def _apply_changes(self, end: int) -> None:
         """Apply the changes before `end`, the end of the next frame."""

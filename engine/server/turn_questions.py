@@ -29,8 +29,8 @@ from engine.spec import ModelSpec
 
 Samples = NDArray[np.float32]
 
-# Messages of a stream for which an answer is waited for: 0.8 s of a live stream. The turn detector needs about 0.2 s; on
-# a machine that has no time for it, text and silence end turns.
+# Messages of a stream for which an answer is waited for: 0.8 s of a live stream. The turn detector needs about 0.2 s;
+# on a machine that has no time for it, text and silence end turns.
 WAIT_MESSAGES = 10
 
 

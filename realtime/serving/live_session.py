@@ -246,8 +246,8 @@ class StreamRunner:
                     await self._hear(samples, group)
                 finally:
                     self.queue.heard(samples)
-            case FlushEngine(pause, ends_speech):
-                await self._flush(pause, ends_speech)
+            case FlushEngine(pause, ends_speech, turn_over):
+                await self._flush(pause, ends_speech, turn_over)
             case FollowTurns(settings):
                 self.settings = settings
                 if self.stream is not None:
@@ -280,12 +280,12 @@ class StreamRunner:
     def _turn_rule(self) -> messages.TurnRule | None:
         return turn_rule(self.settings.turn_detection, self.session.sample_rate, self.session.limits.learnt)
 
-    async def _flush(self, pause: int | None, ends_speech: bool) -> None:
+    async def _flush(self, pause: int | None, ends_speech: bool, turn_over: bool) -> None:
         if self.stream is None:
             self._submit(messages.Flushed(self._id, 0, 0))
             return
         try:
-            await self.stream.flush(None if pause is None else max(0, pause - self._base), ends_speech)
+            await self.stream.flush(None if pause is None else max(0, pause - self._base), ends_speech, turn_over)
         except StreamError as error:
             log.debug("session %s: %s", self._id, error)
 

@@ -264,8 +264,8 @@ class SavedBoundaries:
 
 class Boundaries:
     """The turns of a session in its audio. `do` records an effect; `flush` asks the engine for all text so far, with
-    the sample of the pause if there is one, and whether the client has ended the turn. `learnt`: the engine has a turn
-    detector."""
+    the sample of the pause if there is one, whether the client has ended the turn, and whether the turn before the
+    pause has ended. `learnt`: the engine has a turn detector."""
 
     def __init__(
         self,
@@ -273,7 +273,7 @@ class Boundaries:
         sample_rate: int,
         new_item_id: Callable[[], str],
         do: Callable[[Effect], None],
-        flush: Callable[[int | None, bool], None],
+        flush: Callable[[int | None, bool, bool], None],
         max_turn_seconds: float,
         learnt: bool = False,
     ) -> None:
@@ -395,14 +395,14 @@ class Boundaries:
         turn = self._end(self.audio.appended, now, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.audio.appended, self.audio.source_ms)
-        self._flush(None, True)
+        self._flush(None, True, False)
 
     def clear(self) -> None:
         appended = self.audio.appended
         self._stop_announced(appended)
         if appended > self.boundary:
             self.turns.clear(self.boundary, appended)
-            self._flush(None, True)
+            self._flush(None, True, False)
         self._set_boundary(appended, self.audio.source_ms)
         self._send(Cleared())
 
@@ -513,7 +513,7 @@ class Boundaries:
         if not self.speaking:
             return
         if self._judges_pauses:
-            self._flush(heard, False)
+            self._flush(heard, False, False)
         else:
             self._end_turn(event.sample, event.speech_end, now)
 
@@ -549,7 +549,7 @@ class Boundaries:
         if self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate:
             paused = watch.ask(heard)
             if paused is not None:
-                self._flush(heard if paused else None, False)
+                self._flush(heard if paused else None, False, False)
 
     def settle(self, sample: int) -> None:
         """All text of the audio before this sample has arrived and was sent to the client."""
@@ -570,7 +570,7 @@ class Boundaries:
         behind = (self.audio.appended - self.audio.covered) / self._rate
         pause = (self.audio.covered - self.boundary) / self._rate
         if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
-            self._flush(self.boundary, False)
+            self._flush(self.boundary, False, True)
             for turn in self.turns.ended:
                 turn.flushed = True
 

@@ -504,11 +504,11 @@ class Session:
 
     # Engine commands and closing
 
-    def _flush(self, pause: int | None = None, ends_speech: bool = False) -> None:
+    def _flush(self, pause: int | None = None, ends_speech: bool = False, turn_over: bool = False) -> None:
         # A stream that is being finished sends all its text anyway.
         if self.phase is not Phase.FINISHING:
             self._marks.append(PendingFlush(self.appended, pause, ends_speech))
-            self._effects.append(FlushEngine(pause, ends_speech))
+            self._effects.append(FlushEngine(pause, ends_speech, turn_over))
 
     def _reanchor(self, now: float) -> None:
         """Continue with a new stream; if text is outstanding, flush the new one."""

@@ -18,15 +18,15 @@ def answer_to(audio: NDArray[np.float32]) -> float:
 
 
 class Answers(TurnDetector):
-    """Answers when it is told to; `instant`: at once."""
+    """Answers when it is told to; `instant`: at once. `always`: with this probability."""
 
     window_samples = WINDOW
 
-    def __init__(self, instant: bool = False) -> None:
+    def __init__(self, instant: bool = False, always: float | None = None) -> None:
         self.waiting: list[tuple[NDArray[np.float32], Future[float]]] = []
         self.asked = 0
         self.prepared = 0
-        self._instant = instant
+        self._instant, self._always = instant, always
 
     def submit(self, audio: NDArray[np.float32]) -> Future[float]:
         found: Future[float] = Future()
@@ -43,5 +43,5 @@ class Answers(TurnDetector):
         """Answer the oldest questions that were not given up."""
         for audio, future in self.waiting[:count]:
             if future.set_running_or_notify_cancel():
-                future.set_result(answer_to(audio))
+                future.set_result(answer_to(audio) if self._always is None else self._always)
         del self.waiting[:count]

@@ -102,7 +102,7 @@ class FakeStream:
         self.turns = turns
         self.track.change(turns, self.samples)
 
-    async def flush(self, pause: int | None = None, ends_speech: bool = False) -> int:
+    async def flush(self, pause: int | None = None, ends_speech: bool = False, turn_over: bool = False) -> int:
         self._check()
         if ends_speech:
             self.track.restart(self.samples)

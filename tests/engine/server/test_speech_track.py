@@ -18,6 +18,7 @@ from engine.messages import (
     SpeechResumed,
     SpeechStarted,
     TurnRule,
+    TurnScored,
 )
 from engine.server.speech_track import (
     DECISIONS,
@@ -152,6 +153,7 @@ RULES = st.builds(
     st.sampled_from([0.1, 0.5, 0.9]),
     st.integers(0, 4 * FRAME),
     st.integers(0, 8 * FRAME),
+    st.booleans(),
 )
 # (frame number, rule or None for a restart)
 CHANGES = st.lists(st.tuples(st.integers(0, 80 * FRAME), st.none() | RULES), max_size=4)
@@ -209,7 +211,7 @@ def test_any_division_into_calls_gives_the_same_events(
 @example_settings(max_examples=150, deadline=None)
 @given(first=RULES, frames=st.lists(st.tuples(st.sampled_from([LOUD, BAND, QUIET]), st.integers(1, 40)), max_size=30))
 def test_events_do_not_depend_on_the_length_of_frames(first: TurnRule, frames: list[tuple[float, int]]) -> None:
-    short = TurnRule(first.threshold, first.min_speech_samples // 32, first.silence_samples // 32)
+    short = TurnRule(first.threshold, first.min_speech_samples // 32, first.silence_samples // 32, first.asks)
     coarse, fine = SpeechTrack(short), SpeechTrack(short)
 
     def samples(events: list[object]) -> list[tuple[type, int]]:
@@ -243,13 +245,15 @@ def test_another_engine_goes_on_with_the_same_events(
         event.at += before
         if isinstance(event, SpeechEnded):
             event.speech_end += before
+        elif isinstance(event, TurnScored):
+            event.fell += before
     assert told + again == expected
 
 
 @example_settings(max_examples=150, deadline=None)
 @given(first=RULES, frames=FRAMES)
 def test_events_alternate_and_never_overlap(first: TurnRule, frames: list[float]) -> None:
-    events = run(SpeechTrack(first), *frames)
+    events = [event for event in run(SpeechTrack(first), *frames) if not isinstance(event, TurnScored)]
     after: dict[type | None, tuple[type, ...]] = {
         None: (SpeechStarted,),
         SpeechStarted: (SpeechPaused,),
@@ -289,3 +293,49 @@ def test_a_noise_that_starts_speech_opens_the_gate_of_skipped_silence() -> None:
     found = without_skips(list(track.hear([0.7] * 3, FRAME)))
     assert [type(event) for event in found] == [Begin, SpeechStarted]
     assert found[0] == Begin(2000 * FRAME - FRAME)
+
+
+ASKS = TurnRule(0.5, 2 * FRAME, 3200, asks=True)
+
+
+def questions(events: list[SpeechEvent]) -> list[tuple[int, int, int]]:
+    return [(event.fell, event.number, event.sample) for event in events if isinstance(event, TurnScored)]
+
+
+def paused() -> tuple[SpeechTrack, int]:
+    """In a pause, and where it began."""
+    track = SpeechTrack(ASKS)
+    run(track, *[LOUD] * 4, QUIET)
+    return track, 4 * FRAME
+
+
+def test_the_turn_detector_is_asked_three_times_in_a_pause_and_a_click_does_not_end_it() -> None:
+    track, fell = paused()
+    found = run(track, *[QUIET] * 8, LOUD, *[QUIET] * 100)
+    assert questions(found) == [(fell, 0, fell + 3200), (fell, 1, fell + 9600), (fell, 2, fell + 16_000)]
+    assert [type(event) for event in found] == [TurnScored, SpeechEnded, TurnScored, TurnScored]
+    assert questions(run(track, *[LOUD] * 2, *[QUIET] * 7)) == [(fell + 112 * FRAME, 0, fell + 112 * FRAME + 3200)]
+
+
+def test_speech_ends_the_questions_and_so_do_a_restart_an_end_and_a_rule_that_does_not_ask() -> None:
+    track, fell = paused()
+    assert questions(run(track, *[QUIET] * 7, *[LOUD] * 3)) == [(fell, 0, fell + 3200)]
+    for end in (
+        lambda track: track.restart(5 * FRAME),
+        lambda track: track.change(RULE, 5 * FRAME),
+        lambda track: track.end_questions(5 * FRAME),
+    ):
+        track, fell = paused()
+        end(track)
+        assert questions(run(track, *[QUIET] * 100)) == []
+    track, fell = paused()
+    track.end_questions(fell)
+    assert len(questions(run(track, *[QUIET] * 100))) == 3, "the turn before this pause has ended"
+
+
+def test_a_rule_that_asks_from_within_a_pause_on_asks_in_the_next_one() -> None:
+    track = speaking()
+    run(track, QUIET)
+    track.change(ASKS, track.sample)
+    assert questions(run(track, *[QUIET] * 50)) == []
+    assert len(questions(run(track, *[LOUD] * 4, *[QUIET] * 50))) == 3
