@@ -139,10 +139,14 @@ class StreamQuestions:
         """The messages that are kept back, as plain data."""
         return {"kept": [msgspec.to_builtins(kept.speech) for kept in self._kept]}
 
-    def resume(self, saved: Saved, items: Iterable[Item]) -> None:
-        """Continue from a saved state; `items` are the audio from its position on."""
+    def resume(self, name: str, saved: Saved, items: Iterable[Item]) -> None:
+        """Continue from a saved state, perhaps of an engine on which the stream had another name; `items` are the audio
+        from the state's position on."""
         self.add_audio(items)
-        self._kept = deque(self._ask(msgspec.convert(speech, Speech)) for speech in saved["kept"])
+        for kept in saved["kept"]:
+            speech = msgspec.convert(kept, Speech)
+            speech.stream = name
+            self._kept.append(self._ask(speech))
 
     def _ask(self, speech: Speech) -> KeptBack:
         kept = KeptBack(speech)
@@ -237,6 +241,6 @@ class TurnQuestions:
             return
         stream = self._streams[name] = StreamQuestions(self._spec, self._detector)
         try:
-            stream.resume(parts["turns"], items)
+            stream.resume(name, parts["turns"], items)
         except (KeyError, TypeError, ValueError) as error:
             raise BadItem(name, f"its turns cannot go on from this state: {error!r}") from error

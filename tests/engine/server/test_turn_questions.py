@@ -197,25 +197,28 @@ def test_a_client_that_ends_the_turn_or_the_stream_does_not_wait(end: Output) ->
 @pytest.mark.parametrize("seed", range(6))
 def test_another_engine_asks_again_and_gets_the_same_answers(seed: int) -> None:
     """It is given a saved state, and the audio from the position that the state names."""
-    chance, detector = random.Random(seed), Answers()
-    questions, found, fed = TurnQuestions(SPEC, detector), list[Output](), 0
-    questions.use("s", RULE)
+    chance, detector, name = random.Random(seed), Answers(), "s"
+    questions, found, fed, kept = asking(detector), list[Output](), 0, 0
     for speech in speeches(chance.randint(2, 5)):
         while fed * POSITION < min(speech.end, len(AUDIO)):
-            questions.add_audio("s", ITEMS[fed : fed + 1])
+            questions.add_audio(name, ITEMS[fed : fed + 1])
             fed += 1
+        speech.stream = name
         found += questions.take(speech)
         if chance.random() < 0.2:
-            saved, position = questions.save("s")
+            saved, position = questions.save(name)
             assert position is not None and speech.end - position * POSITION < WINDOW + (WAIT_MESSAGES + 2) * 5 * FRAME
-            questions.close("s")
+            questions.close(name)
             assert not questions.is_waiting
             detector = Answers()
             questions = TurnQuestions(SPEC, detector)
-            questions.resume("s", reread(saved), ITEMS[position:fed])
+            name += "+"
+            questions.resume(name, reread(saved), ITEMS[position:fed])
+            kept = len(found)
         if chance.random() < 0.6 or kept_back(questions) > WAIT_MESSAGES // 2:
             detector.answer()
             found += answered(questions)
+        assert {one.stream for one in found[kept:]} <= {name}, "it has another name on another engine"
     detector.answer()
     found += answered(questions)
     assert scores(found) == EXPECTED
