@@ -72,6 +72,7 @@ serve: weights
 test: setup-dev weights system
 	$(BIN)/tickertape pull moonshine-tiny
 	$(BIN)/tickertape pull speakers || echo "the tests with speaker embeddings are skipped"
+	$(BIN)/tickertape pull turn-detector || echo "the tests with the turn detector are skipped"
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 # What failed in the last run once more, with nothing beside it: says whether it was the code or a busy machine.

@@ -56,7 +56,7 @@ from engine.runner.load import frames_limits, load_detector
 from engine.runner.speech import DeviceSpeechDetector
 from engine.runner.windowed.runner import WindowedRunner
 from engine.server.loop import EngineLoop, calm_collector
-from engine.server.speech import GateSettings
+from engine.server.speech_track import GateSettings
 
 MAX_LAG_MS, MAX_WINDOWED_LAG_MS = 80.0, 1500.0
 # A windowed engine that is this late does not catch up: the point is ended.

@@ -36,7 +36,7 @@ from engine.runner.windowed.runner import WindowedRunner
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
 from engine.weights.store import resolve
 from engine.weights.windowed_models import load_speech_model

@@ -47,6 +47,7 @@ from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.runner.device import compute_on_one_thread
 from engine.server.main import build_loop, warm_up
 from engine.server.speakers import CutSettings, Label, PieceCutter, SpeakerLabels, rounded
+from engine.server.speech_track import voiced_frames
 from engine.weights.store import WeightsError, pull
 
 # A person with less speech than this is left out of conversations.
@@ -96,8 +97,8 @@ class Labeller:
         cutter, labels = PieceCutter(), SpeakerLabels()
         found: list[Label] = []
         decided: list[int] = []
-        for number, probability in enumerate(probabilities):
-            for piece, audio in cutter.feed(frames[number : number + 1], [probability]):
+        for number, has_voice in enumerate(voiced_frames(probabilities)):
+            for piece, audio in cutter.feed(frames[number : number + 1], [has_voice]):
                 before = time.process_time()
                 embedding = self._model(torch.from_numpy(audio)[None])[0].numpy()
                 embedding_seconds += time.process_time() - before

@@ -31,7 +31,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from audio.speech_edges import EdgeDetector, EdgeSettings, EdgeState
 from benchmarks.accuracy import complain, warm_loop
 from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
 from benchmarks.playing import Played, Run
@@ -40,9 +39,10 @@ from benchmarks.sounds import SAMPLE_RATE, Samples
 from engine import end_of_turn
 from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, MOST_QUESTIONS, Ask, Eagerness, End, Judge, Words, tell
 from engine.errors import EngineError
-from engine.messages import TurnRule
+from engine.messages import SpeechPaused, SpeechResumed, TurnRule
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
+from engine.server.speech_track import SpeechTrack
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import WeightsError, pull
 from engine.weights.windowed_models import load_turn_detector
@@ -243,15 +243,14 @@ def listen(sources: Sequence[Source], model: str, kept: Path | None) -> dict[str
 def silences(heard: Heard) -> list[tuple[float, float]]:
     """Where speech fell and where it rose again, for every silence that is long enough; the last one is endless."""
     frame = round(heard.frame * SAMPLE_RATE)
-    detector = EdgeDetector(EdgeSettings(THRESHOLD, MIN_SPEECH_MS * SAMPLE_RATE // 1000, 1 << 40, 0))
+    track = SpeechTrack(TurnRule(THRESHOLD, MIN_SPEECH_MS * SAMPLE_RATE // 1000, 1 << 40))
     found: list[tuple[float, float]] = []
     fell: int | None = None
-    for number, probability in enumerate(heard.p):
-        detector.judge(probability, frame)
-        if detector.state is EdgeState.STOPPING and fell is None:
-            fell = number * frame
-        elif detector.state is EdgeState.SPEAKING and fell is not None:
-            found.append((fell / SAMPLE_RATE, number * frame / SAMPLE_RATE))
+    for event in track.hear(heard.p, frame):
+        if isinstance(event, SpeechPaused):
+            fell = event.sample
+        elif isinstance(event, SpeechResumed) and fell is not None:
+            found.append((fell / SAMPLE_RATE, event.sample / SAMPLE_RATE))
             fell = None
     if fell is not None:
         found.append((fell / SAMPLE_RATE, heard.seconds))

@@ -209,7 +209,8 @@ class Judge:
         return replace(pause, words=tell(text))
 
     def hear_answer(self, pause: Pause, probability: float | None) -> Pause:
-        """The detector's answer to the open question; None if it failed: the words decide as before."""
+        """The detector's answer to the open question; None if it has none: the answer before it counts, and without
+        any the words and the silence decide as if there were no detector."""
         if not pause.asked:
             raise ValueError("the turn detector was not asked")
         known = pause.probability if probability is None else probability
@@ -255,7 +256,8 @@ class Judge:
         """The sample at which the turn ends if nothing changes, and whether only the silence ends it."""
         chosen = self._eagerness
         timeout = max(pause.fell + self._samples(chosen.timeout_ms), pause.now)
-        if not self._learnt and chosen.finished_ms is not None and chosen.unfinished_ms is not None:
+        unknown = not self._learnt or (pause.answers > 0 and pause.probability is None)
+        if unknown and chosen.finished_ms is not None and chosen.unfinished_ms is not None:
             finished = pause.words is Words.FINISHED
             wait = self._samples(chosen.finished_ms if finished else chosen.unfinished_ms)
             return max(pause.fell + wait, pause.now), not finished

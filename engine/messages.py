@@ -8,6 +8,7 @@ from the first sample that the client sent.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Annotated, Any
 
 from msgspec import Meta, Struct
@@ -18,6 +19,7 @@ LARGEST_COUNT = 2**53 - 1
 SKIPPED = -1
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
+Place = Annotated[int, Meta(ge=-LARGEST_COUNT, le=LARGEST_COUNT)]
 Token = Annotated[int, Meta(ge=SKIPPED, le=LARGEST_COUNT)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
@@ -34,11 +36,47 @@ class Message(Struct, array_like=True, gc=False):
 
 
 class TurnRule(Struct, array_like=True, gc=False, frozen=True):
-    """A turn ends after `silence_samples` of silence that follow speech, by the probabilities in `Speech`."""
+    """The rule of a stream's speech track: speech has at least this probability and this length, and ends after
+    `silence_samples` of silence. `asks`: the turn detector is asked there and later in the pause, and answers with
+    `TurnScored`."""
 
     threshold: Share
     min_speech_samples: Count
     silence_samples: Count
+    asks: bool = False
+
+
+class Phase(IntEnum):
+    """The phases of a speech track (engine/server/speech_track.py)."""
+
+    QUIET = 0
+    STARTING = 1
+    SPEAKING = 2
+    PAUSED = 3
+
+
+class TrackState(Struct, array_like=True, gc=False, frozen=True):
+    """The state of a speech track after the frame that ends at `sample`: its phase, where the current or last speech
+    began and fell, the sample before which no speech begins any more, and how many more times the turn detector is
+    asked in this pause. A sample is negative if it lies before the first one that this engine was sent."""
+
+    phase: Phase = Phase.QUIET
+    start: Place = 0
+    fell: Place = 0
+    floor: Place = 0
+    sample: Place = 0
+    questions: Count = 0
+
+    @property
+    def speaking(self) -> bool:
+        """There is speech, or the possible start of it."""
+        return self.phase is Phase.SPEAKING or self.phase is Phase.STARTING
+
+    def later(self, samples: int) -> TrackState:
+        """The same state on a count that began so many samples before."""
+        places = (self.start, self.fell, self.floor, self.sample)
+        start, fell, floor, sample = (place + samples for place in places)
+        return TrackState(self.phase, start, fell, floor, sample, self.questions)
 
 
 class Open(Message, tag="open"):
@@ -67,6 +105,8 @@ class Open(Message, tag="open"):
     heard_until: Count = 0
     flushes: Count = 0
     answered: Count = 0
+    # The speech track after frames that another stream or engine has judged.
+    track: TrackState | None = None
     # Speaker labels go on from this state (of `Labels`), whose samples are counted from `labels_earlier` samples before
     # the first one of this stream. A `state` with labels of its own goes first.
     labels: Saved | None = None
@@ -113,16 +153,20 @@ class Flush(Message, tag="flush"):
     With a `pause`, text is wanted only up to this sample, which lies in silence. Behind a speech gate, audio after it
     waits for the audio that follows, so the words do not depend on when the message arrives. If a turn of the stream's
     rule ended at the pause, they do not depend on it even if speech has begun again. A frame-synchronous model answers
-    when the following audio has brought the last word out.
+    when the following audio has brought the last word out. `ends_speech`: the client ended the turn here, so that
+    speech which goes on begins anew. `turn_over`: the turn before the pause has ended, so that the turn detector need
+    not be asked about it.
     """
 
     stream: str
     tag: int
     pause: Count | None = None
+    ends_speech: bool = False
+    turn_over: bool = False
 
 
 class ChangeTurns(Message, tag="turns"):
-    """Use another rule for the ends of turns from here on."""
+    """Use another rule from here on: for the first frame that ends after the audio so far, and all later ones."""
 
     stream: str
     turns: TurnRule | None
@@ -266,13 +310,81 @@ class Text(Message, tag="text"):
     no_speech: float | None = None
 
 
+class SpeechStarted(Message, tag="started"):
+    """Speech began at `sample`, and has lasted long enough to be no click. Of this and the other events of speech, `at`
+    is the end of the frame that showed it."""
+
+    sample: int
+    at: int
+
+
+class SpeechPaused(Message, tag="paused"):
+    """Speech fell at `sample`; it may go on."""
+
+    sample: int
+    at: int
+
+
+class SpeechResumed(Message, tag="resumed"):
+    """Speech goes on at `sample`, after a pause that was shorter than the rule's silence."""
+
+    sample: int
+    at: int
+
+
+class SpeechEnded(Message, tag="ended"):
+    """The silence of the rule has lasted until `sample`; speech itself ended at `speech_end`. Without semantic turn
+    detection a turn ends here; with it, this is a pause of at least that length."""
+
+    sample: int
+    at: int
+    speech_end: int
+
+
+class TurnScored(Message, tag="scored"):
+    """The turn detector's answer to question `number` (from 0) in the pause that began at `fell`: the probability that
+    the turn is complete, by the audio before `sample`. None: there is no answer."""
+
+    sample: int
+    at: int
+    fell: int
+    number: int
+    probability: float | None = None
+
+
+SpeechEvent = SpeechStarted | SpeechPaused | SpeechResumed | SpeechEnded | TurnScored
+
+
 class Speech(Message, tag="speech"):
-    """Speech probabilities, one per detector frame, the first starting at `sample`."""
+    """What the engine has found in the next frames, the first of which starts at `sample`: the events of speech, the
+    state of the speech track after the last frame, and how many of the samples are surely speech (`spoken`).
+
+    `probabilities`, one for each frame, are for measurements. Only the speech track compares them with thresholds.
+    """
 
     stream: str
     sample: int
     frame_samples: int
     probabilities: list[float]
+    events: list[SpeechEvent] = []
+    track: TrackState = TrackState()
+    spoken: int = 0
+
+    @property
+    def end(self) -> int:
+        return self.sample + self.frame_samples * len(self.probabilities)
+
+    def later(self, samples: int) -> None:
+        """Count from so many samples before, in place."""
+        self.sample += samples
+        self.track = self.track.later(samples)
+        for event in self.events:
+            event.sample += samples
+            event.at += samples
+            if isinstance(event, SpeechEnded):
+                event.speech_end += samples
+            elif isinstance(event, TurnScored):
+                event.fell += samples
 
 
 # Samples from start to end, the number of the speaker, and how sure that is (0 to 1).
@@ -415,6 +527,8 @@ class SessionGiven(Message, tag="session_given"):
     options: dict[str, str] = {}
     heard_until: Count = 0
     turns: TurnRule | None = None
+    # The speech track after the frames up to `heard_until`.
+    track: TrackState | None = None
     state: StreamState | None = None
     kept: list[KeptCommand] | None = None
     # The last state of the stream's speaker labels.
@@ -423,7 +537,8 @@ class SessionGiven(Message, tag="session_given"):
 
 # About a session, not about a stream.
 SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | SessionGiven
-Output = Text | Speech | Labels | StreamState | Opened | Flushed | Closed | Failed | Refused | Dead | SessionOutput
+StreamOutput = Text | Speech | Labels | StreamState | Opened | Flushed | Closed | Failed | Refused
+Output = StreamOutput | Dead | SessionOutput
 
 
 @dataclass(slots=True)

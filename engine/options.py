@@ -37,6 +37,8 @@ class EngineConfig:
     cut_silence_s: float = 3.0
     # Offer speaker labels, if their weights are in the cache.
     speakers: bool = True
+    # Ask the turn detector where a turn ends, if its weights are in the cache.
+    turn_detector: bool = True
 
     @classmethod
     def from_settings(cls, model: str, settings: object) -> EngineConfig:
@@ -96,6 +98,8 @@ class Options:
     keywords: int = 0
     # The engine has the weights for speaker labels. Engines of one model may differ in this.
     speakers: bool = field(default=False, compare=False)
+    # The engine has a turn detector. Engines of one model may differ in this too.
+    turn_detector: bool = field(default=False, compare=False)
 
     @property
     def names(self) -> tuple[str, ...]:

@@ -262,6 +262,8 @@ class ModelConfig:
     cut_silence_s: float = 3.0
     # Offer labels that say who speaks, if `tickertape pull speakers` has fetched their weights.
     speakers: bool = True
+    # Ask the learnt turn detector in the pauses of semantic turn detection and Deepgram Flux, if its weights are there.
+    turn_detector: bool = True
     # Bytes of prepared audio cached in gateway and engine, so that the same audio is not sent twice.
     input_cache_bytes: int = 64 * 1024 * 1024
 

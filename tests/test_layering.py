@@ -245,3 +245,36 @@ def test_every_folder_says_what_lives_there() -> None:
         if path.endswith("__init__.py"):
             said = ast.get_docstring(ast.parse(file.read_text())) or ""
             assert 2 <= len(said.splitlines()) <= 5, f"{path}: say in two to four lines what lives here"
+
+
+# One judge of speech.
+
+JUDGE = "engine/server/speech_track.py"
+JUDGED = ("engine/server", "engine/client", "engine/boundary", "realtime")
+
+
+def _names(node: ast.AST) -> set[str]:
+    found = {part.id for part in ast.walk(node) if isinstance(part, ast.Name)}
+    return found | {part.attr for part in ast.walk(node) if isinstance(part, ast.Attribute)}
+
+
+def test_only_the_speech_track_compares_a_speech_probability() -> None:
+    """A second threshold would be a second idea of where speech is."""
+    compared = []
+    for folder in JUDGED:
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            name = path.relative_to(ROOT).as_posix()
+            if name == JUDGE:
+                continue
+            for node in ast.walk(ast.parse(path.read_text())):
+                if isinstance(node, ast.Compare) or (
+                    isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("min", "max")
+                ):
+                    ordered = not isinstance(node, ast.Compare) or any(
+                        isinstance(op, ast.Lt | ast.LtE | ast.Gt | ast.GtE) for op in node.ops
+                    )
+                    if ordered and _names(node) & {"probability", "probabilities"}:
+                        compared.append(f"{name}:{node.lineno}")
+    assert not compared, f"compare events of the speech track instead: {compared}"
+    judge = ast.parse((ROOT / JUDGE).read_text())
+    assert any(isinstance(node, ast.Compare) and _names(node) & {"probability"} for node in ast.walk(judge))

@@ -23,6 +23,7 @@ class AskedFlush:
 
     tag: int
     pause: int | None = None
+    ends_speech: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,11 +56,14 @@ class KeptAudio:
             came = last.covered_samples(self._spec.samples_per_position)
             self.end_sample = last.sample + came
 
-    def mark_flush(self, tag: int, unanswered: Collection[int], pause: int | None = None) -> None:
+    def mark_flush(
+        self, tag: int, unanswered: Collection[int], pause: int | None = None, ends_speech: bool = False
+    ) -> None:
         """Record a flush. It replaces flushes directly before it that are answered."""
-        while self._entries and isinstance(self._entries[-1], AskedFlush) and self._entries[-1].tag not in unanswered:
+        while self._entries and isinstance(last := self._entries[-1], AskedFlush) and last.tag not in unanswered:
             self._entries.pop()
-        self._entries.append(AskedFlush(tag, pause))
+            ends_speech = ends_speech or last.ends_speech
+        self._entries.append(AskedFlush(tag, pause, ends_speech))
 
     def mark_turns(self, turns: TurnRule | None) -> None:
         """Record a change of the turn rule. It replaces one directly before it."""
@@ -132,7 +136,7 @@ class KeptAudio:
         commands: list[KeptCommand] = []
         for entry in self._entries:
             if isinstance(entry, AskedFlush):
-                commands.append(Flush("", entry.tag, entry.pause))
+                commands.append(Flush("", entry.tag, entry.pause, entry.ends_speech))
             elif isinstance(entry, NewTurns):
                 commands.append(ChangeTurns("", entry.turns))
             else:
@@ -144,7 +148,7 @@ class KeptAudio:
         """Continue with the entries that an engine has given."""
         for command in commands:
             if isinstance(command, Flush):
-                self._entries.append(AskedFlush(command.tag, command.pause))
+                self._entries.append(AskedFlush(command.tag, command.pause, command.ends_speech))
             elif isinstance(command, ChangeTurns):
                 self._entries.append(NewTurns(command.turns))
             else:

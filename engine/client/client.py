@@ -139,19 +139,30 @@ class EngineClient:
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
         turns: messages.TurnRule | None = None,
+        track: messages.TrackState | None = None,
+        heard_until: int = 0,
         labels: tuple[messages.Saved, int] | None = None,
     ) -> EngineStream:
         """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead.
 
-        `labels`: the last state of speaker labels of another stream, with which this one goes on, and the sample of
-        that stream at which this one begins.
+        `track`: the speech track of the audio up to `heard_until`, which another stream has judged; its speech is not
+        reported again. `labels`: the last state of speaker labels of another stream, with which this one goes on, and
+        the sample of that stream at which this one begins.
         """
         if stream in self._names:
             raise DuplicateStream(stream, "is open already; use another id")
         _check_texts(options or {})
         state, earlier = labels or (None, 0)
         opening = messages.Open(
-            stream, live, delay_positions, dict(options or {}), turns=turns, labels=state, labels_earlier=earlier
+            stream,
+            live,
+            delay_positions,
+            dict(options or {}),
+            turns=turns,
+            track=track,
+            heard_until=heard_until,
+            labels=state,
+            labels_earlier=earlier,
         )
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)

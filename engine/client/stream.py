@@ -127,7 +127,9 @@ class Placement:
                 for word in output.words:
                     word.start_sample += samples
                     word.end_sample += samples
-            case messages.Speech() | messages.Flushed() | messages.Closed():
+            case messages.Speech():
+                output.later(samples)
+            case messages.Flushed() | messages.Closed():
                 output.sample += samples
             case messages.Labels():
                 output.decided, output.guess = (
@@ -228,7 +230,7 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
             yield messages.Feed(stream, []), run
             run = []
         if isinstance(entry, AskedFlush):
-            yield messages.Flush(stream, entry.tag, entry.pause), []
+            yield messages.Flush(stream, entry.tag, entry.pause, entry.ends_speech), []
         elif isinstance(entry, NewTurns):
             yield messages.ChangeTurns(stream, entry.turns), []
         else:
@@ -241,7 +243,6 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
 
 # Outputs that may wait for a reader before the stream accepts no more audio.
 MAX_QUEUED_OUTPUTS = 1024
-SPEECH_THRESHOLD = 0.5
 _FINAL = (messages.Closed, messages.Failed, messages.Dead)
 
 
@@ -262,10 +263,10 @@ class Outputs:
         self.told = 0
         self._news = asyncio.Event()
         self._listener: Callable[[messages.Output], None] | None = None
-        # Speech before this sample has been reported.
+        # Speech before this sample has been reported, and the speech track after it, if it is known.
         self.reported_until = 0
-        # Whether the last reported frame was speech.
-        self.speech_goes_on = False
+        self.track: messages.TrackState | None = None
+        # Question of the last answer of the turn detector: the pause's first sample, and the number in the pause.
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -291,10 +292,15 @@ class Outputs:
             self.read, output = self._queue.popleft()
             listener(output)
 
-    def adopt(self, told: int, reported_until: int) -> None:
+    @property
+    def speech_goes_on(self) -> bool:
+        """Whether there is speech at the end of the last reported frame."""
+        return self.track is not None and self.track.speaking
+
+    def adopt(self, told: int, reported_until: int, track: messages.TrackState | None) -> None:
         """Continue for another gateway, which has read `told` outputs and speech up to this sample."""
         self.begin(told)
-        self.reported_until = reported_until
+        self.reported_until, self.track = reported_until, track
 
     def begin(self, told: int) -> None:
         """Another engine runs the stream and has sent `told` outputs; the outputs queued here are not among them."""
@@ -302,8 +308,10 @@ class Outputs:
         self.read = self.told = told
 
     def put_speech(self, speech: messages.Speech) -> None:
-        self.speech_goes_on = speech.probabilities[-1:] >= [SPEECH_THRESHOLD]
-        self.put(self._new_part(speech))
+        """Put what was not reported before: an engine that continues a stream says some things again."""
+        new = self._new_part(speech)
+        self.track = self.track if new is None else new.track
+        self.put(new)
 
     async def __aiter__(self) -> AsyncIterator[messages.Output]:
         while True:
@@ -331,9 +339,10 @@ class Outputs:
         probabilities = speech.probabilities[known:]
         if not probabilities:
             return None
-        sample = speech.sample + known * speech.frame_samples
+        sample, reported = speech.sample + known * speech.frame_samples, self.reported_until
         self.reported_until = sample + len(probabilities) * speech.frame_samples
-        return messages.Speech(speech.stream, sample, speech.frame_samples, probabilities)
+        events = [event for event in speech.events if event.at > reported]
+        return structs.replace(speech, sample=sample, probabilities=probabilities, events=events)
 
 
 def error_of(failed: messages.Failed) -> EngineError | ValueError:
@@ -405,6 +414,8 @@ class EngineStream:
         self.place = Placement(spec)
         self.suspicion = CrashSuspicion()
         self._opening = opening
+        # (end of the audio at the change, rule) of changes that no reported speech includes.
+        self._rules: deque[tuple[int, messages.TurnRule | None]] = deque()
         self._spec = spec
         self._limits = limits
         self._on_end = on_end
@@ -412,6 +423,7 @@ class EngineStream:
         self._kept = KeptAudio(spec)
         self._memory = memory_for(spec, limits.keep_positions)
         self._outputs = Outputs(spec.sample_rate, self.wake)
+        self._outputs.reported_until, self._outputs.track = opening.heard_until, opening.track
         self._tags = 0
         self._unanswered: set[int] = set()
         # Whether an engine has ever accepted the stream.
@@ -477,8 +489,10 @@ class EngineStream:
                 [structs.replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
             )
 
-    async def flush(self, pause: int | None = None) -> int:
+    async def flush(self, pause: int | None = None, ends_speech: bool = False, turn_over: bool = False) -> int:
         """Ask for the text of everything fed so far; `Flushed` carries the returned tag.
+
+        `ends_speech`: the client ended the turn here. `turn_over`: the turn before the pause has ended.
 
         With a `pause`, only the text before this sample is wanted, which lies in silence. The audio is then cut into
         positions as if there were no flush, so the following words do not depend on when this was called. A live
@@ -489,9 +503,10 @@ class EngineStream:
             pause = None
             self._send_items(self._cut_rest())
         self._tags += 1
-        self._kept.mark_flush(self._tags, self._unanswered, pause)
+        self._kept.mark_flush(self._tags, self._unanswered, pause, ends_speech)
         self._unanswered.add(self._tags)
-        self._send(messages.Flush(self.id, self._tags, self.place.sample_to_engine(pause)))
+        at = self.place.sample_to_engine(pause)
+        self._send(messages.Flush(self.id, self._tags, at, ends_speech, turn_over))
         if pause is not None:
             self._watch_for_audio()
         return self._tags
@@ -499,6 +514,8 @@ class EngineStream:
     def change_turns(self, turns: messages.TurnRule | None) -> None:
         """Use another rule for the ends of turns from here on."""
         self._kept.mark_turns(turns)
+        if not self._spec.rereads_window:  # else the saved state has the rule
+            self._rules.append((self._kept.end_sample, turns))
         self._send(messages.ChangeTurns(self.id, turns))
 
     async def finish(self) -> None:
@@ -569,8 +586,15 @@ class EngineStream:
         replay = self._memory.replay(self._kept)
         self.place.begin(link, replay)
         suspicion = self.suspicion
+        # A windowed model without a state judges all of its audio again.
+        track = self._opening.track if self._spec.rereads_window else self._outputs.track
+        turns = self._opening.turns
+        while self._rules and self._rules[0][0] < self._outputs.reported_until:
+            turns = self._rules.popleft()[1]
+        self._opening.turns = turns
         opening = structs.replace(
             self._opening,
+            track=None if track is None else track.later(-replay.samples),
             forced_tokens=replay.forced_tokens,
             state=replay.state,
             catch_up_until=replay.catch_up_until,
@@ -607,7 +631,8 @@ class EngineStream:
         self._tags = adopted.flushes
         self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
         self._watch_for_audio()
-        self._outputs.adopt(adopted.consumed, adopted.heard_until + samples)
+        track = None if adopted.track is None else adopted.track.later(samples)
+        self._outputs.adopt(adopted.consumed, adopted.heard_until + samples, track)
         self.was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id)
         return self._cutter.continue_from(end, sample, adopted.segment + samples)

@@ -135,3 +135,22 @@ class Embedder(ABC):
     def close(self) -> None:
         """Stop; pieces that wait are not computed."""
         return None
+
+
+class TurnDetector(ABC):
+    """Computes the probability that a speaker's turn is complete. The loop does not wait."""
+
+    # How much of the audio before the question counts, in samples.
+    window_samples: int
+
+    @abstractmethod
+    def submit(self, audio: Samples) -> Future[float]:
+        """Start on one question: the last `window_samples` of the audio, or all that there is."""
+
+    def prepare(self) -> None:
+        """A stream that asks was opened: get ready for its first question."""
+        return None
+
+    def close(self) -> None:
+        """Stop; questions that wait are not answered."""
+        return None

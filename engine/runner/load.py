@@ -6,6 +6,7 @@ The engine process calls `load_runner` and `load_detector` at its start.
 from __future__ import annotations
 
 import json
+import logging
 from copy import copy, deepcopy
 from dataclasses import replace
 from pathlib import Path
@@ -26,6 +27,7 @@ from engine.runner.frames.memory import MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
 from engine.runner.speakers import SpeakerEmbedder
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
+from engine.runner.turns import SmartTurnDetector
 from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
 from engine.runner.windowed.memory import longest_window, plan_windows
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
@@ -33,9 +35,11 @@ from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.runner.windowed.windows import DeviceWindows, HostWindows
 from engine.spec import ModelSpec, Vocabulary
 from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.registry import STREAMING_ENCODER
-from engine.weights.store import cached
+from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR
+from engine.weights.store import WeightsError, cached
 from engine.weights.windowed_models import load_speech_model, load_streaming_weights
+
+logger = logging.getLogger(__name__)
 
 # A windowed stream needs a few megabytes (up to 29 during speech with an encoder in blocks): a CPU runs out of time
 # long before it runs out of memory.
@@ -91,6 +95,26 @@ def load_embedder(runner: Runner, config: EngineConfig) -> SpeakerEmbedder | Non
     device = runner.device if isinstance(runner, (VoxtralRunner, WindowedRunner)) else torch.device("cpu")
     threads = config.threads or torch.get_num_threads()
     return SpeakerEmbedder(weights, PIECE_SAMPLES, device, max(1, threads // 2))
+
+
+def load_turns(runner: Runner, config: EngineConfig) -> SmartTurnDetector | None:
+    """Return the turn detector, on the model's device; None if it is switched off, or missing or damaged, which is
+    logged: turns then end by text and silence."""
+    if not config.turn_detector:
+        return None
+    try:
+        weights = cached(TURN_DETECTOR)
+    except WeightsError as error:
+        logger.warning("semantic turn detection uses text and silence alone: %s", error)
+        return None
+    if weights is None:
+        logger.warning(
+            "semantic turn detection uses text and silence alone: there is no turn detector; "
+            "run `tickertape pull turn-detector` and restart, or set model.turn_detector = false"
+        )
+        return None
+    device = runner.device if isinstance(runner, (VoxtralRunner, WindowedRunner)) else torch.device("cpu")
+    return SmartTurnDetector(weights, device)
 
 
 def _family(path: Path) -> str:

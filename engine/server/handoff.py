@@ -398,6 +398,8 @@ def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
     adopted.delay_positions, adopted.options, adopted.turns = opening.delay_positions, opening.options, opening.turns
     speech = [output.sample for output in ahead if isinstance(output, messages.Speech)]
     adopted.heard_until = max(opening.heard_until, speech[0]) if speech else hosted.heard_until
+    # If speech is ahead, the track after it comes with it.
+    adopted.track = None if speech else hosted.track
     adopted.labels = hosted.labels
     if hosted.kept is not None:
         adopted.state, adopted.kept = hosted.state, hosted.kept.give()

@@ -207,8 +207,10 @@ class CommandIntake:
     ) -> None:
         match command:
             case messages.Flush():
-                self._hosted.streams[name].flushed(command.tag, command.pause)
-                self._coming.append(messages.Flush(name, command.tag, command.pause))
+                self._hosted.streams[name].flushed(command.tag, command.pause, command.ends_speech)
+                self._coming.append(
+                    messages.Flush(name, command.tag, command.pause, command.ends_speech, command.turn_over)
+                )
             case messages.ChangeTurns():
                 self._hosted.streams[name].turns_changed(command.turns)
                 self._coming.append(messages.ChangeTurns(name, command.turns))
@@ -289,7 +291,6 @@ class CommandIntake:
 ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
 STATUS_SECONDS = 0.08
-SPEECH_THRESHOLD = 0.5
 # Commands taken in before the next step: per position that a step reads of a stream, its audio and a saved handoff.
 COMMANDS_A_POSITION = 2
 LEAST_COMMANDS = 256
@@ -375,7 +376,7 @@ class EngineHost:
     def _patience(self) -> float:
         """How long to wait for a message when there is nothing to do."""
         unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
-        return ACK_SECONDS if unacknowledged or self._loop.waits_for_labels else BEAT_SECONDS / 4
+        return ACK_SECONDS if unacknowledged or self._loop.waits_for_results else BEAT_SECONDS / 4
 
     def _runnable(self) -> bool:
         return any(peer.waits_for_a_turn for peer in self._peers.values())
@@ -574,8 +575,8 @@ class EngineHost:
         name, hosted = output.stream, self._hosted.find(output.stream)
         if isinstance(output, messages.Speech):
             if hosted is not None and output.probabilities:
-                hosted.speaking = output.probabilities[-1] >= SPEECH_THRESHOLD
-                if max(output.probabilities) >= SPEECH_THRESHOLD:
+                hosted.speaking = output.track.speaking
+                if hosted.speaking or output.spoken or output.events:
                     hosted.last_active_at = self._clock()
         elif isinstance(output, (messages.Closed, messages.Failed)):
             self._hosted.forget(name)

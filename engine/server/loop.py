@@ -48,17 +48,18 @@ from engine.messages import (
     Opened,
     Output,
     Refused,
-    Speech,
     StepOutput,
     Text,
 )
 from engine.options import SPEAKERS
-from engine.runner.base import Detector, Embedder, Runner
+from engine.runner.base import Detector, Embedder, Runner, TurnDetector
 from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
 from engine.server.skipped_silence import SilenceSkipper
 from engine.server.speaker_tracks import SpeakerTracks
-from engine.server.speech import GateSettings, Listener, Target
+from engine.server.speech import Listener, Target
+from engine.server.speech_track import GateSettings
 from engine.server.stream_state import StreamStates
+from engine.server.turn_questions import TurnQuestions
 
 logger = logging.getLogger(__name__)
 
@@ -105,7 +106,8 @@ class EngineLoop:
     """Executes commands and runs steps over all streams of an engine.
 
     `detector` computes speech probabilities. With `gate` settings, a windowed model only gets audio that passes the
-    speech gate. With `cut` settings, a frame-synchronous model skips long silences. `embedder` is for speaker labels.
+    speech gate. With `cut` settings, a frame-synchronous model skips long silences. `embedder` is for speaker labels,
+    `turn_detector` for the ends of turns.
     """
 
     def __init__(
@@ -117,6 +119,7 @@ class EngineLoop:
         clock: Callable[[], int] = time.perf_counter_ns,
         cut: GateSettings | None = None,
         embedder: Embedder | None = None,
+        turn_detector: TurnDetector | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -131,15 +134,27 @@ class EngineLoop:
         # Labels need the detector's frames.
         self._embedder = None if detector is None else embedder
         self._speakers = SpeakerTracks(scheduler.spec, self._embedder, self._end_failed_stream)
+        self._turn_detector = turn_detector
+        self._questions = TurnQuestions(scheduler.spec, turn_detector)
         self._listener: Listener | None = None
         if detector is not None:
             self._listener = Listener(
-                scheduler, detector, gate, self._emit, self._announce, self._end_failed_stream, self._heard
+                scheduler,
+                detector,
+                gate,
+                self._emit,
+                self._announce,
+                self._end_failed_stream,
+                self._cut,
+                self._speakers,
+                self._questions,
             )
         # Streams of windowed models are rebuilt from saved states, those of frame-synchronous models from their tokens.
         self._states: StreamStates | None = None
         if runner.saves_state:
-            self._states = StreamStates(scheduler, runner, self._listener, self._speakers, self._end_failed_stream)
+            self._states = StreamStates(
+                scheduler, runner, self._listener, self._speakers, self._questions, self._end_failed_stream
+            )
         # Whether silent streams take part in no steps.
         self.silence_is_free = gate is not None
         self._dead = False
@@ -210,6 +225,7 @@ class EngineLoop:
             self._listener.bound_words(outputs)
         self._cut.add_skips(outputs)
         self._speakers.add_labels(outputs)
+        self._questions.add_answered(outputs)
         if self._states is not None:
             outputs += self._states.states_after_step(committed, outputs)
         self._forget_ended(outputs)
@@ -239,17 +255,21 @@ class EngineLoop:
         """Whether another step would do something without a new command."""
         listening = self._listener is not None and self._listener.has_work
         saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
-        return bool(self._launched or listening or saying or self.scheduler.has_work() or self._speakers.has_work)
+        answered = self._speakers.has_work or self._questions.has_news
+        return bool(self._launched or listening or saying or answered or self.scheduler.has_work())
 
     @property
-    def waits_for_labels(self) -> bool:
-        """Whether speaker embeddings are being computed: another step will have something to say soon."""
-        return self._speakers.is_waiting
+    def waits_for_results(self) -> bool:
+        """Whether speaker embeddings or answers of the turn detector are being computed: another step will have
+        something to say soon."""
+        return self._speakers.is_waiting or self._questions.is_waiting
 
     def close(self) -> None:
         """Free what the loop holds outside of its own memory."""
         if self._embedder is not None:
             self._embedder.close()
+        if self._turn_detector is not None:
+            self._turn_detector.close()
         self.runner.close()
 
     def _check_alive(self) -> None:
@@ -348,7 +368,8 @@ class EngineLoop:
             message = self._cut.open(message)
         self.scheduler.admit(message)
         if self._listener is not None:
-            self._listener.open(message.stream, message.turns)
+            self._listener.open(message)
+        self._questions.use(message.stream, message.turns)
         self._speakers.open(message.stream, asked, message.live)
         if message.labels is not None:
             self._speakers.resume(message.stream, message.labels, message.labels_earlier)
@@ -363,26 +384,29 @@ class EngineLoop:
         if self._listener is not None:
             self._listener.add_audio(message.stream, message.items)
         self._speakers.add_audio(message.stream, message.items)
-
-    def _heard(self, speech: Speech) -> None:
-        self._cut.judge(speech)
-        self._speakers.judge(speech)
+        self._questions.add_audio(message.stream, message.items)
 
     def _flush(self, message: Flush, now: int) -> None:
         self._cut.check_open(message.stream)
         if self._states is not None:
             self._states.note_flush(message)
         if self._listener is not None and message.pause is not None:
+            if message.turn_over:
+                self._listener.end_questions(message.stream, message.pause)
             self._listener.end_at_pause(message, message.pause, partial(self._cut.flush, message))
             return
         if self._listener is not None:
             self._listener.end_now(message.stream)
-        self._cut.flush(message, None)
+            if message.ends_speech:
+                self._listener.end_speech(message.stream)
+                self._questions.end_at(message.stream, message.tag)
+        self._cut.flush(message)
 
     def _change_turns(self, message: ChangeTurns, now: int) -> None:
         self._cut.check_open(message.stream)
         if self._listener is not None:
             self._listener.change_turns(message.stream, message.turns)
+            self._questions.use(message.stream, message.turns)
 
     def _finish(self, message: Finish, now: int) -> None:
         if self._listener is not None:
@@ -412,6 +436,7 @@ class EngineLoop:
         self._cut.close(name)
         if self._listener is not None:
             self._listener.close(name)
+        self._questions.close(name)
         held = self._speakers.close(name)
         if held is not None:
             self._emit(held)

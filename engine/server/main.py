@@ -26,11 +26,11 @@ from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, EngineError
 from engine.logs import WITHOUT_TIME, set_up_logging
 from engine.options import EngineConfig
-from engine.runner.load import load_detector, load_embedder, load_runner
+from engine.runner.load import load_detector, load_embedder, load_runner, load_turns
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop, calm_collector
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import ModelSpec
 from engine.weights.checkpoint import fingerprint
 from engine.weights.store import resolve
@@ -44,14 +44,15 @@ def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counte
     runner, limits = load_runner(path, config)
     # Gateways compare fingerprints, so that engines with different weights under one name are not mixed.
     embedder = load_embedder(runner, config)
-    options = replace(runner.spec.options, speakers=embedder is not None)
+    turns = load_turns(runner, config)
+    options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turns is not None)
     spec = replace(runner.spec, weights=fingerprint(path), options=options)
     scheduler = Scheduler(spec, limits, runner.vocabulary)
     # Windowed models invent words in silence, so a gate keeps it from them. Frame-synchronous models are trained with
     # silence; only long silence is skipped, to save work.
     gate = GateSettings() if runner.spec.rereads_window else None
     cut = None if spec.rereads_window or not config.cut_silence_s else skip_settings(config.cut_silence_s)
-    return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock, cut, embedder)
+    return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock, cut, embedder, turns)
 
 
 # Running it. Slow first-time work happens here, before the first session.

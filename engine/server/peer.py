@@ -51,8 +51,9 @@ class HostedStream:
     outputs_sent: int = 0
     outputs: deque[tuple[int, messages.Output]] = field(default_factory=deque)
     saves_handoffs: bool = False
-    # Speech probabilities before this sample were sent.
+    # Speech before this sample was sent, and the speech track after it.
     heard_until: int = 0
+    track: messages.TrackState | None = None
     # What a gateway that adopts the stream needs to rebuild it on another engine: the last state sent, and the commands
     # since then with the audio that the state needs. None if the stream is not rebuilt from a state.
     state: messages.StreamState | None = None
@@ -69,14 +70,15 @@ class HostedStream:
             # Copies: the scheduler removes the payload of an item that it has planned.
             self.kept.add([copy(item) for item in items])
 
-    def flushed(self, tag: int, pause: int | None) -> None:
+    def flushed(self, tag: int, pause: int | None, ends_speech: bool = False) -> None:
         if self.kept is not None:
-            self.kept.mark_flush(tag, range(self.answered + 1, tag), pause)
+            self.kept.mark_flush(tag, range(self.answered + 1, tag), pause, ends_speech)
         self.flushes = max(self.flushes, tag)
         if pause is None:
             self.segment = self.end_sample
 
     def turns_changed(self, turns: messages.TurnRule | None) -> None:
+        self.opening.turns = turns
         if self.kept is not None:
             self.kept.mark_turns(turns)
 
@@ -91,8 +93,8 @@ class HostedStream:
         elif isinstance(output, messages.Text):
             self.tokens += len(output.tokens)
         elif isinstance(output, messages.Speech):
-            until = output.sample + len(output.probabilities) * output.frame_samples
-            self.heard_until = max(self.heard_until, until)
+            if output.end > self.heard_until:
+                self.heard_until, self.track = output.end, output.track
         elif isinstance(output, messages.Labels):
             self.labels = output.state or self.labels
         elif isinstance(output, messages.StreamState) and self.kept is not None:

@@ -6,10 +6,10 @@ skipped; when speech starts, the stream continues a little before it. To the mod
 contiguous. So there are two counts of positions: the *gateway count* includes skipped positions, the *engine count*
 does not. Sample times stay right, because each item has its sample.
 
-A speech gate decides, as for windowed models but with other settings: it starts open, and its hang-over is the silence
-that settles. Which items are skipped depends only on the probabilities, not on when they arrive: an item is released
-only when no later probability could skip it. A flush releases everything before it. Each skipped position is reported
-to the gateway as a `SKIPPED` token, so that a replay skips the same positions.
+The gate of the stream's speech track decides. It starts open, opens with any speech that the track has found, and its
+hang-over is the silence that settles. Which items are skipped depends only on the probabilities, not on when they
+arrive: an item is released only when no later probability could skip it. A flush releases everything before it. Each
+skipped position is reported to the gateway as a `SKIPPED` token, so that a replay skips the same positions.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from msgspec import structs
 
 from engine.core.scheduler import Scheduler
 from engine.core.stream import REPORT_AFTER_TOKENS
-from engine.errors import StreamError, StreamFinished
-from engine.messages import SKIPPED, Finish, Flush, Item, Open, Output, Speech, Text
-from engine.server.speech import GateSettings, SpeechGate, Target
+from engine.errors import StreamFinished
+from engine.messages import SKIPPED, Finish, Flush, Item, Open, Output, Text
+from engine.server.speech import Target
+from engine.server.speech_track import GateSettings, SpeechGate
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
@@ -41,7 +42,12 @@ def skip_settings(settled_seconds: float) -> GateSettings:
         conversation_evidence=EVIDENCE,
         pre_roll_samples=int(PRE_ROLL_SECONDS * SAMPLE_RATE),
         hang_over_samples=int(settled_seconds * SAMPLE_RATE),
+        follows_track=True,
     )
+
+
+# Finds the engine position up to which text is wanted (None: all), when the audio before a mark has been released.
+FindPosition = Callable[[], int | None]
 
 
 @dataclass(slots=True)
@@ -49,7 +55,7 @@ class PendingMark:
     """A flush or the end of the stream, queued behind the audio before it. `position` as in `add_mark`."""
 
     command: Flush | Finish
-    position: int | None
+    position: FindPosition | None
 
 
 class SkippingStream:
@@ -62,7 +68,7 @@ class SkippingStream:
             delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
             least = (spec.said_positions_for(delay) + 2) * self._rate
             gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, least))
-        self._gate = None if gate is None else SpeechGate(gate, is_open=True)
+        self.gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False
         self.waiting: deque[Item | PendingMark] = deque()
         # For each waiting mark: the sample up to which audio had arrived.
@@ -86,30 +92,23 @@ class SkippingStream:
         """Queue items that have arrived."""
         for item in items:
             if item.payload is not None and item.payload.ndim > 1:
-                self._gate = None  # the detector takes samples, not features
+                self.gate = None  # the detector takes samples, not features
             self._end_sample = max(self._end_sample, item.sample + self._samples(item))
             self.waiting.append(item)
 
-    def add_mark(self, command: Flush | Finish, position: int | None = None) -> None:
-        """Queue a flush or the end. `position`: the engine position up to which text is wanted; None: all."""
+    def add_mark(self, command: Flush | Finish, position: FindPosition | None = None) -> None:
+        """Queue a flush or the end. `position` finds the engine position up to which text is wanted; None: all."""
         self.waiting.append(PendingMark(command, position))
         self._marks.append(self._end_sample)
 
-    def judge(self, speech: Speech, go_on: Callable[[], None]) -> None:
-        """Pass probabilities to the gate; frame by frame if items wait, and `go_on` after each, which releases them."""
-        if self._gate is None or not speech.probabilities:
-            return
-        one_by_one = [[value] for value in speech.probabilities] if self.waiting else [speech.probabilities]
-        for probabilities in one_by_one:
-            self._gate.judge(probabilities, speech.frame_samples)
-            self._judged += len(probabilities) * speech.frame_samples
-            self._frame = min(self._frame, speech.frame_samples) or speech.frame_samples
-            if not self.all_waits:
-                go_on()
+    def heard(self, sample: int, frame_samples: int) -> None:
+        """The speech track has heard the audio up to this sample, in frames of this length."""
+        self._judged = sample
+        self._frame = min(self._frame, frame_samples) or frame_samples
 
     def goes_straight_on(self, item: Item) -> bool:
         """Fast path for speech: whether a new item can be released at once. If not, `add` it."""
-        gate, payload = self._gate, item.payload
+        gate, payload = self.gate, item.payload
         if gate is None or self.waiting or item.offset < self._recorded_until or payload is None or payload.ndim > 1:
             return False
         end, certain = item.sample + self._samples(item), gate.certain_until
@@ -123,7 +122,7 @@ class SkippingStream:
         """Fast path for silence: True if `next` would return None (nothing waits, or the first item must wait)."""
         if not self.waiting:
             return True
-        gate, head = self._gate, self.waiting[0]
+        gate, head = self.gate, self.waiting[0]
         if gate is None or gate.is_open or self._marks or isinstance(head, PendingMark) or _is_gap(head):
             return False
         return head.offset >= self._recorded_until and head.sample + self._samples(head) > gate.floor
@@ -133,7 +132,7 @@ class SkippingStream:
 
         `reached`: the engine position that the stream has reached.
         """
-        gate = self._gate
+        gate = self.gate
         while self.waiting:
             head = self.waiting.popleft()
             if isinstance(head, PendingMark):
@@ -305,10 +304,10 @@ class SilenceSkipper:
                 return
         self._go_on(name, stream)
 
-    def flush(self, message: Flush, position: int | None) -> None:
+    def flush(self, message: Flush, position: FindPosition | None = None) -> None:
         stream = self._streams.get(message.stream)
         if stream is None:
-            self._scheduler.flush(message.stream, message.tag, position)
+            self._scheduler.flush(message.stream, message.tag, None if position is None else position())
             return
         self.check_open(message.stream)
         stream.add_mark(message, position)
@@ -324,16 +323,24 @@ class SilenceSkipper:
         stream.add_mark(message)
         self._go_on(message.stream, stream)
 
-    def judge(self, speech: Speech) -> None:
-        """Pass a stream's speech probabilities on. An error ends only that stream."""
-        name = speech.stream
+    def gate(self, name: str) -> SpeechGate | None:
+        """The gate that the stream's speech track has to drive; None if no silence of it is skipped."""
         stream = self._streams.get(name)
-        if stream is None or name not in self._scheduler.streams:
+        return None if stream is None else stream.gate
+
+    def needs_each_frame(self, name: str) -> bool:
+        """Whether items wait: then the state of the gate after each frame counts."""
+        stream = self._streams.get(name)
+        return stream is not None and stream.gate is not None and bool(stream.waiting)
+
+    def heard(self, name: str, sample: int, frame_samples: int) -> None:
+        """The stream's speech track has heard the audio up to this sample: release what it can. Raises StreamError."""
+        stream = self._streams.get(name)
+        if stream is None or stream.gate is None or name not in self._scheduler.streams:
             return
-        try:
-            stream.judge(speech, lambda: self._go_on(name, stream))
-        except StreamError as error:
-            self._scheduler.fail(error)
+        stream.heard(sample, frame_samples)
+        if not stream.all_waits:
+            self._go_on(name, stream)
 
     def add_skips(self, outputs: Iterable[Output]) -> None:
         """Add the skipped positions to the texts, so that a replay skips the same."""
@@ -365,7 +372,8 @@ class SilenceSkipper:
             elif entry is None:
                 break
             elif isinstance(entry.command, Flush):
-                scheduler.flush(name, entry.command.tag, entry.position)
+                position = None if entry.position is None else entry.position()
+                scheduler.flush(name, entry.command.tag, position)
             else:
                 scheduler.finish(name)
         if stream is None:

@@ -121,8 +121,8 @@ class SpeakerTrack:
             else:
                 self._unjudged.add(item.payload[spec.look_back_samples : spec.look_back_samples + count])
 
-    def judge(self, speech: Speech) -> None:
-        """The detector's next frames."""
+    def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
+        """The detector's next frames, and which of them have a voice."""
         if speech.frame_samples != FRAME_SAMPLES:
             # A long silence that was not computed.
             for _ in speech.probabilities:
@@ -132,10 +132,10 @@ class SpeakerTrack:
             return
         count = len(speech.probabilities)
         frames = self._unjudged.take(count * FRAME_SAMPLES).reshape(count, FRAME_SAMPLES)
-        for number, probability in enumerate(speech.probabilities):
+        for number, has_voice in enumerate(voiced):
             frame = frames[number : number + 1]
             if self._passes(speech.sample + number * FRAME_SAMPLES, frame[0]):
-                self._submit(self._cutter.feed(frame, [probability]))
+                self._submit(self._cutter.feed(frame, [has_voice]))
 
     def end(self) -> None:
         """No more audio comes: the last run of speech is a piece, and everything is decided."""
@@ -372,10 +372,15 @@ class SpeakerTracks:
         if track is not None:
             track.add_audio(items, self._spec)
 
-    def judge(self, speech: Speech) -> None:
+    def labels(self, name: str) -> bool:
+        """Whether the stream has asked for labels."""
+        return name in self._tracks
+
+    def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
+        """The detector's next frames, and which of them have a voice."""
         track = self._tracks.get(speech.stream)
         if track is not None:
-            track.judge(speech)
+            track.judge(speech, voiced)
 
     @property
     def has_work(self) -> bool:

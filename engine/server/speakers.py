@@ -1,6 +1,6 @@
 """Who speaks: cuts the speech of a stream into pieces, and gives every piece the number of a voice.
 
-`PieceCutter` collects the detector's speech frames and cuts them into pieces for the embedding model. Where it cuts
+`PieceCutter` collects the frames with a voice and cuts them into pieces for the embedding model. Where it cuts
 depends on the audio alone, not on how it arrived. `SpeakerLabels` compares the pieces' embeddings with the voices that
 it knows and decides. A label is decided when the audio is `lag_samples` past the middle of its piece; it never changes.
 
@@ -41,8 +41,6 @@ MAX_STATE_BYTES = 64 * 1024
 class CutSettings:
     """Counts are in frames of the detector, 32 ms each."""
 
-    # Frames with at least this probability are speech.
-    speech_threshold: float = 0.5
     # Speech frames of a piece, and how many of them are new in the next piece.
     piece_frames: int = PIECE_SAMPLES // FRAME_SAMPLES
     hop_frames: int = 16
@@ -95,12 +93,12 @@ class PieceCutter:
         self._cut = 0
         self._silence = 0
 
-    def feed(self, frames: Samples, probabilities: Sequence[float]) -> list[tuple[Piece, Samples]]:
-        """The next frames [n, 512] and their probabilities of speech -> pieces and their audio."""
+    def feed(self, frames: Samples, voiced: Sequence[bool]) -> list[tuple[Piece, Samples]]:
+        """The next frames [n, 512], and which of them have a voice -> pieces and their audio."""
         found = []
-        for audio, probability in zip(frames, probabilities, strict=True):
+        for audio, has_voice in zip(frames, voiced, strict=True):
             start, self.sample = self.sample, self.sample + FRAME_SAMPLES
-            if probability >= self.settings.speech_threshold:
+            if has_voice:
                 self._silence = 0
                 self._keep(start, audio)
                 due = self._count - self.settings.piece_frames

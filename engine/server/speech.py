@@ -1,314 +1,45 @@
-"""Finds speech in the streams of an engine and decides which audio the model gets.
+"""Finds speech in the streams of an engine, and has the scheduler give the model the audio that it is to get.
 
-`Listener` runs the speech detector over all pending audio before a step is planned, sends the result as `Speech`, and
-applies the decisions of the gates to the scheduler. `SpeechGate` decides for one stream of a windowed model,
-`PendingAudio` holds audio that the detector has not seen, `LastSpeech` finds the end of the last speech for
-frame-synchronous models, and `TurnEnds` finds the ends of turns.
+`Listener` runs the speech detector over all pending audio before a step is planned, passes the probabilities to the
+speech track of each stream (engine/server/speech_track.py), sends what that has found as `Speech`, and applies its
+decisions to the scheduler. `PendingAudio` holds audio that the detector has not seen, and `LastSpeech` waits for the
+end of the last speech for frame-synchronous models.
 """
 
 from __future__ import annotations
 
 import logging
-import math
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass, field, replace
-from enum import Enum, auto
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
-from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall
 from engine.core.scheduler import Scheduler
-from engine.errors import EngineDead
-from engine.messages import Flush, Item, Output, Saved, Speech, Text, TurnRule
+from engine.errors import EngineDead, StreamError
+from engine.messages import Flush, Item, Open, Output, Saved, Speech, SpeechEnded, Text, TurnRule
 from engine.runner.base import Detector
+from engine.server.speaker_tracks import SpeakerTracks
+from engine.server.speech_track import (
+    DECISIONS,
+    Begin,
+    Decision,
+    End,
+    GateSettings,
+    Pause,
+    Resume,
+    Skip,
+    SpeechGate,
+    SpeechTrack,
+    SplitUtterance,
+    TrackEvent,
+    voiced_frames,
+)
+from engine.server.turn_questions import TurnQuestions
 from engine.server.word_times import WordTimes
 from engine.spec import ModelSpec
-
-_SAMPLE_RATE = 16_000
-_SAMPLES_PER_MS = _SAMPLE_RATE // 1000
-
-# Log-odds that count neither for nor against speech (a probability of 0.73), and the most a frame can add or subtract.
-_NEUTRAL_LOG_ODDS = 1.0
-_MOST_FOR = 6.0
-_MOST_AGAINST = -1.0
-# Frames over which the probability is averaged to find where a long utterance is split.
-_CALM_FRAMES = 8
-# Probabilities are clamped this far from 0 and 1, so that the log-odds stay finite.
-_SURE = 1e-4
-
-
-@dataclass(frozen=True, slots=True)
-class GateSettings:
-    """Durations in samples at 16 kHz, evidence in log-odds times seconds. The defaults were measured."""
-
-    # Evidence that opens the gate: a quarter of a second that leaves no doubt, or a second at a probability of 0.9.
-    evidence: float = 1.5
-    # Evidence that is enough if there was speech within the last `conversation_samples`.
-    conversation_evidence: float = 0.2
-    conversation_samples: int = 10_000 * _SAMPLES_PER_MS
-    # Audio kept from before the first evidence: soft beginnings of words are detected late.
-    pre_roll_samples: int = 512 * _SAMPLES_PER_MS
-    # A frame below this probability is silence. Silence of `pause_samples` is a pause of the utterance; silence of
-    # `hang_over_samples` ends it.
-    stop_threshold: float = 0.35
-    pause_samples: int = 96 * _SAMPLES_PER_MS
-    hang_over_samples: int = 608 * _SAMPLES_PER_MS
-    # Doubtful audio is held back no longer than this.
-    hold_samples: int = 5_000 * _SAMPLES_PER_MS
-    # A longer utterance is split at the quietest place in its second half (None: it is never split).
-    longest_samples: int | None = None
-
-    def for_files(self, longest_samples: int) -> GateSettings:
-        """Return the settings for uploads. Latency does not matter there, so pauses stay in the windows: a model that
-        gets a pause and the audio after it decides better whether a sentence ended. Long silences are skipped."""
-        return replace(
-            self,
-            pre_roll_samples=1_000 * _SAMPLES_PER_MS,
-            pause_samples=1_000 * _SAMPLES_PER_MS,
-            hang_over_samples=3_000 * _SAMPLES_PER_MS,
-            longest_samples=longest_samples,
-        )
-
-    def __post_init__(self) -> None:
-        if not 0 < self.stop_threshold < 1:
-            raise ValueError(f"stop_threshold is a probability between 0 and 1, not {self.stop_threshold}")
-        if min(self.evidence, self.conversation_evidence) <= 0:
-            raise ValueError("the evidence that opens the speech gate must be above zero")
-        if not 0 < self.pause_samples < self.hang_over_samples:
-            raise ValueError("a pause of an utterance must be shorter than the hang-over that ends it")
-        if min(self.conversation_samples, self.pre_roll_samples, self.hold_samples) < 0:
-            raise ValueError("durations of the speech gate cannot be negative")
-
-
-@dataclass(frozen=True, slots=True)
-class Skip:
-    """The model does not need audio before `sample`. The stream is held: the audio after it may be speech."""
-
-    sample: int
-
-
-@dataclass(frozen=True, slots=True)
-class Begin:
-    """An utterance begins: the model gets the audio from `sample` on, until the utterance ends."""
-
-    sample: int
-
-
-@dataclass(frozen=True, slots=True)
-class Pause:
-    """The utterance pauses: compute it up to `sample`, then hold. It ends there unless speech follows soon."""
-
-    sample: int
-
-
-@dataclass(frozen=True, slots=True)
-class Resume:
-    """The utterance continues after a pause; this was detected at `sample`."""
-
-    sample: int
-
-
-@dataclass(frozen=True, slots=True)
-class End:
-    """The utterance has ended: commit everything before `sample`, then hold. Speech itself ended at `speech_end`."""
-
-    sample: int
-    speech_end: int
-
-
-@dataclass(frozen=True, slots=True)
-class SplitUtterance:
-    """The utterance continues after `sample`, but is too long for one window: commit everything before `sample`."""
-
-    sample: int
-
-
-Decision = Skip | Begin | Pause | Resume | End | SplitUtterance
-
-
-class GateState(Enum):
-    QUIET = auto()
-    DOUBTFUL = auto()
-    OPEN = auto()
-
-
-class SpeechGate:
-    """Decides from speech probabilities which audio of one stream a windowed model gets.
-
-    A windowed model makes up words in silence, and a window without speech is wasted work. The gate skips silence and
-    noise, holds doubtful audio back, opens when there is enough evidence of speech, and ends utterances, so that their
-    text becomes final:
-
-        QUIET --evidence above zero--> DOUBTFUL --enough evidence--> OPEN --silence for the hang-over--> QUIET
-                                           `--evidence back at zero--> QUIET
-
-    Evidence is a running sum of the frames' log-odds of speech, never below zero. Coughs and music reach high
-    probabilities for short times; speech reaches very high ones and stays there, so its evidence grows many times
-    faster. In a conversation, where a short "yes" is likely, less evidence is enough.
-
-    A pause is reported long before it has lasted for the hang-over, so that the model can already compute the utterance
-    up to it. If no speech follows, the utterance ends at the pause, and its text is ready.
-
-    Time is a count of samples from the first frame on. The decisions do not depend on how frames are split into calls.
-    """
-
-    def __init__(self, settings: GateSettings, sample: int = 0, is_open: bool = False) -> None:
-        self.settings = settings
-        self.state = GateState.OPEN if is_open else GateState.QUIET
-        # End of the last frame.
-        self._sample = sample
-        # Audio before this has been dropped or committed.
-        self._floor = sample
-        self._evidence = 0.0
-        self._speech_start = sample
-        self._speech_end = sample
-        self._paused_at: int | None = None
-        self._last_utterance_end: int | None = None
-        # The last probabilities; (sum of probabilities, sample) of the best place to split the utterance.
-        self._recent: list[float] = []
-        self._calmest: tuple[float, int] | None = None
-
-    def save(self) -> dict[str, Any]:
-        """Return the state as plain data."""
-        return {**vars(self), "settings": None, "state": self.state.name}
-
-    def resume(self, saved: dict[str, Any]) -> None:
-        """Restore a saved state; the settings stay this gate's own."""
-        vars(self).update(saved, settings=self.settings, state=GateState[saved["state"]])
-
-    @property
-    def is_open(self) -> bool:
-        return self.state is GateState.OPEN
-
-    def judge(self, probabilities: Iterable[float], frame_samples: int) -> list[Decision]:
-        """Judge the next frames. Returns decisions in order of time, with at most one Skip, at the end."""
-        decisions: list[Decision] = []
-        may_cut = self.settings.longest_samples is not None
-        for probability in probabilities:
-            self._sample += frame_samples
-            if self.state is GateState.OPEN:
-                found: Decision | None = self._follow(probability)
-                cut = self._cut_if_long(probability, frame_samples) if may_cut else None
-            else:
-                found, cut = self._weigh(probability, frame_samples), None
-            if found is not None:
-                decisions.append(found)
-            if cut is not None:
-                decisions.append(cut)
-        if not self.is_open:
-            kept = self._held_from() if self.state is GateState.DOUBTFUL else self._sample
-            decisions += self._skip(kept - self.settings.pre_roll_samples)
-        return decisions
-
-    def flush(self, sample: int) -> list[Decision]:
-        """Text for everything before `sample` is wanted now: end an open utterance, skip doubtful audio.
-
-        `sample` may lie ahead of the frames seen so far, which trail the audio by up to a frame. An utterance that
-        pauses ends at the pause, because there has been no speech since.
-        """
-        if sample < self._sample:
-            raise ValueError(f"sample {sample} is past: frames up to sample {self._sample} have been judged")
-        if self.is_open:
-            return [self._end(sample if self._paused_at is None else self._paused_at), *self._skip(sample)]
-        self._rest()
-        return self._skip(sample)
-
-    def flush_at_pause(self) -> list[Decision]:
-        """Text before the last pause is wanted now. Doubtful audio is kept: it may be the beginning of an utterance."""
-        if not self.is_open:
-            return []
-        return [self._end(self._sample if self._paused_at is None else self._paused_at)]
-
-    @property
-    def began(self) -> int:
-        """Sample of the first evidence of the current or last utterance."""
-        return self._speech_start
-
-    @property
-    def certain_until(self) -> int | None:
-        """Audio before this sample certainly belongs to the utterance; None while the gate is not open."""
-        return self._speech_end + self.settings.hang_over_samples if self.is_open else None
-
-    @property
-    def floor(self) -> int:
-        """Audio before this sample was skipped, or belongs to an utterance that has ended."""
-        return self._floor
-
-    def _weigh(self, probability: float, frame_samples: int) -> Begin | None:
-        """In QUIET and DOUBTFUL: add the frame's evidence; returns Begin if there is enough."""
-        probability = min(max(probability, _SURE), 1 - _SURE)
-        odds = math.log(probability / (1 - probability)) - _NEUTRAL_LOG_ODDS
-        self._evidence += min(max(odds, _MOST_AGAINST), _MOST_FOR) * frame_samples / _SAMPLE_RATE
-        if self._evidence <= 0:
-            self._rest()
-            return None
-        if self.state is GateState.QUIET:
-            self.state = GateState.DOUBTFUL
-            self._speech_start = self._sample - frame_samples
-        if self._evidence < self._needed():
-            return None
-        self.state = GateState.OPEN
-        self._speech_end = self._sample
-        self._paused_at = None
-        self._floor = max(self._floor, self._held_from() - self.settings.pre_roll_samples)
-        return Begin(self._floor)
-
-    def _follow(self, probability: float) -> Pause | Resume | End | None:
-        """In OPEN: return whether the utterance pauses, continues after a pause, or ends."""
-        if probability >= self.settings.stop_threshold:
-            self._speech_end = self._sample
-            paused, self._paused_at = self._paused_at is not None, None
-            return Resume(self._sample) if paused else None
-        quiet = self._sample - self._speech_end
-        if self._paused_at is None:
-            if quiet < self.settings.pause_samples:
-                return None
-            self._paused_at = self._sample
-            return Pause(self._sample)
-        return self._end(self._paused_at) if quiet >= self.settings.hang_over_samples else None
-
-    def _cut_if_long(self, probability: float, frame_samples: int) -> SplitUtterance | None:
-        """In OPEN: split an utterance that is too long at the quietest place in its second half."""
-        longest = self.settings.longest_samples
-        if longest is None or not self.is_open:
-            return None
-        self._recent = [*self._recent, probability][-_CALM_FRAMES:]
-        middle = self._sample - frame_samples * _CALM_FRAMES // 2
-        if middle - self._floor >= longest // 2 and (self._calmest is None or sum(self._recent) <= self._calmest[0]):
-            self._calmest = sum(self._recent), middle
-        if self._sample - self._floor < longest or self._calmest is None:
-            return None
-        self._floor, self._calmest = self._calmest[1], None
-        return SplitUtterance(self._floor)
-
-    def _needed(self) -> float:
-        settings, last = self.settings, self._last_utterance_end
-        in_conversation = last is not None and self._speech_start - last <= settings.conversation_samples
-        return settings.conversation_evidence if in_conversation else settings.evidence
-
-    def _held_from(self) -> int:
-        return max(self._speech_start, self._sample - self.settings.hold_samples)
-
-    def _end(self, sample: int) -> End:
-        self._rest()
-        self._floor = sample = max(sample, self._floor)
-        self._last_utterance_end = self._speech_end
-        return End(sample, self._speech_end)
-
-    def _rest(self) -> None:
-        self.state = GateState.QUIET
-        self._calmest = None
-        self._evidence = 0.0
-
-    def _skip(self, sample: int) -> list[Decision]:
-        if sample <= self._floor:
-            return []
-        self._floor = sample
-        return [Skip(sample)]
-
 
 Samples = NDArray[np.float32]
 
@@ -371,25 +102,20 @@ class PendingAudio:
         span.silence += count - listened
 
 
-# A frame of at least this probability may be speech.
-SPOKEN = GateSettings().stop_threshold
-
-
 class LastSpeech:
-    """Finds where the last speech of one stream ended, in samples.
+    """Answers where the last speech of one stream ended, in samples.
 
-    A question about a pause is asked when the audio before it has arrived, and answered when the detector has processed
-    that audio: the answer depends only on the audio, not on when the device returned its results, and the question does
-    not block.
+    A question about a pause is asked when the audio before it has arrived, and answered when the speech track has
+    heard that audio: the answer depends only on the audio, not on when the device returned its results, and the
+    question does not block.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, track: SpeechTrack) -> None:
+        self._track = track
         # End of the received audio, and end of the audio at the last flush without a pause.
         self.came = self.asked_until = 0
-        # End of the last speech.
-        self._until = 0
-        # End of the audio processed, and the length of the shortest frame so far.
-        self._judged = self._frame = 0
+        # Length of the shortest frame so far.
+        self._frame = 0
         # (end of the audio at the time of the question, callback)
         self._asked: deque[tuple[int, Callable[[int], None]]] = deque()
 
@@ -400,94 +126,22 @@ class LastSpeech:
     def ask(self, then: Callable[[int], None]) -> None:
         """Call `then` with the end of the last speech in the audio received so far, as soon as that is known."""
         self._asked.append((self.came, then))
-        self._answer()
+        self.answer()
 
     def answer_all(self) -> None:
         """Answer all questions with what is known now."""
         while self._asked:
-            self._asked.popleft()[1](self._until)
+            self._asked.popleft()[1](self._track.last_sound)
 
-    def note(self, speech: Speech) -> None:
-        frame, count = speech.frame_samples, len(speech.probabilities)
-        if not count:
-            return
-        self._frame = min(self._frame, frame) or frame
-        if self._asked:
-            self._answer()  # this may be the first frame; before it the frame length was not known
-            for number in range(count):
-                self._take(speech.probabilities[number : number + 1], speech.sample + number * frame, frame)
-                self._answer()
-        else:
-            self._take(speech.probabilities, speech.sample, frame)
+    def expect(self, frame_samples: int) -> None:
+        """The next frames have this length. Before the first one the length is not known."""
+        self._frame = min(self._frame, frame_samples) or frame_samples
+        self.answer()
 
-    def _take(self, probabilities: list[float], sample: int, frame: int) -> None:
-        self._judged = sample + len(probabilities) * frame
-        for number in range(len(probabilities), 0, -1):
-            if probabilities[number - 1] >= SPOKEN:
-                self._until = sample + number * frame
-                return
-
-    def _answer(self) -> None:
-        """Answer the questions whose audio has been processed, except for less than a frame."""
-        while self._asked and self._asked[0][0] < self._judged + self._frame:
-            self._asked.popleft()[1](self._until)
-
-
-class TurnEnds:
-    """Finds where the turns of one stream end, by its gateway's rule, from the same frames and with the same code.
-
-    The gateway's flush at the end of a turn may come late: the engine was busy, or this engine is catching up after
-    the loss of another. Utterances and sentences must not depend on that, so the engine ends both by itself at the end
-    of the turn, and the flush is only answered.
-    """
-
-    def __init__(self, rule: TurnRule) -> None:
-        self._rule = rule
-        self._edges = EdgeDetector(_settings(rule))
-        # End of the last turn, in samples.
-        self.last = 0
-
-    def change(self, rule: TurnRule) -> None:
-        """Use another rule from the next frame on; an open turn stays open."""
-        self._rule = rule
-        self._edges.settings = _settings(rule)
-
-    def restart(self) -> None:
-        """A flush ended the turn before its rule did: start again without an open turn."""
-        self._edges.reset()
-
-    def split(self, speech: Speech) -> Iterator[tuple[list[float], bool]]:
-        """Yield the probabilities in parts, each with whether a turn ends at its end."""
-        edges, frame, start = self._edges, speech.frame_samples, 0
-        edges.sample = speech.sample
-        for number, probability in enumerate(speech.probabilities, 1):
-            edge = edges.judge(probability, frame)
-            if isinstance(edge, Fall):
-                self.last = edge.sample
-                yield speech.probabilities[start:number], True
-                start = number
-        if start < len(speech.probabilities):
-            yield speech.probabilities[start:], False
-
-    def save(self) -> Saved:
-        state, *counts = astuple(self._edges.save())
-        return {
-            "rule": (self._rule.threshold, self._rule.min_speech_samples, self._rule.silence_samples),
-            "last": self.last,
-            "state": state.name,
-            "counts": counts,
-        }
-
-    @classmethod
-    def resumed(cls, saved: Saved) -> TurnEnds:
-        turns = cls(TurnRule(*saved["rule"]))
-        turns.last = saved["last"]
-        turns._edges.load(EdgeMemory(EdgeState[saved["state"]], *saved["counts"]))
-        return turns
-
-
-def _settings(rule: TurnRule) -> EdgeSettings:
-    return EdgeSettings(rule.threshold, rule.min_speech_samples, rule.silence_samples, prefix_samples=0)
+    def answer(self) -> None:
+        """Answer the questions whose audio has been heard, except for less than a frame."""
+        while self._asked and self._asked[0][0] < self._track.sample + self._frame:
+            self._asked.popleft()[1](self._track.last_sound)
 
 
 # A stream that is about to be computed, and its positions [start, end).
@@ -498,6 +152,19 @@ MOST_UNHEARD = 3
 logger = logging.getLogger(__name__)
 
 
+class FollowsTracks(Protocol):
+    """What follows the speech tracks of frame-synchronous streams (`SilenceSkipper`)."""
+
+    def gate(self, name: str) -> SpeechGate | None:
+        """The gate that the stream's track has to drive, if any."""
+
+    def needs_each_frame(self, name: str) -> bool:
+        """Whether `heard` must be called after each frame, and not only after the last one."""
+
+    def heard(self, name: str, sample: int, frame_samples: int) -> None:
+        """The track has heard the audio up to this sample, in frames of this length."""
+
+
 class Listener:
     """Runs the speech detector and the gates for all streams of an engine.
 
@@ -506,8 +173,9 @@ class Listener:
     alone, and only a stream that fails ends. An asynchronous detector is launched first and asked for its results
     later (`collect`).
 
-    Callbacks: `emit` sends an output, `on_speech` is called with each `Speech`, `announce` with the streams about to be
-    processed, and `end_failed` ends a stream with an error.
+    Callbacks: `emit` sends an output, `announce` is called with the streams about to be processed, and `end_failed`
+    ends a stream with an error. `skipper` and `speakers` hear what the tracks have found; `questions` keeps it back
+    while the turn detector is asked.
     """
 
     def __init__(
@@ -518,15 +186,21 @@ class Listener:
         emit: Callable[[Output], None],
         announce: Callable[[Iterable[Target]], None],
         end_failed: Callable[[str, Exception], None],
-        on_speech: Callable[[Speech], None],
+        skipper: FollowsTracks,
+        speakers: SpeakerTracks,
+        questions: TurnQuestions,
     ) -> None:
-        self._on_speech = on_speech
+        self._skipper = skipper
+        self._speakers = speakers
+        self._questions = questions
         self._detector = detector
+        self._tracks: dict[str, SpeechTrack] = {}
+        # End of the audio received.
+        self._came: dict[str, int] = {}
+        # The gates of windowed models; each is part of its track.
         self._gates: dict[str, SpeechGate] = {}
         # For streams with a gate: where their words can be.
         self._times: dict[str, WordTimes] = {}
-        # For streams with a gate and a turn rule.
-        self._turns: dict[str, TurnEnds] = {}
         # Share of the audio processed last that belongs to live streams.
         self.live_share = 0.0
         self._scheduler = scheduler
@@ -553,38 +227,49 @@ class Listener:
     def has_work(self) -> bool:
         return bool(self._pending_audio)
 
-    def open(self, name: str, turns: TurnRule | None = None) -> None:
+    def open(self, message: Open) -> None:
         """Start speech detection for a stream that was just admitted."""
+        name = message.stream
         self._detector.open(name)
         self._open.add(name)
+        self._came[name] = 0
+        gate = self._skipper.gate(name)
         if self._gate_settings is not None:
             live = self._scheduler.streams[name].live
-            self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
-            self._times[name] = WordTimes(self._gate_settings.stop_threshold)
+            gate = self._gates[name] = SpeechGate(self._gate_settings if live else self._file_settings)
+            self._times[name] = WordTimes()
             self._scheduler.hold(name, True)
-            self.change_turns(name, turns)
-        elif not self._scheduler.spec.rereads_window:
-            self._spoken[name] = LastSpeech()
+        track = SpeechTrack(message.turns, gate, finds_sounds=name in self._times)
+        if message.track is not None and message.state is None:
+            track.continue_from(message.track)
+        self._tracks[name] = track
+        if self._gate_settings is None and not self._scheduler.spec.rereads_window:
+            self._spoken[name] = LastSpeech(track)
 
     def change_turns(self, name: str, rule: TurnRule | None) -> None:
-        """Set the turn rule from now on; audio received so far is judged by the old rule."""
-        if name in self._gates and name in self._pending_audio:
-            self.detect()
-        if rule is None or name not in self._gates:
-            self._turns.pop(name, None)
-        elif name in self._turns:
-            self._turns[name].change(rule)
-        else:
-            self._turns[name] = TurnEnds(rule)
+        """Use another rule from the end of the audio received so far."""
+        if name in self._tracks:
+            self._tracks[name].change(rule, self._came[name])
+
+    def end_speech(self, name: str) -> None:
+        """The client has ended the turn at the end of the audio received so far."""
+        if name in self._tracks:
+            self._tracks[name].restart(self._came[name])
+
+    def end_questions(self, name: str, pause: int) -> None:
+        """The turn before this pause has ended: the turn detector is not asked about it any more."""
+        if name in self._tracks:
+            self._tracks[name].end_questions(pause)
 
     def close(self, name: str) -> None:
         """Drop a stream. Does nothing for an unknown stream, such as one whose Open was refused."""
         if name in self._open:
             self._open.remove(name)
             self._detector.close(name)
+            self._tracks.pop(name, None)
+            self._came.pop(name, None)
             self._gates.pop(name, None)
             self._times.pop(name, None)
-            self._turns.pop(name, None)
             self._spoken.pop(name, None)
             self._pending_audio.pop(name, None)
 
@@ -594,8 +279,10 @@ class Listener:
         if pending_audio is None:
             pending_audio = self._pending_audio[name] = PendingAudio(self._scheduler.spec)
         end, spoken = pending_audio.add(items), self._spoken.get(name)
-        if spoken is not None and items:
-            spoken.came = end
+        if items:
+            self._came[name] = end
+            if spoken is not None:
+                spoken.came = end
 
     def detect(self) -> None:
         """Detect speech in the audio received since the last call, and apply the gates' decisions."""
@@ -626,11 +313,13 @@ class Listener:
             for speech in self._answers.popleft()():
                 self._found(speech)
 
-    def end_at_pause(self, flush: Flush, pause: int, then: Callable[[int | None], None]) -> None:
+    def end_at_pause(self, flush: Flush, pause: int, then: Callable[[Callable[[], int | None]], None]) -> None:
         """Handle a flush at a pause (a sample in silence): an utterance that began before it ends.
 
-        `then` is called with the position up to which the stream must be computed. Audio that the gate still holds may
-        be the beginning of the next utterance. If the turn rule has already ended the turn, the flush is only answered.
+        `then` is called with a function for the position up to which the stream must be computed. The function is to be
+        called when the scheduler has all audio before the flush that is not skipped: a skip moves positions. Audio that
+        the gate still holds may be the beginning of the next utterance. If the turn rule has already ended the turn,
+        the flush is only answered.
 
         A frame-synchronous model must be computed beyond the last speech by its delay. That audio follows in any case,
         so no silence is inserted. `then` is called when the audio so far has been processed.
@@ -640,15 +329,15 @@ class Listener:
         if spoken is not None:
             said, clock, asked = scheduler.spec.said_positions_for(stream.delay), stream.clock, spoken.asked_until
             # Not before the position of an earlier flush, answered or not.
-            spoken.ask(lambda at: then(max(clock.position_at(at) + said, clock.position_at(asked))))
+            spoken.ask(lambda at: then(lambda: max(clock.position_at(at) + said, clock.position_at(asked))))
             return
         if name in self._pending_audio:
             self.detect()
         if gate is None:
-            then(None)
+            then(lambda: None)
         elif name in self._gates:  # else an error in `detect` has ended the stream
-            turns = self._turns.get(name)
-            if turns is not None and turns.last >= pause:
+            track = self._tracks[name]
+            if track.ends_text and track.turn_end >= pause:
                 scheduler.mark(name, flush.tag)
             elif gate.is_open and gate.began >= pause:
                 # No rule has ended the text at the pause. End it now, unless it has words of the next utterance.
@@ -657,7 +346,8 @@ class Listener:
                 scheduler.mark(name, flush.tag, ends_text=bool(stream.flushes or (word and start < first)))
             else:
                 self._apply_decisions(name, gate.flush_at_pause())
-                then(min(stream.clock.position_at(gate.floor), stream.available))
+                position = min(stream.clock.position_at(gate.floor), stream.available)
+                then(lambda: position)
 
     def end_now(self, name: str) -> None:
         """Text is wanted now: end an open utterance here, and skip doubtful audio."""
@@ -675,8 +365,6 @@ class Listener:
                 spoken.answer_all()
         if gate is not None and name in self._gates:
             self._apply_decisions(name, gate.flush(stream.clock.end_sample))
-            if name in self._turns:
-                self._turns[name].restart()
 
     def bound_words(self, outputs: Iterable[Output]) -> None:
         """Correct the times of words that are about to be sent, by the detected speech."""
@@ -686,25 +374,20 @@ class Listener:
 
     def save(self, name: str) -> dict[str, Saved]:
         """Return the state of speech detection of a stream, as plain data."""
-        parts = {"detector": self._detector.save(name)}
+        parts = {"detector": self._detector.save(name), "track": self._tracks[name].save()}
         if name in self._gates:
             parts["gate"] = self._gates[name].save()
             parts["times"] = self._times[name].save()
-        if name in self._turns:
-            parts["turns"] = self._turns[name].save()
         return parts
 
     def resume(self, name: str, parts: dict[str, Saved]) -> None:
-        """Restore a saved state."""
+        """Restore a saved state, with the rule of that moment."""
         self._detector.resume(name, parts["detector"])
+        self._tracks[name].load(parts["track"])
+        self._came[name] = self._scheduler.streams[name].clock.end_sample
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
-            if "times" in parts:  # missing in the states of older engines
-                self._times[name].resume(parts["times"])
-        # Restore the rule of the state: it may have changed since the stream was opened.
-        self.change_turns(name, None)
-        if "turns" in parts:
-            self._turns[name] = TurnEnds.resumed(parts["turns"])
+            self._times[name].resume(parts["times"])
 
     def _hear(self, pending_audio: dict[str, list[PendingSpan]]) -> None:
         """Process streams in batches, one span of each at a time; almost always each stream has one span."""
@@ -774,31 +457,55 @@ class Listener:
             self._found(speech)
 
     def _found(self, speech: Speech) -> None:
-        gate, spoken = self._gates.get(speech.stream), self._spoken.get(speech.stream)
         try:
-            if spoken is not None:
-                spoken.note(speech)
-            if gate is not None and not self._scheduler.streams[speech.stream].finished:
-                self._pass_gate(speech, gate)
-            self._on_speech(speech)
+            if speech.probabilities and speech.stream in self._tracks:
+                self._track(speech)
+            if self._speakers.labels(speech.stream):
+                self._speakers.judge(speech, voiced_frames(speech.probabilities))
+        except StreamError as error:
+            self._scheduler.fail(error)
         except Exception as error:
             self._end_failed(speech.stream, error)
         else:
-            self._emit(speech)
+            for ready in self._questions.take(speech):
+                self._emit(ready)
 
-    def _pass_gate(self, speech: Speech, gate: SpeechGate) -> None:
-        name, turns, times = speech.stream, self._turns.get(speech.stream), self._times[speech.stream]
-        stream = self._scheduler.streams[name]
+    def _track(self, speech: Speech) -> None:
+        """Pass the frames to the stream's track, and what it finds to all that follow it."""
+        name, frame = speech.stream, speech.frame_samples
+        track, spoken, gate = self._tracks[name], self._spoken.get(name), self._gates.get(name)
+        if spoken is not None:
+            spoken.expect(frame)
+        steps: Iterable[Sequence[float]] = [speech.probabilities]
+        if self._skipper.needs_each_frame(name) or (spoken is not None and spoken.is_asked):
+            steps = [(probability,) for probability in speech.probabilities]
+        for probabilities in steps:
+            found = track.hear(probabilities, frame)
+            if found:
+                speech.events += [event for event in found if not isinstance(event, DECISIONS)]
+            if gate is not None and not self._scheduler.streams[name].finished:
+                self._pass_gate(name, track, found)
+            if spoken is not None and spoken.is_asked:
+                spoken.answer()
+            self._skipper.heard(name, track.sample, frame)
+        speech.track, speech.spoken = track.state, track.take_spoken()
+
+    def _pass_gate(self, name: str, track: SpeechTrack, found: list[TrackEvent]) -> None:
+        stream, times = self._scheduler.streams[name], self._times[name]
         times.forget_before(stream.clock.sample_at(stream.base))
-        times.add_probabilities(speech.sample, speech.frame_samples, speech.probabilities)
-        for probabilities, is_end in [(speech.probabilities, False)] if turns is None else turns.split(speech):
-            self._apply_decisions(name, gate.judge(probabilities, speech.frame_samples))
-            if is_end:
-                self._apply_decisions(name, gate.flush_at_pause())
+        times.add_sounds(track.take_sounds())
+        for event in found:
+            if isinstance(event, DECISIONS):
+                self._apply_decision(name, event)
+            elif isinstance(event, SpeechEnded) and track.ends_text:
                 self._scheduler.mark(name, ends_text=True)
 
-    def _apply_decisions(self, name: str, decisions: list[Decision]) -> None:
-        """Apply a gate's decisions to the scheduler."""
+    def _apply_decisions(self, name: str, decisions: Iterable[Decision]) -> None:
+        for decision in decisions:
+            self._apply_decision(name, decision)
+
+    def _apply_decision(self, name: str, decision: Decision) -> None:
+        """Apply a gate's decision to the scheduler."""
         scheduler = self._scheduler
         stream, rate = scheduler.streams[name], scheduler.spec.samples_per_position
         clock = stream.clock
@@ -807,22 +514,21 @@ class Listener:
             """Return the first received position that begins at or after a sample."""
             return min(clock.position_at(sample + rate - 1), stream.available)
 
-        for decision in decisions:
-            match decision:
-                case Begin():
-                    scheduler.skip(name, clock.position_at(decision.sample))
-                    scheduler.hold(name, False)
-                case Pause():
-                    scheduler.pause(name, position_behind(decision.sample))
-                    scheduler.hold(name, True)
-                case Resume():
-                    scheduler.hold(name, False)
-                case End():
-                    # Audio from after the utterance may have arrived already; it is not part of it.
-                    cut_off = decision.sample - decision.speech_end < self._pause_samples
-                    scheduler.flush(name, None, position_behind(decision.sample), cut_off=cut_off)
-                    scheduler.hold(name, True)
-                case SplitUtterance():
-                    scheduler.flush(name, None, position_behind(decision.sample))
-                case Skip():
-                    scheduler.skip(name, clock.position_at(decision.sample))
+        match decision:
+            case Begin():
+                scheduler.skip(name, clock.position_at(decision.sample))
+                scheduler.hold(name, False)
+            case Pause():
+                scheduler.pause(name, position_behind(decision.sample))
+                scheduler.hold(name, True)
+            case Resume():
+                scheduler.hold(name, False)
+            case End():
+                # Audio from after the utterance may have arrived already; it is not part of it.
+                cut_off = decision.sample - decision.speech_end < self._pause_samples
+                scheduler.flush(name, None, position_behind(decision.sample), cut_off=cut_off)
+                scheduler.hold(name, True)
+            case SplitUtterance():
+                scheduler.flush(name, None, position_behind(decision.sample))
+            case Skip():
+                scheduler.skip(name, clock.position_at(decision.sample))

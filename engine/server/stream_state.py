@@ -16,6 +16,7 @@ from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, T
 from engine.runner.base import Runner
 from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech import Listener
+from engine.server.turn_questions import TurnQuestions
 
 # Interval at which the state of a stream without text is saved.
 QUIET_SECONDS = 1.0
@@ -30,12 +31,14 @@ class StreamStates:
         runner: Runner,
         listener: Listener | None,
         speakers: SpeakerTracks,
+        questions: TurnQuestions,
         end_failed: Callable[[str, Exception], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._listener = listener
         self._speakers = speakers
+        self._questions = questions
         self._end_failed = end_failed
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
@@ -51,9 +54,10 @@ class StreamStates:
         state, name = message.state, message.stream
         assert state is not None
         if "speakers" in state.parts:
-            # First: the scheduler removes audio that only the labels need.
+            # First: the scheduler removes audio that only labels and turns need.
             self._speakers.resume(name, state.parts["speakers"])
             self._speakers.replay(name, message.items)
+        self._questions.resume(name, state.parts, message.items)
         self._scheduler.resume(message, now)
         self._tags[name] = state.tag
         self._taken_at[name] = state.position
@@ -92,6 +96,8 @@ class StreamStates:
         if self._listener is not None:
             parts |= self._listener.save(name)
         labels, labels_from = self._speakers.save(name)
-        audio_from = min(audio_from, stream.base, stream.available if labels_from is None else labels_from)
+        turns, turns_from = self._questions.save(name)
+        needed = [position for position in (labels_from, turns_from) if position is not None]
+        audio_from = min(audio_from, stream.base, *needed)
         self._taken_at[name] = stream.available
-        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts | labels)
+        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts | labels | turns)

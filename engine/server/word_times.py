@@ -24,26 +24,23 @@ KEPT_SAMPLES = 10 * SAMPLE_RATE
 
 
 class WordTimes:
-    """The word times of one stream. A frame with a probability of at least `threshold` is speech."""
+    """The word times of one stream."""
 
-    def __init__(self, threshold: float) -> None:
-        self._threshold = threshold
-        # Starts and ends (samples) of the intervals of speech. They neither touch nor overlap.
+    def __init__(self) -> None:
+        # Starts and ends (samples) of the intervals of sound. They neither touch nor overlap.
         self._starts: list[int] = []
         self._ends: list[int] = []
         # End of the last word.
         self._said_until = 0
 
-    def add_probabilities(self, sample: int, frame_samples: int, probabilities: Iterable[float]) -> None:
-        """Add the speech probabilities of frames; the first frame begins at `sample`."""
-        for probability in probabilities:
-            if probability >= self._threshold:
-                if self._ends and self._ends[-1] >= sample:
-                    self._ends[-1] = sample + frame_samples
-                else:
-                    self._starts.append(sample)
-                    self._ends.append(sample + frame_samples)
-            sample += frame_samples
+    def add_sounds(self, sounds: Iterable[tuple[int, int]]) -> None:
+        """Add the next intervals (start, end) of sound, which the speech track has found."""
+        for start, end in sounds:
+            if self._ends and self._ends[-1] >= start:
+                self._ends[-1] = end
+            else:
+                self._starts.append(start)
+                self._ends.append(end)
 
     def forget_before(self, sample: int) -> None:
         """The model needs no audio before this sample any more."""

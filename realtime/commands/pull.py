@@ -16,7 +16,7 @@ from realtime.config import ModelConfig
 SAMPLE = "sample-two-cities"
 PULL_EPILOG = """\
 Examples:
-  tickertape pull                           the default model and the sample recording
+  tickertape pull                           the default model with its turn detector, and the sample recording
   tickertape pull whisper-base.en
   tickertape pull moonshine-base --fresh    download it again, for example after "the cached copy is damaged"
 
@@ -34,7 +34,9 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "name", nargs="*", help="names from `tickertape models` (default: the default model and the sample recording)"
+        "name",
+        nargs="*",
+        help="names from `tickertape models` (default: the default model, its turn detector, and the sample)",
     )
     parser.add_argument("--fresh", action="store_true", help="download again, and replace the copy in the cache")
     parser.set_defaults(run=run_pull)
@@ -47,6 +49,8 @@ def add(commands: Any) -> None:
 def run_pull(options: argparse.Namespace) -> int:
     for name in options.name or [default_model(), SAMPLE]:
         out(str(fetch(name, fresh=options.fresh)))
+        if name == default_model():
+            fetch_turn_detector(fresh=options.fresh)
     return 0
 
 
@@ -74,6 +78,28 @@ def default_model() -> str:
 def model_name(name: str) -> str:
     """The name or path, with `default` replaced by the name of the default model."""
     return default_model() if name == ModelConfig().name else name
+
+
+def fetch_turn_detector(*, fresh: bool = False) -> None:
+    """Fetch the turn detector, which belongs to the default model. Without it the server works all the same, so that a
+    failure is only noted."""
+    from engine.weights.registry import TURN_DETECTOR
+    from engine.weights.store import WeightsError
+
+    try:
+        fetch(TURN_DETECTOR, fresh=fresh)
+    except WeightsError as error:
+        note(f"semantic turn detection will use text and silence alone: {error}")
+
+
+def fetch_for_serving(name: str) -> None:
+    """Fetch what a server needs for a model. The turn detector comes with the first download of the default model."""
+    from engine.weights.store import cache_folder
+
+    is_new = name == default_model() and not os.path.exists(cache_folder() / name)
+    fetch(name)
+    if is_new:
+        fetch_turn_detector()
 
 
 def fetch(name: str, *, fresh: bool = False) -> Path:

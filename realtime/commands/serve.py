@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.logs import set_up_logging
-from realtime.commands.pull import fetch, model_name
+from realtime.commands.pull import fetch_for_serving, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, announce, note, read_config, whole
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys, shown
 from realtime.listeners import listening_sockets
@@ -240,7 +240,7 @@ def run(options: argparse.Namespace) -> int:
     check_port(config.server.host, config.server.port)
     hangup = SignalHandlers()
     if not config.engines_elsewhere:
-        fetch(model_name(config.model.name))
+        fetch_for_serving(model_name(config.model.name))
     import asyncio
 
     import uvloop

@@ -118,6 +118,7 @@ class Answers:
             "options": [*options.names, *(["speakers"] if options.speakers else [])],
             "languages": list(options.languages),
             "detects_language": options.detects_language,
+            "turn_detection": ["silence", "text", *(["learnt"] if options.turn_detector else [])],
         }
 
     async def client_secret(self, request: Request) -> Response:

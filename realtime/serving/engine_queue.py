@@ -127,7 +127,8 @@ class ResentAudio:
     def _due(self) -> list[EngineCommand]:
         due: list[EngineCommand] = []
         while self._marks and self._marks[0].sample <= self._next:
-            due.append(FlushEngine(self._marks.popleft().pause))
+            mark = self._marks.popleft()
+            due.append(FlushEngine(mark.pause, mark.ends_speech))
         return due
 
 

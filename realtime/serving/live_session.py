@@ -246,8 +246,8 @@ class StreamRunner:
                     await self._hear(samples, group)
                 finally:
                     self.queue.heard(samples)
-            case FlushEngine(pause):
-                await self._flush(pause)
+            case FlushEngine(pause, ends_speech, turn_over):
+                await self._flush(pause, ends_speech, turn_over)
             case FollowTurns(settings):
                 self.settings = settings
                 if self.stream is not None:
@@ -278,14 +278,14 @@ class StreamRunner:
 
     @property
     def _turn_rule(self) -> messages.TurnRule | None:
-        return turn_rule(self.settings.turn_detection, self.session.sample_rate)
+        return turn_rule(self.settings.turn_detection, self.session.sample_rate, self.session.limits.learnt)
 
-    async def _flush(self, pause: int | None) -> None:
+    async def _flush(self, pause: int | None, ends_speech: bool, turn_over: bool) -> None:
         if self.stream is None:
             self._submit(messages.Flushed(self._id, 0, 0))
             return
         try:
-            await self.stream.flush(None if pause is None else max(0, pause - self._base))
+            await self.stream.flush(None if pause is None else max(0, pause - self._base), ends_speech, turn_over)
         except StreamError as error:
             log.debug("session %s: %s", self._id, error)
 
@@ -300,10 +300,16 @@ class StreamRunner:
         self._opened += 1
         name = f"{self._id}.{self._opened}"
         delay, options = delay_positions(settings.delay, spec), settings.engine_options()
-        labels = self.session.label_state(base) if settings.labels_speakers else None
+        heard = self.session.speech_track.sample
         try:
             stream = await self._engine.open(
-                name, delay_positions=delay, options=options, turns=self._turn_rule, labels=labels
+                name,
+                delay_positions=delay,
+                options=options,
+                turns=self._turn_rule,
+                track=self.session.speech_track.later(-base) if heard else None,
+                heard_until=max(0, heard - base),
+                labels=self.session.label_state(base) if settings.labels_speakers else None,
             )
         except ValueError as error:
             raise OptionsRefused(str(error)) from error
@@ -583,7 +589,7 @@ class LiveSession:
             base = self._reanchor.base
             self.runner.restart_stream(Reanchor(base, (core.appended - base,)))
             for mark in core.marks:
-                queue.put(FlushEngine(mark.pause))
+                queue.put(FlushEngine(mark.pause, mark.ends_speech))
         else:
             if saved.runs_out:
                 queue.put(Reopen(core.settings))

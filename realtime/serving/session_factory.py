@@ -230,6 +230,7 @@ class SessionFactory:
             max_turn_seconds=config.turn_s,
             # With handoffs, audio that the engine has received survives the gateway, so it can be acknowledged.
             ack_margin_samples=None if self._claimants is None else spec.look_back_samples,
+            learnt=spec.options.turn_detector,
         )
         return Session(settings, spec.sample_rate, item_ids, limits)
 

@@ -1,9 +1,11 @@
 """Where turns and utterances begin and end, and the events that tell the client so. No I/O; used by the session core.
 
-- `TurnWatch` finds the turns from speech probabilities and, with semantic or scored detection, from the text. Semantic
-  detection ends a turn soon after a complete sentence and waits longer after an incomplete one: up to the limits of the
-  OpenAI API, which are 8, 4 and 2 seconds of silence for low, medium (auto) and high eagerness. Scored detection ends a
-  turn at a probability (`engine/end_of_turn.py`, without a detector), and announces a probable end before.
+Where speech begins, pauses and ends is decided by the engine's speech track and nowhere else; its events arrive here at
+exact samples. Without semantic detection a turn ends where speech ends.
+
+- `PauseWatch` decides in pauses with semantic or scored detection, by the turn detector's answers, the text and the
+  silence. The limits of semantic detection are those of the OpenAI API: 8, 4 and 2 seconds of silence for low, medium
+  (auto) and high eagerness. Scored detection has thresholds and a limit of the client, and may announce probable ends.
 - `UtteranceWatch` finds gaps in the text after the last word.
 - `Boundaries` counts the audio of a session and applies both. All audio before its boundary is committed or cleared.
   Without turn detection all later audio is the open turn; with it, speech opens a turn and a pause ends it.
@@ -11,13 +13,15 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from audio.speech_edges import EdgeDetector, EdgeMemory, EdgeSettings, EdgeState, Fall, Rise
-from engine.end_of_turn import ASK_MS, EagerEnd, Judge, Pause
-from engine.end_of_turn import End as TurnEnd
-from engine.messages import TurnRule
+from msgspec.structs import replace
+
+from engine import messages
+from engine.end_of_turn import ASK_MS, EAGERNESS, FINISHED_MS, Ask, EagerEnd, Eagerness, End, Judge, Pause
+from engine.messages import Phase, SpeechEvent, TrackState, TurnRule
 from realtime.session.events import (
     Cleared,
     Committed,
@@ -39,194 +43,106 @@ from realtime.session.events import (
 from realtime.session.settings import Settings, TurnDetection
 from realtime.session.speakers import SpeakerTimeline
 from realtime.session.turns import SavedTurns, Turn, Turns
-from realtime.session.words import ends_sentence
 
 # Shorter sounds are clicks and not speech.
 MIN_SPEECH_MS = 64
-# After a pause of this length the engine is flushed, so that semantic detection can judge the whole text.
+# Semantic detection by the text alone: after a pause of this length the engine is flushed, to judge the whole text.
 PROBE_MS = 250
-# Semantic detection: silence that ends a turn after a complete and after an incomplete sentence, by eagerness.
-FINISHED_MS = {"high": 300, "medium": 500, "auto": 500, "low": 900}
-UNFINISHED_MS = {"high": 2000, "medium": 4000, "auto": 4000, "low": 8000}
 
 
-@dataclass(frozen=True, slots=True)
-class Started:
-    """A turn begins at `sample`."""
+def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = False) -> TurnRule | None:
+    """The rule for the engine's speech track. `learnt`: the engine has a turn detector.
 
-    sample: int
-
-
-@dataclass(frozen=True, slots=True)
-class Paused:
-    """There is a pause within a turn: the engine has to be flushed, so that the text is complete."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The turn ends at `sample`; there has been silence since `speech_end`."""
-
-    sample: int
-    speech_end: int
-    # Of scored detection.
-    confidence: float | None = None
-    timeout: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class ProbablyStopped:
-    """The turn has probably ended at `sample`; there has been silence since `speech_end`."""
-
-    sample: int
-    speech_end: int
-    confidence: float
-
-
-@dataclass(frozen=True, slots=True)
-class Resumed:
-    """Speech continues after `ProbablyStopped`, at the frame that ends at `sample`."""
-
-    sample: int
-
-
-TurnSign = Started | Paused | Stopped | ProbablyStopped | Resumed
-
-
-@dataclass(frozen=True, slots=True)
-class SavedWatch:
-    """A `TurnWatch` as a value."""
-
-    base: int
-    edges: EdgeMemory
-    silent_samples: int
-    probed: bool
-    pause: Pause | None = None
-
-
-def turn_rule(detection: TurnDetection | None, sample_rate: int) -> TurnRule | None:
-    """The rule by which the engine expects the end of a turn: the silence after which the watch asks for a flush."""
+    The silence after which text ends is that of the turn, or with semantic detection that after which the text of the
+    pause is wanted: with a turn detector where it is first asked, so that no turn ends before.
+    """
     if detection is None:
         return None
-    silence_ms = PROBE_MS if detection.semantic or detection.scored else detection.silence_duration_ms
-    return TurnRule(detection.threshold, MIN_SPEECH_MS * sample_rate // 1000, silence_ms * sample_rate // 1000)
+    asks = learnt and detection.judges_pauses
+    silence_ms = detection.silence_duration_ms
+    if detection.judges_pauses:
+        silence_ms = ASK_MS if asks else PROBE_MS
+    return TurnRule(detection.threshold, MIN_SPEECH_MS * sample_rate // 1000, silence_ms * sample_rate // 1000, asks)
 
 
-class TurnWatch:
-    """Finds the turns of one session from speech probabilities."""
+@dataclass(frozen=True, slots=True)
+class SavedPauses:
+    """A `PauseWatch` as a value."""
 
-    def __init__(self, detection: TurnDetection, sample_rate: int, start: int, *, first_frame: int) -> None:
-        """The next frame begins at sample `first_frame`. No turn begins before `start`, which may be later."""
-        self._detection = detection
-        self._rate = sample_rate
-        self._base = first_frame
-        self._detector = EdgeDetector(self._settings(""))
-        self._detector.reset(max(0, start - first_frame))
-        self._silent_samples = 0
-        self._probed = False
-        # Scored detection: the pause in the open turn, if there is one. Its samples count from `_base`.
+    pause: Pause | None
+    scores: list[tuple[int, float | None]]
+
+
+class PauseWatch:
+    """Decides in the pauses of a turn whether it has ended, with semantic detection. Fed with events and samples only.
+
+    The rule itself is `engine.end_of_turn.Judge`. The turn detector's answers are events of the engine's speech track,
+    at exact samples: an answer that has not come when the silence reaches its sample does not come.
+    """
+
+    def __init__(self, eagerness: Eagerness, sample_rate: int, learnt: bool) -> None:
+        self._judge = Judge(eagerness, sample_rate, learnt=learnt)
         self._pause: Pause | None = None
+        # Answers in this pause, by the number of the question.
+        self._scores: dict[int, float | None] = {}
 
-    def save(self) -> SavedWatch:
-        return SavedWatch(self._base, self._detector.save(), self._silent_samples, self._probed, self._pause)
+    def save(self) -> SavedPauses:
+        return SavedPauses(self._pause, list(self._scores.items()))
 
-    def load(self, saved: SavedWatch) -> None:
-        """Continue from a saved watch."""
-        self._base, self._silent_samples, self._probed = saved.base, saved.silent_samples, saved.probed
+    def load(self, saved: SavedPauses) -> None:
         self._pause = saved.pause
-        self._detector.load(saved.edges)
-
-    def watch(self, probability: float, samples: int, text: str) -> list[TurnSign]:
-        """Take the next frame; `text` is the last text of the open turn."""
-        if self._detection.semantic:
-            self._detector.settings = self._settings(text)
-        found = self._detector.judge(probability, samples)
-        signs: list[TurnSign] = []
-        if isinstance(found, Rise):
-            signs.append(Started(self._base + found.sample))
-        elif self._detection.scored is not None:
-            signs += self._score(Judge(self._detection.scored, self._rate, learnt=False), found, text)
-        elif isinstance(found, Fall):
-            signs.append(Stopped(self._base + found.sample, self._base + found.speech_end_sample))
-        if (self._detection.semantic or self._detection.scored) and self._pause_needs_text(samples):
-            signs.append(Paused())
-        return signs
-
-    def _score(self, judge: Judge, fall: Fall | None, text: str) -> list[TurnSign]:
-        """Judge the pause up to the end of the last frame, or up to the timeout if `fall` has ended the turn."""
-        pause, base = self._pause, self._base
-        if fall is None and self._detector.state is not EdgeState.STOPPING:
-            self._pause = None
-            return [Resumed(base + self._detector.sample)] if pause is not None and pause.eager else []
-        now, fell = self._detector.sample, self._detector.sample - self._detector.silent_samples
-        if fall is not None:
-            now, fell = fall.sample, fall.speech_end_sample
-        pause = judge.begin(fell, text) if pause is None else judge.hear_words(pause, text)
-        self._pause, found = judge.advance(pause, now)
-        signs: list[TurnSign] = []
-        for sign in found:
-            if isinstance(sign, EagerEnd):
-                signs.append(ProbablyStopped(base + sign.sample, base + fell, sign.confidence))
-            elif isinstance(sign, TurnEnd):
-                signs.append(Stopped(base + sign.sample, base + fell, sign.confidence, sign.timeout))
-                self._pause = None
-                self._detector.reset()
-        return signs
-
-    def change(self, detection: TurnDetection) -> None:
-        """Use other settings from the next frame on; an open turn stays open."""
-        self._detection = detection
-        self._detector.settings = self._settings("")
+        self._scores = dict(saved.scores)
 
     @property
-    def quiet(self) -> bool:
-        """There is no speech, and the last frames are not the possible start of speech either."""
-        return self._detector.state is EdgeState.QUIET
+    def fell(self) -> int | None:
+        """Where speech fell, in a pause."""
+        return None if self._pause is None else self._pause.fell
 
-    def may_have_stopped(self, samples: int) -> bool:
-        """Whether the open turn could have ended within this number of samples, which have no probabilities yet."""
-        chosen = self._detection
-        silence_ms = FINISHED_MS[chosen.eagerness] if chosen.semantic else chosen.silence_duration_ms
-        if chosen.scored is not None:
-            silence_ms = ASK_MS
-        return samples > 0 and (self._detector.silent_samples + samples) * 1000 >= silence_ms * self._rate
+    @property
+    def was_eager(self) -> bool:
+        """Whether a probable end was announced in this pause."""
+        return self._pause is not None and self._pause.eager
 
-    def resume_turn(self) -> None:
-        """Start with an open turn."""
-        self._detector.state = EdgeState.SPEAKING
+    def begin(self, fell: int, text: str) -> None:
+        """A pause of the turn begins."""
+        self.end()
+        self._pause = self._judge.begin(fell, text)
 
-    def restart(self, sample: int) -> None:
-        """Drop the open turn; the next one begins at `sample` at the earliest."""
+    def end(self) -> None:
+        """The pause is over, or its turn."""
         self._pause = None
-        self._detector.reset(max(sample - self._base, self._detector.sample))
+        self._scores.clear()
 
-    def _pause_needs_text(self, samples: int) -> bool:
-        """True once in every pause within a turn."""
-        if self._detector.state is not EdgeState.STOPPING:
-            self._silent_samples, self._probed = 0, False
-            return False
-        self._silent_samples += samples
-        if self._probed or self._silent_samples < PROBE_MS * self._rate // 1000:
-            return False
-        self._probed = True
-        return True
+    def on_score(self, score: messages.TurnScored) -> None:
+        """The turn detector has answered."""
+        if self._pause is not None and score.fell == self._pause.fell:
+            self._scores[score.number] = score.probability
 
-    def _settings(self, text: str) -> EdgeSettings:
-        chosen = self._detection
-        silence_ms = chosen.silence_duration_ms
-        if chosen.semantic:
-            silence_ms = (FINISHED_MS if ends_sentence(text) else UNFINISHED_MS)[chosen.eagerness]
-        if chosen.scored is not None:
-            silence_ms = chosen.scored.timeout_ms
-        return EdgeSettings(
-            threshold=chosen.threshold,
-            min_speech_samples=MIN_SPEECH_MS * self._rate // 1000,
-            silence_samples=silence_ms * self._rate // 1000,
-            prefix_samples=chosen.prefix_padding_ms * self._rate // 1000,
-        )
+    def advance(self, sample: int, text: str) -> list[EagerEnd | End]:
+        """The silence lasts until `sample` at least; `text` is the last text of the turn."""
+        if self._pause is None:
+            return []
+        found: list[EagerEnd | End] = []
+        pause = self._judge.hear_words(self._pause, text)
+        while True:
+            pause, signs = self._judge.advance(pause, sample)
+            found += [sign for sign in signs if not isinstance(sign, Ask)]
+            if not pause.asked:
+                break
+            pause = self._judge.hear_answer(pause, self._scores.pop(pause.answers, None))
+        self._pause = pause
+        return found
 
 
-# Frames with at least this speech probability may become words.
-SPEECH = 0.5
+def _eagerness(detection: TurnDetection) -> Eagerness:
+    return detection.scored or EAGERNESS[detection.eagerness]
+
+
+def _plain_silence(silence_ms: int) -> Eagerness:
+    """Silence of this length ends a turn, whatever the words are."""
+    return Eagerness(0.5, max(silence_ms, ASK_MS), None, silence_ms, silence_ms)
+
+
 # Length of a pause after which the engine is flushed.
 PAUSE_SECONDS = 0.25
 # While the audio sounds like speech, words of the gap are expected for this long after it.
@@ -278,10 +194,9 @@ class UtteranceWatch:
         last, self._last_word = self._last_word, words[-1].end
         return last if last is not None and words[0].start - last >= self._gap else None
 
-    def on_probability(self, probability: float, heard: int) -> None:
-        """Take the speech probability of the frame that ends at sample `heard`."""
-        if probability >= SPEECH:
-            self._last_speech = heard
+    def on_speech(self, until: int) -> None:
+        """There was speech until this sample."""
+        self._last_speech = max(self._last_speech, until)
 
     def settle(self, sample: int) -> None:
         """All text of the audio before this sample has arrived."""
@@ -326,7 +241,7 @@ class AudioCount:
     appended: int = 0
     source_samples: int = 0
     source_ms: float = 0.0
-    # Sample up to which speech probabilities have arrived.
+    # Sample up to which the speech track has heard the audio.
     covered: int = 0
 
 
@@ -338,16 +253,19 @@ class SavedBoundaries:
     turns: SavedTurns
     boundary: int
     boundary_ms: float
-    watch: SavedWatch | None
     utterances: SavedUtterances | None
+    track: TrackState = TrackState()
+    pauses: SavedPauses | None = None
+    joins_speech: bool = False
     speakers: SpeakerTimeline | None = None
     settled: int = 0
-    probable_end: ProbablyStopped | None = None
+    probable_end: EagerEnd | None = None
 
 
 class Boundaries:
     """The turns of a session in its audio. `do` records an effect; `flush` asks the engine for all text so far, with
-    the sample of the pause if there is one."""
+    the sample of the pause if there is one, whether the client has ended the turn, and whether the turn before the
+    pause has ended. `learnt`: the engine has a turn detector."""
 
     def __init__(
         self,
@@ -355,8 +273,9 @@ class Boundaries:
         sample_rate: int,
         new_item_id: Callable[[], str],
         do: Callable[[Effect], None],
-        flush: Callable[[int | None], None],
+        flush: Callable[[int | None, bool, bool], None],
         max_turn_seconds: float,
+        learnt: bool = False,
     ) -> None:
         self.audio = AudioCount()
         self.turns = Turns(new_item_id, sample_rate, trim_start=settings.trim_start, max_seconds=max_turn_seconds)
@@ -367,12 +286,16 @@ class Boundaries:
         self._rate = sample_rate
         self._do = do
         self._flush = flush
+        self._learnt = learnt
+        # The speech track after the audio heard so far.
+        self.track = TrackState()
+        # Turn detection was switched on while there was speech: it opens a turn.
+        self._joins_speech = False
         # All text of the audio before this sample has arrived.
         self._settled = 0
         # The probable end of the open turn, which is announced when the text before it has arrived.
-        self._probable_end: ProbablyStopped | None = None
-        self._watch: TurnWatch | None = None
-        self._set_watch(0)
+        self._probable_end: EagerEnd | None = None
+        self._pauses = self._new_pauses()
         self._utterances = self._new_utterances()
         self._set_speakers()
 
@@ -388,21 +311,38 @@ class Boundaries:
     def may_commit(self) -> bool:
         """Whether a commit can be answered now. With turn detection that needs an open turn which cannot have ended in
         the audio without speech probabilities."""
-        if self._watch is None:
+        detection = self._settings.turn_detection
+        if detection is None:
             return True
+        if self.turns.current is None:
+            return False
         unjudged = self.audio.appended - self.audio.covered
-        return self.turns.current is not None and not self._watch.may_have_stopped(unjudged)
+        silent_ms = (self._silent_samples + unjudged) * 1000 / self._rate
+        least_ms = detection.silence_duration_ms
+        if detection.judges_pauses:
+            by_score = self._learnt or detection.scored is not None
+            least_ms = ASK_MS if by_score else FINISHED_MS[detection.eagerness]
+        return unjudged <= 0 or silent_ms < least_ms
+
+    @property
+    def _silent_samples(self) -> int:
+        """Samples of silence so far that may end the open turn."""
+        if self._pauses is not None and self._pauses.fell is not None:
+            return self.audio.covered - self._pauses.fell
+        return self.audio.covered - self.track.fell if self.track.phase is Phase.PAUSED else 0
 
     def save(self) -> SavedBoundaries:
-        watch = None if self._watch is None else self._watch.save()
         utterances = None if self._utterances is None else self._utterances.save()
+        pauses = None if self._pauses is None else self._pauses.save()
         return SavedBoundaries(
             self.audio,
             self.turns.save(),
             self.boundary,
             self._boundary_ms,
-            watch,
             utterances,
+            self.track,
+            pauses,
+            self._joins_speech,
             self.turns.speakers,
             self._settled,
             self._probable_end,
@@ -410,13 +350,16 @@ class Boundaries:
 
     def load(self, saved: SavedBoundaries, shift: float) -> None:
         """Continue from a saved session; `shift` is our clock minus its clock."""
-        self.audio = saved.audio
+        self.audio, self.track, self._joins_speech = saved.audio, saved.track, saved.joins_speech
         self.turns.load(saved.turns, shift)
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
         self.turns.speakers = saved.speakers
         self._settled, self._probable_end = saved.settled, saved.probable_end
-        if self._watch is not None and saved.watch is not None:
-            self._watch.load(saved.watch)
+        detection = self._settings.turn_detection
+        if saved.pauses is not None and self._pauses is None and detection is not None:
+            self._pauses = PauseWatch(_plain_silence(detection.silence_duration_ms), self._rate, False)
+        if saved.pauses is not None and self._pauses is not None:
+            self._pauses.load(saved.pauses)
         if self._utterances is not None and saved.utterances is not None:
             self._utterances.load(saved.utterances)
 
@@ -434,7 +377,8 @@ class Boundaries:
         if new.utterance_end_ms != old.utterance_end_ms:
             self._utterances = self._new_utterances()
         if new.turn_detection != old.turn_detection:
-            self._set_watch(self.boundary)
+            self._joins_speech = old.turn_detection is None and self.track.phase is Phase.SPEAKING
+            self._change_pauses()
             self._open_without_detection()
 
     def advance(self, samples: int, source_samples: int, source_ms: float) -> None:
@@ -451,14 +395,14 @@ class Boundaries:
         turn = self._end(self.audio.appended, now, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.audio.appended, self.audio.source_ms)
-        self._flush(None)
+        self._flush(None, True, False)
 
     def clear(self) -> None:
         appended = self.audio.appended
         self._stop_announced(appended)
         if appended > self.boundary:
             self.turns.clear(self.boundary, appended)
-            self._flush(None)
+            self._flush(None, True, False)
         self._set_boundary(appended, self.audio.source_ms)
         self._send(Cleared())
 
@@ -486,65 +430,126 @@ class Boundaries:
 
     # Engine outputs
 
-    def on_probability(self, probability: float, samples: int, now: float) -> None:
-        """Take the speech probability of the next frame, which has this many samples."""
-        self.audio.covered += samples
-        if self._watch is not None:
-            self._hear_turns(self._watch, probability, samples, now)
+    def on_speech(self, speech: messages.Speech, now: float) -> None:
+        """Take what the engine's speech track has found next; samples are those of the session."""
+        end = min(speech.end, self.audio.appended)
+        events = [event for event in speech.events if event.at > self.audio.covered]
+        if self._settings.turn_detection is not None:
+            self._hear_turns(events, speech, end, now)
         if self._utterances is not None:
-            self._hear_utterance(self._utterances, probability)
+            self._hear_utterances(self._utterances, events, speech, end)
+        self.audio.covered, self.track = end, speech.track
+        self._end_track()
 
-    def _hear_turns(self, watch: TurnWatch, probability: float, samples: int, now: float) -> None:
-        for sign in watch.watch(probability, samples, self.turns.current_text()):
-            if isinstance(sign, Started):
-                self._start(sign.sample, now)
-            elif isinstance(sign, Paused):
-                self._flush(self.audio.covered)
-            elif self.turns.current is None:
+    def _end_track(self) -> None:
+        """Speech before the boundary has ended, also if the engine has not heard yet that a client ended it."""
+        if self.track.sample <= self.boundary and self.track.phase is not Phase.QUIET:
+            self.track = replace(self.track, phase=Phase.QUIET, questions=0)
+
+    def _hear_turns(self, events: Sequence[SpeechEvent], speech: messages.Speech, end: int, now: float) -> None:
+        if self._joins_speech:
+            self._joins_speech = False
+            self._start(self.track.start, now)
+        for event in events:
+            if event.at <= self.boundary:
+                continue  # before a commit or clear, which has ended that speech
+            if isinstance(event, messages.TurnScored):
+                # The silence does not certainly last until its sample: speech may be about to start.
+                if self._pauses is not None:
+                    self._pauses.on_score(event)
                 continue
-            elif isinstance(sign, ProbablyStopped):
-                self._probable_end = sign
-                self._announce_probable_end()
-            elif isinstance(sign, Resumed):
-                self._resume(self.turns.current, sign.sample)
-            else:
-                self._stop(sign, now)
+            self._pause_until(min(event.sample, end), now)
+            match event:
+                case messages.SpeechStarted() | messages.SpeechResumed():
+                    self._start(event.sample, now)
+                case messages.SpeechPaused():
+                    if self._pauses is not None and self._judges_pauses and self.speaking:
+                        self._pauses.begin(event.sample, self.turns.current_text())
+                case messages.SpeechEnded():
+                    self._end_speech(event, min(event.at, end), now)
+        self._pause_until(self._quiet_until(end, speech.track), now)
+
+    def _quiet_until(self, end: int, track: TrackState) -> int:
+        """Up to which sample there is certainly silence, if there is no speech at `end`."""
+        return min(end, track.start) if track.phase is Phase.STARTING else end
+
+    def _pause_until(self, sample: int, now: float) -> None:
+        """If there is a pause or silence between turns, it lasts until this sample at least."""
+        if self._pauses is not None and self._pauses.fell is not None and self.turns.current is not None:
+            for sign in self._pauses.advance(sample, self.turns.current_text()):
+                if isinstance(sign, End):
+                    self._end_scored_turn(sign, self._pauses.fell, now)
+                elif not self.turns.current.probably_over:
+                    self._probable_end = sign
+                    self._announce_probable_end()
         detection = self._settings.turn_detection
         if detection is not None and detection.idle_timeout_ms is not None:
-            self._end_silence(detection.idle_timeout_ms, now)
+            self._end_silence(detection.idle_timeout_ms, sample, now)
 
-    def _stop(self, sign: Stopped, now: float) -> None:
-        """End the open turn where turn detection has ended it."""
-        end = max(sign.sample, self.boundary)
-        # Word times are not exact: the middle of the silence is the safest border between the words.
-        turn = self._end(end, now, words_until=(sign.speech_end + end) // 2, confidence=sign.confidence)
-        turn.timeout = sign.timeout
-        self._set_boundary(end, end * 1000 / self._rate)
+    def _end_scored_turn(self, end: End, fell: int, now: float) -> None:
+        by_score = self._settings.turn_detection is not None and self._settings.turn_detection.scored is not None
+        turn = self._end_turn(end.sample, fell, now, end.confidence if by_score else None)
+        turn.timeout = end.timeout
 
     def _announce_probable_end(self) -> None:
         """Announce the probable end of the open turn if all its text has arrived; a flush in the pause asks for it."""
         sign, turn = self._probable_end, self.turns.current
-        if sign is not None and turn is not None and self._settled >= sign.speech_end:
+        fell = None if self._pauses is None else self._pauses.fell
+        if sign is not None and turn is not None and fell is not None and self._settled >= fell:
             self._probable_end = None
             turn.probably_over = True
             self._send(EagerTurnEnd(turn.item_id, sign.sample, sign.confidence))
 
-    def _resume(self, turn: Turn, sample: int) -> None:
+    def _resume(self, sample: int) -> None:
         """Speech continues: take an announced end back."""
         self._probable_end = None
-        if turn.probably_over:
+        turn = self.turns.current
+        if turn is not None and turn.probably_over:
             turn.probably_over = False
             self._send(TurnResumed(turn.item_id, sample))
 
-    def _hear_utterance(self, watch: UtteranceWatch, probability: float) -> None:
-        heard = self.audio.covered
-        watch.on_probability(probability, heard)
+    def _end_speech(self, event: messages.SpeechEnded, heard: int, now: float) -> None:
+        """Speech has ended by the rule of the engine's track."""
+        if not self.speaking:
+            return
+        if self._judges_pauses:
+            self._flush(heard, False, False)
+        else:
+            self._end_turn(event.sample, event.speech_end, now)
+
+    def _end_turn(self, sample: int, speech_end: int, now: float, confidence: float | None = None) -> Turn:
+        end = min(max(sample, self.boundary), self.audio.appended)
+        # Word times are not exact: the middle of the silence is the safest border between the words.
+        turn = self._end(end, now, words_until=(speech_end + end) // 2, confidence=confidence)
+        self._set_boundary(end, end * 1000 / self._rate)
+        return turn
+
+    def _hear_utterances(
+        self, watch: UtteranceWatch, events: Sequence[SpeechEvent], speech: messages.Speech, end: int
+    ) -> None:
+        """Frame by frame, so that nothing depends on how many frames come at once."""
+        frame, phase, waiting = speech.frame_samples, self.track.phase, deque(events)
+        start = speech.sample + (self.audio.covered - speech.sample) // frame * frame
+        for heard in range(start + frame, speech.end + 1, frame):
+            while waiting and waiting[0].at <= heard:
+                event = waiting.popleft()
+                if isinstance(event, messages.SpeechPaused):
+                    watch.on_speech(event.sample)
+                paused = isinstance(event, messages.SpeechPaused | messages.SpeechEnded)
+                phase = Phase.PAUSED if paused else Phase.SPEAKING
+            heard = min(heard, end)
+            self.audio.covered = max(self.audio.covered, heard)
+            if phase is Phase.SPEAKING:
+                watch.on_speech(heard)
+            self._hear_utterance(watch, heard)
+
+    def _hear_utterance(self, watch: UtteranceWatch, heard: int) -> None:
         self._end_utterance(watch.ended(heard))
         # As in `flush_ended`: audio without probabilities may end within a word, and a flush would cut it.
         if self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate:
             paused = watch.ask(heard)
             if paused is not None:
-                self._flush(heard if paused else None)
+                self._flush(heard if paused else None, False, False)
 
     def settle(self, sample: int) -> None:
         """All text of the audio before this sample has arrived and was sent to the client."""
@@ -565,7 +570,7 @@ class Boundaries:
         behind = (self.audio.appended - self.audio.covered) / self._rate
         pause = (self.audio.covered - self.boundary) / self._rate
         if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
-            self._flush(self.boundary)
+            self._flush(self.boundary, False, True)
             for turn in self.turns.ended:
                 turn.flushed = True
 
@@ -593,7 +598,13 @@ class Boundaries:
             self.turns.open(self.boundary)
 
     def _start(self, sample: int, now: float) -> None:
-        turn = self.turns.current or self.turns.open(max(sample, self.boundary))
+        """There is speech from this sample on: a turn begins, with the padding before it, or goes on."""
+        detection = self._settings.turn_detection
+        assert detection is not None
+        self._end_pause()
+        self._resume(sample)
+        start = sample - detection.prefix_padding_ms * self._rate // 1000
+        turn = self.turns.current or self.turns.open(max(start, self.boundary))
         if turn.announced:
             return
         turn.announced = True
@@ -618,11 +629,11 @@ class Boundaries:
         self._send(Committed(turn.item_id, previous, event_id))
         return turn
 
-    def _end_silence(self, timeout_ms: int, now: float) -> None:
+    def _end_silence(self, timeout_ms: int, quiet_until: int, now: float) -> None:
         """Commit the silence since the last turn as an item, if it has lasted for `timeout_ms`."""
-        end = self.audio.covered
-        quiet = self.turns.current is None and self._watch is not None and self._watch.quiet
-        if quiet and (end - self.boundary) * 1000 >= timeout_ms * self._rate:
+        timeout = timeout_ms * self._rate // 1000
+        while self.turns.current is None and quiet_until - self.boundary >= max(timeout, 1):
+            end = self.boundary + timeout
             turn = self.turns.open(self.boundary)
             self._send(TimedOut(turn.item_id, turn.start, end))
             self._end(end, now, words_until=end)
@@ -644,20 +655,40 @@ class Boundaries:
     def _set_boundary(self, sample: int, source_ms: float) -> None:
         self.boundary, self._boundary_ms = sample, source_ms
         self._probable_end = None
-        if self._watch is not None:
-            self._watch.restart(sample)
+        self._end_track()
+        self._end_pause()
         self._open_without_detection()
 
-    def _set_watch(self, start: int) -> None:
+    def _change_pauses(self) -> None:
+        """The settings have changed, perhaps in a pause of the open turn: the new ones decide about it."""
+        was, self._pauses = self._pauses, self._new_pauses()
+        detection, fell = self._settings.turn_detection, None
+        if detection is not None and self.speaking:
+            fell = self.track.fell if self.track.phase is Phase.PAUSED else None
+            fell = was.fell if was is not None and was.fell is not None else fell
+        if fell is None or detection is None:
+            return
+        if self._pauses is None and was is not None:
+            # The engine's track has ended this pause by the rule before, so the silence is counted here.
+            self._pauses = PauseWatch(_plain_silence(detection.silence_duration_ms), self._rate, False)
+        if self._pauses is not None:
+            self._pauses.begin(fell, self.turns.current_text())
+
+    def _end_pause(self) -> None:
+        if self._pauses is not None:
+            self._pauses.end()
+            self._pauses = self._pauses if self._judges_pauses else None
+
+    @property
+    def _judges_pauses(self) -> bool:
         detection = self._settings.turn_detection
-        if detection is None:
-            self._watch = None
-        elif self._watch is not None:
-            self._watch.change(detection)
-        else:
-            self._watch = TurnWatch(detection, self._rate, start, first_frame=self.audio.covered)
-            if self.speaking:
-                self._watch.resume_turn()
+        return detection is not None and detection.judges_pauses
+
+    def _new_pauses(self) -> PauseWatch | None:
+        detection = self._settings.turn_detection
+        if detection is None or not self._judges_pauses:
+            return None
+        return PauseWatch(_eagerness(detection), self._rate, self._learnt)
 
     def _set_speakers(self) -> None:
         wanted = self._settings.labels_speakers

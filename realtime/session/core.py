@@ -17,9 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
+from msgspec.structs import replace
+
 from engine import messages
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.boundaries import Boundaries, SavedBoundaries
+from realtime.session.boundaries import Boundaries, SavedBoundaries, turn_rule
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -133,14 +135,18 @@ class SessionLimits:
     max_engine_failures: int = 3
     # A longer turn is ended after a word, and the next turn continues.
     max_turn_seconds: float = 3600.0
+    # The engine has a turn detector, which answers in the pauses of semantic turn detection.
+    learnt: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFlush:
-    """A flush that the engine has not answered: its sample, and the sample of its pause if it has one."""
+    """A flush that the engine has not answered: its sample, the sample of its pause if it has one, and whether the
+    client has ended the turn there."""
 
     sample: int
     pause: int | None
+    ends_speech: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +194,13 @@ class Session:
         self.limits = limits or SessionLimits()
         self._effects: list[Effect] = []
         self._boundaries = Boundaries(
-            settings, sample_rate, new_item_id, self._do, self._flush, self.limits.max_turn_seconds
+            settings, sample_rate, new_item_id, self._do, self._flush, self.limits.max_turn_seconds, self.limits.learnt
         )
         self._turns, self._audio = self._boundaries.turns, self._boundaries.audio
         self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
         self._marks: deque[PendingFlush] = deque()
         self._waiting: deque[Waiting] = deque()
-        # Speech probabilities of audio after the first waiting commit or clear.
+        # Speech after the first waiting commit or clear, in samples of the session.
         self._held_speech: list[messages.Speech] = []
         self._engine_start = self._engine_failures = 0
         self._acked_samples, self._acked_at = 0, 0.0
@@ -232,6 +238,16 @@ class Session:
     def engine_start(self) -> int:
         """The session sample at which the engine stream began."""
         return self._engine_start
+
+    @property
+    def speech_track(self) -> messages.TrackState:
+        """The speech track after the audio heard so far, for a new engine stream."""
+        return self._boundaries.track
+
+    @property
+    def turn_rule(self) -> messages.TurnRule | None:
+        """The rule for the engine's speech track."""
+        return turn_rule(self.settings.turn_detection, self.sample_rate, self.limits.learnt)
 
     @property
     def speaking(self) -> bool:
@@ -367,7 +383,7 @@ class Session:
 
     def _defer(self, event: Commit | Clear, now: float) -> None:
         self._waiting.append(Waiting(isinstance(event, Clear), event.event_id, self.appended, self.source_ms))
-        self._flush()
+        self._flush(None, True)
 
     def _end(self, event: End, now: float) -> None:
         """Finish the engine stream. Turns that are open, or are still found, are committed when it is closed."""
@@ -399,29 +415,27 @@ class Session:
             self._drain_if_idle()
 
     def _speech(self, event: messages.Speech, now: float) -> None:
-        start, second = event.sample + self._engine_start, self._audio.covered // self.sample_rate
-        for number, probability in enumerate(event.probabilities):
-            frame_start = start + number * event.frame_samples
-            if self._waiting and frame_start >= self._waiting[0].sample:
-                # Audio after a waiting commit must not open a turn before the commit is answered.
-                rest = event.probabilities[number:]
-                frame = event.sample + number * event.frame_samples
-                self._held_speech.append(messages.Speech(event.stream, frame, event.frame_samples, rest))
-                break
-            self._frame(frame_start + event.frame_samples, probability, now)
+        if self._engine_start:
+            event = _copy(event)
+            event.later(self._engine_start)
+        self._hear(event, now)
+
+    def _hear(self, speech: messages.Speech, now: float) -> None:
+        """Take what the speech track has found; samples are those of the session."""
+        if self._waiting and speech.end > self._waiting[0].sample:
+            # Audio after a waiting commit must not open a turn before the commit is answered.
+            speech, rest = _cut(speech, self._waiting[0].sample, self.speech_track)
+            self._held_speech.append(rest)
+        second = self._audio.covered // self.sample_rate
+        # A replay repeats frames, and the last frame before a flush may reach beyond the audio.
+        if min(speech.end, self.appended) > self._audio.covered:
+            self._stall.heard_speech(speech.spoken, now)
+            self._boundaries.on_speech(speech, now)
         if self._audio.covered // self.sample_rate > second:  # once per second: a histogram is too slow for each frame
             self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
         if not self.speaking:
             self._stall.quiet(self._audio.covered)
         self._boundaries.flush_ended()
-
-    def _frame(self, end: int, probability: float, now: float) -> None:
-        # A replay repeats frames, and the last frame before a flush may reach beyond the audio.
-        end = min(end, self.appended)
-        samples = end - self._audio.covered
-        if samples > 0:
-            self._stall.heard_speech(probability, samples, now)
-            self._boundaries.on_probability(probability, samples, now)
 
     def _labels(self, event: messages.Labels, now: float) -> None:
         if self._turns.speakers is not None:
@@ -446,7 +460,7 @@ class Session:
         """Handle the speech probabilities that waited for a commit or clear."""
         held, self._held_speech = self._held_speech, []
         for speech in held:
-            self._speech(speech, now)
+            self._hear(speech, now)
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
         self._boundaries.send_events(self._turns.settle(), now)
@@ -490,11 +504,11 @@ class Session:
 
     # Engine commands and closing
 
-    def _flush(self, pause: int | None = None) -> None:
+    def _flush(self, pause: int | None = None, ends_speech: bool = False, turn_over: bool = False) -> None:
         # A stream that is being finished sends all its text anyway.
         if self.phase is not Phase.FINISHING:
-            self._marks.append(PendingFlush(self.appended, pause))
-            self._effects.append(FlushEngine(pause))
+            self._marks.append(PendingFlush(self.appended, pause, ends_speech))
+            self._effects.append(FlushEngine(pause, ends_speech, turn_over))
 
     def _reanchor(self, now: float) -> None:
         """Continue with a new stream; if text is outstanding, flush the new one."""
@@ -541,3 +555,35 @@ class Session:
 
     def _do(self, effect: Effect) -> None:
         self._effects.append(effect)
+
+
+def _copy(speech: messages.Speech) -> messages.Speech:
+    return replace(speech, events=[replace(event) for event in speech.events])
+
+
+def _cut(speech: messages.Speech, sample: int, before: messages.TrackState) -> tuple[messages.Speech, messages.Speech]:
+    """Divide at the first frame that begins at or after `sample`. `before` is the track before these frames. Of the
+    samples that are surely speech, the rest has all."""
+    frames = max(0, -(-(sample - speech.sample) // speech.frame_samples))
+    end = speech.sample + frames * speech.frame_samples
+    first = [event for event in speech.events if event.at <= end]
+    rest = [event for event in speech.events if event.at > end]
+    phase, fell, start = before.phase, before.fell, before.start
+    for event in first:
+        match event:
+            case messages.SpeechStarted() | messages.SpeechResumed():
+                phase = messages.Phase.SPEAKING
+            case messages.SpeechPaused():
+                phase, fell = messages.Phase.PAUSED, event.sample
+            case messages.SpeechEnded():
+                phase = messages.Phase.QUIET
+    if phase in (messages.Phase.QUIET, messages.Phase.STARTING):
+        # Whether speech was about to start at the cut is known from what followed.
+        follows = speech.track.start if speech.track.phase is messages.Phase.STARTING else end
+        if rest and isinstance(rest[0], messages.SpeechStarted):
+            follows = rest[0].sample
+        starts = follows < end
+        phase, start = (messages.Phase.STARTING, follows) if starts else (messages.Phase.QUIET, start)
+    track = messages.TrackState(phase, start, fell, before.floor, end)
+    head = replace(speech, probabilities=speech.probabilities[:frames], events=first, track=track, spoken=0)
+    return head, replace(speech, sample=end, probabilities=speech.probabilities[frames:], events=rest)

@@ -314,9 +314,11 @@ class FeedGap:
 @dataclass(frozen=True, slots=True)
 class FlushEngine:
     """The engine must send all text of the audio so far; with `pause`, of the audio before this sample, which is in a
-    silence."""
+    silence. `ends_speech`: the client has ended the turn here. `turn_over`: the turn before the pause has ended."""
 
     pause: int | None = None
+    ends_speech: bool = False
+    turn_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)

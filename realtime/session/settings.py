@@ -87,6 +87,11 @@ class TurnDetection:
     # Sub-fields without effect (create_response, ...), echoed as the client sent them.
     extra: tuple[tuple[str, Any], ...] = ()
 
+    @property
+    def judges_pauses(self) -> bool:
+        """Not the length of a pause alone ends a turn."""
+        return self.semantic or self.scored is not None
+
     def with_thresholds(self, threshold: float, eager: float | None, timeout_ms: int) -> TurnDetection:
         """Scored turn detection with these numbers. Raises ValueError, with a sentence for the client."""
         return replace(self, scored=end_of_turn.numeric_eagerness(threshold, eager, timeout_ms))

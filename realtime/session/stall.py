@@ -13,7 +13,6 @@ import numpy as np
 from engine import messages
 from realtime.session.events import Reanchor, Samples
 
-SPEECH_PROBABILITY = 0.6
 # Audio kept before the last silence, so that a replay does not begin within a word.
 MARGIN_SECONDS = 1.0
 # Pieces of audio are joined up to this length.
@@ -71,8 +70,9 @@ class StallGuard:
         if self._kept_samples > self._keep_samples:
             self.forget_before(self._kept_from + self._kept_samples - self._keep_samples)
 
-    def heard_speech(self, probability: float, samples: int, now: float) -> None:
-        if probability >= SPEECH_PROBABILITY:
+    def heard_speech(self, samples: int, now: float) -> None:
+        """So many more samples are surely speech."""
+        if samples:
             if self._speech_samples == 0:
                 self._last_sign = now
             self._speech_samples += samples

@@ -140,6 +140,15 @@ async def test_every_form_field_clients_send_is_accepted(serve: Serve) -> None:
         )
 
 
+async def test_models_say_what_ends_turns(serve: Serve) -> None:
+    for has_detector, expected in ((False, ["silence", "text"]), (True, ["silence", "text", "learnt"])):
+        engine = FakeEngine()
+        engine.takes(replace(MULTILINGUAL, turn_detector=has_detector))
+        async with serve(engine) as running, httpx.AsyncClient() as http:
+            (model,) = (await http.get(f"{running.base_url}/models")).json()["data"]
+            assert model["turn_detection"] == expected
+
+
 async def test_unknown_paths_and_methods_answer_in_the_error_shape(serve: Serve) -> None:
     async with serve() as running, httpx.AsyncClient() as http:
         for method, path, status in (

@@ -20,7 +20,9 @@ from engine.client.pool import Capacity
 from engine.client.prepared_audio import Rendered, render
 from engine.errors import AtCapacity, EngineDead, StreamFinished
 from engine.options import Options
+from engine.server.speech_track import SpeechTrack
 from engine.spec import NAMES, ModelSpec
+from tests.realtime.speech_tracks import judge
 
 RATE = 16_000
 FRAME = 512
@@ -58,6 +60,7 @@ class FakeStream:
         self.heard: list[NDArray[np.float32]] = []
         self.flushes: list[int] = []
         self.turns: messages.TurnRule | None = None
+        self.track = SpeechTrack()
         self.finished = False
         self.aborted = False
         self._engine = engine
@@ -97,9 +100,12 @@ class FakeStream:
     def change_turns(self, turns: messages.TurnRule | None) -> None:
         self._check()
         self.turns = turns
+        self.track.change(turns, self.samples)
 
-    async def flush(self, pause: int | None = None) -> int:
+    async def flush(self, pause: int | None = None, ends_speech: bool = False, turn_over: bool = False) -> int:
         self._check()
+        if ends_speech:
+            self.track.restart(self.samples)
         self.flushes.append(self.samples)
         if self._engine.mute_flush:
             return len(self.flushes)
@@ -188,7 +194,7 @@ class FakeStream:
                     self._undecided.append((max(0, end - WORD_SAMPLES), end, speaker, 0.9))
             self._frames += 1
         probabilities = [0.99 if is_loud else 0.01 for is_loud in loud]
-        self._put(messages.Speech(self.id, start, FRAME, probabilities))
+        self._put(judge(self.track, messages.Speech(self.id, start, FRAME, probabilities)))
         self._label(sum(self._frames * FRAME >= end + LABEL_SAMPLES for _, end, _, _ in self._undecided))
 
     def _label(self, count: int) -> None:
@@ -298,6 +304,8 @@ class FakeEngine:
         delay_positions: int | None = None,
         options: dict[str, str] | None = None,
         turns: messages.TurnRule | None = None,
+        track: messages.TrackState | None = None,
+        heard_until: int = 0,
         labels: tuple[messages.Saved, int] | None = None,
     ) -> FakeStream:
         await asyncio.sleep(0)
@@ -310,6 +318,9 @@ class FakeEngine:
             raise EngineDead("no engine")
         opened = FakeStream(self, stream, live)
         opened.turns = turns
+        opened.track = SpeechTrack(turns)
+        if track is not None:
+            opened.track.continue_from(track)
         opened.labels = "speakers" in (options or {})
         self.opened.append({"stream": stream, "live": live, "delay": delay_positions, "options": options})
         self.labels_resumed.append(labels)

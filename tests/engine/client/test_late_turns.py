@@ -9,8 +9,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from audio.speech_edges import EdgeDetector, EdgeSettings, Fall
-from engine.messages import Closed, Flushed, Speech, Text, TurnRule, Word
+from engine.messages import Closed, Flushed, Speech, SpeechEnded, Text, TurnRule, Word
 from tests.engine.client.test_recovery_rebuilding import (
     PACKET,
     Build,
@@ -32,7 +31,6 @@ class Gateway:
     def __init__(self, build: Build, delay: Callable[[], int]) -> None:
         self.session = Session(build, turns=RULE)
         self._delay = delay
-        self._edges = EdgeDetector(EdgeSettings(RULE.threshold, RULE.min_speech_samples, RULE.silence_samples, 0))
         self._heard = 0
         self._due: deque[tuple[int, int]] = deque()
         self.turns = 0
@@ -41,10 +39,9 @@ class Gateway:
         await asyncio.sleep(0)
         for speech in self.session.transcript.outputs[self._heard :]:
             self._heard += 1
-            for probability in speech.probabilities if isinstance(speech, Speech) else ():
-                edge = self._edges.judge(probability, speech.frame_samples)
-                if isinstance(edge, Fall):
-                    self._due.append((number + self._delay(), edge.sample))
+            for event in speech.events if isinstance(speech, Speech) else ():
+                if isinstance(event, SpeechEnded):
+                    self._due.append((number + self._delay(), event.sample))
         while self._due and self._due[0][0] <= number:
             self.turns += 1
             await self.session.stream.flush(self._due.popleft()[1])

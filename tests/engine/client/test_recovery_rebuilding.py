@@ -31,7 +31,7 @@ from engine.messages import Closed, Command, Feed, Item, Open, Output, TurnRule
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec
 from engine.options import Keyword, keywords_text
-from engine.runner.base import Embedder
+from engine.runner.base import Embedder, TurnDetector
 from engine.runner.bias import KeywordTree
 from engine.runner.load import load_detector
 from engine.runner.windowed.encoders import BlockEncoder, StreamEncoder, WindowEncoder
@@ -39,7 +39,7 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
 from engine.server.loop import EngineLoop
-from engine.server.speech import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
 from engine.weights.store import cache_folder, pull
 from engine.weights.windowed_models import load_speech_model
@@ -153,8 +153,9 @@ async def play(
     flushes: set[int],
     deaths: list[EngineDeath],
     options: dict[str, str] | None = None,
+    turns: TurnRule | None = None,
 ) -> Session:
-    session = Session(build, options)
+    session = Session(build, options, turns)
     await session.start()
     reader = asyncio.create_task(session.transcript.collect(session.stream))
     fate = Fate(session, deaths)
@@ -209,7 +210,11 @@ def block_ear(pieces: list[bytes], policy: Policy) -> StreamEncoder:
     return BlockEncoder(tiny_model(), StreamingEncoder(tiny_model().encoder, BLOCKS, 6))
 
 
-def build_with(ear: Callable[[list[bytes], Policy], StreamEncoder], embedder: Embedder | None = None) -> EngineLoop:
+def build_with(
+    ear: Callable[[list[bytes], Policy], StreamEncoder],
+    embedder: Embedder | None = None,
+    turn_detector: TurnDetector | None = None,
+) -> EngineLoop:
     kinds = [b"\xc3", b" w%d", b".", b" w%d", b"\xc3\xa4", b","]
     pieces = [b"", b"", b""] + [kinds[token % 6].replace(b"%d", b"%d" % token) for token in range(3, 60)]
     spec = windowed_spec("tiny", 40, 5)
@@ -220,7 +225,7 @@ def build_with(ear: Callable[[list[bytes], Policy], StreamEncoder], embedder: Em
     limits = Limits(max_streams=2, cache_embeds=400)
     detector = fakes.FakeDetector(frame=512)
     scheduler = Scheduler(spec, limits, runner.vocabulary)
-    return EngineLoop(scheduler, runner, detector, GateSettings(), embedder=embedder)
+    return EngineLoop(scheduler, runner, detector, GateSettings(), embedder=embedder, turn_detector=turn_detector)
 
 
 Build = Callable[[], EngineLoop]

@@ -27,11 +27,13 @@ from engine.messages import (
     Output,
     Refused,
     Speech,
+    SpeechPaused,
+    SpeechStarted,
     Text,
 )
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
-from engine.server.speech import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import ModelSpec, Vocabulary
 
 SPEC = ModelSpec(name="echo", sample_rate=16_000, samples_per_position=1280, look_back_samples=4, look_ahead_samples=2)
@@ -250,7 +252,9 @@ class TestSpeech:
         gap = Item(2, 2, 1920, mask=[False, False])
         loop.submit([Open("a"), Feed("a", [letter(0, 1), padded, gap])], 0)
         speech = [output for output in drain(loop) if isinstance(output, Speech)]
-        assert speech == [Speech("a", 0, 640, [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0])]
+        assert [(heard.sample, heard.frame_samples) for heard in speech] == [(0, 640)]
+        assert speech[0].probabilities == [1.0, 1.0, 1.0, 0.0, 0.0, 0.0, 0.0]
+        assert speech[0].events == [SpeechStarted(0, 1280), SpeechPaused(1920, 2560)] and speech[0].spoken == 1920
         loop.submit([Finish("a")], 0)
         assert [type(output) for output in drain(loop)] == [Text, Closed] and detector.streams == {}
 

@@ -17,6 +17,7 @@ from engine.options import SPEAKERS, speakers_text
 from engine.runner.base import Embedder
 from engine.server.speaker_tracks import MAX_UPLOAD_WAITING, MAX_WAITING, SpeakerTrack, SpeakerTracks
 from engine.server.speakers import EMBEDDING_SIZE, FRAME_SAMPLES, SAMPLE_RATE, Samples
+from engine.server.speech_track import voiced_frames
 from engine.spec import ModelSpec
 
 SPEC = ModelSpec(name="double", sample_rate=SAMPLE_RATE, samples_per_position=1280)
@@ -71,6 +72,11 @@ def conversation(turns: Sequence[tuple[int, int]]) -> tuple[Samples, list[float]
     return np.concatenate(audio).astype(np.float32), probabilities
 
 
+def heard(speech: Speech) -> tuple[Speech, list[bool]]:
+    """Frames as a track is told of them."""
+    return speech, voiced_frames(speech.probabilities)
+
+
 AUDIO, PROBABILITIES = conversation([(1, 70), (3, 60), (1, 9), (3, 50), (1, 90), (2, 60), (3, 40)])
 
 
@@ -101,7 +107,7 @@ class Stream:
     def judge(self) -> None:
         until = self.sent // FRAME_SAMPLES
         probabilities = PROBABILITIES[self.judged : until]
-        self.track.judge(Speech("s", self.judged * FRAME_SAMPLES, FRAME_SAMPLES, probabilities))
+        self.track.judge(*heard(Speech("s", self.judged * FRAME_SAMPLES, FRAME_SAMPLES, probabilities)))
         self.judged = until
 
     def take(self) -> None:
@@ -138,7 +144,7 @@ class Stream:
             self.track.add_audio([moved], SPEC)
         began = first * POSITION // FRAME_SAMPLES
         assert first * POSITION % FRAME_SAMPLES == 0
-        self.track.judge(Speech("s", 0, FRAME_SAMPLES, PROBABILITIES[began : self.judged]))
+        self.track.judge(*heard(Speech("s", 0, FRAME_SAMPLES, PROBABILITIES[began : self.judged])))
 
 
 def reread(state: Saved) -> Saved:
@@ -195,7 +201,7 @@ def test_a_stream_that_is_replayed_goes_on_with_the_same_labels(seed: int) -> No
     shift = first * POSITION
     stream.track.add_audio([Item(0, 1, 0, b"k", AUDIO[stream.sent :], samples=len(AUDIO) - stream.sent)], SPEC)
     rest = PROBABILITIES[stream.judged :]
-    stream.track.judge(Speech("s", stream.judged * FRAME_SAMPLES - shift, FRAME_SAMPLES, rest))
+    stream.track.judge(*heard(Speech("s", stream.judged * FRAME_SAMPLES - shift, FRAME_SAMPLES, rest)))
     stream.track.end()
     stream.embeddings.compute()
     labels = stream.track.advance("s")
@@ -209,8 +215,8 @@ def test_silence_is_not_computed() -> None:
     embeddings = Embeddings()
     track = SpeakerTrack(embeddings.submit)
     track.add_audio([Item(0, 1000, 0)], SPEC)
-    track.judge(Speech("s", 0, FRAME_SAMPLES, [0.0] * 60))
-    track.judge(Speech("s", 60 * FRAME_SAMPLES, 1000 * FRAME_SAMPLES, [0.0]))
+    track.judge(*heard(Speech("s", 0, FRAME_SAMPLES, [0.0] * 60)))
+    track.judge(*heard(Speech("s", 60 * FRAME_SAMPLES, 1000 * FRAME_SAMPLES, [0.0])))
     assert not embeddings.waiting
     assert track.advance("s") is None
 
@@ -221,7 +227,7 @@ def loop_tracks(embeddings: Embeddings, failed: list[str] | None = None) -> Spea
 
 def fed(tracks: SpeakerTracks, name: str) -> None:
     tracks.add_audio(name, [Item(0, 1, 0, b"k", AUDIO, samples=len(AUDIO))])
-    tracks.judge(Speech(name, 0, FRAME_SAMPLES, PROBABILITIES))
+    tracks.judge(*heard(Speech(name, 0, FRAME_SAMPLES, PROBABILITIES)))
 
 
 def test_the_end_of_a_stream_waits_for_its_last_labels() -> None:
@@ -286,7 +292,7 @@ def test_an_overloaded_engine_keeps_a_bounded_number_of_pieces() -> None:
     tracks.open("upload", ON, live=False)
     for name in ("live", "upload"):
         tracks.add_audio(name, [Item(0, 1, 0, b"k", np.ones(4000 * FRAME_SAMPLES, np.float32), samples=4000 * 512)])
-        tracks.judge(Speech(name, 0, FRAME_SAMPLES, [0.9] * 4000))
+        tracks.judge(*heard(Speech(name, 0, FRAME_SAMPLES, [0.9] * 4000)))
     tracks.add_labels([])
     assert (
         sum(not future.cancelled() for _, future in embeddings.waiting[: len(embeddings.waiting) // 2]) == MAX_WAITING

@@ -29,6 +29,7 @@ from engine.server.speakers import (
     SpeakerLabels,
     rounded,
 )
+from engine.server.speech_track import voiced_frames
 
 WHOLE = CutSettings().piece_frames * FRAME_SAMPLES
 HOP = CutSettings().hop_frames * FRAME_SAMPLES
@@ -82,19 +83,19 @@ def reread(state: dict[str, Any]) -> dict[str, Any]:
 
 # Pieces
 
-probabilities = st.lists(
-    st.tuples(st.sampled_from([0.0, 0.49, 0.5, 1.0]), st.integers(1, 60)), min_size=1, max_size=8
-).map(lambda runs: [probability for probability, count in runs for _ in range(count)])
+voices = st.lists(st.tuples(st.sampled_from([0.0, 0.49, 0.5, 1.0]), st.integers(1, 60)), min_size=1, max_size=8).map(
+    lambda runs: voiced_frames([probability for probability, count in runs for _ in range(count)])
+)
 
 
-def cut_at_once(frames: Samples, speech: list[float]) -> list[tuple[Piece, bytes]]:
+def cut_at_once(frames: Samples, speech: list[bool]) -> list[tuple[Piece, bytes]]:
     cutter = PieceCutter()
     return plain(cutter.feed(frames, speech)) + plain(cutter.end())
 
 
 @settings(max_examples=60, deadline=None)
-@given(probabilities, st.data())
-def test_any_chunking_gives_the_same_pieces(speech: list[float], data: st.DataObject) -> None:
+@given(voices, st.data())
+def test_any_chunking_gives_the_same_pieces(speech: list[bool], data: st.DataObject) -> None:
     frames = audio_of(len(speech))
     cutter, found, at = PieceCutter(), [], 0
     while at < len(speech):
@@ -105,8 +106,8 @@ def test_any_chunking_gives_the_same_pieces(speech: list[float], data: st.DataOb
 
 
 @settings(max_examples=60, deadline=None)
-@given(probabilities, st.data())
-def test_a_cutter_that_was_saved_anywhere_continues_the_same(speech: list[float], data: st.DataObject) -> None:
+@given(voices, st.data())
+def test_a_cutter_that_was_saved_anywhere_continues_the_same(speech: list[bool], data: st.DataObject) -> None:
     frames = audio_of(len(speech))
     stream = frames.reshape(-1)
     at = data.draw(st.integers(0, len(speech)))
@@ -120,10 +121,10 @@ def test_a_cutter_that_was_saved_anywhere_continues_the_same(speech: list[float]
 
 
 @settings(max_examples=60, deadline=None)
-@given(probabilities)
-def test_pieces_cover_all_speech_of_runs_that_are_long_enough_once(speech: list[float]) -> None:
+@given(voices)
+def test_pieces_cover_all_speech_of_runs_that_are_long_enough_once(speech: list[bool]) -> None:
     found = cut_at_once(audio_of(len(speech)), speech)
-    spoken = sum(probability >= 0.5 for probability in speech) * FRAME_SAMPLES
+    spoken = sum(speech) * FRAME_SAMPLES
     new = sum(piece.new for piece, _ in found)
     short = (CutSettings().shortest_frames - 1) * FRAME_SAMPLES
     assert new <= spoken <= new + short * (len(speech) // CutSettings().pause_frames + 1)
@@ -135,17 +136,17 @@ def test_pieces_cover_all_speech_of_runs_that_are_long_enough_once(speech: list[
 
 
 def test_a_second_of_silence_counts_as_its_frames() -> None:
-    speech = [1.0] * 20
+    speech = [True] * 20
     frames = audio_of(20)
     computed, passed = PieceCutter(), PieceCutter()
-    expected = plain(computed.feed(np.concatenate([frames, audio_of(40)]), speech + [0.0] * 40))
+    expected = plain(computed.feed(np.concatenate([frames, audio_of(40)]), speech + [False] * 40))
     assert plain(passed.feed(frames, speech)) + plain(passed.pass_silence(40 * FRAME_SAMPLES)) == expected
     assert passed.sample == computed.sample == 60 * FRAME_SAMPLES
 
 
 def test_a_run_shorter_than_a_piece_is_repeated() -> None:
     frames = audio_of(10)
-    ((piece, audio),) = (cutter := PieceCutter()).feed(frames, [1.0] * 10) + cutter.end()
+    ((piece, audio),) = (cutter := PieceCutter()).feed(frames, [True] * 10) + cutter.end()
     assert piece.length == piece.new == 10 * FRAME_SAMPLES and piece.after_pause
     assert np.array_equal(audio[: 10 * FRAME_SAMPLES], frames.reshape(-1))
     assert np.array_equal(audio[10 * FRAME_SAMPLES : 20 * FRAME_SAMPLES], frames.reshape(-1))
@@ -153,7 +154,7 @@ def test_a_run_shorter_than_a_piece_is_repeated() -> None:
 
 def test_too_little_audio_for_a_saved_state_is_refused() -> None:
     cutter = PieceCutter()
-    cutter.feed(audio_of(20), [1.0] * 20)
+    cutter.feed(audio_of(20), [True] * 20)
     with pytest.raises(ValueError, match="needs 10240 samples of audio, not 10239"):
         PieceCutter().resume(cutter.save(), np.zeros(10_239, np.float32))
 
@@ -162,7 +163,7 @@ def test_what_a_cutter_needs_does_not_grow_with_the_stream() -> None:
     cutter = PieceCutter()
     sizes = set()
     for _ in range(20):
-        cutter.feed(audio_of(100), [1.0] * 100)
+        cutter.feed(audio_of(100), [True] * 100)
         assert cutter.sample - cutter.needs_from <= WHOLE
         sizes.add(len(cutter.save()["starts"]))
     assert sizes == {CutSettings().piece_frames}
@@ -255,8 +256,8 @@ def heard(audio: Samples) -> Embedding:
 
 
 @settings(max_examples=30, deadline=None)
-@given(probabilities, st.data())
-def test_any_chunking_of_the_stream_gives_the_same_labels(speech: list[float], data: st.DataObject) -> None:
+@given(voices, st.data())
+def test_any_chunking_of_the_stream_gives_the_same_labels(speech: list[bool], data: st.DataObject) -> None:
     speech = speech * 3
     frames = audio_of(len(speech))
 

@@ -8,7 +8,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.server.speech import Begin, Decision, End, GateSettings, Pause, Resume, Skip, SpeechGate, SplitUtterance
+from engine.server.speech_track import (
+    Begin,
+    Decision,
+    End,
+    GateSettings,
+    Pause,
+    Resume,
+    Skip,
+    SpeechGate,
+    SplitUtterance,
+)
 
 FRAME = 512
 # A frame lasts 0.032 s. One of SPEECH adds 6 log-odds, one of DOUBT 1.2, one of QUIET takes 1, one of NEUTRAL nothing.

@@ -7,22 +7,32 @@ from functools import partial
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.messages import Speech
 from engine.server.speech import LastSpeech
+from engine.server.speech_track import SpeechTrack
 
 FRAME = 10
 
 
+def hear(track: SpeechTrack, spoken: LastSpeech, probabilities: list[float]) -> None:
+    """As the listener does it: frame by frame."""
+    if probabilities:
+        spoken.expect(FRAME)
+    for probability in probabilities:
+        track.hear([probability], FRAME)
+        spoken.answer()
+
+
 def told_of(probabilities: list[float], pieces: list[int], ends: list[int], early: int) -> dict[int, int]:
     """What is told of the audio before each of the ends, asked for so many frames early if not at the last moment."""
-    spoken, told, heard, waiting = LastSpeech(), dict[int, int](), 0, sorted(ends)
+    track = SpeechTrack()
+    spoken, told, heard, waiting = LastSpeech(track), dict[int, int](), 0, sorted(ends)
     for size in [*pieces, len(probabilities)]:
         part = probabilities[heard : heard + size]
         while waiting and (waiting[0] // FRAME <= heard + early or waiting[0] < (heard + len(part)) * FRAME):
             spoken.came = waiting[0]
             spoken.ask(partial(told.__setitem__, waiting[0]))
             waiting.pop(0)
-        spoken.note(Speech("a", heard * FRAME, FRAME, part))
+        hear(track, spoken, part)
         heard += len(part)
     for end in waiting:
         spoken.came = end
@@ -48,14 +58,15 @@ def test_the_answer_depends_on_the_audio_alone(
 
 
 def test_a_pause_waits_for_its_audio_and_is_told_in_order() -> None:
-    spoken, told = LastSpeech(), list[tuple[str, int]]()
+    track = SpeechTrack()
+    spoken, told = LastSpeech(track), list[tuple[str, int]]()
     spoken.came = 25
     spoken.ask(lambda sample: told.append(("first", sample)))
     spoken.came = 40
     spoken.ask(lambda sample: told.append(("second", sample)))
-    spoken.note(Speech("a", 0, FRAME, [1.0]))
+    hear(track, spoken, [1.0])
     assert told == [] and spoken.is_asked
-    spoken.note(Speech("a", 10, FRAME, [0.0, 1.0]))
+    hear(track, spoken, [0.0, 1.0])
     assert told == [("first", 10)]
     spoken.answer_all()
     assert told == [("first", 10), ("second", 30)] and not spoken.is_asked

@@ -12,11 +12,16 @@ FRAME = 512
 SECOND = 16_000
 
 
+def sounds(first: int, frames: list[bool]) -> list[tuple[int, int]]:
+    """Intervals of the frames with sound; the first frame has this number."""
+    return [(at * FRAME, (at + 1) * FRAME) for at, speaks in enumerate(frames, first) if speaks]
+
+
 def listened(*spans: tuple[float, float], until: float = 10.0) -> WordTimes:
     """A stream with speech in these spans, in seconds."""
-    times = WordTimes(0.35)
+    times = WordTimes()
     frames = [any(a <= at * FRAME / SECOND < b for a, b in spans) for at in range(round(until * SECOND / FRAME))]
-    times.add_probabilities(0, FRAME, [0.9 if speaks else 0.1 for speaks in frames])
+    times.add_sounds(sounds(0, frames))
     return times
 
 
@@ -47,7 +52,7 @@ def test_a_word_begins_behind_the_one_before() -> None:
 
 
 def test_without_a_frame_nothing_is_known_and_nothing_changes() -> None:
-    assert bounded(WordTimes(0.35), (1.5, 3.0)) == [(1.5, 3.0)]
+    assert bounded(WordTimes(), (1.5, 3.0)) == [(1.5, 3.0)]
 
 
 seconds = st.floats(0, 12, allow_nan=False)
@@ -63,12 +68,11 @@ def test_no_word_ends_behind_speech_and_none_before_the_last(
 ) -> None:
     """Whatever the model says, and however often the state goes to another engine meanwhile."""
     frames = [any(a <= at * FRAME / SECOND < b for a, b in spans) for at in range(400)]
-    probabilities = [0.9 if speaks else 0.1 for speaks in frames]
-    times = WordTimes(0.35)
-    times.add_probabilities(0, FRAME, probabilities[:cut])
-    twin = WordTimes(0.35)
+    times = WordTimes()
+    times.add_sounds(sounds(0, frames[:cut]))
+    twin = WordTimes()
     twin.resume(times.save())
-    twin.add_probabilities(cut * FRAME, FRAME, probabilities[cut:])
+    twin.add_sounds(sounds(cut, frames[cut:]))
     said = [Word("w", round(start * SECOND), round((start + length) * SECOND)) for start, length in words]
     asked = [(word.start_sample, word.end_sample) for word in said]
     twin.bound(said)
@@ -84,9 +88,9 @@ def test_no_word_ends_behind_speech_and_none_before_the_last(
 
 
 def test_what_is_kept_does_not_grow_with_the_age_of_a_stream() -> None:
-    times, sizes = WordTimes(0.35), []
+    times, sizes = WordTimes(), []
     for second in range(4_000):
         times.forget_before(second * SECOND)
-        times.add_probabilities(second * SECOND, FRAME, [0.9, 0.1] * 15)
+        times.add_sounds((second * SECOND + at * FRAME, second * SECOND + (at + 1) * FRAME) for at in range(0, 30, 2))
         sizes.append(len(times.save()["starts"]))
     assert max(sizes[2_000:]) <= max(sizes[:1_000]) <= 16 * (KEPT_SAMPLES // SECOND + 2)

@@ -1,77 +1,83 @@
-"""When turns begin and end: by the pause alone, or by the pause and the text."""
+"""When turns end in pauses: by the pause and the text, and with the turn detector's answers."""
 
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from engine.messages import Speech
-from engine.server.speech import TurnEnds
-from realtime.session.boundaries import Paused, Started, Stopped, TurnWatch, turn_rule
+from engine.end_of_turn import EAGERNESS, End
+from engine.messages import TurnRule, TurnScored
+from realtime.session.boundaries import PauseWatch, turn_rule
 from realtime.session.settings import TurnDetection
 
 RATE = 16_000
 
 
-def frames(watch: TurnWatch, probability: float, count: int, text: str = "") -> list[object]:
-    return [sign for _ in range(count) for sign in watch.watch(probability, 512, text)]
+def test_the_rule_of_the_track_has_the_silence_of_the_turn_or_of_the_first_question() -> None:
+    assert turn_rule(None, RATE) is None
+    assert turn_rule(TurnDetection(threshold=0.7, silence_duration_ms=320), RATE) == TurnRule(0.7, 1024, 5120)
+    assert turn_rule(TurnDetection(semantic=True), RATE) == TurnRule(0.5, 1024, 4000)
+    assert turn_rule(TurnDetection(semantic=True), RATE, learnt=True) == TurnRule(0.5, 1024, 3200, asks=True)
+    # Without semantic detection the turn detector is not asked.
+    assert turn_rule(TurnDetection(), RATE, learnt=True) == TurnRule(0.5, 1024, 8000)
 
 
-def test_plain_detection_ends_after_its_silence() -> None:
-    watch = TurnWatch(TurnDetection(silence_duration_ms=320), RATE, 0, first_frame=0)
-    assert frames(watch, 0.9, 10) == [Started(0)]
-    assert frames(watch, 0.0, 12) == [Stopped(5120 + 5120, 5120)]
-
-
-def test_semantic_detection_asks_for_text_once_per_pause_and_judges_it() -> None:
-    watch = TurnWatch(TurnDetection(semantic=True, eagerness="low"), RATE, 0, first_frame=0)
-    frames(watch, 0.9, 10)
-    assert frames(watch, 0.0, 20, "and then") == [Paused()]
-    frames(watch, 0.9, 3)
-    assert frames(watch, 0.0, 20, "It works.") == [Paused()]
-    assert len(frames(watch, 0.0, 15, "It works.")) == 1
+def ends(watch: PauseWatch, until: int, text: str, step: int = 512) -> list[int]:
+    start = watch.fell or 0
+    found = [sign for end in range(start, until + step, step) for sign in watch.advance(end, text)]
+    return [sign.sample - start for sign in found if isinstance(sign, End)]
 
 
 @pytest.mark.parametrize(("eagerness", "seconds"), [("high", 2), ("auto", 4), ("medium", 4), ("low", 8)])
 def test_semantic_detection_waits_no_longer_than_its_cap(eagerness: str, seconds: int) -> None:
-    watch = TurnWatch(TurnDetection(semantic=True, eagerness=eagerness), RATE, 0, first_frame=0)
-    frames(watch, 0.9, 10)
-    signs = frames(watch, 0.0, 300, "unfinished")
-    assert signs == [Paused(), Stopped(5120 + seconds * RATE, 5120)]
+    watch = PauseWatch(EAGERNESS[eagerness], RATE, learnt=False)
+    watch.begin(5000, "unfinished")
+    assert ends(watch, 10 * RATE, "unfinished") == [seconds * RATE]
 
 
-def test_turns_begin_no_earlier_than_told() -> None:
-    watch = TurnWatch(TurnDetection(), RATE, 5000, first_frame=1024)
-    assert frames(watch, 0.9, 20) == [Started(5000)]
-    watch.restart(30_000)
-    assert frames(watch, 0.9, 100)[0] == Started(30_000)
-
-
-FRAMES = st.lists(st.tuples(st.sampled_from([0.0, 0.2, 0.4, 0.6, 0.95]), st.integers(1, 30)), max_size=30)
-
-
-@given(FRAMES, st.sampled_from([0.3, 0.5, 0.8]), st.sampled_from([200, 500, 1500]), st.integers(1, 40))
-def test_the_engine_ends_turns_where_the_session_does(
-    runs: list[tuple[float, int]], threshold: float, silence_ms: int, batch: int
+@pytest.mark.parametrize(("eagerness", "milliseconds"), [("high", 300), ("auto", 500), ("medium", 500), ("low", 900)])
+@pytest.mark.parametrize("step", [1, 77, 512, 5000])
+def test_a_complete_sentence_ends_sooner_however_the_silence_is_divided(
+    eagerness: str, milliseconds: int, step: int
 ) -> None:
-    detection = TurnDetection(threshold=threshold, silence_duration_ms=silence_ms)
-    rule = turn_rule(detection, 16_000)
-    assert rule is not None and turn_rule(None, 16_000) is None
-    probabilities = [probability for probability, count in runs for _ in range(count)]
-    watch, ends, stopped, ended = TurnWatch(detection, 16_000, 0, first_frame=0), TurnEnds(rule), [], []
-    for probability in probabilities:
-        for sign in watch.watch(probability, 512, ""):
-            if isinstance(sign, Stopped):
-                stopped.append(sign.sample)
-                watch.restart(sign.sample)
-    for start in range(0, len(probabilities), batch):
-        speech = Speech("s", start * 512, 512, probabilities[start : start + batch])
-        parts = list(ends.split(speech))
-        assert [probability for part, _ in parts for probability in part] == speech.probabilities
-        # In the midst of it, the engine is replaced.
-        ends = TurnEnds.resumed(ends.save())
-        ended += [ends.last] * any(is_end for _, is_end in parts)
-    assert set(ended) <= set(stopped) and ended[-1:] == stopped[-1:]
-    if batch == 1:
-        assert ended == stopped
+    watch = PauseWatch(EAGERNESS[eagerness], RATE, learnt=False)
+    watch.begin(5000, "It works.")
+    assert ends(watch, 2 * RATE, "It works.", step) == [milliseconds * RATE // 1000]
+
+
+def scored(watch: PauseWatch, fell: int, number: int, probability: float | None) -> None:
+    watch.on_score(TurnScored(0, 0, fell, number, probability))
+
+
+@pytest.mark.parametrize("step", [77, 512, 5000])
+def test_a_sure_answer_ends_the_turn_soon_and_a_sure_no_waits(step: int) -> None:
+    found = {}
+    for probability in (0.99, 0.01):
+        watch = PauseWatch(EAGERNESS["auto"], RATE, learnt=True)
+        watch.begin(5000, "It works.")
+        for number in range(3):
+            scored(watch, 5000, number, probability)
+        found[probability] = ends(watch, 6 * RATE, "It works.", step)
+    assert len(found[0.99]) == len(found[0.01]) == 1
+    assert found[0.99][0] < found[0.01][0] <= 4 * RATE
+
+
+@pytest.mark.parametrize("eagerness", list(EAGERNESS))
+@pytest.mark.parametrize("text", ["It works.", "unfinished"])
+def test_a_pause_without_answers_ends_as_without_a_detector(eagerness: str, text: str) -> None:
+    found = []
+    for learnt in (True, False):
+        watch = PauseWatch(EAGERNESS[eagerness], RATE, learnt=learnt)
+        watch.begin(5000, text)
+        scored(watch, 4000, 0, 0.99)  # of another pause
+        found.append(ends(watch, 10 * RATE, text))
+    assert found[0] == found[1] != []
+
+
+def test_a_saved_pause_goes_on() -> None:
+    watch, other = (PauseWatch(EAGERNESS["auto"], RATE, learnt=True) for _ in range(2))
+    watch.begin(5000, "It works.")
+    scored(watch, 5000, 0, 0.9)
+    watch.advance(9000, "It works.")
+    scored(watch, 5000, 1, 0.2)
+    other.load(watch.save())
+    assert ends(watch, 6 * RATE, "It works.") == ends(other, 6 * RATE, "It works.") != []

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from engine import messages
 from engine.end_of_turn import numeric_eagerness
+from engine.server.speech_track import SpeechTrack
 from realtime.errors import CloseCode, IllegalEvent
 from realtime.session.core import MOVES, TABLE, Phase, Session, SessionLimits
 from realtime.session.events import (
@@ -34,6 +35,7 @@ from realtime.session.events import (
     FeedGap,
     FinishEngine,
     FlushEngine,
+    FollowTurns,
     Gap,
     Hangup,
     ItemFailed,
@@ -49,6 +51,7 @@ from realtime.session.events import (
     TurnResumed,
 )
 from realtime.session.settings import INCLUDE_ACKS, Settings, TurnDetection
+from tests.realtime.speech_tracks import judge
 
 RATE = 16_000
 FRAME = 512
@@ -88,6 +91,8 @@ class Driver:
 
     def __init__(self, core: Session) -> None:
         self.core = core
+        # What the engine makes of the probabilities.
+        self.track = SpeechTrack(core.turn_rule)
         self.now = 0.0
         self.sent: list[Any] = []
         self.other: list[Any] = []
@@ -95,7 +100,10 @@ class Driver:
     def __call__(self, *events: Any) -> list[Any]:
         new = []
         for event in events:
+            if isinstance(event, messages.Speech):
+                event = judge(self.track, event)
             for effect in self.core.handle(event, self.now):
+                self._follow(effect)
                 if isinstance(effect, Send):
                     self.sent.append(effect.event)
                     new.append(effect.event)
@@ -104,6 +112,13 @@ class Driver:
                     new.append(effect)
             self.core.check_integrity()
         return new
+
+    def _follow(self, effect: Any) -> None:
+        """What the engine's speech track does with an effect."""
+        if isinstance(effect, FollowTurns):
+            self.track.change(self.core.turn_rule, self.core.appended)
+        elif isinstance(effect, FlushEngine) and effect.ends_speech:
+            self.track.restart(self.core.appended)
 
 
 def kinds(events: list[Any]) -> list[str]:
@@ -582,14 +597,15 @@ def test_the_length_of_the_silence_ends_a_turn_that_no_word_ends() -> None:
 class Engine:
     """Answers in order, whenever it is asked to move; words are one per second of audio it was fed."""
 
-    def __init__(self) -> None:
+    def __init__(self, rule: messages.TurnRule | None) -> None:
+        self.track = SpeechTrack(rule)
         self.base = 0
         self.fed = 0
         self.heard = 0
         self.said = 0
         self.queue: deque[Any] = deque()
 
-    def take(self, effect: Any) -> None:
+    def take(self, effect: Any, core: Session) -> None:
         match effect:
             case Feed(samples):
                 self.fed += len(samples)
@@ -597,15 +613,17 @@ class Engine:
             case FeedGap(samples):
                 self.fed += samples
                 self.queue.append("audio")
-            case FlushEngine():
-                self.queue.append(("flush", self.fed))
+            case FlushEngine(_, ends_speech):
+                self.queue.append(("flush", self.fed, ends_speech))
+            case FollowTurns():
+                self.queue.append(("turns", self.fed, core.turn_rule))
             case FinishEngine():
                 self.queue.append(("finish", self.fed))
             case Reopen():
-                self.queue.append(("switch", self.fed, ()))
-            case Reanchor(base, replay):
+                self.queue.append(("switch", self.fed, core))
+            case Reanchor(base, _):
                 self.queue.clear()
-                self.queue.append(("switch", base, replay))
+                self.queue.append(("switch", base, core))
 
     def move(self, loud: bool) -> list[Any]:
         """What comes next."""
@@ -615,11 +633,18 @@ class Engine:
         if step == "audio":
             return self._hear(loud) + self._say(self.fed - self.base - RATE // 2)
         kind, at, *rest = step
+        if kind == "turns":
+            self.track.change(rest[0], at - self.base)
+            return []
         if kind == "flush":
+            if rest[0]:
+                self.track.restart(at - self.base)
             return self._hear(loud) + [*self._say(at - self.base), messages.Flushed("s", 0, at)]
         if kind == "finish":
             return [*self._say(at - self.base), messages.Closed("s", at)]
         self.base, self.heard, self.said = at, 0, 0
+        self.track = SpeechTrack(rest[0].turn_rule)
+        self.track.continue_from(rest[0].speech_track.later(-at))
         return [EngineSwitched(at)]
 
     def _hear(self, loud: bool) -> list[Any]:
@@ -627,7 +652,7 @@ class Engine:
         if frames <= 0:
             return []
         start, self.heard = self.heard, self.heard + frames * FRAME
-        return [messages.Speech("s", start, FRAME, [0.99 if loud else 0.01] * frames)]
+        return [judge(self.track, messages.Speech("s", start, FRAME, [0.99 if loud else 0.01] * frames))]
 
     def _say(self, until: int) -> list[Any]:
         out = []
@@ -669,7 +694,7 @@ class World:
 
     def __init__(self, chosen: Settings) -> None:
         self.core = session(chosen, stall_seconds=3.0, max_engine_failures=10_000)
-        self.engine = Engine()
+        self.engine = Engine(self.core.turn_rule)
         self.now = 0.0
         self.sent_samples = 0
         self.fed: list[tuple[int, int]] = []
@@ -686,7 +711,7 @@ class World:
         assert type(event) in TABLE[self.core.phase]
         before = self.core.phase
         for effect in self.core.handle(event, self.now):
-            self.engine.take(effect)
+            self.engine.take(effect, self.core)
             if isinstance(effect, Feed | FeedGap):
                 self.position += len(effect.samples) if isinstance(effect, Feed) else effect.samples
             elif isinstance(effect, Send):

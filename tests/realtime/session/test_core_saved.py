@@ -15,7 +15,7 @@ from engine import messages
 from realtime.session.core import SavedSession, Session, SessionLimits
 from realtime.session.events import Drain, Feed, Reanchor, Send
 from realtime.session.settings import Settings
-from tests.realtime.session.test_core import RATE, SOME_SETTINGS, World, actions, append, finish, session, word
+from tests.realtime.session.test_core import RATE, SOME_SETTINGS, Engine, World, actions, append, finish, session, word
 
 LATER = 1000.0
 
@@ -54,10 +54,11 @@ def plain(effect: Any) -> Any:
 class MovingWorld(World):
     """Every event is also given to a copy, which is made anew from its value whenever the test says so."""
 
-    def __init__(self, chosen: Settings) -> None:
+    def __init__(self, chosen: Settings, learnt: bool = False) -> None:
         super().__init__(chosen)
-        self.limits = SessionLimits(stall_seconds=3.0, max_engine_failures=10_000)
+        self.limits = SessionLimits(stall_seconds=3.0, max_engine_failures=10_000, learnt=learnt)
         self.core = Session(chosen, RATE, Ids(), self.limits)
+        self.engine = Engine(self.core.turn_rule)
         self.copy_ids = Ids()
         self.copy = Session(chosen, RATE, self.copy_ids, self.limits)
         self.clock = 0.0
@@ -102,12 +103,12 @@ def unshifted(effect: Any, clock: float) -> Any:
 moves = st.lists(st.one_of(actions, st.tuples(st.just("cut"), st.none())), max_size=60)
 
 
-@given(st.sampled_from(SOME_SETTINGS), moves)
+@given(st.sampled_from(SOME_SETTINGS), st.booleans(), moves)
 @settings(max_examples=60, deadline=None)
 def test_a_session_that_is_cut_anywhere_goes_on_as_if_nothing_had_happened(
-    chosen: Settings, steps: list[tuple[str, Any]]
+    chosen: Settings, learnt: bool, steps: list[tuple[str, Any]]
 ) -> None:
-    world = MovingWorld(chosen)
+    world = MovingWorld(chosen, learnt)
     for kind, value in steps:
         world.move() if kind == "cut" else world.act(kind, value)
     world.move()
@@ -115,10 +116,11 @@ def test_a_session_that_is_cut_anywhere_goes_on_as_if_nothing_had_happened(
 
 
 @pytest.mark.parametrize("chosen", SOME_SETTINGS)
-def test_long_sessions_move_at_every_few_events(chosen: Settings) -> None:
+@pytest.mark.parametrize("learnt", [False, True])
+def test_long_sessions_move_at_every_few_events(chosen: Settings, learnt: bool) -> None:
     for seed in range(8):
         dice = random.Random(seed)
-        world, loud = MovingWorld(chosen), False
+        world, loud = MovingWorld(chosen, learnt), False
         for _ in range(120):
             if dice.random() < 0.2:
                 loud = not loud

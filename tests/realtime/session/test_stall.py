@@ -29,11 +29,11 @@ def test_kept_audio_is_forgotten_to_the_sample() -> None:
 def test_stall_needs_speech_and_time_and_can_be_switched_off() -> None:
     guard, off = StallGuard(RATE, 1.0, 10.0), StallGuard(RATE, 0.0, 10.0)
     for watched in (guard, off):
-        watched.heard_speech(0.9, 2 * RATE, 0.0)
+        watched.heard_speech(2 * RATE, 0.0)
     assert not guard.stalled(0.5) and guard.stalled(1.0) and not off.stalled(100.0)
     guard.heard_text(messages.Text("s", "x", [], []), 0, 1.0)
     assert not guard.stalled(100.0)
-    guard.heard_speech(0.3, 100 * RATE, 101.0)
+    guard.heard_speech(0, 101.0)
     assert not guard.stalled(200.0)
 
 

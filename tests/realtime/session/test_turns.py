@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import messages
+from engine.server.speech_track import SpeechTrack
 from realtime.dialects.base import Dialect, SessionFacts
 from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_query
 from realtime.dialects.openai import OpenAIDialect
@@ -20,6 +21,7 @@ from realtime.dialects.vllm import VllmDialect
 from realtime.session.core import Session, SessionLimits
 from realtime.session.events import Append, Commit, Committed, Completed, Delta, End, ItemFailed, Send, TimedWord
 from realtime.session.settings import Settings
+from tests.realtime.speech_tracks import judge
 
 RATE = 16_000
 FRAME = 512
@@ -60,6 +62,7 @@ class Talk:
             lambda: f"item_{next(names)}",
             SessionLimits(stall_seconds=0, **limits),
         )
+        self.track = SpeechTrack(self.core.turn_rule)
         self.seconds = 0
         self.words: list[str] = []
 
@@ -83,6 +86,8 @@ class Talk:
 
     def handle(self, event: Any) -> list[Any]:
         frames = []
+        if isinstance(event, messages.Speech):
+            event = judge(self.track, event)
         for effect in self.core.handle(event, float(self.seconds)):
             if isinstance(effect, Send):
                 frames += self.dialect.write(effect.event, self.core.settings)
