@@ -7,11 +7,9 @@ are loaded with the first labelled stream: an engine without labelled streams do
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 
@@ -22,10 +20,9 @@ from torch import Tensor
 
 from engine.models.campplus import CamPlusPlus, load_campplus, traced
 from engine.runner.base import Embedder
+from engine.runner.device import give_way
 
 Samples = NDArray[np.float32]
-# Added to the threads' nice value.
-LESS_PRIORITY = 10
 # Sizes of batches on a GPU; a batch of another size is filled up with silence.
 BATCHES = (1, 8, 32)
 
@@ -91,7 +88,7 @@ class SpeakerEmbedder(Embedder):
             if is_first:
                 # Now that the weights are loaded.
                 is_first = False
-                _give_way()
+                give_way()
             for (_, future), embedding in zip(tasks, found, strict=True):
                 future.set_result(embedding)
 
@@ -121,10 +118,3 @@ class SpeakerEmbedder(Embedder):
             # The lowest priority: steps of the model go first.
             self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         return self._stream
-
-
-def _give_way() -> None:
-    """Lower the priority of this thread; a system without priorities of threads leaves it as it is."""
-    with suppress(OSError, AttributeError):
-        lower = os.getpriority(os.PRIO_PROCESS, 0) + LESS_PRIORITY
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lower)

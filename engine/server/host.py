@@ -84,6 +84,9 @@ class LoadReport:
             "commit": totals.commit_ns,
         }
         status.blank_guard = loop.runner.blank_guard_activations
+        revisions = loop.revisions
+        status.revised, status.revisions_skipped = revisions.done, revisions.skipped
+        status.words_revised = revisions.words_changed
 
     def _measure_load(self, loop: EngineLoop, now: float) -> None:
         elapsed = now - self._load_since
@@ -366,7 +369,7 @@ class EngineHost:
     def _patience(self) -> float:
         """How long to wait for a message when there is nothing to do."""
         unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
-        return ACK_SECONDS if unacknowledged or self._loop.waits_for_labels else BEAT_SECONDS / 4
+        return ACK_SECONDS if unacknowledged or self._loop.waits_for_results else BEAT_SECONDS / 4
 
     def _runnable(self) -> bool:
         return any(peer.waits_for_a_turn for peer in self._peers.values())

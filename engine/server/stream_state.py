@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
-from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, Text
+from engine.messages import Flush, Flushed, Open, Output, Revised, Speech, StreamState, Text
 from engine.runner.base import Runner
+from engine.server.revisions import Revisions
 from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech import Listener
 
@@ -30,12 +31,14 @@ class StreamStates:
         runner: Runner,
         listener: Listener | None,
         speakers: SpeakerTracks,
+        revisions: Revisions,
         end_failed: Callable[[str, Exception], None],
     ) -> None:
         self._scheduler = scheduler
         self._runner = runner
         self._listener = listener
         self._speakers = speakers
+        self._revisions = revisions
         self._end_failed = end_failed
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
@@ -54,6 +57,8 @@ class StreamStates:
             # First: the scheduler removes audio that only the labels need.
             self._speakers.resume(name, state.parts["speakers"])
             self._speakers.replay(name, message.items)
+        if "revisions" in state.parts:
+            self._revisions.resume(name, state.parts["revisions"], message.items)
         self._scheduler.resume(message, now)
         self._tags[name] = state.tag
         self._taken_at[name] = state.position
@@ -65,7 +70,7 @@ class StreamStates:
         streams = self._scheduler.streams
         names = dict.fromkeys(task.stream for task in plan.decode) if plan is not None else {}
         for output in outputs:
-            if isinstance(output, (Text, Flushed)):
+            if isinstance(output, (Text, Flushed, Revised)):
                 names[output.stream] = None
             elif isinstance(output, Speech) and output.stream in streams:
                 position = streams[output.stream].available
@@ -92,6 +97,8 @@ class StreamStates:
         if self._listener is not None:
             parts |= self._listener.save(name)
         labels, labels_from = self._speakers.save(name)
-        audio_from = min(audio_from, stream.base, stream.available if labels_from is None else labels_from)
+        revisions, revised_from = self._revisions.save(name)
+        needed = [position for position in (labels_from, revised_from) if position is not None]
+        audio_from = min([audio_from, stream.base, stream.available, *needed])
         self._taken_at[name] = stream.available
-        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts | labels)
+        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts | labels | revisions)
