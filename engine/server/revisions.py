@@ -40,11 +40,19 @@ LONG_SAMPLES = 20 * SAMPLE_RATE
 SHORTEST_PART_SAMPLES = 8 * SAMPLE_RATE
 # Longest audio of one revision; the model was trained on half a minute.
 MOST_SAMPLES = 28 * SAMPLE_RATE
-# A part whose words are all at least this probable is not decoded again.
-SURE = 1.1
-# Revisions that may wait for each engine, and nanoseconds after which one is given up: the client waits for its final.
+# A part shorter than SHORT_SAMPLES is decoded together with the part before it, if that is no longer than
+# MOST_CONTEXT_SAMPLES and ends at most NEAR_SAMPLES before: a few words alone are often misheard.
+SHORT_SAMPLES = 5 * SAMPLE_RATE
+MOST_CONTEXT_SAMPLES = 8 * SAMPLE_RATE
+NEAR_SAMPLES = 3 * SAMPLE_RATE
+# A part whose words are all at least this probable is not decoded again. On development speech (docs/models.md) two
+# thirds of the audio has a less probable word, and nearly all errors are there.
+SURE = 0.7
+# Revisions of an engine that may wait.
 MOST_WAITING = 6
-PATIENCE_NS = 1_500_000_000
+# A revision is given up after this time, and a part of the length of its audio: a client waits for its final.
+PATIENCE_SECONDS = 1.0
+PATIENCE_PER_SECOND = 0.1
 
 
 class RecentAudio:
@@ -103,11 +111,29 @@ class Revision:
     end: int
     audio: tuple[int, int]
     draft: list[int]
-    began_ns: int = 0
+    # The part before, as context: where its audio begins, and its tokens.
+    context: tuple[int, list[int]] | None = None
+    give_up_ns: int = 0
     result: Future[list[TimedToken]] | None = None
 
     def save(self) -> Saved:
-        return {"start": self.start, "end": self.end, "audio": list(self.audio), "draft": list(self.draft)}
+        return {
+            "start": self.start,
+            "end": self.end,
+            "audio": list(self.audio),
+            "draft": list(self.draft),
+            "context": self.context,
+        }
+
+    @classmethod
+    def resumed(cls, saved: Saved) -> Revision:
+        (first, last), context = saved["audio"], saved["context"]
+        before = None if context is None else (context[0], list(context[1]))
+        return cls(saved["start"], saved["end"], (first, last), list(saved["draft"]), before)
+
+    @property
+    def needs_from(self) -> int:
+        return self.audio[0] if self.context is None else self.context[0]
 
 
 @dataclass(slots=True)
@@ -122,6 +148,8 @@ class RevisedStream:
     start: int = 0
     words: list[StreamedWord] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
+    # The audio and the tokens of the last part, as long as they may be context for the next one.
+    previous: tuple[int, int, list[int]] | None = None
     waiting: deque[Revision] = field(default_factory=deque)
     # The end of the stream, which waits for its last revision.
     closed: Closed | None = None
@@ -147,7 +175,11 @@ class RevisedStream:
     def needs_from(self) -> int:
         """The first sample whose audio is still needed."""
         first = self.words[0].start - MARGIN_SAMPLES if self.words else self.audio.end - UNHEARD_SAMPLES
-        return min([max(self.start, first), *(one.audio[0] for one in self.waiting)])
+        before = [self.previous[0]] if self.previous is not None and self._is_near(first + MARGIN_SAMPLES) else []
+        return min([max(self.start, first), *before, *(one.needs_from for one in self.waiting)])
+
+    def _is_near(self, start: int) -> bool:
+        return self.previous is not None and start - self.previous[1] <= NEAR_SAMPLES
 
     @property
     def needs_position(self) -> int | None:
@@ -178,7 +210,12 @@ class RevisedStream:
         if not words:
             return None
         audio = max(start, words[0].start - MARGIN_SAMPLES), min(end, words[-1].end + MARGIN_SAMPLES)
-        return Revision(start, end, audio, draft), min(word.confidence for word in words)
+        context = None
+        if self.previous is not None and audio[1] - audio[0] < SHORT_SAMPLES and self._is_near(words[0].start):
+            context = self.previous[0], self.previous[2]
+        is_short = audio[1] - audio[0] <= MOST_CONTEXT_SAMPLES
+        self.previous = (*audio, draft) if is_short else None
+        return Revision(start, end, audio, draft, context), min(word.confidence for word in words)
 
     def _from(self) -> int:
         return max(self.start, self.words[0].start - MARGIN_SAMPLES)
@@ -188,15 +225,17 @@ class RevisedStream:
             "start": self.start,
             "words": [[word.start, word.end, word.tokens, word.confidence] for word in self.words],
             "tokens": list(self.tokens),
+            "previous": self.previous,
             "waiting": [one.save() for one in self.waiting],
         }
 
     def resume(self, saved: Saved) -> None:
         self.start, self.tokens = saved["start"], list(saved["tokens"])
         self.words = [StreamedWord(*word) for word in saved["words"]]
-        for one in saved["waiting"]:
-            first, last = one["audio"]
-            self.waiting.append(Revision(one["start"], one["end"], (first, last), list(one["draft"])))
+        if saved["previous"] is not None:
+            first, last, tokens = saved["previous"]
+            self.previous = first, last, list(tokens)
+        self.waiting.extend(map(Revision.resumed, saved["waiting"]))
 
 
 class Revisions:
@@ -247,6 +286,10 @@ class Revisions:
             stream.add_audio(items, self._spec)
             for one in stream.waiting:
                 self._submit(one, stream)
+
+    def kept_samples(self, name: str) -> int:
+        """Samples of audio that are kept of a stream."""
+        return len(self._streams[name].audio)
 
     def close(self, name: str) -> Closed | None:
         """Drop a stream. Returns its end, if that was kept back."""
@@ -311,9 +354,14 @@ class Revisions:
 
     def _submit(self, revision: Revision, stream: RevisedStream) -> None:
         assert self._reviser is not None
-        samples = stream.audio.cut(*revision.audio)
-        revision.result = self._reviser.submit(EndedUtterance(samples, revision.draft, stream.options))
-        revision.began_ns = self._clock()
+        first, said = revision.audio[0], list[int]()
+        if revision.context is not None:
+            first, said = revision.context
+        samples = stream.audio.cut(first, revision.audio[1])
+        utterance = EndedUtterance(samples, revision.draft, stream.options, revision.audio[0] - first, said)
+        revision.result = self._reviser.submit(utterance)
+        seconds = PATIENCE_SECONDS + PATIENCE_PER_SECOND * len(samples) / SAMPLE_RATE
+        revision.give_up_ns = self._clock() + int(seconds * 1e9)
 
     def _finished(self, name: str, stream: RevisedStream) -> Iterator[Output]:
         while stream.waiting:
@@ -322,7 +370,7 @@ class Revisions:
             if revision.result.done():
                 words = self._words(name, revision)
                 self.done += 1
-            elif self._clock() - revision.began_ns > PATIENCE_NS:
+            elif self._clock() > revision.give_up_ns:
                 revision.result.cancel()
                 words = None
                 self.skipped += 1
@@ -342,7 +390,7 @@ class Revisions:
         except Exception as error:
             logger.error("stream %s: a final could not be revised", name, exc_info=error)
             return None
-        rate, first = self._spec.samples_per_position, revision.audio[0]
+        rate, first = self._spec.samples_per_position, revision.needs_from
         words = words_of(tokens, self._vocabulary, lambda position: first + round(position * rate))
         if self._listener is not None:
             self._listener.bound_revised(name, words)
