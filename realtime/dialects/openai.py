@@ -254,7 +254,7 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
 def _transcription(value: Any, path: str, faults: Faults | None) -> dict[str, Any]:
     if value is None:
         nothing: dict[str, Any] = dict.fromkeys(("model", "language", "task", "delay"))
-        return {**nothing, "prompt": "", "languages": (), "keywords": (), "finals": BETTER_FINALS}
+        return {**nothing, "prompt": "", "languages": (), "keywords": (), "finals": None}
     changes: dict[str, Any] = {}
     for name, item in _object(value, path).items():
         if name in _OPTIONS:
@@ -289,10 +289,10 @@ def _keywords(value: Any, path: str) -> tuple[tuple[str, float], ...]:
     return tuple((word, 1.0) for word in value)
 
 
-def _finals(value: Any, path: str) -> str:
+def _finals(value: Any, path: str) -> str | None:
     if value is not None and value not in (BETTER_FINALS, STREAMED_FINALS):
         raise _fault(path, f"'session.{path}' must be '{BETTER_FINALS}' or '{STREAMED_FINALS}'.")
-    return value or BETTER_FINALS
+    return value  # type: ignore[no-any-return]
 
 
 # The parser of each transcription option.

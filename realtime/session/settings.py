@@ -125,9 +125,9 @@ class Settings:
     minimum_commit_ms: int = 100
     # Say who speaks. Sockets of the OpenAI API ask for it with `include`.
     speakers: bool = False
-    # Finals have the words of a second pass over the whole utterance (`better`), or those that were streamed. None: the
-    # model has no second pass.
-    finals: str | None = BETTER_FINALS
+    # Finals have the words of a second pass over the whole utterance (`better`), or those that were streamed. None: not
+    # requested, or the model has no second pass.
+    finals: str | None = None
     # Enrolled speakers: name, and the embedding of a reference recording as bytes.
     known_speakers: tuple[Enrolled, ...] = ()
 

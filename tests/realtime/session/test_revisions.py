@@ -153,5 +153,4 @@ def test_settings_ask_for_better_finals_only_of_a_model_that_has_them() -> None:
     assert Settings().in_force(revising).engine_options()[REVISED] == "yes"
     streamed = Settings(finals=STREAMED_FINALS).in_force(revising)
     assert streamed.finals == STREAMED_FINALS and REVISED not in streamed.engine_options()
-    # Settings that were in force for another model.
-    assert Settings(finals=None).in_force(revising).finals == BETTER_FINALS
+    assert Settings().in_force(revising).finals == BETTER_FINALS
