@@ -65,6 +65,7 @@ from engine.spec import Vocabulary
 from engine.weights.store import WeightsError, pull, resolve
 from engine.weights.windowed_models import load_speech_model
 from realtime.bench.words import Normaliser, english_normaliser, word_errors
+from realtime.session.settings import Settings
 
 # The microphone stays open after the last word; the engine must find the end of speech by itself.
 PAUSE_SECONDS = 1.5
@@ -217,6 +218,16 @@ def transcripts_of(run: Played) -> list[Transcript]:
     return [Transcript(part.clip, " ".join(word.text for word in words_of(part, words))) for part in run.parts]
 
 
+def finals_of(runs: Sequence[Played], normalise: Normaliser) -> Figures:
+    """Error rate of the final texts of turns, and how long after the end of speech they came."""
+    texts, delays = list[Transcript](), list[float]()
+    for run in runs:
+        if len(run.parts) == 1:
+            texts.append(Transcript(run.parts[0].clip, " ".join(final.text for final in run.finals)))
+        delays += [final.at - final.end / SAMPLE_RATE for final in run.finals if final.text]
+    return {**accuracy(texts, normalise), **percentiles("delay_after_end", delays, 50, 95)} if texts else {}
+
+
 def seams_in(runs: Sequence[Played], whole: dict[Path, str]) -> Figures:
     """Marks and capitals at pauses, where the text of the whole clip is at hand."""
     errors, compared = SeamErrors(), False
@@ -319,13 +330,15 @@ def through_the_engine(
         progress(what, len(finished))
 
     if what == "live":
-        run = Run(loop, streams=options.streams)
+        run = Run(loop, streams=options.streams, settings=Settings())
         run.play(live=sessions, progress=note)
     else:
         run = Run(loop, uploads=options.streams)
         run.play(uploads=sessions, progress=note)
     figures = accuracy([item for played in finished for item in transcripts_of(played)], normalise)
-    figures |= delays_of(finished) if what == "live" else {}
+    if what == "live":
+        figures |= delays_of(finished)
+        figures["finals"] = finals_of(finished, normalise)
     figures |= seams_in(finished, whole)
     if options.rounds > 1:
         figures["rounds"] = rounds_of(finished, options.rounds, run.costs, normalise)

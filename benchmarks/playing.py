@@ -14,7 +14,10 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from typing import TypeVar
+
+import numpy as np
 
 from benchmarks.measuring import RunFailed, resident_bytes
 from benchmarks.recordings import Part, Session
@@ -22,9 +25,28 @@ from benchmarks.scoring import Emissions, Word
 from benchmarks.sounds import SAMPLE_RATE
 from engine.boundary.items import make_cutter, prepare
 from engine.client.client import ClientSettings
-from engine.messages import Closed, Command, Dead, Failed, Feed, Finish, Open, Output, Refused, Speech, Text, TurnRule
+from engine.messages import (
+    Closed,
+    Command,
+    Dead,
+    Failed,
+    Feed,
+    Finish,
+    Flush,
+    Open,
+    Output,
+    Refused,
+    Speech,
+    StreamState,
+    Text,
+    TurnRule,
+)
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
+from realtime.session.boundaries import turn_rule
+from realtime.session.core import Session as Core
+from realtime.session.events import Append, Completed, End, Event, FlushEngine, Send
+from realtime.session.settings import Settings
 from realtime.session.words import timed_word
 
 # Samples per message of a live client, and per read of a file by a gateway.
@@ -66,6 +88,16 @@ class Cost:
     resident_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Final:
+    """The final text of a turn, its samples, and when it came."""
+
+    text: str
+    start: int
+    end: int
+    at: float
+
+
 @dataclass(slots=True)
 class Played:
     """The result of one session. Times are seconds from its first sample."""
@@ -79,6 +111,8 @@ class Played:
     # Seconds between the live edge and the engine when text came.
     lags: list[float] = field(default_factory=list)
     closed_at: float | None = None
+    # With a session core: the final texts of its turns.
+    finals: list[Final] = field(default_factory=list)
     # The first language code that came with words.
     language: str = ""
 
@@ -138,6 +172,9 @@ class Player:
             if command is not None:
                 yield command
 
+    def take(self, output: Output, now: float) -> None:
+        self.played.take(output, now - self.starts_at)
+
     def _make_commands(self, options: dict[str, str], turns: TurnRule | None) -> Iterator[Command | None]:
         """A command for each piece of audio, or None where a piece completes no item."""
         name, samples, spec = self.played.session.name, self._samples, self._spec
@@ -158,9 +195,49 @@ class Player:
         yield Finish(name)
 
 
+class SessionPlayer(Player):
+    """A live client with the gateway's session core behind it: turns end as on a server, and have finals."""
+
+    def __init__(self, session: Session, spec: ModelSpec, starts_at: float, settings: Settings) -> None:
+        self._numbers = count()
+        self._core = Core(settings.in_force(spec), spec.sample_rate, lambda: f"item_{next(self._numbers)}")
+        self._tags = count(1)
+        self._asked: deque[Command] = deque()
+        turns = turn_rule(self._core.settings.turn_detection, spec.sample_rate)
+        super().__init__(session, spec, starts_at, self._core.settings.engine_options(), turns=turns)
+
+    def due(self, now: float, computed: int) -> Iterator[Command]:
+        for command in super().due(now, computed):
+            if isinstance(command, Feed):
+                rate = self._spec.samples_per_position
+                heard = sum(item.length * rate if item.samples is None else item.samples for item in command.items)
+                self._handle(Append(np.zeros(heard, np.float32), heard, heard * 1000 / SAMPLE_RATE), now)
+            elif isinstance(command, Finish):
+                self._handle(End(), now)
+            yield command
+            while self._asked and not self.finished:
+                yield self._asked.popleft()
+        while self._asked and not self.finished:
+            yield self._asked.popleft()
+
+    def take(self, output: Output, now: float) -> None:
+        super().take(output, now)
+        if not isinstance(output, StreamState):
+            self._handle(output, now)
+
+    def _handle(self, event: Event, now: float) -> None:
+        for effect in self._core.handle(event, now):
+            if isinstance(effect, FlushEngine):
+                self._asked.append(Flush(self.played.session.name, next(self._tags), effect.pause))
+            elif isinstance(effect, Send) and isinstance(effect.event, Completed):
+                done = effect.event
+                self.played.finals.append(Final(done.transcript, done.start, done.end, now - self.starts_at))
+
+
 class Run:
     """Plays sessions, at most `streams` live ones and `uploads` others at a time. `options` are the model's, by the
-    name of the session; `turns` is the rule by which the turns of live ones end."""
+    name of the session; `turns` is the rule by which the turns of live ones end. With `settings`, live ones have the
+    gateway's session core, and finals."""
 
     def __init__(
         self,
@@ -169,8 +246,10 @@ class Run:
         uploads: int = 0,
         options: Mapping[str, dict[str, str]] | None = None,
         turns: TurnRule | None = None,
+        settings: Settings | None = None,
     ) -> None:
         self._loop = loop
+        self._settings = settings
         self._spec = loop.scheduler.spec
         self._at_once = {True: streams, False: uploads}
         self._options = options or {}
@@ -203,7 +282,9 @@ class Run:
                 self.costs.append(Cost(clock.now, clock.cpu_seconds, resident_bytes()))
             for output in outputs:
                 self._take(output, progress)
-            if not self._loop.has_work():
+            if not self._loop.has_work() and self._loop.waits_for_results:
+                clock.run(partial(time.sleep, 0.005))
+            elif not self._loop.has_work():
                 self._wait_for_audio(stuck=not outputs and not files)
         return self._done
 
@@ -212,6 +293,9 @@ class Run:
             while waiting[is_live] and len(players) < self._at_once[is_live]:
                 session = waiting[is_live].popleft()
                 starts_at = self.clock.now + STAGGER_SECONDS * len(players) * is_live
+                if is_live and self._settings is not None:
+                    players[session.name] = SessionPlayer(session, self._spec, starts_at, self._settings)
+                    continue
                 options = self._options.get(session.name, {})
                 turns = self._turns if is_live else None
                 players[session.name] = Player(session, self._spec, starts_at, options, is_live, turns)
@@ -244,7 +328,7 @@ class Run:
             player = players.get(getattr(output, "stream", ""))
             if player is None:
                 continue
-            player.played.take(output, self.clock.now - player.starts_at)
+            player.take(output, self.clock.now)
             if isinstance(output, Closed):
                 self._done.append(player.played)
                 del players[player.played.session.name]

@@ -424,11 +424,22 @@ class Opened(Message, tag="opened"):
 
 
 class Flushed(Message, tag="flushed"):
-    """Answers `Flush`: the text sent so far covers every sample before `sample`."""
+    """Answers `Flush`: the text sent so far covers every sample before `sample`. `is_revised`: a `Revised` that ends
+    there follows."""
 
     stream: str
     tag: int
     sample: int
+    is_revised: bool = False
+
+
+class Revised(Message, tag="revised"):
+    """Better words for the samples from `start` to `end`, in place of the streamed ones. None: those stay."""
+
+    stream: str
+    start: int
+    end: int
+    words: list[Word] | None
 
 
 class Closed(Message, tag="closed"):
@@ -537,7 +548,7 @@ class SessionGiven(Message, tag="session_given"):
 
 # About a session, not about a stream.
 SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | SessionGiven
-StreamOutput = Text | Speech | Labels | StreamState | Opened | Flushed | Closed | Failed | Refused
+StreamOutput = Text | Speech | Labels | StreamState | Opened | Flushed | Revised | Closed | Failed | Refused
 Output = StreamOutput | Dead | SessionOutput
 
 

@@ -53,7 +53,8 @@ class EngineConfig:
 
 # Options of a stream, in addition to its delay. They are sent as strings under these names: `language` (a code),
 # `languages` (codes of the languages to choose from, separated by commas), `task` (`translate`), `prompt`, `keywords`
-# (one per line: the keyword, a tab, its boost), and `speakers` (labels that say who speaks, see `speakers_text`).
+# (one per line: the keyword, a tab, its boost), `speakers` (labels that say who speaks, see `speakers_text`), and
+# `revised` (`yes`: utterances are decoded again at their end).
 
 MAX_PROMPT_CHARACTERS = 16_384
 MAX_KEYWORDS = 500
@@ -64,6 +65,7 @@ MAX_KEYWORDS_BYTES = 7_000
 MIN_BOOST, MAX_BOOST = 0.1, 10.0
 TRANSLATE = "translate"
 SPEAKERS = "speakers"
+REVISED = "revised"
 # Enrolled voices of a stream, and their names.
 MAX_ENROLLED = 16
 MAX_NAME_CHARACTERS = 64
@@ -96,6 +98,8 @@ class Options:
     prompt: bool = False
     # Most keywords of a stream.
     keywords: int = 0
+    # Live text is decoded again at the end of an utterance, with fewer errors.
+    revises: bool = False
     # The engine has the weights for speaker labels. Engines of one model may differ in this.
     speakers: bool = field(default=False, compare=False)
     # The engine has a turn detector. Engines of one model may differ in this too.
@@ -121,6 +125,7 @@ class Options:
         """Raises ValueError if the model does not accept these options."""
         known = (*self.names, "languages") if self.detects_language else self.names
         known = (*known, SPEAKERS) if self.speakers else known
+        known = (*known, REVISED) if self.revises else known
         for name in given:
             if name not in known:
                 raise ValueError(f"this model takes no option {name[:40]!r}")

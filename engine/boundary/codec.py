@@ -21,7 +21,7 @@ from engine.messages import Message
 from engine.spec import ModelSpec
 
 # Raise it whenever an older peer could misread a message.
-WIRE_VERSION = 15
+WIRE_VERSION = 16
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -53,6 +53,10 @@ class Status(Message):
     step_ns: dict[str, int] = {}
     # Tokens changed by the guard against endless blanks.
     blank_guard: int = 0
+    # Finals that were decoded again, that were not for lack of time, and words that were changed by it.
+    revised: int = 0
+    revisions_skipped: int = 0
+    words_revised: int = 0
     # Live streams with speech now or a short time ago, and the cost of a step and of each such stream, as shares of
     # the engine's time.
     counted: int = 0

@@ -131,6 +131,11 @@ class Placement:
                 output.later(samples)
             case messages.Flushed() | messages.Closed():
                 output.sample += samples
+            case messages.Revised():
+                output.start, output.end = output.start + samples, output.end + samples
+                for word in output.words or ():
+                    word.start_sample += samples
+                    word.end_sample += samples
             case messages.Labels():
                 output.decided, output.guess = (
                     [(start + samples, end + samples, speaker, sure) for start, end, speaker, sure in spans]
@@ -696,8 +701,8 @@ class EngineStream:
                 self._outputs.put(self._memory.on_text(output))
             case messages.Speech():
                 self._outputs.put_speech(output)
-            case messages.Labels():
-                self._on_labels(output)
+            case messages.Labels() | messages.Revised():
+                self._on_late_result(output)
             case messages.Flushed():
                 self._on_flushed(output)
             case messages.StreamState():
@@ -713,8 +718,8 @@ class EngineStream:
                 # The command crossed with the end of the stream; it changed nothing.
                 logger.debug("stream %s: %s", self.id, output.message)
 
-    def _on_labels(self, output: messages.Labels) -> None:
-        if output.state is not None:
+    def _on_late_result(self, output: messages.Labels | messages.Revised) -> None:
+        if isinstance(output, messages.Labels) and output.state is not None:
             self._labels, self._labels_from = output.state, self.place.before[1]
         self._outputs.put(output)
 

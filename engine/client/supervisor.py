@@ -51,6 +51,9 @@ class EngineMetrics:
     steps: int = 0
     step_ns: Counter[str] = field(default_factory=Counter)
     blank_guard: int = 0
+    revised: int = 0
+    revisions_skipped: int = 0
+    words_revised: int = 0
     restarts: int = 0
     streams_recovered: int = 0
     streams_given_up: int = 0
@@ -65,6 +68,9 @@ class EngineMetrics:
         self.steps += status.steps
         self.step_ns.update(status.step_ns)
         self.blank_guard += status.blank_guard
+        self.revised += status.revised
+        self.revisions_skipped += status.revisions_skipped
+        self.words_revised += status.words_revised
 
 
 class Supervisor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from codecs import utf_8_decode
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from engine.core.encoder_cache import Held
@@ -104,6 +104,20 @@ class WordBuilder:
         word = Word(self._text.rstrip(), self._start, self._end, self._chances)
         self._text, self._chances = "", []
         return word
+
+
+def words_of(tokens: Iterable[TimedToken], vocabulary: Vocabulary, sample_at: Callable[[float], int]) -> list[Word]:
+    """The words of a complete text. `sample_at` converts positions."""
+    detokenizer, builder, words = Detokenizer(vocabulary), WordBuilder(), list[Word]()
+    for timed in tokens:
+        text = detokenizer.push(timed.token)
+        if text:
+            word = builder.push(text, sample_at(timed.start), sample_at(timed.end))
+            words += [word] if word is not None and word.text else []
+        if timed.log_probability is not None:
+            builder.note_chance(vocabulary.pieces[timed.token], timed.log_probability)
+    word = builder.flush()
+    return [*words, word] if word is not None and word.text else words
 
 
 # Blank tokens that a silent stream collects before it reports them in a Text without a delta.

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from engine.models.moonshine import Moonshine
-from engine.models.seq2seq import DecoderState, Encoded, allow_readers, reader
+from engine.models.seq2seq import DecoderState, Encoded, allow_reader, reader
 from engine.models.whisper import Whisper
 
 Decode = Callable[[Tensor, Tensor, DecoderState, Encoded], tuple[Tensor, Tensor]]
@@ -41,7 +41,8 @@ class _Pass(nn.Module):
 @torch.inference_mode()
 def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
     """A traced `SpeechModel.decode` of a model on a CPU that does not change any more, for `readers` threads."""
-    allow_readers(model, readers)
+    for number in range(readers):
+        allow_reader(model, number)
     passes = [_trace_as(number, model) for number in range(readers)]
 
     def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:

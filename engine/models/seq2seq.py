@@ -331,8 +331,7 @@ class Int8Linear(nn.Module):
         self.range = weight.abs().amax(dim=1).clamp(min=1e-12)
         self.bias = None if bias is None else bias.detach().float()
         quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
-        self._readers = 0
-        self._add_reader(quantised)
+        self._add_reader(0, quantised)
         self._in_pieces = torch.backends.quantized.engine == "onednn"
         self._whole_range = torch.zeros(PIECE_ROWS if self._in_pieces else 1, weight.shape[1])
         self._whole_range[:, :2] = torch.tensor([-1.0, 1.0])
@@ -359,16 +358,15 @@ class Int8Linear(nn.Module):
         for rows in {1, self._whole_range.shape[0]}:
             self(torch.zeros(rows, self._whole_range.shape[1]))
 
-    def copy_for_readers(self, readers: int) -> None:
-        """Allow this many threads to compute at the same time."""
-        quantised, _ = torch.ops.quantized.linear_unpack(self._own_weights())
-        while self._readers < readers:
-            self._add_reader(quantised)
+    def copy_for_reader(self, number: int) -> None:
+        """Allow the thread with this number to compute at the same time as others."""
+        if not hasattr(self, f"_weights_{number}"):
+            quantised, _ = torch.ops.quantized.linear_unpack(self._own_weights())
+            self._add_reader(number, quantised)
 
-    def _add_reader(self, quantised: Tensor) -> None:
+    def _add_reader(self, number: int, quantised: Tensor) -> None:
         # Attributes, not a list, so that they can be traced.
-        setattr(self, f"_weights_{self._readers}", torch.ops.quantized.linear_prepack(quantised, None))
-        self._readers += 1
+        setattr(self, f"_weights_{number}", torch.ops.quantized.linear_prepack(quantised, None))
 
     def _own_weights(self) -> torch.ScriptObject:
         weights: torch.ScriptObject = getattr(self, f"_weights_{reader.number}")
@@ -415,11 +413,11 @@ def quantise_linears(module: nn.Module) -> None:
                 setattr(parent, name, smaller)
 
 
-def allow_readers(model: nn.Module, readers: int) -> None:
-    """Allow this many threads to use a model at the same time."""
+def allow_reader(model: nn.Module, number: int) -> None:
+    """Allow the thread with this number to use a model at the same time as others."""
     for module in model.modules():
         if isinstance(module, Int8Linear):
-            module.copy_for_readers(readers)
+            module.copy_for_reader(number)
 
 
 def make_plans(model: SpeechModel) -> None:

@@ -7,11 +7,9 @@ are loaded with the first task: an engine whose streams do not need the model do
 
 from __future__ import annotations
 
-import os
 import threading
 from abc import abstractmethod
 from concurrent.futures import Future
-from contextlib import suppress
 from queue import SimpleQueue
 from typing import Generic, TypeVar
 
@@ -19,10 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from engine.runner.device import give_way
+
 Samples = NDArray[np.float32]
 Result = TypeVar("Result")
-# Added to the threads' nice value.
-LESS_PRIORITY = 10
 
 
 class BackgroundModel(Generic[Result]):
@@ -84,7 +82,7 @@ class BackgroundModel(Generic[Result]):
             if is_first:
                 # Now that the weights are loaded.
                 is_first = False
-                _give_way()
+                give_way()
             for (_, future), result in zip(tasks, found, strict=True):
                 future.set_result(result)
 
@@ -97,10 +95,3 @@ class BackgroundModel(Generic[Result]):
             self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             return self._compute(batch)
-
-
-def _give_way() -> None:
-    """Lower the priority of this thread; a system without priorities of threads leaves it as it is."""
-    with suppress(OSError, AttributeError):
-        lower = os.getpriority(os.PRIO_PROCESS, 0) + LESS_PRIORITY
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lower)

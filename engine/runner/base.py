@@ -1,15 +1,17 @@
-"""The interfaces of model runners, speech detectors and speaker embeddings that the engine loop uses. Without torch."""
+"""The interfaces of model runners, revisers, speech detectors and speaker embeddings that the engine loop uses. Without
+torch."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.plan import DecodeResult, StepPlan
+from engine.core.plan import DecodeResult, StepPlan, TimedToken
 from engine.messages import Open, Saved, Speech
 from engine.spec import ModelSpec, Vocabulary
 
@@ -18,6 +20,31 @@ Samples = NDArray[np.float32]
 
 def never() -> bool:
     return False
+
+
+@dataclass(frozen=True, slots=True)
+class EndedUtterance:
+    """The audio of an utterance with `start` samples before it as context, the tokens of that context (`said`), the
+    tokens of the utterance as they were streamed (`draft`), and the stream's options."""
+
+    samples: Samples
+    draft: Sequence[int]
+    options: Mapping[str, str]
+    start: int = 0
+    said: Sequence[int] = ()
+
+
+class Reviser(ABC):
+    """Decodes whole utterances again, for a better final text. The loop does not wait."""
+
+    @abstractmethod
+    def submit(self, utterance: EndedUtterance) -> Future[list[TimedToken]]:
+        """Start on one utterance. Positions of the tokens are counted from the first of its samples; no tokens: the
+        model takes it for noise."""
+
+    def close(self) -> None:
+        """Stop; utterances that wait are not computed."""
+        return None
 
 
 class Runner(ABC):
@@ -38,6 +65,8 @@ class Runner(ABC):
     judges_windows = False
     # Number of tokens changed by the guard against runs of blanks.
     blank_guard_activations = 0
+    # Set if the model can decode whole utterances better than live audio.
+    reviser: Reviser | None = None
 
     @abstractmethod
     def check_open(self, message: Open) -> None:

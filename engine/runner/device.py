@@ -10,8 +10,10 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,15 @@ from engine.errors import EngineError
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
+# Added to the nice value of threads whose work may wait.
+LESS_PRIORITY = 10
+
+
+def give_way() -> None:
+    """Lower the priority of this thread; a system without priorities of threads leaves it as it is."""
+    with suppress(OSError, AttributeError):
+        lower = os.getpriority(os.PRIO_PROCESS, 0) + LESS_PRIORITY
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lower)
 
 
 class NotEnoughMemory(EngineError):

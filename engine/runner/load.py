@@ -18,10 +18,12 @@ from engine.errors import EngineError
 from engine.models.compiled import compiled_decode
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
+from engine.models.seq2seq import allow_reader
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
 from engine.options import PIECE_SAMPLES, EngineConfig
 from engine.runner.base import Runner
+from engine.runner.bias import KeywordTrees
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
 from engine.runner.frames.memory import MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
@@ -30,6 +32,7 @@ from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.runner.turns import SmartTurnDetector
 from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
 from engine.runner.windowed.memory import longest_window, plan_windows
+from engine.runner.windowed.reviser import UtteranceReviser
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.runner.windowed.windows import DeviceWindows, HostWindows
@@ -178,13 +181,18 @@ def _load_in_blocks(
     model.quantise()
     stream_encoder = BlockEncoder(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
     spec = windowed_spec(path.name, WINDOW_POSITIONS, stream_encoder.first_stride, FILE_WINDOW_POSITIONS)
-    spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
+    spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords, revises=True))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     file_encoder = WindowEncoder(whole, pieces, Policy())
-    windows = HostWindows(
-        model, stream_encoder, file_encoder, limits.cache_embeds, threads, compiled_decode(model, threads)
-    )
-    return WindowedRunner(model, Vocabulary(pieces), spec, BLOCK_POLICY, windows), limits
+    # The last readers revise finals; the others read live streams and uploads.
+    revisers = range(threads, threads + max(1, threads // 2))
+    decode = compiled_decode(model, revisers.stop)
+    for number in revisers:
+        allow_reader(whole, number)
+    windows = HostWindows(model, stream_encoder, file_encoder, limits.cache_embeds, threads, decode)
+    vocabulary = Vocabulary(pieces)
+    reviser = UtteranceReviser(whole, pieces, Policy(), KeywordTrees(vocabulary), revisers, decode)
+    return WindowedRunner(model, vocabulary, spec, BLOCK_POLICY, windows, reviser), limits
 
 
 def windowed_on_cpu(

@@ -91,6 +91,9 @@ class LoadReport:
             "commit": totals.commit_ns,
         }
         status.blank_guard = loop.runner.blank_guard_activations
+        revisions = loop.revisions
+        status.revised, status.revisions_skipped = revisions.done, revisions.skipped
+        status.words_revised = revisions.words_changed
 
     def _measure_load(self, loop: EngineLoop, now: float) -> None:
         elapsed = now - self._load_since

@@ -51,9 +51,10 @@ from engine.messages import (
     StepOutput,
     Text,
 )
-from engine.options import SPEAKERS
+from engine.options import REVISED, SPEAKERS
 from engine.runner.base import Detector, Embedder, Runner, TurnDetector
 from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
+from engine.server.revisions import Revisions
 from engine.server.skipped_silence import SilenceSkipper
 from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech import Listener, Target
@@ -149,11 +150,20 @@ class EngineLoop:
                 self._speakers,
                 self._questions,
             )
+        self.revisions = Revisions(
+            scheduler.spec, runner.vocabulary, runner.reviser, self._listener, clock, self._end_failed_stream
+        )
         # Streams of windowed models are rebuilt from saved states, those of frame-synchronous models from their tokens.
         self._states: StreamStates | None = None
         if runner.saves_state:
             self._states = StreamStates(
-                scheduler, runner, self._listener, self._speakers, self._questions, self._end_failed_stream
+                scheduler,
+                runner,
+                self._listener,
+                self._speakers,
+                self._questions,
+                self.revisions,
+                self._end_failed_stream,
             )
         # Whether silent streams take part in no steps.
         self.silence_is_free = gate is not None
@@ -187,7 +197,8 @@ class EngineLoop:
                 return
             except Exception as error:
                 self._end_failed_stream(command.stream, error)
-            if command.stream not in self.scheduler.streams:
+            # A stream that has just finished may wait for labels or a revision: its end is sent when they are known.
+            if command.stream not in self.scheduler.streams and not isinstance(command, Finish):
                 self._forget(command.stream)
         self._check_consistency()
 
@@ -224,6 +235,7 @@ class EngineLoop:
         if self._listener is not None:
             self._listener.bound_words(outputs)
         self._cut.add_skips(outputs)
+        self.revisions.add_revisions(outputs)
         self._speakers.add_labels(outputs)
         self._questions.add_answered(outputs)
         if self._states is not None:
@@ -255,14 +267,14 @@ class EngineLoop:
         """Whether another step would do something without a new command."""
         listening = self._listener is not None and self._listener.has_work
         saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
-        answered = self._speakers.has_work or self._questions.has_news
+        answered = self._speakers.has_work or self._questions.has_news or self.revisions.has_work
         return bool(self._launched or listening or saying or answered or self.scheduler.has_work())
 
     @property
     def waits_for_results(self) -> bool:
-        """Whether speaker embeddings or answers of the turn detector are being computed: another step will have
-        something to say soon."""
-        return self._speakers.is_waiting or self._questions.is_waiting
+        """Whether speaker embeddings, answers of the turn detector or revisions are being computed: another step will
+        have something to say soon."""
+        return self._speakers.is_waiting or self._questions.is_waiting or self.revisions.is_waiting
 
     def close(self) -> None:
         """Free what the loop holds outside of its own memory."""
@@ -357,20 +369,22 @@ class EngineLoop:
     def _open(self, message: Open, now: int) -> None:
         asked = message.options
         self._speakers.check(message.stream, asked)
-        if SPEAKERS in asked:
-            options = {name: value for name, value in asked.items() if name != SPEAKERS}
+        if SPEAKERS in asked or REVISED in asked:
+            options = {name: value for name, value in asked.items() if name not in (SPEAKERS, REVISED)}
             message = structs.replace(message, options=options)
         try:
             self.runner.check_open(message)
         except ValueError as error:
             raise BadOption(message.stream, str(error)) from None
         if message.stream not in self.scheduler.streams:
+            self._forget(message.stream)
             message = self._cut.open(message)
         self.scheduler.admit(message)
         if self._listener is not None:
             self._listener.open(message)
         self._questions.use(message.stream, message.turns)
         self._speakers.open(message.stream, asked, message.live)
+        self.revisions.open(message.stream, asked, message.live)
         if message.labels is not None:
             self._speakers.resume(message.stream, message.labels, message.labels_earlier)
         if message.state is not None:
@@ -385,6 +399,7 @@ class EngineLoop:
             self._listener.add_audio(message.stream, message.items)
         self._speakers.add_audio(message.stream, message.items)
         self._questions.add_audio(message.stream, message.items)
+        self.revisions.add_audio(message.stream, message.items)
 
     def _flush(self, message: Flush, now: int) -> None:
         self._cut.check_open(message.stream)
@@ -437,9 +452,9 @@ class EngineLoop:
         if self._listener is not None:
             self._listener.close(name)
         self._questions.close(name)
-        held = self._speakers.close(name)
-        if held is not None:
-            self._emit(held)
+        for held in (self.revisions.close(name), self._speakers.close(name)):
+            if held is not None:
+                self._emit(held)
         if self._states is not None:
             self._states.forget(name)
 

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, StreamError
-from engine.messages import Flush, Item, Open, Output, Saved, Speech, SpeechEnded, Text, TurnRule
+from engine.messages import Flush, Item, Open, Output, Saved, Speech, SpeechEnded, Text, TurnRule, Word
 from engine.runner.base import Detector
 from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech_track import (
@@ -371,6 +371,11 @@ class Listener:
         for output in outputs:
             if isinstance(output, Text) and output.words and output.stream in self._times:
                 self._times[output.stream].bound(output.words)
+
+    def bound_revised(self, name: str, words: Iterable[Word]) -> None:
+        """As `bound_words`, for words in place of earlier ones."""
+        if name in self._times:
+            self._times[name].bound_revised(words)
 
     def save(self, name: str) -> dict[str, Saved]:
         """Return the state of speech detection of a stream, as plain data."""

@@ -12,8 +12,9 @@ from collections.abc import Callable, Iterable
 
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
-from engine.messages import Flush, Flushed, Open, Output, Speech, StreamState, Text
+from engine.messages import Flush, Flushed, Open, Output, Revised, Speech, StreamState, Text
 from engine.runner.base import Runner
+from engine.server.revisions import Revisions
 from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech import Listener
 from engine.server.turn_questions import TurnQuestions
@@ -32,6 +33,7 @@ class StreamStates:
         listener: Listener | None,
         speakers: SpeakerTracks,
         questions: TurnQuestions,
+        revisions: Revisions,
         end_failed: Callable[[str, Exception], None],
     ) -> None:
         self._scheduler = scheduler
@@ -39,6 +41,7 @@ class StreamStates:
         self._listener = listener
         self._speakers = speakers
         self._questions = questions
+        self._revisions = revisions
         self._end_failed = end_failed
         spec = scheduler.spec
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
@@ -58,6 +61,8 @@ class StreamStates:
             self._speakers.resume(name, state.parts["speakers"])
             self._speakers.replay(name, message.items)
         self._questions.resume(name, state.parts, message.items)
+        if "revisions" in state.parts:
+            self._revisions.resume(name, state.parts["revisions"], message.items)
         self._scheduler.resume(message, now)
         self._tags[name] = state.tag
         self._taken_at[name] = state.position
@@ -69,7 +74,7 @@ class StreamStates:
         streams = self._scheduler.streams
         names = dict.fromkeys(task.stream for task in plan.decode) if plan is not None else {}
         for output in outputs:
-            if isinstance(output, (Text, Flushed)):
+            if isinstance(output, (Text, Flushed, Revised)):
                 names[output.stream] = None
             elif isinstance(output, Speech) and output.stream in streams:
                 position = streams[output.stream].available
@@ -97,7 +102,9 @@ class StreamStates:
             parts |= self._listener.save(name)
         labels, labels_from = self._speakers.save(name)
         turns, turns_from = self._questions.save(name)
-        needed = [position for position in (labels_from, turns_from) if position is not None]
+        revisions, revised_from = self._revisions.save(name)
+        needed = [position for position in (labels_from, turns_from, revised_from) if position is not None]
         audio_from = min(audio_from, stream.base, *needed)
         self._taken_at[name] = stream.available
-        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts | labels | turns)
+        parts |= labels | turns | revisions
+        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts)

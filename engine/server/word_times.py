@@ -54,6 +54,14 @@ class WordTimes:
             word.start_sample = min(max(word.start_sample, self._said_until), word.end_sample)
             self._said_until = word.end_sample
 
+    def bound_revised(self, words: Iterable[Word]) -> None:
+        """Correct the times of words that take the place of earlier ones."""
+        until = 0
+        for word in words:
+            word.end_sample = max(self._latest_end(word), until)
+            word.start_sample = min(max(word.start_sample, until), word.end_sample)
+            until = word.end_sample
+
     def _latest_end(self, word: Word) -> int:
         """Where the word ends: at the end of the last speech that begins before its end, or at its own end."""
         start, end = word.start_sample, word.end_sample

@@ -49,6 +49,8 @@ class SessionOptions:
     keywords: tuple[str, ...] = ()
     task: str | None = None
     speakers: bool = False
+    # `streamed`: finals have the words of the deltas.
+    finals: str | None = None
 
     def session(self, include: Sequence[str]) -> dict[str, Any]:
         """The session object for `session.update`. Word times are requested too."""
@@ -58,6 +60,7 @@ class SessionOptions:
             "prompt": self.prompt,
             "keywords": list(self.keywords),
             "task": self.task,
+            "finals": self.finals,
         }
         audio_input: dict[str, Any] = {
             "format": {"type": "audio/pcm", "rate": self.rate},

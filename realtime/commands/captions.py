@@ -289,6 +289,8 @@ async def _through_server(
             transcription_options.keywords,
             transcription_options.task,
             transcription_options.speakers,
+            # What the terminal has shown is not changed any more.
+            finals="streamed",
         )
         session = LastingSession(realtime_url(options.server), key, asked)
         with CaptionView(Console(), show_words=options.words) as captions:

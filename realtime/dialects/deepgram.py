@@ -41,7 +41,7 @@ from realtime.session.events import (
     WordsLabelled,
 )
 from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
-from realtime.session.words import languages_of
+from realtime.session.words import languages_of, text_of
 
 # Clients often send tiny values, but a shorter pause occurs within sentences.
 MIN_ENDPOINTING_MS = 300
@@ -474,13 +474,16 @@ class DeepgramDialect:
         return self._result(text, words, start, end, final=True)
 
     def _completed(self, event: Completed) -> list[Json]:
-        start = max(event.start, self._final_until)
+        final_until, start = self._final_until, max(event.start, self._final_until)
         end = self._final_until = max(start, event.end)
         finalize = event.item_id in self._finalized
         spoken = bool(event.words) and not event.goes_on
-        # All text of the turn has arrived in deltas; segments of it may be final already.
+        # All text of the turn has arrived in deltas, unless it was revised; segments of it may be final already.
         self._label(event.words)
         text, words = self._text, self._words
+        if event.is_revised:
+            words = [word for word in event.words if word.start + word.end >= 2 * final_until]
+            text = text_of(words).lstrip()
         self._forget(event.item_id)
         ends = spoken and not finalize and self._query.endpoints
         return [self._result(text, words, start, end, final=True, speech_final=ends, finalize=finalize)]

@@ -44,7 +44,7 @@ from realtime.session.settings import (
     Settings,
     TurnDetection,
 )
-from realtime.session.words import languages_of
+from realtime.session.words import languages_of, text_of
 
 # The name of Deepgram's English model; with any other name the language is detected, if the model can.
 ENGLISH = "flux-general-en"
@@ -218,6 +218,9 @@ class FluxDialect:
 
     def _completed(self, event: Completed, settings: Settings) -> list[Json]:
         self._end = max(self._end, event.end)
+        if event.is_revised:
+            self._words = [word for word in event.words if word.start + word.end >= 2 * self._start]
+            self._text = text_of(self._words).lstrip()
         # Without a confidence, the client has ended the turn or the audio.
         trigger = "manual" if event.confidence is None else "timeout" if event.timeout else "model"
         if event.goes_on:

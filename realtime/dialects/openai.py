@@ -45,12 +45,14 @@ from realtime.session.events import (
     TimedWord,
 )
 from realtime.session.settings import (
+    BETTER_FINALS,
     G711_RATE,
     INCLUDE_LOGPROBS,
     INCLUDE_RESUME,
     INCLUDE_WORDS,
     MAX_RATE,
     MIN_RATE,
+    STREAMED_FINALS,
     AudioFormat,
     Settings,
     TurnDetection,
@@ -252,7 +254,7 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
 def _transcription(value: Any, path: str, faults: Faults | None) -> dict[str, Any]:
     if value is None:
         nothing: dict[str, Any] = dict.fromkeys(("model", "language", "task", "delay"))
-        return {**nothing, "prompt": "", "languages": (), "keywords": ()}
+        return {**nothing, "prompt": "", "languages": (), "keywords": (), "finals": None}
     changes: dict[str, Any] = {}
     for name, item in _object(value, path).items():
         if name in _OPTIONS:
@@ -287,6 +289,12 @@ def _keywords(value: Any, path: str) -> tuple[tuple[str, float], ...]:
     return tuple((word, 1.0) for word in value)
 
 
+def _finals(value: Any, path: str) -> str | None:
+    if value is not None and value not in (BETTER_FINALS, STREAMED_FINALS):
+        raise _fault(path, f"'session.{path}' must be '{BETTER_FINALS}' or '{STREAMED_FINALS}'.")
+    return value  # type: ignore[no-any-return]
+
+
 # The parser of each transcription option.
 _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "model": _name,
@@ -296,6 +304,7 @@ _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "languages": _languages,
     "keywords": _keywords,
     "delay": _delay,
+    "finals": _finals,
 }
 
 
@@ -330,6 +339,8 @@ def _transcription_object(settings: Settings, facts: SessionFacts) -> Json:
         shown["keywords"] = keywords and [word for word, _ in keywords]
     if settings.delay is not None:
         shown["delay"] = settings.delay
+    if settings.finals is not None:
+        shown["finals"] = settings.finals
     return shown
 
 

@@ -84,7 +84,7 @@ class SentLog:
 # the client sends them again. Samples in the resampler are flushed before the last save.
 
 # Increase it whenever an older process could misread a value.
-LIVE_VERSION = 7
+LIVE_VERSION = 8
 
 # Events that become entries of a handoff. After any other event a new base is saved.
 NOTED = (
@@ -94,6 +94,7 @@ NOTED = (
     messages.Labels,
     messages.Opened,
     messages.Flushed,
+    messages.Revised,
     messages.Closed,
     messages.Failed,
     messages.Refused,

@@ -403,8 +403,8 @@ class LiveSession:
         # Of an adopted session: audio that its engine never received, and the new stream that was decided on.
         self._resent: ResentAudio | None = None
         self._reanchor: Reanchor | None = None
-        # A timer runs for a turn that waits for labels.
-        self._labels_watched = False
+        # A timer runs for a turn whose final waits.
+        self._final_watched = False
 
     # The client's side
 
@@ -440,7 +440,7 @@ class LiveSession:
         effects = self.session.handle(event, now)
         for effect in effects:
             self._apply(effect)
-        self._watch_labels(now)
+        self._watch_final(now)
         if self.handoff is None:
             return
         if self.resumable:
@@ -448,16 +448,16 @@ class LiveSession:
         else:
             self.handoff.close()
 
-    def _watch_labels(self, now: float) -> None:
-        """Have the core act when a turn has waited long enough for the labels of its speakers."""
-        due = self.session.labels_due
-        if due is not None and not self._labels_watched:
-            self._labels_watched = True
-            asyncio.get_running_loop().call_later(max(0.0, due - now), self._labels_are_due)
+    def _watch_final(self, now: float) -> None:
+        """Have the core act when a final has waited long enough for labels or a revision."""
+        due = self.session.final_due
+        if due is not None and not self._final_watched:
+            self._final_watched = True
+            asyncio.get_running_loop().call_later(max(0.0, due - now), self._final_is_due)
 
-    def _labels_are_due(self) -> None:
-        self._labels_watched = False
-        if self.session.labels_due is not None:
+    def _final_is_due(self) -> None:
+        self._final_watched = False
+        if self.session.final_due is not None:
             self.submit(Tick())
 
     def send_event(self, event: ServerEvent) -> None:

@@ -52,6 +52,7 @@ from realtime.session.events import (
 )
 from realtime.session.settings import INCLUDE_ACKS, Settings
 from realtime.session.stall import SavedStall, StallGuard
+from realtime.session.words import timed_word
 
 
 class Phase(Enum):
@@ -80,6 +81,7 @@ _ENGINE = {
     messages.Speech: "_speech",
     messages.Labels: "_labels",
     messages.Flushed: "_flushed",
+    messages.Revised: "_revised",
     messages.Closed: "_engine_closed",
     messages.Failed: "_engine_failed",
     messages.Refused: "_engine_failed",
@@ -257,12 +259,12 @@ class Session:
     def idle(self) -> bool:
         """No turn is open, and no event for the client is outstanding."""
         turns = self._turns
-        return turns.current is None and not turns.ended and not turns.labelling and not self._waiting
+        return turns.current is None and not turns.ended and not turns.finishing and not self._waiting
 
     @property
-    def labels_due(self) -> float | None:
-        """When a complete turn stops waiting for the labels of its speakers; None if none waits."""
-        return self._turns.labelling[0].labelled_by if self._turns.labelling else None
+    def final_due(self) -> float | None:
+        """When the final of a turn stops waiting for labels or a revision; None if none waits."""
+        return self._turns.final_due
 
     def label_state(self, base: int) -> tuple[messages.Saved, int] | None:
         """With which speaker labels an engine stream goes on that begins at session sample `base`."""
@@ -276,8 +278,8 @@ class Session:
             raise IllegalEvent(f"{type(event).__name__} is not allowed in phase {self.phase.name}")
         self._effects = effects = list[Effect]()
         getattr(self, handler)(event, now)
-        if self._turns.labelling and not self.closed:
-            self._boundaries.send_events(self._turns.label(now), now)
+        if self._turns.finishing and not self.closed:
+            self._boundaries.send_events(self._turns.finish(now), now)
             self._drain_if_idle()
         return effects
 
@@ -446,6 +448,8 @@ class Session:
         if not self._marks:
             raise IllegalEvent("the engine answered a flush that was not requested")
         mark = self._marks.popleft().sample
+        if event.is_revised:
+            self._turns.await_revision(event.sample + self._engine_start, now)
         self._boundaries.send_events(self._turns.settle(), now)
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
@@ -455,6 +459,12 @@ class Session:
             self._move(Phase.ACTIVE)
         self._recall_speech(now)
         self._drain_if_idle()
+
+    def _revised(self, event: messages.Revised, now: float) -> None:
+        words = None
+        if event.words is not None:
+            words = [timed_word(word, self._engine_start) for word in event.words]
+        self._turns.revise(event.start + self._engine_start, event.end + self._engine_start, words)
 
     def _recall_speech(self, now: float) -> None:
         """Handle the speech probabilities that waited for a commit or clear."""
@@ -470,7 +480,7 @@ class Session:
             self._recall_speech(now)
             self._boundaries.end_open(now)
             self._boundaries.send_events(self._turns.complete_until(self.appended, now), now)
-            self._boundaries.send_events(self._turns.label(now, at_once=True), now)
+            self._boundaries.send_events(self._turns.finish(now, at_once=True), now)
             self._boundaries.settle(self.appended)
             self._send(Ended(self.appended))
             self._close_finished()
@@ -518,7 +528,7 @@ class Session:
             self._flush()
 
     def _fail_items(self, code: str, message: str, now: float) -> None:
-        self._boundaries.send_events(self._turns.label(now, at_once=True), now)
+        self._boundaries.send_events(self._turns.finish(now, at_once=True), now)
         for turn in self._turns.fail_ended():
             self._send(ItemFailed(turn.item_id, code, message))
 

@@ -94,6 +94,7 @@ Event = (
     | messages.Labels
     | messages.Opened
     | messages.Flushed
+    | messages.Revised
     | messages.Closed
     | messages.Failed
     | messages.Refused
@@ -201,6 +202,8 @@ class Completed:
     # The probability that the turn was over, if it was ended by a score; `timeout`: the length of the silence ended it.
     confidence: float | None = None
     timeout: bool = False
+    # Words were decoded again: transcript and words may differ from the deltas.
+    is_revised: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from engine import end_of_turn
 from engine.options import (
     MAX_KEYWORD_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
+    REVISED,
     SPEAKERS,
     TRANSLATE,
     Enrolled,
@@ -36,6 +37,8 @@ INCLUDE_RESUME = "session.resume"
 INCLUDE_SPEAKERS = "item.input_audio_transcription.speakers"
 INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME, INCLUDE_SPEAKERS)
 
+# Values of `finals`.
+BETTER_FINALS, STREAMED_FINALS = "better", "streamed"
 NO_SPEAKERS = (
     "the server has no weights for speaker labels; its operator can fetch them with `tickertape pull speakers` and a "
     "restart."
@@ -127,6 +130,9 @@ class Settings:
     minimum_commit_ms: int = 100
     # Say who speaks. Sockets of the OpenAI API ask for it with `include`.
     speakers: bool = False
+    # Finals have the words of a second pass over the whole utterance (`better`), or those that were streamed. None: not
+    # requested, or the model has no second pass.
+    finals: str | None = None
     # Enrolled speakers: name, and the embedding of a reference recording as bytes.
     known_speakers: tuple[Enrolled, ...] = ()
 
@@ -166,6 +172,7 @@ class Settings:
             delay=self.delay if spec.max_delay_positions else None,
             # Not implemented: the models were trained on noisy microphone audio.
             noise_reduction=None,
+            finals=(self.finals or BETTER_FINALS) if options.revises else None,
             include=None if self.include is None else tuple(name for name in self.include if name in INCLUDED),
         )
 
@@ -210,6 +217,7 @@ class Settings:
             "prompt": self.shown_prompt,
             "keywords": keywords_text(Keyword(*word) for word in self.all_keywords or ()),
             SPEAKERS: speakers_text(self.known_speakers) if self.labels_speakers else None,
+            REVISED: "yes" if self.finals == BETTER_FINALS else None,
         }
         return {name: value for name, value in options.items() if value}
 

@@ -28,12 +28,14 @@ from realtime.session.events import (
     WordsLabelled,
 )
 from realtime.session.speakers import SpeakerTimeline
-from realtime.session.words import WordCutter, first_word
+from realtime.session.words import WordCutter, first_word, text_of
 
 # Text outside any turn is added to the next turn if that begins within this time; otherwise it is dropped.
 STRAY_SECONDS = 1.0
-# How long a complete turn waits for the last labels of its speakers. Then it takes the best guess.
+# How long a complete turn waits for the last labels of its speakers, then it takes the best guess; and for a revision.
+# The engine gives a late revision up much sooner, so the latter is for an engine that is lost and rebuilt.
 LABELS_SECONDS = 0.5
+REVISION_SECONDS = 20.0
 # A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
 
@@ -80,9 +82,10 @@ class Turn:
     tokens: int = 0
     # Length of `sent` and `held` together.
     characters: int = 0
-    # Number of `words` whose speakers were sent, and until when a complete turn waits for the others.
+    # Number of `words` whose speakers were sent; until when a complete turn waits for the others, and for revisions.
     words_labelled: int = 0
     labelled_by: float = 0.0
+    revised_by: float = 0.0
     # Scored detection: the client was sent `EagerTurnEnd`; how sure the end was, and whether only the silence ended it.
     probably_over: bool = False
     confidence: float | None = None
@@ -92,6 +95,15 @@ class Turn:
         if to not in TURN_MOVES[self.state]:
             raise IllegalEvent(f"a turn cannot change from {self.state.name} to {to.name}")
         self.state = to
+
+
+@dataclass(frozen=True, slots=True)
+class RevisedPart:
+    """Better words for the samples from `start` to `end`, in place of the streamed ones."""
+
+    start: int
+    end: int
+    words: list[TimedWord]
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +117,10 @@ class SavedTurns:
     loose: str
     given: int
     loose_turn: int | None
-    labelling: list[Turn] = field(default_factory=list)
+    finishing: list[Turn] = field(default_factory=list)
+    awaited: list[int] = field(default_factory=list)
+    revised: list[RevisedPart] = field(default_factory=list)
+    said_until: int = 0
 
 
 # The incomplete word went to a turn that is not kept any more.
@@ -120,8 +135,12 @@ class Turns:
     ) -> None:
         self.current: Turn | None = None
         self.ended: deque[Turn] = deque()
-        # Turns with all of their text, which wait for the labels of speakers. Later turns wait behind them.
-        self.labelling: deque[Turn] = deque()
+        # Turns with all of their text, whose finals wait for labels or a revision. Later turns wait behind them.
+        self.finishing: deque[Turn] = deque()
+        # The ends of revisions that the engine has announced, those that came, and the end of the last final word.
+        self._awaited: list[int] = []
+        self._revised: deque[RevisedPart] = deque()
+        self._said_until = 0
         # Set if speakers are labelled.
         self.speakers: SpeakerTimeline | None = None
         self.last_committed: str | None = None
@@ -140,9 +159,18 @@ class Turns:
         loose_turn = None
         if self._loose_turn is not None:
             loose_turn = next((place for place, turn in enumerate(places) if turn is self._loose_turn), GONE)
-        labelling = list(self.labelling)
         return SavedTurns(
-            self.current, list(self.ended), self.last_committed, list(self._stray), loose, given, loose_turn, labelling
+            self.current,
+            list(self.ended),
+            self.last_committed,
+            list(self._stray),
+            loose,
+            given,
+            loose_turn,
+            list(self.finishing),
+            list(self._awaited),
+            list(self._revised),
+            self._said_until,
         )
 
     def load(self, saved: SavedTurns, shift: float) -> None:
@@ -153,10 +181,13 @@ class Turns:
         if saved.loose_turn is not None:
             over = Turn("", 0, state=TurnState.COMPLETED)
             self._loose_turn = over if saved.loose_turn == GONE else [*saved.ended, saved.current][saved.loose_turn]
-        self.labelling = deque(saved.labelling)
-        for turn in (*self.ended, *self.labelling):
+        self.finishing = deque(saved.finishing)
+        self._awaited, self._revised = saved.awaited, deque(saved.revised)
+        self._said_until = saved.said_until
+        for turn in (*self.ended, *self.finishing):
             turn.ended_at += shift
             turn.labelled_by += shift
+            turn.revised_by += shift
 
     def open(self, start: int) -> Turn:
         """Open a turn, with a new item id, for the audio from sample `start` on."""
@@ -218,7 +249,7 @@ class Turns:
 
     def release(self) -> list[ServerEvent]:
         """The deltas that may be sent now: held text of the oldest unfinished turn."""
-        if self.labelling:
+        if self.finishing:
             return []
         if not self.ended and self.current is not None:
             loose = self._cutter.take_loose()
@@ -240,20 +271,44 @@ class Turns:
         """Complete every ended turn whose audio lies before `sample`."""
         out: list[ServerEvent] = []
         while self.ended and self.ended[0].end is not None and self.ended[0].end <= sample:
-            out += self._complete_labelled(self.ended.popleft(), now)
+            out += self._complete_or_wait(self.ended.popleft(), now)
         return out + self.release()
 
-    def label(self, now: float, *, at_once: bool = False) -> list[ServerEvent]:
-        """Complete the turns whose labels are known by now, or have been waited for long enough; `at_once`: all."""
+    def finish(self, now: float, *, at_once: bool = False) -> list[ServerEvent]:
+        """Complete the turns whose labels and revisions are known by now, or have been waited for long enough;
+        `at_once`: all."""
         out: list[ServerEvent] = []
-        while self.labelling and (at_once or now >= self.labelling[0].labelled_by or self._is_known(self.labelling[0])):
-            out += self._complete(self.labelling.popleft())
+        while self.finishing and (at_once or now >= self._due(self.finishing[0])):
+            out += self._complete(self.finishing.popleft())
         return out + self.release() if out else []
+
+    @property
+    def final_due(self) -> float | None:
+        """When the oldest final stops waiting; None if none waits."""
+        return self._due(self.finishing[0]) if self.finishing else None
+
+    def _due(self, turn: Turn) -> float:
+        """Until when a turn waits for labels and revisions; 0 if it has them."""
+        labelled = 0.0 if self._is_known(turn) else turn.labelled_by
+        return max(labelled, turn.revised_by if self._awaits_revision(turn) else 0.0)
+
+    def await_revision(self, end: int, now: float) -> None:
+        """The engine will revise the words before this sample."""
+        self._awaited.append(end)
+
+    def revise(self, start: int, end: int, words: list[TimedWord] | None) -> None:
+        """The engine has revised the words between two samples; None: it gave up."""
+        self._awaited = [awaited for awaited in self._awaited if awaited > end]
+        if words is not None:
+            self._revised.append(RevisedPart(start, end, words))
+
+    def _awaits_revision(self, turn: Turn) -> bool:
+        return any(end > turn.start for end in self._awaited)
 
     def newly_labelled(self) -> list[ServerEvent]:
         """The words of the turn that sends text whose speakers have become known since they were sent."""
         turn = next((turn for turn in self.ended if turn.state is TurnState.COMMITTED), self.current)
-        if turn is None or self.speakers is None or self.labelling:
+        if turn is None or self.speakers is None or self.finishing:
             return []
         first = turn.words_labelled
         while turn.words_labelled < turn.words_sent and self.speakers.knows(turn.words[turn.words_labelled]):
@@ -289,12 +344,13 @@ class Turns:
             turn.characters += len(text)
 
     def _as_written(self, word: TimedWord, turn: Turn) -> TimedWord:
-        return first_word(word) if self.trim_start and not turn.words else word
+        is_first = not turn.words or turn.state is TurnState.COMPLETED
+        return first_word(word) if self.trim_start and is_first else word
 
     def _is_too_long(self, word: TimedWord) -> bool:
         """Whether the open turn must end after this word. False if it has the first part of the next word already."""
         turn = self.current
-        if turn is None or self.ended or self.labelling or self._cutter.gave_loose:
+        if turn is None or self.ended or self.finishing or self._cutter.gave_loose:
             return False
         return word.end - turn.start >= self._max_samples or turn.characters >= MAX_TURN_CHARACTERS
 
@@ -322,19 +378,19 @@ class Turns:
         """
         out: list[ServerEvent] = []
         while self.ended and not self.ended[0].flushed and not _within(word, self.ended[0]):
-            out += self._complete_labelled(self.ended.popleft(), now)
+            out += self._complete_or_wait(self.ended.popleft(), now)
         return out
 
-    def _complete_labelled(self, turn: Turn, now: float) -> list[ServerEvent]:
-        """Complete a turn that has all of its text, or let it wait for the labels of its speakers."""
-        waits = turn.state is TurnState.COMMITTED and not self._is_known(turn)
-        if not waits and not self.labelling:
+    def _complete_or_wait(self, turn: Turn, now: float) -> list[ServerEvent]:
+        """Complete a turn that has all of its text, or let it wait for labels and revisions."""
+        turn.labelled_by, turn.revised_by = now + LABELS_SECONDS, now + REVISION_SECONDS
+        waits = turn.state is TurnState.COMMITTED and self._due(turn) > now
+        if not waits and not self.finishing:
             return self._complete(turn)
         if turn.state is TurnState.CLEARED:
             return []
-        turn.labelled_by = now + LABELS_SECONDS
-        out = [] if self.labelling else self._speak(turn)
-        self.labelling.append(turn)
+        out = [] if self.finishing else self._speak(turn)
+        self.finishing.append(turn)
         return out
 
     def _is_known(self, turn: Turn) -> bool:
@@ -347,8 +403,16 @@ class Turns:
         out = self._speak(turn)
         turn.move(TurnState.COMPLETED)
         assert turn.end is not None
-        transcript = "".join(turn.sent)
-        words = tuple(turn.words if self.speakers is None else map(self.speakers.best, turn.words))
+        transcript, final, is_revised = "".join(turn.sent), turn.words, False
+        if any(_is_in(part, word) for part in self._revised for word in turn.words):
+            final, is_revised = self._with_revisions(turn), True
+            transcript = text_of(final)
+            transcript = transcript.lstrip() if self.trim_start else transcript
+        if turn.words:
+            self._said_until = turn.words[-1].end
+        while self._revised and self._revised[0].end <= turn.end:
+            self._revised.popleft()
+        words = tuple(final if self.speakers is None else map(self.speakers.best, final))
         if self.speakers is not None:
             self.speakers.forget_before(turn.start)
         done = Completed(
@@ -362,8 +426,30 @@ class Turns:
             goes_on=goes_on,
             confidence=turn.confidence,
             timeout=turn.timeout,
+            is_revised=is_revised,
         )
         return [*out, done]
+
+    def _with_revisions(self, turn: Turn) -> list[TimedWord]:
+        """The words of a turn, with revised ones in place of the streamed ones.
+
+        A revision may cover several turns. It is divided halfway between the streamed words of two turns: all streamed
+        words of the revised audio are known by now.
+        """
+        first, last = turn.words[0], turn.words[-1]
+        later = [word.start for other in (*self.finishing, *self.ended, self.current) if other for word in other.words]
+        later += [word.start for _, word in self._stray]
+        low = (self._said_until + first.start) // 2
+        high = (last.end + min(later)) // 2 if later else None
+        parts = [part for part in self._revised if any(_is_in(part, word) for word in turn.words)]
+        words = [word for word in turn.words if not any(_is_in(part, word) for part in parts)]
+        for part in parts:
+            for word in part.words:
+                middle = (word.start + word.end) // 2
+                if middle >= low and (high is None or middle < high):
+                    words.append(word)
+        words.sort(key=lambda word: word.start)
+        return [self._as_written(word, turn) for word in words[:1]] + words[1:]
 
     def _speak(self, turn: Turn) -> list[ServerEvent]:
         if not turn.held:
@@ -383,3 +469,7 @@ class Turns:
 def _within(word: TimedWord, turn: Turn) -> bool:
     end = turn.end if turn.words_until is None else turn.words_until
     return end is None or (word.start + word.end) // 2 < end
+
+
+def _is_in(part: RevisedPart, word: TimedWord) -> bool:
+    return part.start <= (word.start + word.end) // 2 < part.end

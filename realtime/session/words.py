@@ -104,6 +104,12 @@ def first_word(word: TimedWord) -> TimedWord:
     return replace(word, chances=tuple(chances))
 
 
+def text_of(words: Iterable[TimedWord]) -> str:
+    """The text of these words, with the white space between them as the model wrote it."""
+    spelled = (b"".join(piece for piece, _ in word.chances).decode(errors="replace") or word.text for word in words)
+    return "".join(text if text[:1].isspace() else f" {text}" for text in spelled)
+
+
 def languages_of(words: Iterable[TimedWord]) -> list[str]:
     """The language codes of these words, in order of appearance; empty if the model reports none."""
     return list(dict.fromkeys(word.language for word in words if word.language))

@@ -21,7 +21,7 @@ from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan, Timed
 from engine.messages import Open, Saved
 from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
-from engine.runner.base import SynchronousRunner, never
+from engine.runner.base import Reviser, SynchronousRunner, never
 from engine.runner.bias import KeywordTrees, LazyTree, joined_pairs, single_bytes
 from engine.runner.windowed.decoder import LanguageState, Row
 from engine.runner.windowed.encoders import EncodedAudio, StreamEncoder
@@ -156,7 +156,13 @@ class WindowedRunner(SynchronousRunner):
     judges_windows = True
 
     def __init__(
-        self, model: SpeechModel, vocabulary: Vocabulary, spec: ModelSpec, policy: Policy, windows: Windows
+        self,
+        model: SpeechModel,
+        vocabulary: Vocabulary,
+        spec: ModelSpec,
+        policy: Policy,
+        windows: Windows,
+        reviser: Reviser | None = None,
     ) -> None:
         self.spec = spec
         self.vocabulary = vocabulary
@@ -164,6 +170,7 @@ class WindowedRunner(SynchronousRunner):
         self._model = model
         self._policy = policy
         self._windows = windows
+        self.reviser = reviser
         self._seams = UtteranceJoiner(vocabulary.pieces)
         self._keywords = KeywordTrees(vocabulary)
         self._prompts = PromptTokenizer(vocabulary.pieces)
@@ -351,6 +358,8 @@ class WindowedRunner(SynchronousRunner):
     def close(self) -> None:
         self._slots.clear()
         self._windows.close()
+        if self.reviser is not None:
+            self.reviser.close()
 
     def _encoder_of(self, slot: int) -> StreamEncoder:
         held = self._slots.get(slot)

@@ -59,12 +59,12 @@ def heard(model: SpeechModel, frames: list[int]) -> Encoded:
 READ_SIDE_BY_SIDE = """
 import threading, torch
 from engine.models.compiled import compiled_decode
-from engine.models.seq2seq import in_8_bits, allow_readers, reader
+from engine.models.seq2seq import in_8_bits, allow_reader, reader
 from tests.engine.models import test_compiled as models
 
 torch.set_num_threads(1)
 model, layer = models.in_8_bits(), in_8_bits(torch.randn(640, 320))
-allow_readers(layer, 2)
+allow_reader(layer, 1)
 decode = compiled_decode(model, 2)
 inputs = [torch.randn(rows, 320) for rows in range(1, 9)]
 encoded = [models.heard(model, [frames]) for frames in (5, 9, 14, 30)]

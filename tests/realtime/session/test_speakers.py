@@ -66,13 +66,13 @@ def test_a_final_takes_the_best_guess_when_labels_are_late() -> None:
     drive(labels((0.0, 1.0, 0), guess=((1.0, 2.0, 1),)), flushed())
     drive.now = LABELS_SECONDS - 0.01
     assert not completed(drive(Tick()))
-    assert drive.core.labels_due == LABELS_SECONDS
+    assert drive.core.final_due == LABELS_SECONDS
     drive.now = LABELS_SECONDS
     done = drive(Tick())
     assert speakers(done) == [0, 1]
     # Labels that come later change nothing.
     assert not completed(drive(labels((1.0, 2.0, 0))))
-    assert drive.core.labels_due is None
+    assert drive.core.final_due is None
 
 
 def test_a_final_without_any_label_is_sent_all_the_same() -> None:
@@ -131,7 +131,7 @@ def test_a_session_that_waits_for_labels_can_be_saved_and_goes_on() -> None:
     value = msgspec.msgpack.encode(drive.core.save())
     other = Session(LABELLED, RATE, counter())
     other.load(msgspec.msgpack.decode(value, type=SavedSession), shift=100.0)
-    assert other.labels_due == 100.0 + LABELS_SECONDS
+    assert other.final_due == 100.0 + LABELS_SECONDS
     assert other.label_state(5 * RATE) == (state, 5 * RATE)
     again = Driver(other)
     again.now = 100.1

@@ -1,0 +1,134 @@
+"""Decodes an utterance once more after its end, with all of its audio, for a final text with fewer errors.
+
+Streamed words are decoded with little audio after them, by an encoder that sees each frame with bounded context. The
+encoder as it was published sees the whole utterance. The streamed tokens are the draft: one pass of the decoder checks
+them, and decoding continues from the first one that differs, so a draft without errors costs one pass. The result
+depends on the audio and not on the draft.
+
+Threads of low priority compute utterance by utterance: the operating system gives them the time that live streams
+leave free.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from concurrent.futures import Future
+from math import inf
+from queue import SimpleQueue
+
+import torch
+from torch.nn.functional import pad
+
+from engine.core.plan import TimedToken
+from engine.models.compiled import Decode
+from engine.models.seq2seq import SpeechModel, make_plans, reader
+from engine.runner.base import EndedUtterance, Reviser
+from engine.runner.bias import KeywordTrees
+from engine.runner.device import give_way
+from engine.runner.windowed.decoder import GreedyDecoder, Row
+from engine.runner.windowed.memory import SAMPLES_PER_POSITION
+from engine.runner.windowed.stability import (
+    HypothesisToken,
+    Policy,
+    Progress,
+    is_noise,
+    loop_start,
+    spans,
+    steady,
+    without_second_mark,
+)
+
+SAMPLE_RATE = 16_000
+
+
+class UtteranceReviser(Reviser):
+    """`readers` are the numbers of its threads among those that use the model; `decode` replaces its own method."""
+
+    def __init__(
+        self,
+        model: SpeechModel,
+        pieces: list[bytes],
+        policy: Policy,
+        keywords: KeywordTrees,
+        readers: Sequence[int],
+        decode: Decode | None = None,
+    ) -> None:
+        self._model = model
+        self._pieces = pieces
+        self._policy = policy
+        self._keywords = keywords
+        self._decoder = GreedyDecoder(model, decode=decode)
+        self._queue: SimpleQueue[tuple[EndedUtterance, Future[list[TimedToken]]] | None] = SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._work, args=(number,), name=f"revise-{number}", daemon=True)
+            for number in readers
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, utterance: EndedUtterance) -> Future[list[TimedToken]]:
+        found: Future[list[TimedToken]] = Future()
+        self._queue.put((utterance, found))
+        return found
+
+    def close(self) -> None:
+        for _ in self._threads:
+            self._queue.put(None)
+        for thread in self._threads:
+            thread.join()
+        self._threads = []
+
+    def _work(self, number: int) -> None:
+        reader.number = number
+        give_way()
+        with torch.inference_mode():
+            make_plans(self._model)
+            while (task := self._queue.get()) is not None:
+                utterance, found = task
+                if not found.set_running_or_notify_cancel():
+                    continue
+                try:
+                    found.set_result(self.revise(utterance))
+                except Exception as error:
+                    found.set_exception(error)
+
+    @torch.inference_mode()
+    def revise(self, utterance: EndedUtterance) -> list[TimedToken]:
+        """The tokens of an utterance; positions are counted from the start of its audio."""
+        model, said = self._model, list(utterance.said)
+        samples = torch.from_numpy(utterance.samples)[None]
+        samples = pad(samples, (0, max(0, model.min_samples - samples.shape[1])))
+        encoded = model.encode(samples, [samples.shape[1]])
+        room = model.max_tokens - len(model.start_tokens) - len(said) - 1
+        seconds = len(utterance.samples) / SAMPLE_RATE
+        most = max(1, min(room, round(seconds * self._policy.tokens_per_second) + 4 - len(said)))
+        tree = self._keywords.lazy_tree(utterance.options)
+        row = Row(
+            committed=said,
+            draft=list(utterance.draft[:most]),
+            most=most,
+            stop_frame=None,
+            frames=encoded.audio[0],
+            progress=Progress(-inf, inf),
+            keywords=None if tree is None else tree.tree,
+        )
+        self._decoder.run([row], encoded)
+        return self._timed(row, utterance)
+
+    def _timed(self, row: Row, utterance: EndedUtterance) -> list[TimedToken]:
+        scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
+        start, end = utterance.start / SAMPLES_PER_POSITION, len(utterance.samples) / SAMPLES_PER_POSITION
+        places = steady([peak * scale for peak in row.peaks], start)
+        new = [HypothesisToken(*each) for each in zip(row.tokens, places, row.log_probabilities, strict=True)]
+        loop = loop_start(row.committed + row.tokens)
+        if loop is not None:
+            new = new[: max(0, loop - len(row.committed))]
+        new = without_second_mark(row.committed, new, self._pieces)
+        text = b"".join(self._pieces[token] for token in row.tokens)
+        if is_noise(text, row.log_probabilities, self._policy.doubt):
+            return []
+        return [
+            TimedToken(heard.token, first, last, heard.log_probability)
+            for heard, (first, last) in zip(new, spans(new, start, end), strict=True)
+        ]

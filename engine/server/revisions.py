@@ -1,0 +1,413 @@
+"""Better final texts: utterances of live streams are decoded again when they have ended.
+
+A `Revision` covers the audio between two flushes, or between a flush and the end of the stream. Audio that goes on for
+long without a flush is revised in parts, cut at the longest pause between two words, so a final never waits for more
+than one part. Which parts there are depends on the audio and the streamed words alone, and a `Reviser` computes each
+part elsewhere; when that is done depends on the load. Under load revisions are skipped, and the streamed words stay.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from difflib import SequenceMatcher
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.core.plan import TimedToken
+from engine.core.stream import words_of
+from engine.errors import BadItem
+from engine.messages import Closed, Flushed, Item, Output, Revised, Saved, Text, Word
+from engine.options import REVISED
+from engine.runner.base import EndedUtterance, Reviser
+from engine.server.speech import Listener
+from engine.spec import ModelSpec, Vocabulary
+
+logger = logging.getLogger(__name__)
+
+SAMPLE_RATE = 16_000
+# Audio before the first word and after the last one that is decoded again too: a word may have been missed there.
+MARGIN_SAMPLES = SAMPLE_RATE
+# Audio that is kept while it has no words: they come some time after they are spoken, more so under load.
+UNHEARD_SAMPLES = 8 * SAMPLE_RATE
+# Audio without a flush that is revised before its end, and the least length of such a part.
+LONG_SAMPLES = 20 * SAMPLE_RATE
+SHORTEST_PART_SAMPLES = 8 * SAMPLE_RATE
+# Longest audio of one revision; the model was trained on half a minute.
+MOST_SAMPLES = 28 * SAMPLE_RATE
+# A part shorter than SHORT_SAMPLES is decoded together with the part before it, if that is no longer than
+# MOST_CONTEXT_SAMPLES and ends at most NEAR_SAMPLES before: a few words alone are often misheard.
+SHORT_SAMPLES = 5 * SAMPLE_RATE
+MOST_CONTEXT_SAMPLES = 8 * SAMPLE_RATE
+NEAR_SAMPLES = 3 * SAMPLE_RATE
+# A part whose words are all at least this probable is not decoded again. On development speech (docs/models.md) two
+# thirds of the audio has a less probable word, and nearly all errors are there.
+SURE = 0.7
+# Revisions of an engine that may wait.
+MOST_WAITING = 6
+# A revision is given up after this time, and a part of the length of its audio: a client waits for its final.
+PATIENCE_SECONDS = 1.0
+PATIENCE_PER_SECOND = 0.1
+
+
+class RecentAudio:
+    """The last audio of a stream, as 16-bit samples. Declared silence is kept as a number of samples."""
+
+    def __init__(self) -> None:
+        self.end = 0
+        self._parts: deque[tuple[int, NDArray[np.int16] | int]] = deque()
+
+    def add(self, start: int, audio: NDArray[np.float32] | int) -> None:
+        kept = audio if isinstance(audio, int) else _to_int16(audio)
+        self._parts.append((start, kept))
+        self.end = start + _length(kept)
+
+    def drop_before(self, sample: int) -> None:
+        while self._parts and self._parts[0][0] + _length(self._parts[0][1]) <= sample:
+            self._parts.popleft()
+
+    def cut(self, start: int, end: int) -> NDArray[np.float32]:
+        """[start, end); silence where nothing is kept."""
+        found = np.zeros(max(0, end - start), np.float32)
+        for first, part in self._parts:
+            low, high = max(start, first), min(end, first + _length(part))
+            if low < high and not isinstance(part, int):
+                found[low - start : high - start] = part[low - first : high - first] / np.float32(32768)
+        return found
+
+    def __len__(self) -> int:
+        return sum(len(part) for _, part in self._parts if not isinstance(part, int))
+
+
+def _to_int16(audio: NDArray[np.float32]) -> NDArray[np.int16]:
+    return np.clip(np.rint(audio * 32768), -32768, 32767).astype(np.int16)
+
+
+def _length(part: NDArray[np.int16] | int) -> int:
+    return part if isinstance(part, int) else len(part)
+
+
+@dataclass(frozen=True, slots=True)
+class StreamedWord:
+    """A word as it was streamed: its samples, the number of its tokens, and its probability."""
+
+    start: int
+    end: int
+    tokens: int
+    confidence: float
+
+
+@dataclass(slots=True)
+class Revision:
+    """Samples [start, end) of a stream that are decoded again, and the tokens that were streamed for them. `audio` is
+    where the audio for that begins and ends."""
+
+    start: int
+    end: int
+    audio: tuple[int, int]
+    draft: list[int]
+    # The part before, as context: where its audio begins, and its tokens.
+    context: tuple[int, list[int]] | None = None
+    give_up_ns: int = 0
+    result: Future[list[TimedToken]] | None = None
+
+    def save(self) -> Saved:
+        return {
+            "start": self.start,
+            "end": self.end,
+            "audio": list(self.audio),
+            "draft": list(self.draft),
+            "context": self.context,
+        }
+
+    @classmethod
+    def resumed(cls, saved: Saved) -> Revision:
+        (first, last), context = saved["audio"], saved["context"]
+        before = None if context is None else (context[0], list(context[1]))
+        return cls(saved["start"], saved["end"], (first, last), list(saved["draft"]), before)
+
+    @property
+    def needs_from(self) -> int:
+        return self.audio[0] if self.context is None else self.context[0]
+
+
+@dataclass(slots=True)
+class RevisedStream:
+    """What is known of one stream since its last revision."""
+
+    options: Mapping[str, str]
+    audio: RecentAudio = field(default_factory=RecentAudio)
+    # (sample, position) of the items whose audio a saved state may need.
+    items: deque[tuple[int, int]] = field(default_factory=deque)
+    # The end of the last revision, and the words and tokens that were streamed since.
+    start: int = 0
+    words: list[StreamedWord] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    # The audio and the tokens of the last part, as long as they may be context for the next one.
+    previous: tuple[int, int, list[int]] | None = None
+    waiting: deque[Revision] = field(default_factory=deque)
+    # The end of the stream, which waits for its last revision.
+    closed: Closed | None = None
+
+    def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
+        for item in items:
+            count = item.length * spec.samples_per_position if item.samples is None else item.samples
+            self.items.append((item.sample, item.offset))
+            if item.payload is None or item.payload.ndim > 1:
+                self.audio.add(item.sample, count)
+            else:
+                self.audio.add(item.sample, item.payload[spec.look_back_samples : spec.look_back_samples + count])
+        self.audio.drop_before(self.needs_from)
+
+    def add_text(self, text: Text) -> None:
+        self.tokens += text.tokens
+        for word in text.words:
+            chances = [chance for piece, chance in word.chances if any(map(str.isalnum, piece.decode(errors="ignore")))]
+            confidence = float(np.exp(min(chances))) if chances else 1.0
+            self.words.append(StreamedWord(word.start_sample, word.end_sample, len(word.chances), confidence))
+
+    @property
+    def needs_from(self) -> int:
+        """The first sample whose audio is still needed."""
+        first = self.words[0].start - MARGIN_SAMPLES if self.words else self.audio.end - UNHEARD_SAMPLES
+        before = [self.previous[0]] if self.previous is not None and self._is_near(first + MARGIN_SAMPLES) else []
+        return min([max(self.start, first), *before, *(one.needs_from for one in self.waiting)])
+
+    def _is_near(self, start: int) -> bool:
+        return self.previous is not None and start - self.previous[1] <= NEAR_SAMPLES
+
+    @property
+    def needs_position(self) -> int | None:
+        """The position of the item with that sample; None if there is none."""
+        needed = self.needs_from
+        while len(self.items) > 1 and self.items[1][0] <= needed:
+            self.items.popleft()
+        return self.items[0][1] if self.items else None
+
+    def long_part(self) -> int | None:
+        """The sample at which audio that goes on for long is cut: in the longest pause between two words."""
+        if not self.words or self.words[-1].end - self._from() < LONG_SAMPLES:
+            return None
+        earliest, best, cut = self._from() + SHORTEST_PART_SAMPLES, -1, None
+        for before, after in zip(self.words, self.words[1:], strict=False):
+            if before.end >= earliest and after.start - before.end >= best:
+                best, cut = after.start - before.end, (before.end + after.start) // 2
+        return cut
+
+    def part_until(self, end: int) -> tuple[Revision, float] | None:
+        """End a part at this sample. Returns what to decode again, and the probability of its least probable word; None
+        if it has no words."""
+        count = next((at for at, word in enumerate(self.words) if word.start >= end), len(self.words))
+        words, self.words = self.words[:count], self.words[count:]
+        tokens = sum(word.tokens for word in words) if self.words else len(self.tokens)
+        draft, self.tokens = self.tokens[:tokens], self.tokens[tokens:]
+        start, self.start = self.start, end
+        if not words:
+            return None
+        audio = max(start, words[0].start - MARGIN_SAMPLES), min(end, words[-1].end + MARGIN_SAMPLES)
+        context = None
+        if self.previous is not None and audio[1] - audio[0] < SHORT_SAMPLES and self._is_near(words[0].start):
+            context = self.previous[0], self.previous[2]
+        is_short = audio[1] - audio[0] <= MOST_CONTEXT_SAMPLES
+        self.previous = (*audio, draft) if is_short else None
+        return Revision(start, end, audio, draft, context), min(word.confidence for word in words)
+
+    def _from(self) -> int:
+        return max(self.start, self.words[0].start - MARGIN_SAMPLES)
+
+    def save(self) -> Saved:
+        return {
+            "start": self.start,
+            "words": [[word.start, word.end, word.tokens, word.confidence] for word in self.words],
+            "tokens": list(self.tokens),
+            "previous": self.previous,
+            "waiting": [one.save() for one in self.waiting],
+        }
+
+    def resume(self, saved: Saved) -> None:
+        self.start, self.tokens = saved["start"], list(saved["tokens"])
+        self.words = [StreamedWord(*word) for word in saved["words"]]
+        if saved["previous"] is not None:
+            first, last, tokens = saved["previous"]
+            self.previous = first, last, list(tokens)
+        self.waiting.extend(map(Revision.resumed, saved["waiting"]))
+
+
+class Revisions:
+    """The revisions of all streams that ask for them. `end_failed` ends one stream with an error."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        vocabulary: Vocabulary,
+        reviser: Reviser | None,
+        listener: Listener | None,
+        clock: Callable[[], int],
+        end_failed: Callable[[str, Exception], None],
+    ) -> None:
+        self._spec = spec
+        self._vocabulary = vocabulary
+        self._reviser = reviser
+        self._listener = listener
+        self._clock = clock
+        self._end_failed = end_failed
+        self._streams: dict[str, RevisedStream] = {}
+        # Revisions that were done, that were skipped because of the load, and words that differ from the streamed ones.
+        self.done = 0
+        self.skipped = 0
+        self.words_changed = 0
+
+    def open(self, name: str, options: Mapping[str, str], live: bool) -> None:
+        if REVISED in options and live and self._reviser is not None:
+            self._streams[name] = RevisedStream({key: value for key, value in options.items() if key != REVISED})
+
+    def add_audio(self, name: str, items: Iterable[Item]) -> None:
+        stream = self._streams.get(name)
+        if stream is not None:
+            stream.add_audio(items, self._spec)
+
+    def save(self, name: str) -> tuple[dict[str, Saved], int | None]:
+        """The state of a stream, and the position from which on its audio is needed."""
+        stream = self._streams.get(name)
+        return ({}, None) if stream is None else ({"revisions": stream.save()}, stream.needs_position)
+
+    def resume(self, name: str, saved: Saved, items: Iterable[Item]) -> None:
+        """Continue from a saved state; `items` is the audio before it that is still needed. Raises BadItem."""
+        stream = self._streams.get(name)
+        if stream is None:
+            return
+        with _readable(name):
+            stream.resume(saved)
+            stream.add_audio(items, self._spec)
+            for one in stream.waiting:
+                self._submit(one, stream)
+
+    def kept_samples(self, name: str) -> int:
+        """Samples of audio that are kept of a stream."""
+        return len(self._streams[name].audio)
+
+    def close(self, name: str) -> Closed | None:
+        """Drop a stream. Returns its end, if that was kept back."""
+        stream = self._streams.pop(name, None)
+        return None if stream is None else stream.closed
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would bring a revision."""
+        return any(
+            stream.waiting[0].result is None or stream.waiting[0].result.done()
+            for stream in self._streams.values()
+            if stream.waiting
+        )
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether revisions are being computed."""
+        return any(stream.waiting for stream in self._streams.values())
+
+    def add_revisions(self, outputs: list[Output]) -> None:
+        """Begin revisions at the ends of parts in the outputs of a step, add those that are done, and keep ends of
+        streams back that wait for one."""
+        if not self._streams:
+            return
+        for output in list(outputs):
+            stream = self._streams.get(getattr(output, "stream", ""))
+            if stream is None:
+                continue
+            if isinstance(output, Text):
+                stream.add_text(output)
+                cut = stream.long_part()
+                if cut is not None:
+                    self._begin(stream, cut)
+            elif isinstance(output, Flushed):
+                output.is_revised = self._begin(stream, output.sample)
+            elif isinstance(output, Closed):
+                self._begin(stream, max(output.sample, stream.audio.end))
+                if stream.waiting:
+                    outputs.remove(output)
+                    stream.closed = output
+        for name, stream in list(self._streams.items()):
+            try:
+                outputs += self._finished(name, stream)
+            except Exception as error:
+                self._end_failed(name, error)
+
+    def _begin(self, stream: RevisedStream, end: int) -> bool:
+        """Decode the part up to this sample again, if that is worthwhile and there is time. Returns whether."""
+        found = stream.part_until(end)
+        if found is None:
+            return False
+        revision, confidence = found
+        if confidence >= SURE or revision.audio[1] - revision.audio[0] > MOST_SAMPLES:
+            return False
+        if sum(len(other.waiting) for other in self._streams.values()) >= MOST_WAITING:
+            self.skipped += 1
+            return False
+        self._submit(revision, stream)
+        stream.waiting.append(revision)
+        return True
+
+    def _submit(self, revision: Revision, stream: RevisedStream) -> None:
+        assert self._reviser is not None
+        first, said = revision.audio[0], list[int]()
+        if revision.context is not None:
+            first, said = revision.context
+        samples = stream.audio.cut(first, revision.audio[1])
+        utterance = EndedUtterance(samples, revision.draft, stream.options, revision.audio[0] - first, said)
+        revision.result = self._reviser.submit(utterance)
+        seconds = PATIENCE_SECONDS + PATIENCE_PER_SECOND * len(samples) / SAMPLE_RATE
+        revision.give_up_ns = self._clock() + int(seconds * 1e9)
+
+    def _finished(self, name: str, stream: RevisedStream) -> Iterator[Output]:
+        while stream.waiting:
+            revision = stream.waiting[0]
+            assert revision.result is not None
+            if revision.result.done():
+                words = self._words(name, revision)
+                self.done += 1
+            elif self._clock() > revision.give_up_ns:
+                revision.result.cancel()
+                words = None
+                self.skipped += 1
+            else:
+                return
+            stream.waiting.popleft()
+            yield Revised(name, revision.start, revision.end, words)
+        if stream.closed is not None:
+            closed, stream.closed = stream.closed, None
+            yield closed
+
+    def _words(self, name: str, revision: Revision) -> list[Word] | None:
+        """The words of a revision; None if the model could not read it, or heard no words where some were streamed."""
+        assert revision.result is not None
+        try:
+            tokens = revision.result.result()
+        except Exception as error:
+            logger.error("stream %s: a final could not be revised", name, exc_info=error)
+            return None
+        rate, first = self._spec.samples_per_position, revision.needs_from
+        words = words_of(tokens, self._vocabulary, lambda position: first + round(position * rate))
+        if self._listener is not None:
+            self._listener.bound_revised(name, words)
+        if words:
+            self.words_changed += self._difference(revision.draft, [timed.token for timed in tokens])
+        return words or None
+
+    def _difference(self, draft: list[int], tokens: list[int]) -> int:
+        """The number of words that differ between two texts."""
+        old, new = (b"".join(self._vocabulary.pieces[token] for token in text).split() for text in (draft, tokens))
+        same = sum(block.size for block in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks())
+        return max(len(old), len(new)) - same
+
+
+@contextmanager
+def _readable(name: str) -> Iterator[None]:
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise BadItem(name, f"its revisions cannot go on from this state: {error!r}") from error

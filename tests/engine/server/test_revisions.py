@@ -1,0 +1,240 @@
+"""Which parts of a stream are decoded again, when, and what happens if that fails or takes too long."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from engine.core.plan import TimedToken
+from engine.errors import BadItem
+from engine.messages import Closed, Flushed, Item, Output, Revised, Text, Word
+from engine.options import REVISED
+from engine.runner.base import EndedUtterance, Reviser
+from engine.server.revisions import (
+    LONG_SAMPLES,
+    MOST_SAMPLES,
+    MOST_WAITING,
+    PATIENCE_SECONDS,
+    UNHEARD_SAMPLES,
+    RecentAudio,
+    Revisions,
+)
+from engine.spec import ModelSpec, Vocabulary
+
+RATE = 16_000
+SPEC = ModelSpec("m", RATE, 1280, rereads_window=True)
+PIECES = [b" one", b" two", b" three", b"."]
+
+
+@dataclass
+class FakeReviser(Reviser):
+    """Keeps what it is asked; the test answers."""
+
+    asked: list[tuple[EndedUtterance, Future[list[TimedToken]]]] = field(default_factory=list)
+
+    def submit(self, utterance: EndedUtterance) -> Future[list[TimedToken]]:
+        self.asked.append((utterance, Future()))
+        return self.asked[-1][1]
+
+
+class Bench:
+    """One engine's revisions, and the clock that they use."""
+
+    def __init__(self, *streams: str) -> None:
+        self.reviser, self.now = FakeReviser(), 0
+        self.failed: list[str] = []
+        self.revisions = Revisions(
+            SPEC, Vocabulary(PIECES), self.reviser, None, lambda: self.now, lambda name, error: self.failed.append(name)
+        )
+        for name in streams or ("s",):
+            self.revisions.open(name, {REVISED: "yes", "keywords": "a\t1"}, live=True)
+
+    def step(self, *outputs: Output) -> list[Output]:
+        made = list(outputs)
+        self.revisions.add_revisions(made)
+        return made
+
+
+def audio(seconds: float, start: float = 0.0) -> list[Item]:
+    """A ramp, so that every sample says where it stands."""
+    positions, first = int(seconds * RATE) // 1280, int(start * RATE) // 1280
+    return [
+        Item(at, 1, at * 1280, b"k", (np.arange(at * 1280, (at + 1) * 1280) % 30_000 / 32768).astype(np.float32))
+        for at in range(first, first + positions)
+    ]
+
+
+def said(word: str, start: float, end: float, *tokens: int, stream: str = "s") -> Text:
+    chances = [(PIECES[token], -0.5) for token in tokens]
+    return Text(stream, f" {word}", [Word(word, int(start * RATE), int(end * RATE), chances)], list(tokens))
+
+
+def test_a_flush_has_the_part_before_it_decoded_again() -> None:
+    bench = Bench()
+    bench.revisions.add_audio("s", audio(4.0))
+    bench.step(said("one", 1.5, 2.0, 0))
+    (flushed,) = bench.step(Flushed("s", 1, 3 * RATE))
+    assert isinstance(flushed, Flushed) and flushed.is_revised and bench.revisions.is_waiting
+    ((utterance, answer),) = bench.reviser.asked
+    assert list(utterance.draft) == [0] and utterance.options == {"keywords": "a\t1"}
+    # A second before the first word, a second after the last one.
+    assert utterance.samples[0] == pytest.approx(0.5 * RATE / 32768) and len(utterance.samples) == 2.5 * RATE
+    assert not bench.revisions.has_work and not bench.step()
+    answer.set_result([TimedToken(1, 12.5, 18.75, -0.1), TimedToken(3, 18.75, 18.75, -0.1)])
+    assert bench.revisions.has_work
+    assert bench.step() == [Revised("s", 0, 3 * RATE, [Word("two.", 24_000, 32_000, [(b" two", -0.1), (b".", -0.1)])])]
+    assert (bench.revisions.done, bench.revisions.words_changed) == (1, 1)
+
+
+def test_a_part_without_words_is_left_alone() -> None:
+    bench = Bench()
+    bench.revisions.add_audio("s", audio(4.0))
+    (flushed,) = bench.step(Flushed("s", 1, 3 * RATE))
+    assert isinstance(flushed, Flushed) and not flushed.is_revised and not bench.reviser.asked
+
+
+def test_the_end_of_a_stream_waits_for_its_last_part() -> None:
+    bench = Bench()
+    bench.revisions.add_audio("s", audio(4.0))
+    assert not bench.step(said("one", 1.5, 2.0, 0), Closed("s", 4 * RATE))[1:]
+    bench.reviser.asked[0][1].set_result([TimedToken(0, 12.5, 18.75, -0.1)])
+    revised, closed = bench.step()
+    assert isinstance(revised, Revised) and isinstance(closed, Closed)
+
+
+def test_what_the_model_takes_for_noise_keeps_its_streamed_words() -> None:
+    bench = Bench()
+    bench.revisions.add_audio("s", audio(4.0))
+    bench.step(said("one", 1.5, 2.0, 0), Flushed("s", 1, 3 * RATE))
+    bench.reviser.asked[0][1].set_result([])
+    assert bench.step() == [Revised("s", 0, 3 * RATE, None)]
+
+
+def test_a_reviser_that_fails_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    bench = Bench("s", "t")
+    for name in ("s", "t"):
+        bench.revisions.add_audio(name, audio(4.0))
+        bench.step(said("one", 1.5, 2.0, 0, stream=name), Flushed(name, 1, 3 * RATE))
+    bench.reviser.asked[0][1].set_exception(RuntimeError("broken"))
+    bench.reviser.asked[1][1].set_result([TimedToken(0, 12.5, 18.75, -0.1)])
+    first, second = bench.step()
+    assert first == Revised("s", 0, 3 * RATE, None) and isinstance(second, Revised) and second.words
+    assert "could not be revised" in caplog.text and not bench.failed
+
+
+def test_late_revisions_are_given_up_and_too_many_are_skipped() -> None:
+    names = [f"s{number}" for number in range(MOST_WAITING + 1)]
+    bench = Bench(*names)
+    told = []
+    for name in names:
+        bench.revisions.add_audio(name, audio(4.0))
+        told += bench.step(said("one", 1.5, 2.0, 0, stream=name), Flushed(name, 1, 3 * RATE))
+    waits = [output.is_revised for output in told if isinstance(output, Flushed)]
+    assert waits == [True] * MOST_WAITING + [False]
+    bench.now = int((PATIENCE_SECONDS + 1) * 1e9)
+    given_up = bench.step()
+    assert [output.words for output in given_up if isinstance(output, Revised)] == [None] * MOST_WAITING
+    assert bench.revisions.skipped == MOST_WAITING + 1 and not bench.revisions.is_waiting
+
+
+def test_long_speech_is_decoded_again_in_parts_at_its_longest_pause() -> None:
+    bench = Bench()
+    made: list[Output] = []
+    for second in range(24):
+        bench.revisions.add_audio("s", audio(1.0, second))
+        # A longer pause before the word of the 13th second.
+        start = second + (0.5 if second == 13 else 0.1)
+        made += bench.step(said("one", start, second + 0.9, 0))
+    ((utterance, _),) = bench.reviser.asked
+    assert len(utterance.samples) == int(13.2 * RATE) and list(utterance.draft) == [0] * 13
+    bench.reviser.asked[0][1].set_result([TimedToken(0, 0.0, 1.0, -0.1)])
+    (revised,) = bench.step()
+    assert isinstance(revised, Revised) and (revised.start, revised.end) == (0, int(13.2 * RATE))
+
+
+@settings(deadline=None)
+@given(st.lists(st.floats(0.05, 0.9), min_size=30, max_size=90), st.data())
+def test_no_part_is_longer_than_the_model_can_read_and_memory_is_bounded(
+    pauses: list[float], data: st.DataObject
+) -> None:
+    bench = Bench()
+    at, fed = 0.2, 0.0
+    for pause in pauses:
+        length = data.draw(st.floats(0.1, 1.2))
+        while fed < at + pause + length:
+            bench.revisions.add_audio("s", audio(0.8, fed))
+            fed += 0.8
+        bench.step(said("one", at + pause, at + pause + length, 0))
+        at += pause + length
+        for utterance, answer in bench.reviser.asked:
+            assert len(utterance.samples) <= MOST_SAMPLES
+            if not answer.done():
+                answer.set_result([])
+        bench.step()
+    saved, _ = bench.revisions.save("s")
+    assert len(saved["revisions"]["words"]) * 0.15 * RATE <= LONG_SAMPLES + MOST_SAMPLES
+    assert bench.revisions.kept_samples("s") <= LONG_SAMPLES + UNHEARD_SAMPLES + 4 * RATE
+
+
+@settings(deadline=None)
+@given(st.integers(0, 7))
+def test_a_stream_resumed_at_any_moment_has_the_same_parts_decoded_again(at: int) -> None:
+    steps = [
+        (audio(0.8, second * 0.8), [said("one", second * 0.8 + 0.1, second * 0.8 + 0.7, 0)]) for second in range(6)
+    ]
+    steps[3][1].append(Flushed("s", 1, int(3.2 * RATE)))  # type: ignore[arg-type]
+    steps.append((audio(0.8, 4.8), [Flushed("s", 2, int(5.6 * RATE))]))  # type: ignore[list-item]
+
+    def run(bench: Bench, part: list[tuple[list[Item], list[Text]]]) -> None:
+        for items, outputs in part:
+            bench.revisions.add_audio("s", items)
+            bench.step(*outputs)
+
+    alone = Bench()
+    run(alone, steps)
+    first, second = Bench(), Bench()
+    run(first, steps[:at])
+    state, position = first.revisions.save("s")
+    items = [item for items, _ in steps[:at] for item in items if position is not None and item.offset >= position]
+    second.revisions.resume("s", state["revisions"], items)
+    asked = len(second.reviser.asked)
+    run(second, steps[at:])
+    before = [] if asked else first.reviser.asked
+    found = [(u.draft, u.samples.tobytes()) for u, _ in (*before, *second.reviser.asked)]
+    assert found == [(u.draft, u.samples.tobytes()) for u, _ in alone.reviser.asked]
+
+
+@pytest.mark.parametrize("state", [{}, {"start": 0, "tokens": [], "words": [[1]], "waiting": []}, {"start": None}])
+def test_a_state_that_cannot_be_read_is_refused(state: dict[str, object]) -> None:
+    with pytest.raises(BadItem, match="revisions cannot go on"):
+        Bench().revisions.resume("s", state, [])
+
+
+def test_uploads_and_streams_that_did_not_ask_are_not_decoded_again() -> None:
+    bench = Bench()
+    bench.revisions.open("file", {REVISED: "yes"}, live=False)
+    bench.revisions.open("plain", {}, live=True)
+    for name in ("file", "plain"):
+        bench.revisions.add_audio(name, audio(2.0))
+        flushed = Flushed(name, 1, 2 * RATE)
+        assert bench.step(said("one", 0.5, 1.0, 0, stream=name), flushed)[-1] is flushed and not flushed.is_revised
+
+
+@settings(deadline=None)
+@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.integers(0, 20_000), st.integers(0, 20_000))
+def test_recent_audio_is_the_same_however_it_was_cut(cuts: list[int], start: int, length: int) -> None:
+    ramp = (np.arange(sum(cuts)) % 30_000 / 32768).astype(np.float32)
+    kept, at = RecentAudio(), 0
+    for cut in cuts:
+        kept.add(at, ramp[at : at + cut])
+        at += cut
+    expected: NDArray[np.float32] = np.zeros(length, np.float32)
+    there = ramp[start : start + length]
+    expected[: len(there)] = there
+    assert kept.cut(start, start + length) == pytest.approx(expected, abs=2e-5)
