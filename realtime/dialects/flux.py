@@ -44,7 +44,7 @@ from realtime.session.settings import (
     Settings,
     TurnDetection,
 )
-from realtime.session.words import languages_of, text_of
+from realtime.session.words import languages_of
 
 # The name of Deepgram's English model; with any other name the language is detected, if the model can.
 ENGLISH = "flux-general-en"
@@ -64,6 +64,8 @@ def read_flux_query(query: Mapping[str, str], pairs: Pairs = ()) -> Settings:
     check_query(query, pairs)
     model = query.get("model") or None
     return Settings(
+        # The end of a turn has the words of its probable end, and does not wait for a second pass.
+        finals=STREAMED_FINALS,
         format=raw_format(query) or AudioFormat("audio/webm", 48_000, binary=True),
         model=model,
         language="en" if model == ENGLISH else None,
@@ -218,9 +220,6 @@ class FluxDialect:
 
     def _completed(self, event: Completed, settings: Settings) -> list[Json]:
         self._end = max(self._end, event.end)
-        if event.is_revised:
-            self._words = [word for word in event.words if word.start + word.end >= 2 * self._start]
-            self._text = text_of(self._words).lstrip()
         # Without a confidence, the client has ended the turn or the audio.
         trigger = "manual" if event.confidence is None else "timeout" if event.timeout else "model"
         if event.goes_on:
