@@ -40,6 +40,7 @@ from realtime.session.settings import (
     EAGER_EOT_THRESHOLDS,
     EOT_THRESHOLDS,
     EOT_TIMEOUTS_MS,
+    STREAMED_FINALS,
     AudioFormat,
     Settings,
     TurnDetection,
