@@ -13,6 +13,7 @@ Exit status: 0 done, 1 the engine failed, 2 the manifest or the model cannot be 
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import sys
 import tempfile
@@ -78,6 +79,8 @@ Figures = dict[str, Any]
 def warm_loop(model: str, streams: int, threads: int = 1) -> EngineLoop:
     loop = build_loop(EngineConfig(model, "cpu", max_streams=streams, threads=threads))
     warm_up(loop)
+    # Threads that compute must not outlive the interpreter.
+    atexit.register(loop.close)
     return loop
 
 
