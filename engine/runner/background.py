@@ -10,7 +10,8 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from concurrent.futures import Future
-from queue import SimpleQueue
+from contextlib import suppress
+from queue import Empty, SimpleQueue
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -50,6 +51,9 @@ class BackgroundModel(Generic[Result]):
 
     def close(self) -> None:
         """Stop; tasks that wait are not computed."""
+        with suppress(Empty):
+            while (task := self._queue.get_nowait()) is not None:
+                task[1].cancel()
         for _ in self._running:
             self._queue.put(None)
         for thread in self._running:

@@ -415,6 +415,7 @@ class EngineLoop:
             if message.ends_speech:
                 self._listener.end_speech(message.stream)
                 self._questions.end_at(message.stream, message.tag)
+                self.revisions.end_at(message.stream, message.tag)
         self._cut.flush(message)
 
     def _change_turns(self, message: ChangeTurns, now: int) -> None:

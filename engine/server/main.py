@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from uuid import uuid4
@@ -82,19 +83,18 @@ def run_engine(
     check_address(address)
     began = time.perf_counter()
     loop = build()
-    logger.info("the model is loaded after %.1f s", time.perf_counter() - began)
-    if warm:
-        began = time.perf_counter()
-        warm_up(loop)
-        logger.info("the model is warm after %.1f s", time.perf_counter() - began)
-    calm_collector()
-    keys = None if fleet_secret is None else LinkKeys.from_secret(fleet_secret)
-    socket = EngineSocket(zmq.Context.instance(), address, keys)
     try:
-        logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)
-        EngineHost(loop, socket, uuid4().hex, time.monotonic, record).serve(stop, drain)
+        logger.info("the model is loaded after %.1f s", time.perf_counter() - began)
+        if warm:
+            began = time.perf_counter()
+            warm_up(loop)
+            logger.info("the model is warm after %.1f s", time.perf_counter() - began)
+        calm_collector()
+        keys = None if fleet_secret is None else LinkKeys.from_secret(fleet_secret)
+        with closing(EngineSocket(zmq.Context.instance(), address, keys)) as socket:
+            logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)
+            EngineHost(loop, socket, uuid4().hex, time.monotonic, record).serve(stop, drain)
     finally:
-        socket.close()
         loop.close()
 
 

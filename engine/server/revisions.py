@@ -150,6 +150,8 @@ class RevisedStream:
     tokens: list[int] = field(default_factory=list)
     # The audio and the tokens of the last part, as long as they may be context for the next one.
     previous: tuple[int, int, list[int]] | None = None
+    # Flushes at which the client ended a turn or dropped it: nothing before them is context.
+    borders: set[int] = field(default_factory=set)
     waiting: deque[Revision] = field(default_factory=deque)
     # The end of the stream, which waits for its last revision.
     closed: Closed | None = None
@@ -189,6 +191,11 @@ class RevisedStream:
             self.items.popleft()
         return self.items[0][1] if self.items else None
 
+    @property
+    def is_silent(self) -> bool:
+        """Whether a long silence has followed the last word: its audio need not be kept for a flush."""
+        return bool(self.words) and self.audio.end - self.words[-1].end > LONG_SAMPLES
+
     def long_part(self) -> int | None:
         """The sample at which audio that goes on for long is cut: in the longest pause between two words."""
         if not self.words or self.words[-1].end - self._from() < LONG_SAMPLES:
@@ -206,7 +213,7 @@ class RevisedStream:
         words, self.words = self.words[:count], self.words[count:]
         tokens = sum(word.tokens for word in words) if self.words else len(self.tokens)
         draft, self.tokens = self.tokens[:tokens], self.tokens[tokens:]
-        start, self.start = self.start, end
+        start, self.start = self.start, max(self.start, end)
         if not words:
             return None
         audio = max(start, words[0].start - MARGIN_SAMPLES), min(end, words[-1].end + MARGIN_SAMPLES)
@@ -226,12 +233,14 @@ class RevisedStream:
             "words": [[word.start, word.end, word.tokens, word.confidence] for word in self.words],
             "tokens": list(self.tokens),
             "previous": self.previous,
+            "borders": list(self.borders),
             "waiting": [one.save() for one in self.waiting],
         }
 
     def resume(self, saved: Saved) -> None:
         self.start, self.tokens = saved["start"], list(saved["tokens"])
         self.words = [StreamedWord(*word) for word in saved["words"]]
+        self.borders = set(saved["borders"])
         if saved["previous"] is not None:
             first, last, tokens = saved["previous"]
             self.previous = first, last, list(tokens)
@@ -271,6 +280,11 @@ class Revisions:
         if stream is not None:
             stream.add_audio(items, self._spec)
 
+    def end_at(self, name: str, tag: int) -> None:
+        """The client has ended or dropped a turn with this flush."""
+        if name in self._streams:
+            self._streams[name].borders.add(tag)
+
     def save(self, name: str) -> tuple[dict[str, Saved], int | None]:
         """The state of a stream, and the position from which on its audio is needed."""
         stream = self._streams.get(name)
@@ -294,16 +308,17 @@ class Revisions:
     def close(self, name: str) -> Closed | None:
         """Drop a stream. Returns its end, if that was kept back."""
         stream = self._streams.pop(name, None)
+        for revision in stream.waiting if stream is not None else ():
+            if revision.result is not None:
+                revision.result.cancel()
         return None if stream is None else stream.closed
 
     @property
     def has_work(self) -> bool:
         """Whether a step would bring a revision."""
-        return any(
-            stream.waiting[0].result is None or stream.waiting[0].result.done()
-            for stream in self._streams.values()
-            if stream.waiting
-        )
+        now = self._clock()
+        oldest = [stream.waiting[0] for stream in self._streams.values() if stream.waiting]
+        return any(one.result is None or one.result.done() or now > one.give_up_ns for one in oldest)
 
     @property
     def is_waiting(self) -> bool:
@@ -317,25 +332,31 @@ class Revisions:
             return
         for output in list(outputs):
             stream = self._streams.get(getattr(output, "stream", ""))
-            if stream is None:
-                continue
-            if isinstance(output, Text):
-                stream.add_text(output)
-                cut = stream.long_part()
-                if cut is not None:
-                    self._begin(stream, cut)
-            elif isinstance(output, Flushed):
-                output.is_revised = self._begin(stream, output.sample)
-            elif isinstance(output, Closed):
-                self._begin(stream, max(output.sample, stream.audio.end))
-                if stream.waiting:
-                    outputs.remove(output)
-                    stream.closed = output
+            if stream is not None and self._is_held(output, stream):
+                outputs.remove(output)
         for name, stream in list(self._streams.items()):
             try:
+                if stream.is_silent:
+                    self._begin(stream, stream.words[-1].end + MARGIN_SAMPLES)
                 outputs += self._finished(name, stream)
             except Exception as error:
                 self._end_failed(name, error)
+
+    def _is_held(self, output: Output, stream: RevisedStream) -> bool:
+        """Take an output of the stream. Returns whether it is kept back until the last revision is done."""
+        if isinstance(output, Text):
+            stream.add_text(output)
+            cut = stream.long_part()
+            if cut is not None:
+                self._begin(stream, cut)
+        elif isinstance(output, Flushed):
+            output.is_revised = self._begin(stream, output.sample)
+            if output.tag in stream.borders:
+                stream.borders, stream.previous = set(), None
+        elif isinstance(output, Closed):
+            self._begin(stream, max(output.sample, stream.audio.end))
+            stream.closed = output if stream.waiting else None
+        return stream.closed is output
 
     def _begin(self, stream: RevisedStream, end: int) -> bool:
         """Decode the part up to this sample again, if that is worthwhile and there is time. Returns whether."""

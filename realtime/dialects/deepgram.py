@@ -381,6 +381,8 @@ class DeepgramDialect:
         self._finalized: set[str] = set()
         # End of the last final result in samples; the next one begins there at the earliest.
         self._final_until = 0
+        # End of the last final result of the current turn.
+        self._segment_until = 0
         # First sample of the text that is not final yet.
         self._start = 0
 
@@ -471,10 +473,11 @@ class DeepgramDialect:
             cut = max(cut, self._text.find(word.text, cut) + len(word.text))
         text, end = self._text[:cut], max(start, words[-1].end)
         self._text, self._words, self._final_until = self._text[cut:].lstrip(), rest, end
+        self._segment_until = end
         return self._result(text, words, start, end, final=True)
 
     def _completed(self, event: Completed) -> list[Json]:
-        final_until, start = self._final_until, max(event.start, self._final_until)
+        start = max(event.start, self._final_until)
         end = self._final_until = max(start, event.end)
         finalize = event.item_id in self._finalized
         spoken = bool(event.words) and not event.goes_on
@@ -482,7 +485,7 @@ class DeepgramDialect:
         self._label(event.words)
         text, words = self._text, self._words
         if event.is_revised:
-            words = [word for word in event.words if word.start + word.end >= 2 * final_until]
+            words = [word for word in event.words if word.start + word.end >= 2 * self._segment_until]
             text = text_of(words).lstrip()
         self._forget(event.item_id)
         ends = spoken and not finalize and self._query.endpoints
@@ -497,7 +500,7 @@ class DeepgramDialect:
         """Drop the state of a turn that has ended."""
         self._finalized.discard(item_id)
         self._starts.pop(item_id, None)
-        self._text, self._words = "", []
+        self._text, self._words, self._segment_until = "", [], 0
 
     def _result(
         self,

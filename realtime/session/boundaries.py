@@ -544,7 +544,9 @@ class Boundaries:
             self._hear_utterance(watch, heard)
 
     def _hear_utterance(self, watch: UtteranceWatch, heard: int) -> None:
-        self._end_utterance(watch.ended(heard))
+        # A final that waits for labels or a revision comes first.
+        if not self.turns.finishing:
+            self._end_utterance(watch.ended(heard))
         # As in `flush_ended`: audio without probabilities may end within a word, and a flush would cut it.
         if self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate:
             paused = watch.ask(heard)
@@ -557,7 +559,8 @@ class Boundaries:
         self._announce_probable_end()
         if self._utterances is not None:
             self._utterances.settle(sample)
-            self._end_utterance(self._utterances.ended(self.audio.covered))
+            if not self.turns.finishing:
+                self._end_utterance(self._utterances.ended(self.audio.covered))
 
     def flush_ended(self) -> None:
         """Flush the engine for turns that speech detection has ended.

@@ -503,6 +503,7 @@ class Session:
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
         self._boundaries.send_events(self._turns.settle(), now)
+        self._turns.forget_awaited()
         self._engine_start = event.base
 
     def _resolve(self, waiting: Waiting, now: float) -> None:
@@ -524,6 +525,7 @@ class Session:
         """Continue with a new stream; if text is outstanding, flush the new one."""
         self._effects.append(self._stall.reanchor(self.appended, now))
         self._marks.clear()
+        self._turns.forget_awaited()
         if self._turns.ended or self._waiting:
             self._flush()
 

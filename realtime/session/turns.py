@@ -299,8 +299,18 @@ class Turns:
     def revise(self, start: int, end: int, words: list[TimedWord] | None) -> None:
         """The engine has revised the words between two samples; None: it gave up."""
         self._awaited = [awaited for awaited in self._awaited if awaited > end]
-        if words is not None:
+        known = any(part.start < end and start < part.end for part in self._revised)
+        if words is not None and not known and self._needs(end):
             self._revised.append(RevisedPart(start, end, words))
+
+    def forget_awaited(self) -> None:
+        """The engine stream that announced revisions is gone: none of them comes."""
+        self._awaited.clear()
+
+    def _needs(self, end: int) -> bool:
+        """Whether words before this sample belong to a turn that is not complete."""
+        turns = (*self.finishing, *self.ended, self.current)
+        return any(turn is not None and turn.start - self._stray_samples < end for turn in turns)
 
     def _awaits_revision(self, turn: Turn) -> bool:
         return any(end > turn.start for end in self._awaited)
@@ -322,6 +332,7 @@ class Turns:
         for turn in failed:
             turn.move(TurnState.FAILED)
         self.ended.clear()
+        self.forget_awaited()
         self._cutter.cut_loose()
         return failed
 
@@ -406,8 +417,10 @@ class Turns:
         transcript, final, is_revised = "".join(turn.sent), turn.words, False
         if any(_is_in(part, word) for part in self._revised for word in turn.words):
             final, is_revised = self._with_revisions(turn), True
-            transcript = text_of(final)
-            transcript = transcript.lstrip() if self.trim_start else transcript
+        if is_revised and not final:
+            final, is_revised = turn.words, False
+        if is_revised:
+            transcript = text_of(final).lstrip() if self.trim_start else text_of(final)
         if turn.words:
             self._said_until = turn.words[-1].end
         while self._revised and self._revised[0].end <= turn.end:
@@ -440,13 +453,14 @@ class Turns:
         later = [word.start for other in (*self.finishing, *self.ended, self.current) if other for word in other.words]
         later += [word.start for _, word in self._stray]
         low = (self._said_until + first.start) // 2
-        high = (last.end + min(later)) // 2 if later else None
+        assert turn.end is not None
+        high = min([turn.end, *([(last.end + min(later)) // 2] if later else [])])
         parts = [part for part in self._revised if any(_is_in(part, word) for word in turn.words)]
         words = [word for word in turn.words if not any(_is_in(part, word) for part in parts)]
         for part in parts:
             for word in part.words:
                 middle = (word.start + word.end) // 2
-                if middle >= low and (high is None or middle < high):
+                if low <= middle < high:
                     words.append(word)
         words.sort(key=lambda word: word.start)
         return [self._as_written(word, turn) for word in words[:1]] + words[1:]

@@ -38,7 +38,8 @@ class RevisingStream(FakeStream):
             for word in said
         ]
         said.clear()
-        revised = messages.Revised(self.id, 0, self.samples, words)
+        start, self.__dict__["revised_until"] = self.__dict__.get("revised_until", 0), self.samples
+        revised = messages.Revised(self.id, start, self.samples, words)
         if isinstance(output, messages.Flushed):
             output.is_revised = True
             super()._put(output)

@@ -11,11 +11,14 @@ leave free.
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from math import inf
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 
 import torch
 from torch.nn.functional import pad
@@ -35,9 +38,12 @@ from engine.runner.windowed.stability import (
     is_noise,
     loop_start,
     spans,
+    starts_word,
     steady,
     without_second_mark,
 )
+
+logger = logging.getLogger(__name__)
 
 SAMPLE_RATE = 16_000
 
@@ -66,6 +72,8 @@ class UtteranceReviser(Reviser):
         ]
         for thread in self._threads:
             thread.start()
+        # A thread that computes must not outlive the interpreter.
+        atexit.register(self.close)
 
     def submit(self, utterance: EndedUtterance) -> Future[list[TimedToken]]:
         found: Future[list[TimedToken]] = Future()
@@ -73,6 +81,10 @@ class UtteranceReviser(Reviser):
         return found
 
     def close(self) -> None:
+        atexit.unregister(self.close)
+        with suppress(Empty):
+            while (task := self._queue.get_nowait()) is not None:
+                task[1].cancel()
         for _ in self._threads:
             self._queue.put(None)
         for thread in self._threads:
@@ -83,7 +95,10 @@ class UtteranceReviser(Reviser):
         reader.number = number
         give_way()
         with torch.inference_mode():
-            make_plans(self._model)
+            try:
+                make_plans(self._model)
+            except Exception as error:  # the plans are made with the first utterance then, or that fails
+                logger.error("the second pass could not be prepared", exc_info=error)
             while (task := self._queue.get()) is not None:
                 utterance, found = task
                 if not found.set_running_or_notify_cancel():
@@ -101,6 +116,8 @@ class UtteranceReviser(Reviser):
         samples = pad(samples, (0, max(0, model.min_samples - samples.shape[1])))
         encoded = model.encode(samples, [samples.shape[1]])
         room = model.max_tokens - len(model.start_tokens) - len(said) - 1
+        if room < 1:
+            return []
         seconds = len(utterance.samples) / SAMPLE_RATE
         most = max(1, min(room, round(seconds * self._policy.tokens_per_second) + 4 - len(said)))
         tree = self._keywords.lazy_tree(utterance.options)
@@ -116,14 +133,31 @@ class UtteranceReviser(Reviser):
         self._decoder.run([row], encoded)
         return self._timed(row, utterance)
 
+    def _after_context(self, tokens: list[int], places: list[float], start: float) -> int:
+        """The number of leading tokens that belong to the context: words that were not among its streamed ones.
+
+        One token alone may attend to anything, so it counts only together with the next one.
+        """
+        count = 0
+        while count + 1 < len(tokens) and max(places[count : count + 2]) < start:
+            count += 1
+        # A mark at the beginning belongs to the context too.
+        while start and count < len(tokens) and not starts_word(self._pieces[tokens[count]]):
+            count += 1
+        return count
+
     def _timed(self, row: Row, utterance: EndedUtterance) -> list[TimedToken]:
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         start, end = utterance.start / SAMPLES_PER_POSITION, len(utterance.samples) / SAMPLES_PER_POSITION
-        places = steady([peak * scale for peak in row.peaks], start)
-        new = [HypothesisToken(*each) for each in zip(row.tokens, places, row.log_probabilities, strict=True)]
-        loop = loop_start(row.committed + row.tokens)
-        if loop is not None:
-            new = new[: max(0, loop - len(row.committed))]
+        if not row.ended or loop_start(row.committed + row.tokens) is not None:
+            return []  # the text was not decoded to its end
+        raw = [peak * scale for peak in row.peaks]
+        first = self._after_context(row.tokens, raw, start)
+        places = steady(raw[first:], start)
+        new = [
+            HypothesisToken(*each)
+            for each in zip(row.tokens[first:], places, row.log_probabilities[first:], strict=True)
+        ]
         new = without_second_mark(row.committed, new, self._pieces)
         text = b"".join(self._pieces[token] for token in row.tokens)
         if is_noise(text, row.log_probabilities, self._policy.doubt):

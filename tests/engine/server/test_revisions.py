@@ -216,6 +216,41 @@ def test_a_state_that_cannot_be_read_is_refused(state: dict[str, object]) -> Non
         Bench().revisions.resume("s", state, [])
 
 
+def test_a_word_and_hours_of_silence_keep_little_audio() -> None:
+    bench = Bench()
+    bench.revisions.add_audio("s", audio(2.0))
+    bench.step(said("one", 0.5, 1.0, 0))
+    for second in range(2, 200):
+        bench.revisions.add_audio("s", audio(1.0, second))
+        bench.step()
+        for _, answer in bench.reviser.asked:
+            if not answer.done():
+                answer.set_result([])
+    assert len(bench.reviser.asked) == 1 and bench.revisions.kept_samples("s") <= LONG_SAMPLES + UNHEARD_SAMPLES
+
+
+def test_a_revision_is_given_up_though_nothing_else_happens_and_is_cancelled_with_its_stream() -> None:
+    bench = Bench()
+    bench.revisions.add_audio("s", audio(4.0))
+    bench.step(said("one", 1.5, 2.0, 0), Flushed("s", 1, 3 * RATE))
+    bench.now = int((PATIENCE_SECONDS + 1) * 1e9)
+    assert bench.revisions.has_work
+    bench.revisions.close("s")
+    assert bench.reviser.asked[0][1].cancelled()
+
+
+def test_a_turn_that_the_client_ended_is_no_context() -> None:
+    for border in (False, True):
+        bench = Bench()
+        bench.revisions.add_audio("s", audio(6.0))
+        if border:
+            bench.revisions.end_at("s", 1)
+        bench.step(said("one", 0.5, 1.0, 0), Flushed("s", 1, int(1.5 * RATE)))
+        bench.step(said("two", 2.5, 3.0, 1), Flushed("s", 2, 4 * RATE))
+        (_, _), (utterance, _) = bench.reviser.asked
+        assert list(utterance.said) == ([] if border else [0]) and bool(utterance.start) != border
+
+
 def test_uploads_and_streams_that_did_not_ask_are_not_decoded_again() -> None:
     bench = Bench()
     bench.revisions.open("file", {REVISED: "yes"}, live=False)

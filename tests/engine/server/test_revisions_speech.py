@@ -29,6 +29,7 @@ from engine.messages import (
     Text,
 )
 from engine.options import DEFAULT_MODEL, REVISED, EngineConfig
+from engine.runner.base import EndedUtterance
 from engine.server import revisions
 from engine.server.loop import EngineLoop
 from engine.server.main import build_loop
@@ -129,3 +130,18 @@ def test_a_final_is_the_same_after_its_stream_was_rebuilt(loop: EngineLoop, reco
         again += play("d", [[item for item in sent if item.offset >= state.position], *packets[lost_at:]])
         again += run(loop, Flush("d", 1), Finish("d"))
         assert text_of(finals(again)) == text_of(finals(expected)) != ""
+
+
+def test_words_of_the_context_do_not_come_again(loop: EngineLoop, recording: NDArray[np.float32]) -> None:
+    reviser, pieces = loop.runner.reviser, loop.runner.vocabulary.pieces
+    assert reviser is not None
+    sound = recording[: 8 * 16_000]
+    whole = reviser.submit(EndedUtterance(sound, [], {})).result(60)
+    sentence = next(at for at, timed in enumerate(whole) if pieces[timed.token] == b".") + 1
+    start = int(whole[sentence].start * 1280)
+    for missing in (0, 1, 2, 5):
+        said = [timed.token for timed in whole[: sentence - missing]]
+        found = reviser.submit(EndedUtterance(sound, [], {}, start, said)).result(60)
+        text = b"".join(pieces[timed.token] for timed in found)
+        assert text.startswith(b" It was the age of wisdom"), f"{missing} tokens of the context are missing: {text!r}"
+        assert found[0].start * 1280 >= start - 1280

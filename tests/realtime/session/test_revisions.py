@@ -13,7 +13,7 @@ from engine import messages
 from engine.options import REVISED, Options
 from engine.spec import ModelSpec
 from realtime.session.core import SavedSession, Session
-from realtime.session.events import Commit, Completed, Delta, End, Event, Tick
+from realtime.session.events import Clear, Commit, Completed, Delta, End, EngineSwitched, Event, Tick
 from realtime.session.settings import BETTER_FINALS, STREAMED_FINALS, Settings
 from realtime.session.turns import REVISION_SECONDS
 from tests.realtime.session.test_core import RATE, Driver, append, counter, word
@@ -109,6 +109,51 @@ def test_parts_of_a_long_turn_are_joined_and_words_outside_of_them_stay() -> Non
     drive(revised(3.0, better("One", 0.2, 0.8)), Commit(), flushed(9.0))
     (done,) = completed(drive(revised(9.0, better("free.", 8.0, 8.6), start=6.0)))
     assert done.transcript == "One two free."
+
+
+def test_the_same_revision_twice_counts_once() -> None:
+    drive = turn()
+    again = revised(3.0, better("Good.", 0.2, 0.6))
+    drive(again)
+    assert not completed(drive(flushed(3.0)))
+    (done,) = completed(drive(again))
+    assert done.transcript == "Good."
+
+
+def test_a_turn_to_which_no_revised_word_falls_keeps_its_streamed_words() -> None:
+    drive = Driver(Session(NO_TURNS, RATE, counter()))
+    drive(append(3.0), word("good", 0.2, 0.6), Commit(), flushed(3.0))
+    (done,) = completed(drive(revised(3.0, better("late", 3.1, 3.5))))
+    assert done.transcript == "good" and not done.is_revised
+
+
+def test_a_final_does_not_wait_for_a_stream_that_was_replaced() -> None:
+    drive = turn()
+    assert not completed(drive(flushed(3.0)))
+    (done,) = completed(drive(EngineSwitched(3 * RATE)))
+    assert done.transcript == "good mourning"
+
+
+def test_a_failed_stream_leaves_nothing_to_wait_for() -> None:
+    drive = turn()
+    drive(flushed(3.0), messages.Failed("s", "StreamFailed", "broken"))
+    assert drive.core.final_due is None
+
+
+def test_cleared_words_do_not_come_back_with_a_revision() -> None:
+    drive = Driver(Session(NO_TURNS, RATE, counter()))
+    drive(append(2.0), word("hello", 0.2, 0.8), Commit(), append(2.0), Clear())
+    drive(word("secret", 2.6, 3.2), flushed(2.0, is_revised=False), flushed(4.0))
+    parts = better("Hello", 0.2, 0.8), better("secret", 2.6, 3.2)
+    assert not [done for done in completed(drive(revised(4.0, *parts))) if "secret" in done.transcript]
+
+
+def test_revisions_of_cleared_turns_are_not_kept() -> None:
+    drive = Driver(Session(NO_TURNS, RATE, counter()))
+    for second in range(50):
+        drive(append(1.0), Clear(), flushed(second + 1.0))
+        drive(revised(second + 1.0, better("x", second + 0.2, second + 0.4), start=float(second)))
+    assert len(msgspec.json.encode(drive.core.save())) < 4_000
 
 
 @pytest.mark.parametrize("trim", [True, False])
