@@ -210,7 +210,7 @@ class SessionPlayer(Player):
         for command in super().due(now, computed):
             if isinstance(command, Feed):
                 rate = self._spec.samples_per_position
-                heard = sum(item.length * rate if item.samples is None else item.samples for item in command.items)
+                heard = sum(item.covered_samples(rate) for item in command.items)
                 self._handle(Append(np.zeros(heard, np.float32), heard, heard * 1000 / SAMPLE_RATE), now)
             elif isinstance(command, Finish):
                 self._handle(End(), now)

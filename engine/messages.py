@@ -356,8 +356,8 @@ SpeechEvent = SpeechStarted | SpeechPaused | SpeechResumed | SpeechEnded | TurnS
 
 
 class Speech(Message, tag="speech"):
-    """What the engine has found in the next frames, the first of which starts at `sample`: the events of speech, the
-    state of the speech track after the last frame, and how many of the samples are surely speech (`spoken`).
+    """The speech in the next frames of a stream; the first frame starts at `sample`. The message has the events of
+    speech, the state of the speech track after the last frame, and how many samples are surely speech (`spoken`).
 
     `probabilities`, one for each frame, are for measurements. Only the speech track compares them with thresholds.
     """

@@ -158,7 +158,7 @@ class RevisedStream:
 
     def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
         for item in items:
-            count = item.length * spec.samples_per_position if item.samples is None else item.samples
+            count = item.covered_samples(spec.samples_per_position)
             self.items.append((item.sample, item.offset))
             if item.payload is None or item.payload.ndim > 1:
                 self.audio.add(item.sample, count)

@@ -43,7 +43,7 @@ class RecentAudio:
 
     def add(self, items: Iterable[Item], spec: ModelSpec) -> None:
         for item in items:
-            count = item.length * spec.samples_per_position if item.samples is None else item.samples
+            count = item.covered_samples(spec.samples_per_position)
             samples = None
             if item.payload is not None and item.payload.ndim == 1:
                 samples = item.payload[spec.look_back_samples : spec.look_back_samples + count]
