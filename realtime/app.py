@@ -114,6 +114,9 @@ class Server(uvicorn.Server):
             for connection in list(self.server_state.connections):
                 connection.transport.abort()
         await asyncio.gather(draining, return_exceptions=True)
+        if self.gateway.audience is not None:
+            # After the drain, so that viewers get the last words.
+            await self.gateway.audience.close()
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()  # `super().shutdown` skips it in this case
@@ -339,6 +342,7 @@ def share_of(config: Config) -> Config:
         uploads_waiting=-(-limits.uploads_waiting // workers),
         spool_bytes=limits.spool_bytes // workers,
         inject_bytes=limits.inject_bytes // workers,
+        viewers=-(-limits.viewers // workers),
     )
     return replace(config, limits=share)
 

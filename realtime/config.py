@@ -218,6 +218,8 @@ class LimitsConfig:
     uploads_waiting: int = 16
     # Bytes that all uploaded files together may take on disk (TMPDIR) until they are transcribed.
     spool_bytes: int = 4 * 1024 * 1024 * 1024
+    # Connections that may read published sessions; further ones are refused. 0: sessions cannot be published.
+    viewers: int = 2000
 
 
 @dataclass(frozen=True, slots=True)

@@ -40,7 +40,16 @@ from realtime.session.events import (
     UtteranceEnded,
     WordsLabelled,
 )
-from realtime.session.settings import G711_RATE, MAX_RATE, MIN_RATE, AudioFormat, Settings, TurnDetection
+from realtime.session.settings import (
+    G711_RATE,
+    MAX_RATE,
+    MIN_RATE,
+    NAME_RULE,
+    PUBLISHED_NAME,
+    AudioFormat,
+    Settings,
+    TurnDetection,
+)
 from realtime.session.words import languages_of, text_of
 
 # Clients often send tiny values, but a shorter pause occurs within sentences.
@@ -82,6 +91,7 @@ READ_ONCE = (
     "diarize",
     "utterances",
     "utt_split",
+    "publish",
 )
 
 
@@ -115,6 +125,18 @@ class FileQuery:
 Pairs = Sequence[tuple[str, str]]
 
 
+def published_name(query: Mapping[str, str], channels: int = 1) -> str | None:
+    """The name under which the session is published (an extension of Deepgram's API). Raises Refusal."""
+    name = query.get("publish")
+    if name is None:
+        return None
+    if not PUBLISHED_NAME.fullmatch(name):
+        raise refused("publish", f"'publish' must be a name. {NAME_RULE}")
+    if channels > 1:
+        raise refused("publish", "Only a session with one channel can be published.")
+    return name
+
+
 def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuery:
     """The options of a socket. Raises Refusal for unsupported audio and for options that must not be ignored."""
     check_query(query, pairs)
@@ -131,6 +153,7 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
         # Deepgram finds utterance ends in interim results, so without them it reports none.
         utterance_end_ms=utterance_end_ms if interim_results else None,
         speakers=_is_true(query, "diarize"),
+        publish=published_name(query, channels),
     )
     return ListenQuery(
         settings,

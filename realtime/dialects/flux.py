@@ -15,7 +15,15 @@ from dataclasses import replace
 from typing import Any
 
 from realtime.dialects.base import Json, Nothing, Request, SessionFacts
-from realtime.dialects.deepgram import Pairs, check_query, mean_confidence, raw_format, refused, seconds
+from realtime.dialects.deepgram import (
+    Pairs,
+    check_query,
+    mean_confidence,
+    published_name,
+    raw_format,
+    refused,
+    seconds,
+)
 from realtime.errors import ClientFault
 from realtime.numbers import decimal_number, whole_number
 from realtime.session.events import (
@@ -50,7 +58,7 @@ from realtime.session.words import languages_of
 # The name of Deepgram's English model; with any other name the language is detected, if the model can.
 ENGLISH = "flux-general-en"
 # Parameters that may appear only once.
-READ_ONCE = ("model", "encoding", "sample_rate", "eot_threshold", "eager_eot_threshold", "eot_timeout_ms")
+READ_ONCE = ("model", "encoding", "sample_rate", "eot_threshold", "eager_eot_threshold", "eot_timeout_ms", "publish")
 # Event ids for the events that these client messages cause.
 FORCE = "force_end_turn"
 CONFIGURE = "configure"
@@ -75,6 +83,7 @@ def read_flux_query(query: Mapping[str, str], pairs: Pairs = ()) -> Settings:
         turn_detection=_turn_detection(query),
         turns_chosen=True,
         minimum_commit_ms=0,
+        publish=published_name(query),
     )
 
 

@@ -52,6 +52,8 @@ from realtime.session.settings import (
     INCLUDE_WORDS,
     MAX_RATE,
     MIN_RATE,
+    NAME_RULE,
+    PUBLISHED_NAME,
     STREAMED_FINALS,
     AudioFormat,
     Settings,
@@ -132,12 +134,12 @@ def merge_ga(settings: Settings, session: Json, faults: Faults | None = None) ->
         audio_input = _object(audio, "audio").get("input") if audio is not None else None
         if audio_input is not None:
             settings = _merge_input(settings, _object(audio_input, "audio.input"), GA_PATHS, faults)
-    return _finish(_merge_include(settings, session, faults))
+    return _finish(_merge_others(settings, session, faults))
 
 
 def merge_beta(settings: Settings, session: Json, faults: Faults | None = None) -> Settings:
     """The settings after a beta `transcription_session` object; `faults` as for `merge_ga`."""
-    return _finish(_merge_include(_merge_beta_keys(settings, session, faults), session, faults))
+    return _finish(_merge_others(_merge_beta_keys(settings, session, faults), session, faults))
 
 
 @contextmanager
@@ -163,7 +165,16 @@ def _merge_beta_keys(settings: Settings, session: Json, faults: Faults | None) -
     return _merge_input(settings, renamed, BETA_PATHS, faults)
 
 
-def _merge_include(settings: Settings, session: Json, faults: Faults | None) -> Settings:
+def _published_name(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and PUBLISHED_NAME.fullmatch(value)):
+        raise _fault("publish", f"'session.publish' must be a name or null. {NAME_RULE}")
+    return value
+
+
+def _merge_others(settings: Settings, session: Json, faults: Faults | None) -> Settings:
+    if "publish" in session:
+        with _noting(faults):
+            settings = replace(settings, publish=_published_name(session["publish"]))
     if "include" not in session:
         return settings
     include = session["include"]
@@ -368,13 +379,15 @@ def ga_session(settings: Settings, facts: SessionFacts, expires_at: int) -> Json
     }
     if settings.wants(INCLUDE_RESUME) and facts.resume_token:
         shown["resume"] = {"token": facts.resume_token, "keep_seconds": facts.resume_seconds}
+    if settings.publish is not None:
+        shown["publish"] = settings.publish
     return shown
 
 
 def beta_session(settings: Settings, facts: SessionFacts) -> Json:
     """The effective session as a beta object."""
     names = {kind: name for name, kind in BETA_FORMATS.items()}
-    return {
+    shown = {
         "id": facts.session_id,
         "object": "realtime.transcription_session",
         "input_audio_format": names.get(settings.format.type, "pcm16"),
@@ -385,6 +398,9 @@ def beta_session(settings: Settings, facts: SessionFacts) -> Json:
         "include": list(settings.include) if settings.include is not None else None,
         "client_secret": None,
     }
+    if settings.publish is not None:
+        shown["publish"] = settings.publish
+    return shown
 
 
 # Sessions do not expire, but clients expect an expiry time in the future.

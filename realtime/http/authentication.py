@@ -110,7 +110,7 @@ class Authenticator:
     def check(self, key: str | None, address: str) -> Caller:
         """The caller with this key. Raises a 401 Refusal if the key is missing, wrong or expired."""
         issued = self._read(key) if key is not None and key.startswith(SECRET_PREFIX) else None
-        if issued is not None and issued.expires_at > self._clock() and self._vouches_for(issued.owner):
+        if issued is not None and issued.expires_at > self._clock() and self.vouches_for(issued.owner):
             return Caller(issued.owner, issued.settings)
         if not self._digests:
             return Caller(f"address {address}")
@@ -125,8 +125,9 @@ class Authenticator:
             raise _unauthorized("The client secret is not valid any more; request a new one.")
         raise _unauthorized("Incorrect API key provided.")
 
-    def _vouches_for(self, owner: str) -> bool:
-        """Whether client secrets of this owner are valid: without keys all are, otherwise those of current keys."""
+    def vouches_for(self, owner: str) -> bool:
+        """Whether client secrets and viewer links of this owner are valid: without keys all are, otherwise those of
+        current keys."""
         return owner in self._names if self._digests else True
 
     def issue(self, caller: Caller, settings: Settings, seconds: int) -> ClientSecret:

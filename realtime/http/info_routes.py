@@ -124,7 +124,7 @@ class Answers:
     async def client_secret(self, request: Request) -> Response:
         """Issue a client secret: a short-lived key for a browser, with the initial settings of its sessions."""
         caller = self._context.caller_of(request)
-        body = await _json_body(request)
+        body = await json_body(request)
         seconds = _secret_seconds(body.get("expires_after"))
         session = body.get("session")
         if not isinstance(session, dict | None):
@@ -138,7 +138,7 @@ class Answers:
     async def beta_secret(self, request: Request) -> Response:
         """Issue a client secret in the format of OpenAI's beta, where the body is the settings."""
         caller = self._context.caller_of(request)
-        settings = self._in_force(merge_beta(Settings(), await _json_body(request)))
+        settings = self._in_force(merge_beta(Settings(), await json_body(request)))
         secret = self._context.authenticator.issue(caller, settings, DEFAULT_SECRET_S)
         shown = beta_session(settings, self._sessions.facts())
         shown["client_secret"] = {"value": secret.value, "expires_at": secret.expires_at}
@@ -220,7 +220,7 @@ class Answers:
         return Response(figures, media_type="text/plain; version=0.0.4; charset=utf-8")
 
 
-async def _json_body(request: Request) -> dict[str, Any]:
+async def json_body(request: Request) -> dict[str, Any]:
     body = await read_body(request, MAX_JSON_BODY)
     return decode_body(body) if body.strip() else {}
 

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +27,14 @@ from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.prepared_audio_routes import PrepareRoutes
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader
+from realtime.http.viewer_routes import ViewerRoutes
 from realtime.http.websocket_routes import FLUX, LISTEN, WebSocketRoutes, refusal_response
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.publishing import Publisher
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
+from realtime.serving.viewer_links import ViewerLinks
+from realtime.serving.viewers import Audience
 from realtime.serving.websocket import clean_headers
 
 FOLDER = Path(__file__).parents[1] / "web"
@@ -65,10 +70,15 @@ def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
 def build_app(engine: EngineApi, config: Config, services: GatewayServices | None = None) -> Starlette:
     """The whole gateway as an ASGI application over a running engine."""
     services = services or GatewayServices()
+    publisher = services.publisher or Publisher.alone(config.session.resume_s)
+    services = replace(services, publisher=publisher if config.limits.viewers else None)
     authenticator = Authenticator([key.reveal() for key in config.auth.keys], services.signer)
     sessions = Sessions(engine, config, time.monotonic, time.time, services)
     context = Context(engine, config, services.metrics, authenticator, sessions)
     gateway = WebSocketRoutes(context)
+    gateway.audience = Audience(publisher, services.metrics)
+    links = ViewerLinks(services.link_signer, publisher.revocations, authenticator.vouches_for)
+    viewers = ViewerRoutes(context, gateway.audience, publisher, links)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
         ClientFault: _on_fault,
@@ -80,7 +90,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
     guard = Middleware(BrowserGuard, rules, services.metrics)
     app = Starlette(
-        routes=[*_sockets(gateway), *_answers(context), *page_routes()],
+        routes=[*_sockets(gateway), *_viewers(viewers), *_answers(context), *page_routes()],
         middleware=[Middleware(_CleanHeaders), Middleware(RefusedBodies), guard, Middleware(Cors, rules)],
         exception_handlers=handlers,
         lifespan=gateway.lifespan,
@@ -98,6 +108,17 @@ def _sockets(gateway: WebSocketRoutes) -> list[BaseRoute]:
     }
     sockets = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
     return [*sockets, *(Route(path, _upgrade_required, methods=["GET"]) for path in paths)]
+
+
+def _viewers(viewers: ViewerRoutes) -> list[BaseRoute]:
+    session = "/v1/sessions/{name}"
+    return [
+        WebSocketRoute(f"{session}/events", _AsgiEndpoint(viewers.socket)),
+        Route(f"{session}/events", _AsgiEndpoint(viewers.stream), methods=["GET"]),
+        Route(f"{session}/links", viewers.make_link, methods=["POST"]),
+        Route(f"{session}/links", viewers.revoke_links, methods=["DELETE"]),
+        Route(f"{session}/links/{{link}}", viewers.revoke_link, methods=["DELETE"]),
+    ]
 
 
 async def _upgrade_required(request: Request) -> Response:

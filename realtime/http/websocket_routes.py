@@ -34,6 +34,7 @@ from realtime.serving.live_session import LiveSession
 from realtime.serving.quota import Caller
 from realtime.serving.session_factory import OpenSession
 from realtime.serving.throttle import FairTurns, Pace
+from realtime.serving.viewers import Audience
 from realtime.serving.websocket import header_text
 from realtime.serving.websocket_extension import EXTENSION, SocketExtras
 from realtime.session.events import Hangup
@@ -74,6 +75,8 @@ class WebSocketRoutes:
         self.config = context.config
         self.metrics = context.metrics
         self.sessions = context.sessions
+        # Set by `build_app`.
+        self.audience: Audience | None = None
         self._context = context
         self._fair_turns = FairTurns()
 
@@ -220,6 +223,7 @@ class WebSocketRoutes:
         self.metrics.resumed.inc()
         entry.inbox.reconnected()
         entry.inbox.may_inject = entry.inbox.may_inject and not caller.is_secret
+        entry.live.publication.may_change = not caller.is_secret
         return entry, [entry.live.greeting_again(), *missed]
 
     def reloaded(self) -> None:
@@ -232,13 +236,16 @@ class WebSocketRoutes:
         await asyncio.to_thread(bool)
         async with await open_file(os.devnull):
             pass
-        ticker = asyncio.create_task(self.sessions.run_ticker(), name="ticker")
+        tickers = [asyncio.create_task(self.sessions.run_ticker(), name="ticker")]
+        if self.audience is not None:
+            tickers.append(asyncio.create_task(self.audience.run(), name="viewers"))
         try:
             yield
         finally:
             await self.sessions.drain(0.0)
-            ticker.cancel()
-            await asyncio.gather(ticker, return_exceptions=True)
+            for ticker in tickers:
+                ticker.cancel()
+            await asyncio.gather(*tickers, return_exceptions=True)
 
 
 def check_once(query: QueryParams, names: tuple[str, ...]) -> None:

@@ -54,6 +54,8 @@ class Metrics:
         self.audio_heard = counter("audio_heard_seconds", "Audio processed by the engine")
         self.queued = gauge("audio_queued_seconds", "Audio waiting in the gateway for the engine, all sessions")
         self.outbox = gauge("outbox_events", "Events waiting for slow clients, all sessions")
+        self.viewers = gauge("viewers", "Connections that read published sessions")
+        self.viewer_skips = counter("viewer_skips", "Slow viewers that were given the newest words instead of all")
         self.loop_lag = histogram("loop_lag_seconds", "How late the event loop runs a timer", LOOP_BUCKETS)
         # Counting tasks is slow, so it is done at a scrape.
         gauge("tasks", "Tasks of the event loop; more than a few for each session are a leak").set_function(_tasks)

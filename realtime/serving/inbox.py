@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 
 from engine.client.link import ItemRefused
 from engine.client.prepared_audio import parse_items
@@ -153,6 +154,8 @@ class Inbox:
                 await self._end(gone)
             elif isinstance(request, InjectRequest):
                 await self._inject(request)
+            elif isinstance(request, Update):
+                return await self._update(request)
             else:
                 return self._control(request)
         except ClientFault as fault:
@@ -227,8 +230,6 @@ class Inbox:
         match request:
             case DirectAnswer(body):
                 self._live.send_event(Answered(body))
-            case Update():
-                return self._update(request)
             case Configure(settings, event_id):
                 taken, refused = self._in_force(settings)
                 if refused:
@@ -244,16 +245,28 @@ class Inbox:
                 self._live.submit(request)
         return False
 
-    def _update(self, asked: Update) -> bool:
+    async def _update(self, asked: Update) -> bool:
         """Apply the valid part of a settings update, and answer the rest with errors. Returns whether there were any
         errors."""
         taken, refused = self._in_force(asked.settings)
         faults = [*asked.faults, *refused]
+        current = self._live.session.settings.publish
+        if taken.publish != current and (fault := await self._publish(taken.publish)) is not None:
+            faults.append(fault)
+            taken = replace(taken, publish=current)
         for fault in faults:
             self._tell(fault, asked.event_id)
         if not faults or taken != self._live.session.settings:
             self._configure(Configure(taken, asked.event_id))
         return bool(faults)
+
+    async def _publish(self, name: str | None) -> ClientFault | None:
+        """Publish the session under another name, or under none. Returns the fault if that is not possible."""
+        publication = self._live.publication
+        if not publication.may_change:
+            text = "A session of a client secret is published only under the name that its secret was made with."
+            return ClientFault("publish_not_allowed", text, param="session.publish")
+        return await publication.change(name)
 
     def _in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
         """The settings that the model accepts, and a fault for each refused option, by the client's name for it."""

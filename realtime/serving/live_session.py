@@ -26,6 +26,7 @@ from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.engine_queue import EngineCommand, EngineQueue, ResentAudio
 from realtime.serving.handoff import SavedLive, SentLog, SessionHandoff
 from realtime.serving.outbox import Outbox
+from realtime.serving.publishing import SessionPublication
 from realtime.serving.throttle import SHARE_S
 from realtime.session.boundaries import turn_rule
 from realtime.session.core import Phase, Session
@@ -400,6 +401,8 @@ class LiveSession:
         self.sent = SentLog(session_id, limits.max_log_events, limits.max_log_bytes)
         # Set if other processes may adopt the session.
         self.handoff: SessionHandoff | None = None
+        # Publishes the session's words to viewers.
+        self.publication = SessionPublication(None, "", session_id, session.sample_rate)
         # Of an adopted session: audio that its engine never received, and the new stream that was decided on.
         self._resent: ResentAudio | None = None
         self._reanchor: Reanchor | None = None
@@ -532,6 +535,7 @@ class LiveSession:
         match effect:
             case Send(event):
                 self.outbox.put(event)
+                self.publication.tell(event)
             case Hangup():
                 self.outbox.hang_up(effect)
                 self.runner.queue.wake()

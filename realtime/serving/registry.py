@@ -9,7 +9,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine.client.handoff import Owned
 from engine.errors import EngineDead
@@ -22,7 +22,7 @@ from realtime.serving.engine_api import EngineApi
 from realtime.serving.process_pauses import PauseDetector
 from realtime.serving.quota import Admission, Caller, Figures, LocalQuota, SessionQuota
 from realtime.serving.session_factory import GatewayServices, OpenSession, SessionFactory
-from realtime.session.events import Hangup
+from realtime.session.events import Configure, Hangup
 from realtime.session.settings import Settings
 
 log = logging.getLogger("tickertape.sessions")
@@ -123,10 +123,20 @@ class Sessions:
                 entry.admission = admission.part()
                 self._entries[entry.live.id] = entry
                 entries.append(entry)
+            if settings.publish is not None:
+                await self._publish(entries[0], settings.publish)
             yield tuple(entries)
         finally:
             admission.release()
             await self.end(*(entry for entry in entries if entry.connection is None and entry.left_at is None))
+
+    async def _publish(self, entry: OpenSession, name: str) -> None:
+        """Publish a new session. Raises Refusal."""
+        fault = await entry.live.publication.change(name)
+        if fault is not None:
+            self._metrics.refused.labels("publish").inc()
+            status = {"name_taken": 409, "publishing_off": 403}.get(fault.code, 503)
+            raise Refusal(status, fault.code, fault.message, param="publish")
 
     async def _admit(self, admission: Admission, sessions: int) -> None:
         """Count this number of sessions in the quota. Raises Refusal."""
@@ -244,6 +254,7 @@ class Sessions:
             return False
         if entry.admission is not None:
             entry.admission.release()
+        entry.live.publication.close()
         entry.count_audio(self._metrics)
         entry.inbox.close()
         return True
@@ -300,7 +311,17 @@ class Sessions:
         entry.admission = Admission(self._quota, caller)
         self._entries[session_id] = entry
         entry.admission.enter_again()
+        await self._publish_again(entry)
         return entry
+
+    async def _publish_again(self, entry: OpenSession) -> None:
+        """Continue to publish an adopted session. If another session has its name, its client is told that it is not
+        published any more."""
+        live = entry.live
+        fault = await live.publication.change(live.session.settings.publish)
+        if fault is not None:
+            log.warning("session %s is not published any more: %s", live.id, fault.message)
+            live.submit(Configure(replace(live.session.settings, publish=None)))
 
     def _owned(self) -> list[Owned]:
         """The handoffs that engines have from this process."""
@@ -342,6 +363,7 @@ class Sessions:
             self._release(entry, TAKEN_OVER, is_fenced=True)
 
     def _release(self, entry: OpenSession, hangup: Hangup, is_fenced: bool = False) -> None:
+        entry.live.publication.close(moves=True)
         self._remove(entry)
         entry.is_let_go = True
         entry.live.session.close_without_effects()

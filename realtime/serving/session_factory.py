@@ -34,6 +34,7 @@ from realtime.serving.handoff import (
 )
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveLimits, LiveSession
+from realtime.serving.publishing import Publisher, SessionPublication
 from realtime.serving.quota import Admission, Caller, SessionQuota
 from realtime.serving.signed_tokens import Signer
 from realtime.session.core import Session, SessionLimits
@@ -45,13 +46,16 @@ class GatewayServices:
     """What a gateway shares with other gateways. The defaults are those of a single gateway process.
 
     `claimants` is the store for handoffs: with it gateways can adopt each other's sessions, and they share the secret
-    of `signer`. `quota` counts the sessions of all gateways.
+    of `signer`. `quota` counts the sessions of all gateways. `publisher` publishes sessions to viewers, whose links are
+    signed by `link_signer`.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
     signer: Signer = field(default_factory=Signer)
     claimants: HandoffStore | None = None
     quota: SessionQuota | None = None
+    publisher: Publisher | None = None
+    link_signer: Signer = field(default_factory=Signer)
 
 
 @dataclass(slots=True)
@@ -131,6 +135,7 @@ class SessionFactory:
         self._wall_clock = wall_clock
         self._signer = services.signer
         self._claimants = services.claimants
+        self._publisher = services.publisher
 
     def models(self) -> list[str]:
         """All model names that a client may ask for."""
@@ -169,7 +174,9 @@ class SessionFactory:
         dialect = make_dialect(facts)
         may_inject = self._config.server.inject and not caller.is_secret
         start = dialect.start_settings(settings)
-        return self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
+        entry = self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
+        entry.live.publication.may_change = not caller.is_secret
+        return entry
 
     def adopt(self, session_id: str, caller: str, adopted: AdoptedSession) -> OpenSession:
         """Continue a session of another process. Raises UnreadableValue."""
@@ -209,6 +216,7 @@ class SessionFactory:
         )
         session = self._core(settings, item_ids)
         live = LiveSession(facts.session_id, session, dialect, self._engine, live_limits, self._metrics, self._clock)
+        live.publication = SessionPublication(self._publisher, caller, live.id, session.sample_rate)
         entry = OpenSession(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
         if self._claimants is not None and self._config.session.resume_s:
             keep = HandoffSettings(self._config.session.resume_s, self._config.session.resume_bytes)

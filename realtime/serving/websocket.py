@@ -16,7 +16,7 @@ import select
 import socket
 import struct
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -32,7 +32,7 @@ from websockets.frames import (  # type: ignore[attr-defined]
 )
 from websockets.protocol import State
 
-from realtime.serving.websocket_extension import EXTENSION, PART, Part, SocketExtras, Taker
+from realtime.serving.websocket_extension import EXTENSION, PART, Part, SocketExtras, Taker, ViewerLine
 
 # Proxies refuse responses with large headers.
 MAX_HEADER_CHARACTERS = 500
@@ -241,6 +241,27 @@ MAX_HTTP_PIECE_BYTES = 64 * 1024
 MIN_BODY_RATE = 1024
 # A response that the client does not read is cut off after this many times `handshake_s`.
 UNREAD_TIMES = 6
+
+
+# A viewer is written to while no more than this waits in its connection, and the system holds little for it: what was
+# sent cannot be replaced by newer words.
+VIEWER_WAITING_BYTES = 16 * 1024
+VIEWER_SEND_BUFFER_BYTES = 32 * 1024
+
+
+def viewer_line(transport: asyncio.Transport, may_write: Callable[[], bool]) -> ViewerLine:
+    """The connection of a viewer, written to only while `may_write`."""
+    found = transport.get_extra_info("socket")
+    if found is not None and found.fileno() >= 0:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, VIEWER_SEND_BUFFER_BYTES)
+
+    def write(data: bytes) -> bool:
+        if not may_write() or transport.get_write_buffer_size() > VIEWER_WAITING_BYTES:
+            return False
+        transport.write(data)
+        return True
+
+    return ViewerLine(write, transport.abort)
 
 
 class _Mailbox:
@@ -577,6 +598,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             waited_s=lambda: seconds_since_data(self.transport),
             send_now=self._send_now,
             offer_to=self._offer_to,
+            as_viewer=lambda: viewer_line(self.transport, self._may_write),
         )
         await super().run_asgi()
 
@@ -632,6 +654,21 @@ class _OriginForm(h11.Connection):
         )
 
 
+class _WithExtras:
+    """ASGI wrapper that adds our extension to HTTP requests: `as_viewer`, for the body of a response. The response must
+    have begun, and be in chunks if the request is of HTTP/1.1."""
+
+    def __init__(self, app: Any, transport: asyncio.Transport) -> None:
+        self._app = app
+        self._transport = transport
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        transport = self._transport
+        extras = SocketExtras(as_viewer=lambda: viewer_line(transport, lambda: not transport.is_closing()))
+        scope.setdefault("extensions", {})[EXTENSION] = extras
+        await self._app(scope, receive, send)
+
+
 class HttpWithDeadlines(H11Protocol):
     """uvicorn's HTTP protocol with deadlines: for the header of a request, for slow bodies, and for unread responses.
 
@@ -657,6 +694,7 @@ class HttpWithDeadlines(H11Protocol):
         self._bytes = 0
         self._deadline: asyncio.TimerHandle | None = None
         self._read_deadline: asyncio.TimerHandle | None = None
+        self.app = _WithExtras(self.app, transport)
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:

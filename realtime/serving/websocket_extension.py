@@ -1,4 +1,5 @@
-"""Our ASGI extension for WebSockets: abort, send at once, look at waiting messages, receive long messages in parts.
+"""Our ASGI extension: for sockets abort, send at once, look at waiting messages, receive long messages in parts; for
+connections of viewers, write bytes that were framed before.
 
 `realtime/serving/websocket.py` provides it; with another ASGI server the defaults here apply.
 """
@@ -42,6 +43,11 @@ def _no_hurry(text: str) -> bool:
     return False
 
 
+def _no_write(data: bytes) -> bool:
+    """Not written."""
+    return False
+
+
 def _no_offers(taker: Taker) -> None:
     """The taker is never called: every message goes through the ASGI `receive`."""
 
@@ -53,6 +59,16 @@ class Part:
     data: bytes
     is_text: bool
     is_last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ViewerLine:
+    """The connection of a viewer, to which bytes are written that were framed for many viewers at once."""
+
+    # Write bytes if hardly anything waits to be sent; returns whether they were written.
+    write: Callable[[bytes], bool] = _no_write
+    # Close the connection at once.
+    abort: Callable[[], None] = _no_abort
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,5 +87,7 @@ class SocketExtras:
     waited_s: Callable[[], float] = _no_wait
     # Send a text if that needs no waiting; returns whether it was sent.
     send_now: Callable[[str], bool] = _no_hurry
+    # The connection as a viewer's; None if the server cannot write bytes that were framed before.
+    as_viewer: Callable[[], ViewerLine] | None = None
     # Register the taker that is offered a text message when the reader is waiting for one.
     offer_to: Callable[[Taker], None] = _no_offers

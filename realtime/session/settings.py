@@ -37,6 +37,10 @@ INCLUDE_RESUME = "session.resume"
 INCLUDE_SPEAKERS = "item.input_audio_transcription.speakers"
 INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME, INCLUDE_SPEAKERS)
 
+# Names under which sessions are published; they are parts of addresses.
+PUBLISHED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+NAME_RULE = "A name has 1 to 64 letters, digits, dots, hyphens and underscores, and begins with a letter or a digit."
+
 # Values of `finals`.
 BETTER_FINALS, STREAMED_FINALS = "better", "streamed"
 NO_SPEAKERS = (
@@ -135,6 +139,8 @@ class Settings:
     finals: str | None = None
     # Enrolled speakers: name, and the embedding of a reference recording as bytes.
     known_speakers: tuple[Enrolled, ...] = ()
+    # The name under which viewers may read the session.
+    publish: str | None = None
 
     def wants(self, value: str) -> bool:
         return self.include is not None and value in self.include

@@ -1,0 +1,223 @@
+"""The routes of viewers: the words of a published session as server-sent events and on a read-only socket; the links.
+
+A viewer has the key of the session's owner, or a viewer link. On a server without keys everybody who can reach it may
+read what is published.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from typing import Any
+
+from starlette.datastructures import Headers, QueryParams
+from starlette.requests import HTTPConnection, Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+from starlette.websockets import WebSocket
+
+from realtime.errors import ClientFault, CloseCode, Refusal
+from realtime.http.authentication import Context, offered_key, select_subprotocol
+from realtime.http.info_routes import json_body
+from realtime.http.websocket_routes import check_once, refusal_response
+from realtime.serving.publishing import Key, Publisher, owner_of
+from realtime.serving.viewer_links import DEFAULT_LINK_S, MAX_LINK_S, MIN_LINK_S, PREFIX, Link, ViewerLinks
+from realtime.serving.viewers import RESTARTING, Audience, Framing, Message, Viewer
+from realtime.serving.websocket_extension import EXTENSION, SocketExtras, ViewerLine
+from realtime.session.settings import NAME_RULE, PUBLISHED_NAME
+
+log = logging.getLogger("tickertape.viewers")
+
+STREAM_HEADERS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-store"),
+    # For nginx, which otherwise collects a response before it passes it on.
+    (b"x-accel-buffering", b"no"),
+]
+# Seconds that a viewer has to read the end of its stream before its connection is aborted.
+CLOSE_GRACE_S = 5.0
+READ_ONLY = "this socket is read-only"
+
+
+class ViewerRoutes:
+    """The endpoints; one method for each."""
+
+    def __init__(self, context: Context, audience: Audience, publisher: Publisher, links: ViewerLinks) -> None:
+        self._context = context
+        self._audience = audience
+        self._publisher = publisher
+        self._links = links
+
+    async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The words as server-sent events, until the viewer leaves or may not read any more."""
+        request = Request(scope, receive)
+        key, link = self._admit(request)
+        line = _line(scope)
+        await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
+        if scope["method"] == "HEAD":
+            await send({"type": "http.response.body"})
+            return
+        framing = Framing.PLAIN if scope["http_version"] == "1.0" else Framing.CHUNKED
+        reason = await self._view(Viewer(framing, line.write, line.abort, self._allows(key, link)), key, receive)
+        if reason:
+            line.write(Message(0, {"type": "closed", "reason": reason}).frame(framing))
+            await self._end(send({"type": "http.response.body"}), line)
+
+    async def socket(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The words on a socket that takes no messages."""
+        websocket = WebSocket(scope, receive, send)
+        try:
+            key, link = self._admit(websocket)
+            line = _line(scope)
+        except (Refusal, ClientFault) as error:
+            await websocket.send_denial_response(refusal_response(scope["path"], error))
+            return
+        await receive()
+        try:
+            await send({"type": "websocket.accept", "subprotocol": select_subprotocol(scope.get("subprotocols", []))})
+        except OSError:
+            return  # the viewer left during the handshake
+        viewer = Viewer(Framing.SOCKET, line.write, line.abort, self._allows(key, link))
+        reason = await self._view(viewer, key, receive)
+        if reason:
+            code = CloseCode.RESTART if reason == RESTARTING else CloseCode.POLICY
+            await self._end(send({"type": "websocket.close", "code": int(code), "reason": reason}), line)
+
+    async def _view(self, viewer: Viewer, key: Key, receive: Receive) -> str:
+        """Serve a viewer. Returns why the server ends the connection; empty if the viewer left."""
+        channel = self._audience.join(key, viewer)
+        listening = asyncio.create_task(_until_gone(receive, viewer))
+        try:
+            await asyncio.wait((listening, viewer.closed), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            self._audience.leave(channel, viewer)
+            listening.cancel()
+            await asyncio.gather(listening, return_exceptions=True)
+        return viewer.closed.result() if viewer.closed.done() else ""
+
+    async def _end(self, ending: Any, line: ViewerLine) -> None:
+        try:
+            await asyncio.wait_for(ending, CLOSE_GRACE_S)
+        except TimeoutError:
+            line.abort()
+        except OSError:
+            pass  # the viewer is gone
+
+    # Who may read
+
+    def _admit(self, connection: HTTPConnection) -> tuple[Key, Link | None]:
+        """The name that a viewer reads, with its owner, and the link it came with. Raises Refusal."""
+        key, link = self._reads(connection)
+        if len(self._audience) >= self._context.limits.viewers or self._audience.is_closing:
+            self._context.metrics.refused.labels("viewers").inc()
+            text = "The server has no room for more viewers; try again."
+            raise Refusal(503, "too_many_viewers", text, retry_after_s=10, kind="server_error")
+        return key, link
+
+    def _reads(self, connection: HTTPConnection) -> tuple[Key, Link | None]:
+        self._check_on()
+        name = _name(connection)
+        token = _token(connection.query_params, connection.headers, connection.scope)
+        if token is None or not token.startswith(PREFIX):
+            return (self._owner(connection), name), None
+        link = self._links.read(token, name)
+        if link is None:
+            self._context.metrics.refused.labels("auth").inc()
+            text = "The viewer link is not valid: it has expired, was revoked, or belongs to another name or server."
+            raise Refusal(401, "viewer_link_invalid", text)
+        return (link.owner, name), link
+
+    def _allows(self, key: Key, link: Link | None) -> Any:
+        return (lambda: True) if link is None else (lambda: self._links.is_valid(link, key[1]))
+
+    def _owner(self, connection: HTTPConnection) -> str:
+        """The owner whose sessions a caller with a key may read. Raises Refusal."""
+        address = connection.client.host if connection.client else ""
+        caller = self._context.caller(connection.headers, connection.scope.get("subprotocols", []), address)
+        if caller.is_secret:
+            self._context.metrics.refused.labels("auth").inc()
+            text = "A client secret opens realtime sockets only; use a viewer link to read a published session."
+            raise Refusal(403, "client_secret_not_allowed", text)
+        return owner_of(caller.name)
+
+    def _check_on(self) -> None:
+        if not self._context.limits.viewers:
+            text = "Publishing is off on this server; its operator can set limits.viewers."
+            raise Refusal(403, "publishing_off", text)
+
+    # Links
+
+    async def make_link(self, request: Request) -> Response:
+        """Make a link for viewers. The name need not be published yet."""
+        self._check_on()
+        name, owner = _name(request), self._owner(request)
+        seconds = _link_seconds((await json_body(request)).get("expires_after"))
+        token, link = self._links.make(owner, name, seconds)
+        return JSONResponse(
+            {
+                "id": link.id,
+                "name": name,
+                "token": token,
+                "expires_at": link.expires_at,
+                # The part after '#' is not sent to servers and proxies.
+                "watch": f"/watch/{name}#{token}",
+                "events": f"/v1/sessions/{name}/events?token={token}",
+            }
+        )
+
+    async def revoke_links(self, request: Request) -> Response:
+        """Revoke all links of a name that were made so far."""
+        return self._revoke(request, None)
+
+    async def revoke_link(self, request: Request) -> Response:
+        return self._revoke(request, request.path_params["link"])
+
+    def _revoke(self, request: Request, link_id: str | None) -> Response:
+        self._check_on()
+        name, owner = _name(request), self._owner(request)
+        revocation = self._links.revocation(owner, name, link_id)
+        if revocation is None:
+            raise Refusal(404, "link_unknown", "This is not the id of a viewer link.", param="link")
+        self._publisher.revoke(revocation)
+        return JSONResponse({"name": name, "revoked": link_id or "all"})
+
+
+def _name(connection: HTTPConnection) -> str:
+    name: str = connection.path_params["name"]
+    if not PUBLISHED_NAME.fullmatch(name):
+        raise Refusal(400, "invalid_value", NAME_RULE, param="name")
+    return name
+
+
+def _token(query: QueryParams, headers: Headers, scope: Scope) -> str | None:
+    check_once(query, ("token",))
+    return query.get("token") or offered_key(headers, scope.get("subprotocols", []))
+
+
+def _line(scope: Scope) -> ViewerLine:
+    extras: SocketExtras | None = scope.get("extensions", {}).get(EXTENSION)
+    if extras is None or extras.as_viewer is None:
+        raise Refusal(501, "not_supported", "This server cannot serve viewers.", kind="server_error")
+    return extras.as_viewer()
+
+
+async def _until_gone(receive: Receive, viewer: Viewer) -> None:
+    """Wait until the viewer leaves, or sends a message on a socket."""
+    with contextlib.suppress(OSError):
+        while True:
+            message = await receive()
+            if message["type"] == "websocket.receive":
+                viewer.close(READ_ONLY)
+            if message["type"] != "http.request":
+                return
+
+
+def _link_seconds(expires_after: Any) -> int:
+    if expires_after is None:
+        return DEFAULT_LINK_S
+    seconds = expires_after.get("seconds", DEFAULT_LINK_S) if isinstance(expires_after, dict) else None
+    if isinstance(seconds, bool) or not isinstance(seconds, int) or not MIN_LINK_S <= seconds <= MAX_LINK_S:
+        text = f"'expires_after.seconds' must be between {MIN_LINK_S} and {MAX_LINK_S}."
+        raise Refusal(400, "invalid_value", text, param="expires_after.seconds")
+    return seconds

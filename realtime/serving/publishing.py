@@ -1,0 +1,517 @@
+"""Published sessions: their words so far, which process has which session, and the messages that keep viewers current.
+
+A session is published under a name of its owner (an API key; without keys all callers are one owner). `Coordinator`
+decides who has a name and keeps the newest words of each published session. `Publisher` is its side in a gateway
+process: it claims names, posts the words of sessions, and follows the names that this process has viewers for. A server
+with a single process has both in it; with several workers the parent has the coordinator (`realtime/workers`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import msgspec
+
+from realtime.errors import ClientFault
+from realtime.serving.viewer_links import Revocation, Revocations
+from realtime.session.events import Cleared, Committed, Completed, Delta, ItemFailed, ServerEvent, TimedWord
+
+log = logging.getLogger("tickertape.viewers")
+
+# Finished turns that a new viewer gets, and the characters of all of them together.
+MAX_LINES = 200
+MAX_CHARACTERS = 32_000
+# Longest text of one turn; of a longer one the end is shown.
+MAX_LINE_CHARACTERS = 4_000
+# Turns that are not finished, in one session.
+MAX_OPEN_TURNS = 32
+# Words with times that are kept of one turn, for caption segments.
+MAX_TURN_WORDS = 1_000
+# Seconds to wait for an answer of the coordinator.
+ANSWER_S = 5.0
+
+# (text, start, end) of a word, in seconds of the session's audio.
+Word = tuple[str, float, float]
+
+
+class Line(msgspec.Struct, array_like=True):
+    """A turn: its text, and its start and end in seconds of the session's audio. An open turn has no end."""
+
+    id: str
+    text: str
+    start: float = 0.0
+    end: float = 0.0
+    words: list[Word] = []
+
+
+# What happens to the words of a published session
+
+
+class Begun(msgspec.Struct, tag="begun", array_like=True):
+    """The session is published now."""
+
+
+class Added(msgspec.Struct, tag="added", array_like=True):
+    """Text was added to an open turn."""
+
+    id: str
+    text: str
+    words: list[Word] = []
+
+
+class Finished(msgspec.Struct, tag="finished", array_like=True):
+    """A turn has its final text, which may differ from what was added to it."""
+
+    line: Line
+
+
+class Removed(msgspec.Struct, tag="removed", array_like=True):
+    """An open turn is dropped: it has no words, or its audio was cleared."""
+
+    id: str
+
+
+class Ended(msgspec.Struct, tag="ended", array_like=True):
+    """The session is not published any more."""
+
+
+Update = Begun | Added | Finished | Removed | Ended
+
+
+class State(msgspec.Struct, array_like=True):
+    """A transcript as a value."""
+
+    number: int
+    is_live: bool
+    lines: list[Line]
+    open: list[Line]
+
+
+class Transcript:
+    """The newest words of one published session; its size is bounded. `number` grows with each update."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self.is_live = False
+        self.lines: deque[Line] = deque()
+        self.open: dict[str, Line] = {}
+        self._characters = 0
+
+    def save(self) -> State:
+        # Open turns change, so they are copied.
+        copies = [Line(line.id, line.text, line.start, line.end, line.words) for line in self.open.values()]
+        return State(self.number, self.is_live, list(self.lines), copies)
+
+    def load(self, state: State) -> None:
+        self.number, self.is_live = state.number, state.is_live
+        self.lines = deque(state.lines)
+        self.open = {line.id: line for line in state.open}
+        self._characters = sum(len(line.text) for line in self.lines)
+
+    def apply(self, update: Update) -> None:
+        self.number += 1
+        match update:
+            case Begun():
+                self.lines.clear()
+                self.open.clear()
+                self._characters, self.is_live = 0, True
+            case Added(item, text, words):
+                line = self.open.setdefault(item, Line(item, "", words[0][1] if words else 0.0))
+                line.text = _cut(line.text + text)
+                line.words = [*line.words, *words][-MAX_TURN_WORDS:]
+                if len(self.open) > MAX_OPEN_TURNS:
+                    del self.open[next(iter(self.open))]
+            case Finished(line):
+                self.open.pop(line.id, None)
+                self._append(line)
+            case Removed(item):
+                self.open.pop(item, None)
+            case Ended():
+                self.open.clear()
+                self.is_live = False
+
+    def _append(self, line: Line) -> None:
+        self.lines.append(line)
+        self._characters += len(line.text)
+        while len(self.lines) > MAX_LINES or self._characters > MAX_CHARACTERS:
+            self._characters -= len(self.lines.popleft().text)
+
+
+def _cut(text: str) -> str:
+    return text[-MAX_LINE_CHARACTERS:]
+
+
+# Messages between a gateway process and the coordinator. `owner` and `name` together identify a published session.
+
+
+class Publish(msgspec.Struct, tag="publish"):
+    """Request to publish a session under a name, answered by `Published`."""
+
+    number: int
+    owner: str
+    name: str
+    session: str
+
+
+class Published(msgspec.Struct, tag="published"):
+    number: int
+    is_granted: bool
+
+
+class Post(msgspec.Struct, tag="post"):
+    """An update of a session that this process has published."""
+
+    owner: str
+    name: str
+    session: str
+    update: Update
+
+
+class Unpublish(msgspec.Struct, tag="unpublish"):
+    """The session is not published any more. `moves`: another process is about to continue it."""
+
+    owner: str
+    name: str
+    session: str
+    moves: bool = False
+
+
+class Follow(msgspec.Struct, tag="follow"):
+    """Send this process the words of a name, answered by `Current`; or stop that."""
+
+    owner: str
+    name: str
+    wanted: bool = True
+
+
+class Current(msgspec.Struct, tag="current"):
+    """The words of a followed name so far."""
+
+    owner: str
+    name: str
+    state: State
+
+
+class News(msgspec.Struct, tag="news"):
+    """The next update of a followed name."""
+
+    owner: str
+    name: str
+    update: Update
+
+
+class Revoke(msgspec.Struct, tag="revoke"):
+    """Viewer links are revoked; the coordinator passes this on to all processes."""
+
+    revocation: Revocation
+
+
+ToCoordinator = Publish | Post | Unpublish | Follow | Revoke
+FromCoordinator = Published | Current | News | Revoke
+Key = tuple[str, str]
+
+
+@dataclass(slots=True)
+class _Channel:
+    """A name that a session is published under, or that viewers wait for."""
+
+    transcript: Transcript = field(default_factory=Transcript)
+    session: str = ""
+    # The process that has the session; None while the session moves from one process to another.
+    member: int | None = None
+    followers: set[int] = field(default_factory=set)
+    expiry: asyncio.TimerHandle | None = None
+
+
+class Coordinator:
+    """Decides who has a name, and passes updates on to the processes that follow it. Processes are members, by number.
+
+    If a process ends, or its session moves, the name is kept for `keep_s`: the process that continues the session
+    claims it, and viewers notice nothing. Until then any other session of the same owner may claim it too.
+    """
+
+    def __init__(self, keep_s: float) -> None:
+        self.channels: dict[Key, _Channel] = {}
+        self.revocations = Revocations()
+        self._keep_s = keep_s
+        self._members: dict[int, Callable[[FromCoordinator], None]] = {}
+
+    def add(self, member: int, deliver: Callable[[FromCoordinator], None]) -> None:
+        self._members[member] = deliver
+        for revocation in self.revocations.all():
+            deliver(Revoke(revocation))
+
+    def remove(self, member: int) -> None:
+        """A process has ended."""
+        self._members.pop(member, None)
+        for key, channel in list(self.channels.items()):
+            channel.followers.discard(member)
+            if channel.member == member:
+                self._expect_again(key, channel)
+            self._drop_unused(key)
+
+    def on_message(self, member: int, message: ToCoordinator) -> None:
+        """Take a message of a process; ignored if the process was removed."""
+        if member not in self._members:
+            return
+        match message:
+            case Publish(number, owner, name, session):
+                self._members[member](Published(number, self._claim(member, (owner, name), session)))
+            case Post(owner, name, session, update):
+                channel = self.channels.get((owner, name))
+                if channel is not None and (channel.member, channel.session) == (member, session):
+                    self._spread((owner, name), channel, update)
+            case Unpublish(owner, name, session, moves):
+                self._unpublish(member, (owner, name), session, moves)
+            case Follow(owner, name, wanted):
+                self._follow(member, (owner, name), wanted)
+            case Revoke(revocation):
+                self.revocations.add(revocation)
+                for deliver in self._members.values():
+                    deliver(message)
+
+    def _claim(self, member: int, key: Key, session: str) -> bool:
+        channel = self.channels.setdefault(key, _Channel())
+        live = channel.transcript.is_live
+        if live and channel.session != session:
+            if channel.member is not None:
+                return False
+            self._spread(key, channel, Ended())
+        self._forget_expiry(channel)
+        continues = live and channel.session == session
+        channel.member, channel.session = member, session
+        if not continues:
+            self._spread(key, channel, Begun())
+        return True
+
+    def _unpublish(self, member: int, key: Key, session: str, moves: bool) -> None:
+        channel = self.channels.get(key)
+        if channel is None or (channel.member, channel.session) != (member, session):
+            return
+        if moves:
+            self._expect_again(key, channel)
+        else:
+            channel.member = None
+            self._spread(key, channel, Ended())
+            self._drop_unused(key)
+
+    def _follow(self, member: int, key: Key, wanted: bool) -> None:
+        channel = self.channels.setdefault(key, _Channel())
+        if wanted:
+            channel.followers.add(member)
+            self._members[member](Current(*key, channel.transcript.save()))
+        else:
+            channel.followers.discard(member)
+            self._drop_unused(key)
+
+    def _spread(self, key: Key, channel: _Channel, update: Update) -> None:
+        channel.transcript.apply(update)
+        for follower in channel.followers:
+            self._members[follower](News(*key, update))
+
+    def _expect_again(self, key: Key, channel: _Channel) -> None:
+        channel.member = None
+        self._forget_expiry(channel)
+        channel.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._give_up, key)
+
+    def _give_up(self, key: Key) -> None:
+        channel = self.channels.get(key)
+        if channel is not None and channel.member is None and channel.transcript.is_live:
+            self._spread(key, channel, Ended())
+            self._drop_unused(key)
+
+    def _forget_expiry(self, channel: _Channel) -> None:
+        if channel.expiry is not None:
+            channel.expiry.cancel()
+            channel.expiry = None
+
+    def _drop_unused(self, key: Key) -> None:
+        channel = self.channels.get(key)
+        if channel is not None and not channel.followers and not channel.transcript.is_live:
+            self._forget_expiry(channel)
+            del self.channels[key]
+
+
+class Reader(Protocol):
+    """Takes the words of followed names."""
+
+    def on_current(self, key: Key, state: State) -> None: ...
+
+    def on_update(self, key: Key, update: Update) -> None: ...
+
+
+class Publisher:
+    """The side of a gateway process. `send` gives a message to the coordinator."""
+
+    def __init__(self, send: Callable[[ToCoordinator], None]) -> None:
+        self.revocations = Revocations()
+        # Set by the part of this process that serves viewers.
+        self.reader: Reader | None = None
+        self._send = send
+        self._asked: dict[int, tuple[asyncio.Future[bool], Key, str]] = {}
+        self._number = 0
+
+    @classmethod
+    def alone(cls, keep_s: float) -> Publisher:
+        """The publisher of a server with a single process, with its coordinator."""
+        coordinator = Coordinator(keep_s)
+        publisher = cls(lambda message: coordinator.on_message(0, message))
+        coordinator.add(0, publisher.on_message)
+        return publisher
+
+    async def claim(self, key: Key, session: str) -> bool | None:
+        """Whether the session has the name now. None: the coordinator does not answer."""
+        self._number = number = self._number + 1
+        answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._asked[number] = (answer, key, session)
+        self._send(Publish(number, *key, session))
+        try:
+            async with asyncio.timeout(ANSWER_S):
+                return await answer
+        except TimeoutError:
+            return None
+        except asyncio.CancelledError:
+            if answer.done() and not answer.cancelled() and answer.result():
+                self.unpublish(key, session)
+            raise
+
+    def post(self, key: Key, session: str, update: Update) -> None:
+        self._send(Post(*key, session, update))
+
+    def unpublish(self, key: Key, session: str, moves: bool = False) -> None:
+        self._send(Unpublish(*key, session, moves))
+
+    def follow(self, key: Key) -> None:
+        self._send(Follow(*key))
+
+    def unfollow(self, key: Key) -> None:
+        self._send(Follow(*key, wanted=False))
+
+    def revoke(self, revocation: Revocation) -> None:
+        """Revoke links in all processes; in this one they are revoked when this returns."""
+        self.revocations.add(revocation)
+        self._send(Revoke(revocation))
+
+    def on_message(self, message: FromCoordinator) -> None:
+        match message:
+            case Published(number, is_granted):
+                answer, key, session = self._asked.pop(number)
+                if not answer.done():
+                    answer.set_result(is_granted)
+                elif is_granted:
+                    # The answer comes too late: nothing waits for it any more.
+                    self.unpublish(key, session)
+            case Revoke(revocation):
+                self.revocations.add(revocation)
+            case Current(owner, name, state):
+                if self.reader is not None:
+                    self.reader.on_current((owner, name), state)
+            case News(owner, name, update):
+                if self.reader is not None:
+                    self.reader.on_update((owner, name), update)
+
+
+def owner_of(caller: str) -> str:
+    """The owner of what a caller publishes. Without keys callers are addresses, which do not identify anybody: they
+    share one set of names."""
+    return "" if caller.startswith("address ") else caller
+
+
+class SessionPublication:
+    """Publishes one session: under no name at first, then under one name at a time."""
+
+    def __init__(self, publisher: Publisher | None, caller: str, session: str, sample_rate: int) -> None:
+        # Whether the client may change the name; one with a client secret has the name of its secret.
+        self.may_change = True
+        # None: publishing is off.
+        self._publisher = publisher
+        self._owner = owner_of(caller)
+        self._session = session
+        self._rate = sample_rate
+        self._key: Key | None = None
+        self._is_over = False
+        # Open turns that the client or the server has ended; clearing the audio does not drop them.
+        self._open: dict[str, bool] = {}
+
+    async def change(self, name: str | None) -> ClientFault | None:
+        """Publish under this name, or under none. Returns the fault for the client if that is not possible; then the
+        session keeps its name."""
+        if name is None:
+            self.end()
+            return None
+        if self._publisher is None:
+            return _refused("publishing_off", "Publishing is off on this server; its operator can set limits.viewers.")
+        key = (self._owner, name)
+        if key == self._key:
+            return None
+        answer = await self._publisher.claim(key, self._session)
+        if answer is None:
+            return _refused("server_busy", "The server is too busy to publish the session; try again.")
+        if not answer:
+            return _refused("name_taken", f"Another session is published as '{name}'; choose another name.")
+        if self._is_over:
+            self._publisher.unpublish(key, self._session)
+            return None
+        self.end()
+        self._key = key
+        return None
+
+    def tell(self, event: ServerEvent) -> None:
+        """An event was sent to the client; viewers get its words."""
+        if self._key is not None and self._publisher is not None:
+            for update in self._updates(event):
+                self._publisher.post(self._key, self._session, update)
+
+    def _updates(self, event: ServerEvent) -> Iterator[Update]:
+        match event:
+            case Delta():
+                self._open.setdefault(event.item_id, False)
+                yield Added(event.item_id, _cut(event.text), self._words(event.words))
+            case Committed():
+                if event.item_id in self._open:
+                    self._open[event.item_id] = True
+            case Completed():
+                was_open = self._open.pop(event.item_id, None) is not None
+                if event.transcript.strip():
+                    yield Finished(self._line(event))
+                elif was_open:
+                    yield Removed(event.item_id)
+            case ItemFailed():
+                if self._open.pop(event.item_id, None) is not None:
+                    yield Removed(event.item_id)
+            case Cleared():
+                for item in [item for item, is_committed in self._open.items() if not is_committed]:
+                    del self._open[item]
+                    yield Removed(item)
+
+    def _line(self, event: Completed) -> Line:
+        start, end = round(event.start / self._rate, 2), round(event.end / self._rate, 2)
+        return Line(event.item_id, _cut(event.transcript), start, end, self._words(event.words))
+
+    def _words(self, words: tuple[TimedWord, ...]) -> list[Word]:
+        rate = self._rate
+        return [
+            (word.text.strip(), round(word.start / rate, 2), round(word.end / rate, 2))
+            for word in words[-MAX_TURN_WORDS:]
+        ]
+
+    def end(self, moves: bool = False) -> None:
+        """The session is not published any more. `moves`: another process is about to continue it."""
+        key, self._key = self._key, None
+        self._open.clear()
+        if key is not None and self._publisher is not None:
+            self._publisher.unpublish(key, self._session, moves)
+
+    def close(self, moves: bool = False) -> None:
+        """The session has ended here; it is not published again."""
+        self._is_over = True
+        self.end(moves)
+
+
+def _refused(code: str, message: str) -> ClientFault:
+    return ClientFault(code, message, param="session.publish")

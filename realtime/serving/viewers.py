@@ -1,0 +1,380 @@
+"""The viewers of published sessions: each event is encoded once and the same bytes are written to all of them.
+
+A viewer has no queue. If its connection does not take an event at once, the viewer is behind: it gets no further events
+until its connection is empty again, and then a snapshot with the newest words. So a slow viewer costs no memory and no
+time, and the speaker never waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from enum import Enum, auto
+from typing import Any
+
+import msgspec
+
+from realtime.metrics.gateway import Metrics
+from realtime.serving.publishing import (
+    Added,
+    Begun,
+    Ended,
+    Finished,
+    Key,
+    Line,
+    Publisher,
+    Removed,
+    State,
+    Transcript,
+    Update,
+)
+
+log = logging.getLogger("tickertape.viewers")
+
+# Events that wait while a round of writing runs; beyond it, viewers get a snapshot instead.
+MAX_PENDING = 256
+# Finished turns in the snapshot for a viewer that was behind.
+NEWEST_LINES = 3
+# After writing to this many viewers, other clients get their turn.
+WRITTEN_AT_ONCE = 50
+# A round of writing is followed by a pause of this many times its length, so that viewers leave the event loop to
+# speakers. What happens meanwhile is written together in the next round.
+PAUSE_TIMES = 2
+MAX_PAUSE_S = 0.15
+TICK_S = 0.25
+# Interval in seconds of comments on event streams, which keep proxies from closing them.
+KEEPALIVE_S = 15.0
+# A viewer whose connection has taken nothing for this many seconds is cut off.
+UNREAD_S = 30.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+class Framing(Enum):
+    """How events are written on a connection."""
+
+    # Server-sent events in chunks of HTTP/1.1, or as they are.
+    CHUNKED = auto()
+    PLAIN = auto()
+    # WebSocket text frames.
+    SOCKET = auto()
+
+
+def framed(framing: Framing, kind: str, body: bytes) -> bytes:
+    """An event as bytes on the wire."""
+    if framing is Framing.SOCKET:
+        return socket_frame(body)
+    event = b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+    return chunk(event) if framing is Framing.CHUNKED else event
+
+
+def chunk(data: bytes) -> bytes:
+    """A chunk of an HTTP/1.1 body."""
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+def socket_frame(body: bytes) -> bytes:
+    """A final text frame of a server, which has no mask and so is the same for all clients."""
+    length = len(body)
+    if length < 126:
+        return bytes((0x81, length)) + body
+    if length < 2**16:
+        return bytes((0x81, 126)) + length.to_bytes(2) + body
+    return bytes((0x81, 127)) + length.to_bytes(8) + body
+
+
+# A comment, which clients ignore. Sockets have pings.
+_KEEPALIVE = {Framing.CHUNKED: chunk(b":\n\n"), Framing.PLAIN: b":\n\n"}
+
+
+class Message:
+    """An event in JSON, encoded once, and its frames, made once for each framing."""
+
+    __slots__ = ("_frames", "body", "kind", "number")
+
+    def __init__(self, number: int, fields: dict[str, Any]) -> None:
+        self.number = number
+        self.kind: str = fields["type"]
+        self.body = _encode(fields)
+        self._frames: dict[Framing, bytes] = {}
+
+    def frame(self, framing: Framing) -> bytes:
+        made = self._frames.get(framing)
+        if made is None:
+            made = self._frames[framing] = framed(framing, self.kind, self.body)
+        return made
+
+
+class _Batch:
+    """Messages that are written together."""
+
+    def __init__(self, messages: list[Message]) -> None:
+        self.messages = messages
+        self.last = messages[-1].number
+        self.before = messages[0].number - 1
+        self._joined: dict[Framing, bytes] = {}
+
+    def frames(self, framing: Framing) -> bytes:
+        made = self._joined.get(framing)
+        if made is None:
+            made = self._joined[framing] = b"".join(message.frame(framing) for message in self.messages)
+        return made
+
+    def frames_after(self, number: int, framing: Framing) -> bytes:
+        return b"".join(message.frame(framing) for message in self.messages if message.number > number)
+
+
+def event_fields(update: Update, number: int) -> dict[str, Any]:
+    """An update as the event that viewers get."""
+    match update:
+        case Begun():
+            return {"type": "begin", "seq": number}
+        case Added(item, text):
+            return {"type": "delta", "seq": number, "id": item, "text": text}
+        case Finished(line):
+            return {"type": "final", "seq": number, **_shown(line), "start": line.start, "end": line.end}
+        case Removed(item):
+            return {"type": "removed", "seq": number, "id": item}
+        case Ended():
+            return {"type": "end", "seq": number}
+
+
+def _shown(line: Line) -> dict[str, Any]:
+    return {"id": line.id, "text": line.text}
+
+
+def snapshot_fields(name: str, transcript: Transcript, most_lines: int | None = None) -> dict[str, Any]:
+    lines = list(transcript.lines)
+    lines = lines if most_lines is None else lines[-most_lines:]
+    return {
+        "type": "snapshot",
+        "seq": transcript.number,
+        "name": name,
+        "live": transcript.is_live,
+        "lines": [{**_shown(line), "start": line.start, "end": line.end} for line in lines],
+        "open": [_shown(line) for line in transcript.open.values()],
+    }
+
+
+class Viewer:
+    """One connection that reads a published session.
+
+    `write` writes bytes if nothing waits in the connection; it returns whether it did. `is_allowed` says whether the
+    viewer may still read.
+    """
+
+    __slots__ = ("abort", "behind_since", "closed", "framing", "is_allowed", "number", "write")
+
+    def __init__(
+        self,
+        framing: Framing,
+        write: Callable[[bytes], bool],
+        abort: Callable[[], None],
+        is_allowed: Callable[[], bool],
+    ) -> None:
+        self.framing = framing
+        self.write = write
+        self.abort = abort
+        self.is_allowed = is_allowed
+        # The last update that the viewer has; -1: none, it needs a snapshot.
+        self.number = -1
+        self.behind_since: float | None = None
+        # Done with the reason when the server ends the connection.
+        self.closed: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+
+    def close(self, reason: str) -> None:
+        if not self.closed.done():
+            self.closed.set_result(reason)
+
+
+class Channel:
+    """A followed name in this process: a copy of its words, and its viewers."""
+
+    def __init__(self, key: Key, metrics: Metrics) -> None:
+        self.key = key
+        self.transcript = Transcript()
+        self.is_current = False
+        self.viewers: dict[Viewer, None] = {}
+        # Until when the words are wanted without viewers, by the clock of the event loop.
+        self.wanted_until = 0.0
+        self._metrics = metrics
+        self._pending: list[Message] = []
+        self._spreading: asyncio.Task[None] | None = None
+        # The last snapshots for new viewers and for viewers that were behind.
+        self._snapshots: dict[int | None, Message] = {}
+
+    def add(self, viewer: Viewer) -> None:
+        self.viewers[viewer] = None
+        if self.is_current:
+            self._catch_up(viewer, None)
+
+    def load(self, state: State) -> None:
+        """Take the words so far; all viewers get a snapshot."""
+        self.transcript.load(state)
+        self.is_current = True
+        self._pending.clear()
+        for viewer in self.viewers:
+            viewer.number = -1
+            self._catch_up(viewer, None)
+
+    def update(self, update: Update) -> None:
+        if not self.is_current:
+            return  # it is in the snapshot that comes
+        self.transcript.apply(update)
+        if not self.viewers:
+            return
+        self._pending.append(Message(self.transcript.number, event_fields(update, self.transcript.number)))
+        if len(self._pending) > MAX_PENDING:
+            self._pending.clear()
+            now = asyncio.get_running_loop().time()
+            for viewer in self.viewers:
+                self._fall_behind(viewer, now)
+        elif self._spreading is None:
+            self._spreading = asyncio.create_task(self._spread(), name=f"viewers of {self.key[1]}")
+
+    async def close(self) -> None:
+        if self._spreading is not None:
+            self._spreading.cancel()
+            await asyncio.gather(self._spreading, return_exceptions=True)
+
+    async def _spread(self) -> None:
+        """Write what is pending to all viewers, some at a time, until nothing is pending."""
+        clock = asyncio.get_running_loop().time
+        try:
+            while self._pending:
+                batch, self._pending = _Batch(self._pending), []
+                began = clock()
+                for count, viewer in enumerate(tuple(self.viewers), start=1):
+                    self._give(viewer, batch, began)
+                    if count % WRITTEN_AT_ONCE == 0:
+                        # The loop sends at the end of each of its rounds.
+                        await asyncio.sleep(0)
+                await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_TIMES * (clock() - began)))
+        finally:
+            self._spreading = None
+
+    def _give(self, viewer: Viewer, batch: _Batch, now: float) -> None:
+        if viewer not in self.viewers:
+            return  # it left during this round
+        if viewer.number < batch.before or viewer.behind_since is not None:
+            self._catch_up(viewer, NEWEST_LINES)
+        elif viewer.number < batch.last:
+            whole = viewer.number == batch.before
+            framing = viewer.framing
+            if viewer.write(batch.frames(framing) if whole else batch.frames_after(viewer.number, framing)):
+                viewer.number = batch.last
+            else:
+                self._fall_behind(viewer, now)
+
+    def _fall_behind(self, viewer: Viewer, now: float) -> None:
+        if viewer.behind_since is None:
+            viewer.behind_since = now
+            self._metrics.viewer_skips.inc()
+
+    def _catch_up(self, viewer: Viewer, most_lines: int | None) -> None:
+        """Give a viewer a snapshot, if its connection takes it."""
+        if not viewer.write(self._snapshot(most_lines).frame(viewer.framing)):
+            self._fall_behind(viewer, asyncio.get_running_loop().time())
+            return
+        viewer.number, viewer.behind_since = self.transcript.number, None
+
+    def _snapshot(self, most_lines: int | None) -> Message:
+        made = self._snapshots.get(most_lines)
+        if made is None or made.number != self.transcript.number:
+            fields = snapshot_fields(self.key[1], self.transcript, most_lines)
+            made = self._snapshots[most_lines] = Message(self.transcript.number, fields)
+        return made
+
+    def tick(self, now: float, keeps_alive: bool) -> None:
+        """Serve viewers that are behind, cut off those that read nothing, and end those that may not read any more."""
+        for viewer in tuple(self.viewers):
+            if not viewer.is_allowed():
+                viewer.close("the link has expired or was revoked")
+            elif viewer.behind_since is not None:
+                if self.is_current:
+                    self._catch_up(viewer, NEWEST_LINES if viewer.number >= 0 else None)
+                if viewer.behind_since is not None and now - viewer.behind_since > UNREAD_S:
+                    viewer.abort()
+            elif keeps_alive and viewer.framing in _KEEPALIVE:
+                viewer.write(_KEEPALIVE[viewer.framing])
+
+
+class Audience:
+    """All viewers of this process, by the names that they read."""
+
+    def __init__(self, publisher: Publisher, metrics: Metrics) -> None:
+        self.channels: dict[Key, Channel] = {}
+        self.is_closing = False
+        self._publisher = publisher
+        self._metrics = metrics
+        self._viewers = 0
+        publisher.reader = self
+
+    def __len__(self) -> int:
+        return self._viewers
+
+    def join(self, key: Key, viewer: Viewer) -> Channel:
+        channel = self.follow(key)
+        channel.add(viewer)
+        self._viewers += 1
+        self._metrics.viewers.set(self._viewers)
+        return channel
+
+    def leave(self, channel: Channel, viewer: Viewer) -> None:
+        if channel.viewers.pop(viewer, False) is None:
+            self._viewers -= 1
+            self._metrics.viewers.set(self._viewers)
+            self._drop_unused(channel)
+
+    def follow(self, key: Key) -> Channel:
+        """The channel of a name, which is followed from now on."""
+        channel = self.channels.get(key)
+        if channel is None:
+            channel = self.channels[key] = Channel(key, self._metrics)
+            self._publisher.follow(key)
+        return channel
+
+    def _drop_unused(self, channel: Channel) -> None:
+        now = asyncio.get_running_loop().time()
+        if not channel.viewers and channel.wanted_until <= now and self.channels.get(channel.key) is channel:
+            del self.channels[channel.key]
+            self._publisher.unfollow(channel.key)
+
+    def on_current(self, key: Key, state: State) -> None:
+        channel = self.channels.get(key)
+        if channel is not None:
+            channel.load(state)
+
+    def on_update(self, key: Key, update: Update) -> None:
+        channel = self.channels.get(key)
+        if channel is not None:
+            channel.update(update)
+
+    async def run(self) -> None:
+        """Tick until cancelled."""
+        clock = asyncio.get_running_loop().time
+        kept_alive = clock()
+        while True:
+            await asyncio.sleep(TICK_S)
+            now = clock()
+            keeps_alive = now - kept_alive >= KEEPALIVE_S
+            if keeps_alive:
+                kept_alive = now
+            for channel in list(self.channels.values()):
+                try:
+                    channel.tick(now, keeps_alive)
+                except Exception:
+                    log.exception("a tick of the viewers of %s failed", channel.key[1])
+                self._drop_unused(channel)
+
+    async def close(self) -> None:
+        """End all viewers: the server stops."""
+        self.is_closing = True
+        for channel in list(self.channels.values()):
+            for viewer in tuple(channel.viewers):
+                viewer.close(RESTARTING)
+            await channel.close()
+
+
+RESTARTING = "the server is restarting"
