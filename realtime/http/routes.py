@@ -57,7 +57,11 @@ def page_routes() -> list[Route]:
     named = {f"/{file.name}": file for file in FILES}
     if "/index.html" in named:
         named["/"] = named["/index.html"]
-    return [Route(path, _serve(file)) for path, file in named.items()]
+    routes = [Route(path, _serve(file)) for path, file in named.items()]
+    if "/watch.html" in named:
+        # The name is read by the page.
+        routes.append(Route("/watch/{name}", _serve(named["/watch.html"])))
+    return routes
 
 
 def _serve(file: Path) -> Callable[[Request], Awaitable[Response]]:
