@@ -32,6 +32,7 @@ from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import Metrics, name_collector
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.metric_totals import report
+from realtime.serving.publishing import Publisher
 from realtime.serving.quota import SessionQuota
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer, fleet_secret, signing_secret
@@ -307,9 +308,19 @@ async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]
         await client.close()
 
 
+@dataclass(frozen=True, slots=True)
+class SharedParts:
+    """What the gateways of one server share; see `GatewayServices`."""
+
+    signer: Signer
+    quota: SessionQuota
+    publisher: Publisher
+    link_signer: Signer
+
+
 @asynccontextmanager
 async def gateway_of_several(
-    config: Config, engines: Sequence[str], secret: bytes, quota: SessionQuota, listener: socket.socket
+    config: Config, engines: Sequence[str], shared: SharedParts, listener: socket.socket
 ) -> AsyncIterator[RunningServer]:
     """One of several gateways over the same engines, which can adopt each other's sessions."""
     metrics = Metrics()
@@ -321,9 +332,8 @@ async def gateway_of_several(
     metrics.add_collector(name_collector(config.gateway_name))
     starting = asyncio.create_task(_start(client), name="start of the engine")
     try:
-        async with listening(
-            client, share_of(config), GatewayServices(metrics, Signer(secret), client, quota), [listener]
-        ) as server:
+        services = GatewayServices(metrics, shared.signer, client, shared.quota, shared.publisher, shared.link_signer)
+        async with listening(client, share_of(config), services, [listener]) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
             server.server.on_reload.append(partial(_limit_engines, client))
             yield replace(server, starting=starting)

@@ -23,6 +23,7 @@ from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
 from realtime.listeners import cannot_listen
 from realtime.serving.metric_totals import Totals
+from realtime.serving.publishing import Coordinator, ToCoordinator
 from realtime.serving.signed_tokens import signing_secret
 from realtime.workers.shared_quota import QuotaCoordinator
 from realtime.workers.worker_link import (
@@ -128,6 +129,8 @@ class Parent:
         self._engines = list(engines)
         self._secret = signing_secret(config) or secrets.token_bytes(32)
         self._quota = QuotaCoordinator(config.limits, asyncio.get_running_loop().time)
+        self._coordinator = Coordinator(config.session.resume_s)
+        self._link_secret = secrets.token_bytes(32)
         self._numbers = 0
         self._keepers: set[asyncio.Task[None]] = set()
         self._retiring: set[int] = set()
@@ -187,7 +190,9 @@ class Parent:
         worker = Worker(self._numbers, process, line)
         self.workers[worker.number] = worker
         self._quota.add(worker.number, worker.line)
-        worker.line.send(Start(encode_config(self.config), self._secret, self._engines, self.port))
+        config = encode_config(self.config)
+        worker.line.send(Start(config, self._secret, self._engines, self.port, self._link_secret))
+        self._coordinator.add(worker.number, worker.line.send)
         worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
         return worker
 
@@ -233,6 +238,8 @@ class Parent:
                     worker.ready.set_result(None)
             elif isinstance(message, Enter | Leave | Own):
                 self._quota.on_message(worker.number, message)
+            elif isinstance(message, ToCoordinator):
+                self._coordinator.on_message(worker.number, message)
             elif isinstance(message, Counted | Scrape):
                 self.totals.add_report(worker.number, message.report)
                 if isinstance(message, Scrape):
@@ -275,6 +282,7 @@ class Parent:
         if worker.hearing is not None:
             await asyncio.wait((worker.hearing,), timeout=LAST_WORDS_S)
         self._quota.remove(worker.number)
+        self._coordinator.remove(worker.number)
         self.totals.forget(worker.number)
         worker.line.close()
 

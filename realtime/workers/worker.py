@@ -17,9 +17,11 @@ import uvloop
 from prometheus_client.core import Metric
 
 from engine.logs import WITH_PROCESS, set_log_level, set_up_logging
-from realtime.app import Server, gateway_of_several, share_of
+from realtime.app import Server, SharedParts, gateway_of_several, share_of
 from realtime.config import Config, ConfigError
 from realtime.serving.metric_totals import report
+from realtime.serving.publishing import FromCoordinator, Publisher
+from realtime.serving.signed_tokens import Signer
 from realtime.workers.shared_quota import SharedQuota
 from realtime.workers.worker_link import (
     Counted,
@@ -93,7 +95,9 @@ async def work(end: socket.socket) -> None:
     set_log_level(config.server.log_level)
     quota = SharedQuota(line, asyncio.get_running_loop().time)
     listener = port_socket(config.server.host, start.port)
-    async with gateway_of_several(config, start.engines, start.secret, quota, listener) as server:
+    publisher, link_signer = Publisher(line.send), Signer(start.link_secret)
+    shared_parts = SharedParts(Signer(start.secret), quota, publisher, link_signer)
+    async with gateway_of_several(config, start.engines, shared_parts, listener) as server:
         gateway = server.server.gateway
         shared = SharedMetrics(line, gateway.metrics.families)
         gateway.metrics.of_all = shared.of_all
@@ -107,6 +111,8 @@ async def work(end: socket.socket) -> None:
                     quota.on_message(message)
                 elif isinstance(message, Scraped):
                     shared.on_message(message)
+                elif isinstance(message, FromCoordinator):
+                    publisher.on_message(message)
                 elif isinstance(message, Reload):
                     _reload(server.server, share_of(decode_config(message.config)))
             log.warning("the parent process has ended; this worker stops")

@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from realtime.config import Config, Secret
+from realtime.serving.publishing import FromCoordinator, ToCoordinator
 from realtime.serving.quota import Figures, QuotaDecision
 
 # Bytes of the longest message, which is the configuration.
@@ -24,6 +25,8 @@ class Start(msgspec.Struct, tag="start"):
     secret: bytes
     engines: list[str]
     port: int
+    # The secret of this start of the server that viewer links are signed with.
+    link_secret: bytes = b""
 
     def __repr__(self) -> str:
         return f"Start(port={self.port})"
@@ -96,7 +99,22 @@ class Retire(msgspec.Struct, tag="retire"):
     """Stop, and hand off resumable sessions to the other workers."""
 
 
-Message = Start | Ready | Enter | Entered | Leave | Own | Others | Counted | Scrape | Scraped | Reload | Retire
+Message = (
+    Start
+    | Ready
+    | Enter
+    | Entered
+    | Leave
+    | Own
+    | Others
+    | Counted
+    | Scrape
+    | Scraped
+    | Reload
+    | Retire
+    | ToCoordinator
+    | FromCoordinator
+)
 
 _encoder = msgspec.json.Encoder()
 _decoder = msgspec.json.Decoder(Message)
