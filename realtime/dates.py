@@ -19,8 +19,13 @@ def limited(seconds: float) -> float:
 
 def now_text() -> str:
     """The time in ISO 8601, with milliseconds."""
-    now = datetime.fromtimestamp(limited(time.time()), UTC)
-    return now.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    return date_text(time.time())
+
+
+def date_text(seconds: float) -> str:
+    """Seconds since 1970 in ISO 8601, with milliseconds."""
+    moment = datetime.fromtimestamp(limited(seconds), UTC)
+    return moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
 
 
 def http_date(timeval: float | None = None, localtime: bool = False, usegmt: bool = False) -> str:

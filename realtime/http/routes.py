@@ -119,6 +119,8 @@ def _viewers(viewers: ViewerRoutes) -> list[BaseRoute]:
     return [
         WebSocketRoute(f"{session}/events", _AsgiEndpoint(viewers.socket)),
         Route(f"{session}/events", _AsgiEndpoint(viewers.stream), methods=["GET"]),
+        Route(f"{session}/captions.m3u8", viewers.playlist),
+        Route(f"{session}/captions/{{number}}.vtt", viewers.segment),
         Route(f"{session}/links", viewers.make_link, methods=["POST"]),
         Route(f"{session}/links", viewers.revoke_links, methods=["DELETE"]),
         Route(f"{session}/links/{{link}}", viewers.revoke_link, methods=["DELETE"]),

@@ -9,7 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
+import time
 from typing import Any
+from urllib.parse import quote
 
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import HTTPConnection, Request
@@ -21,6 +24,7 @@ from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, offered_key, select_subprotocol
 from realtime.http.info_routes import json_body
 from realtime.http.websocket_routes import check_once, refusal_response
+from realtime.serving.caption_segments import CaptionSegments
 from realtime.serving.publishing import Key, Publisher, owner_of
 from realtime.serving.viewer_links import DEFAULT_LINK_S, MAX_LINK_S, MIN_LINK_S, PREFIX, Link, ViewerLinks
 from realtime.serving.viewers import RESTARTING, Audience, Framing, Message, Viewer
@@ -37,6 +41,7 @@ STREAM_HEADERS = [
 ]
 # Seconds that a viewer has to read the end of its stream before its connection is aborted.
 CLOSE_GRACE_S = 5.0
+SEGMENT_NUMBER = re.compile("[0-9]{1,12}")
 READ_ONLY = "this socket is read-only"
 
 
@@ -104,16 +109,51 @@ class ViewerRoutes:
         except OSError:
             pass  # the viewer is gone
 
+    # Captions for HLS players
+
+    async def playlist(self, request: Request) -> Response:
+        """The playlist of WebVTT segments."""
+        segments = self._segments(request)
+        token = request.query_params.get("token")
+        query = "" if token is None else f"?token={quote(token, safe='')}"
+        text = segments.playlist(time.time(), query)
+        return Response(text, media_type="application/vnd.apple.mpegurl", headers={"Cache-Control": "no-store"})
+
+    async def segment(self, request: Request) -> Response:
+        segments = self._segments(request)
+        number = SEGMENT_NUMBER.fullmatch(request.path_params["number"])
+        text = None if number is None else segments.segment(int(number[0]), time.time())
+        if text is None:
+            raise Refusal(404, "segment_unknown", "This segment is not in the playlist.")
+        return Response(text, media_type="text/vtt", headers={"Cache-Control": "no-store"})
+
+    def _segments(self, request: Request) -> CaptionSegments:
+        """The captions of a name; from the first request on they are made. Raises Refusal."""
+        key, _ = self._reads(request)
+        if key not in self._audience.channels and len(self._audience) + self._audience.players >= self._most:
+            raise self._full()
+        channel = self._audience.follow(key)
+        if channel.segments is None and not channel.viewers:
+            self._audience.players += 1
+        return channel.captions()
+
     # Who may read
 
     def _admit(self, connection: HTTPConnection) -> tuple[Key, Link | None]:
         """The name that a viewer reads, with its owner, and the link it came with. Raises Refusal."""
         key, link = self._reads(connection)
-        if len(self._audience) >= self._context.limits.viewers or self._audience.is_closing:
-            self._context.metrics.refused.labels("viewers").inc()
-            text = "The server has no room for more viewers; try again."
-            raise Refusal(503, "too_many_viewers", text, retry_after_s=10, kind="server_error")
+        if len(self._audience) + self._audience.players >= self._most or self._audience.is_closing:
+            raise self._full()
         return key, link
+
+    @property
+    def _most(self) -> int:
+        return self._context.limits.viewers
+
+    def _full(self) -> Refusal:
+        self._context.metrics.refused.labels("viewers").inc()
+        text = "The server has no room for more viewers; try again."
+        return Refusal(503, "too_many_viewers", text, retry_after_s=10, kind="server_error")
 
     def _reads(self, connection: HTTPConnection) -> tuple[Key, Link | None]:
         self._check_on()
@@ -163,6 +203,7 @@ class ViewerRoutes:
                 # The part after '#' is not sent to servers and proxies.
                 "watch": f"/watch/{name}#{token}",
                 "events": f"/v1/sessions/{name}/events?token={token}",
+                "captions": f"/v1/sessions/{name}/captions.m3u8?token={token}",
             }
         )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from enum import Enum, auto
 from typing import Any
@@ -16,6 +17,7 @@ from typing import Any
 import msgspec
 
 from realtime.metrics.gateway import Metrics
+from realtime.serving.caption_segments import CaptionSegments
 from realtime.serving.publishing import (
     Added,
     Begun,
@@ -47,6 +49,8 @@ TICK_S = 0.25
 KEEPALIVE_S = 15.0
 # A viewer whose connection has taken nothing for this many seconds is cut off.
 UNREAD_S = 30.0
+# Captions for HLS players are made for this many seconds after the last request of a player.
+PLAYER_S = 60.0
 
 _encode = msgspec.json.Encoder().encode
 
@@ -196,7 +200,9 @@ class Channel:
         self.transcript = Transcript()
         self.is_current = False
         self.viewers: dict[Viewer, None] = {}
-        # Until when the words are wanted without viewers, by the clock of the event loop.
+        # Captions for HLS players, once one has asked for them; and until when they are wanted without viewers, by the
+        # clock of the event loop.
+        self.segments: CaptionSegments | None = None
         self.wanted_until = 0.0
         self._metrics = metrics
         self._pending: list[Message] = []
@@ -222,6 +228,8 @@ class Channel:
         if not self.is_current:
             return  # it is in the snapshot that comes
         self.transcript.apply(update)
+        if self.segments is not None:
+            self.segments.update(update, time.time())
         if not self.viewers:
             return
         self._pending.append(Message(self.transcript.number, event_fields(update, self.transcript.number)))
@@ -232,6 +240,13 @@ class Channel:
                 self._fall_behind(viewer, now)
         elif self._spreading is None:
             self._spreading = asyncio.create_task(self._spread(), name=f"viewers of {self.key[1]}")
+
+    def captions(self) -> CaptionSegments:
+        """The caption segments, which are made from now on, for as long as players ask for them."""
+        self.wanted_until = asyncio.get_running_loop().time() + PLAYER_S
+        if self.segments is None:
+            self.segments = CaptionSegments()
+        return self.segments
 
     async def close(self) -> None:
         if self._spreading is not None:
@@ -306,6 +321,8 @@ class Audience:
     def __init__(self, publisher: Publisher, metrics: Metrics) -> None:
         self.channels: dict[Key, Channel] = {}
         self.is_closing = False
+        # Names that HLS players read.
+        self.players = 0
         self._publisher = publisher
         self._metrics = metrics
         self._viewers = 0
@@ -361,6 +378,7 @@ class Audience:
             keeps_alive = now - kept_alive >= KEEPALIVE_S
             if keeps_alive:
                 kept_alive = now
+            self.players = sum(channel.wanted_until > now for channel in self.channels.values())
             for channel in list(self.channels.values()):
                 try:
                     channel.tick(now, keeps_alive)

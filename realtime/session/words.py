@@ -199,6 +199,11 @@ def _clock(seconds: float, separator: str) -> str:
     return f"{hours:02}:{minutes:02}:{whole:02}{separator}{thousandths:03}"
 
 
+def vtt_time(seconds: float) -> str:
+    """A time in WebVTT."""
+    return _clock(seconds, ".")
+
+
 def srt_blocks(lines: Iterable[Subtitle], names: Sequence[str] = ()) -> Iterator[str]:
     """The blocks of a SubRip file. `names` are those of the enrolled speakers."""
     for number, line in enumerate(lines, start=1):
@@ -212,8 +217,8 @@ def vtt_blocks(lines: Iterable[Subtitle], names: Sequence[str] = ()) -> Iterator
     yield "WEBVTT\n\n"
     for number, line in enumerate(lines):
         before = "\n" if number else ""
-        who = "" if line.speaker is None else f"<v {_escaped(shown_name(line.speaker, names))}>"
-        yield f"{before}{_clock(line.start, '.')} --> {_clock(line.end, '.')}\n{who}{_escaped(line.text)}\n"
+        who = "" if line.speaker is None else f"<v {escaped_cue(shown_name(line.speaker, names))}>"
+        yield f"{before}{_clock(line.start, '.')} --> {_clock(line.end, '.')}\n{who}{escaped_cue(line.text)}\n"
 
 
 def spoken_lines(words: Iterable[TimedWord], names: Sequence[str] = ()) -> Iterator[str]:
@@ -228,7 +233,7 @@ def spoken_lines(words: Iterable[TimedWord], names: Sequence[str] = ()) -> Itera
             line.append(word)
 
 
-def _escaped(text: str) -> str:
+def escaped_cue(text: str) -> str:
     """Text for WebVTT, where `<...>` is a tag and `-->` begins another cue."""
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 

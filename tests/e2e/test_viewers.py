@@ -370,6 +370,48 @@ async def test_bad_requests_for_links_are_refused(serve: Serve) -> None:
             assert answer.status_code in (400, 413) and answer.json()["error"]["code"], body[:40]
 
 
+# Captions for HLS players
+
+
+async def test_players_get_a_playlist_and_its_segments(serve: Serve) -> None:
+    async with (
+        serve(auth={"keys": (KEY,)}) as running,
+        greeted_client(running.ws, additional_headers=BEARER) as client,
+        httpx.AsyncClient(trust_env=False, base_url=running.http) as http,
+    ):
+        await publish(client, "talk")
+        made = await link(running)
+        answer = await http.get(made["captions"])
+        assert answer.status_code == 200 and "mpegurl" in answer.headers["content-type"]
+        addresses = [line for line in answer.text.splitlines() if not line.startswith("#")]
+        assert addresses and all(made["token"] in address for address in addresses)
+        for address in addresses:
+            segment = await http.get(f"/v1/sessions/talk/{address}")
+            assert segment.status_code == 200 and segment.text.startswith("WEBVTT")
+            assert "text/vtt" in segment.headers["content-type"]
+        segments = next(iter(running.gateway.audience.channels.values())).segments
+        await say(client)
+        await until_so(lambda: any(word.text == "w1" for word in segments._words))
+        # The same rules as for other viewers.
+        for path in ("captions.m3u8", addresses[0].partition("?")[0]):
+            assert (await http.get(f"/v1/sessions/talk/{path}")).status_code == 401
+            assert (await http.get(f"/v1/sessions/other/{path}?token={made['token']}")).status_code == 401
+            assert (await http.get(f"/v1/sessions/talk/{path}", headers=BEARER)).status_code == 200
+        for number in ("0", "-1", "x", "9" * 5000, "1e9", "%00", "99999999999"):
+            answer = await http.get(f"/v1/sessions/talk/captions/{number}.vtt", headers=BEARER)
+            assert answer.status_code == 404, number[:20]
+
+
+async def test_players_of_many_names_are_bounded_and_forgotten(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(viewers, "PLAYER_S", 1.0)
+    async with serve(limits={"viewers": 5}) as running, httpx.AsyncClient(trust_env=False) as http:
+        answers = [await http.get(f"{running.base_url}/sessions/n{n}/captions.m3u8") for n in range(20)]
+        assert [answer.status_code for answer in answers[:5]] == [200] * 5
+        assert {answer.status_code for answer in answers} == {200, 503} or len(running.gateway.audience.channels) <= 5
+        assert len(running.gateway.audience.channels) <= 5
+        await until_so(lambda: not running.gateway.audience.channels)
+
+
 # Names
 
 

@@ -1,0 +1,137 @@
+"""WebVTT segments of a published session for HLS players: a playlist of the newest segments, and their captions.
+
+A segment is a span of the clock of the server, so the captions of a stream that a video server makes at the same time
+can be shown with it: the playlist has the date of each segment. A word belongs to the segment of its first sound. Words
+reach the server after they are spoken, and turns end later still, so a segment is listed `HOLD_S` after its end.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+
+from realtime.dates import date_text
+from realtime.serving.publishing import Added, Begun, Finished, Line, Update, Word
+from realtime.session.words import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
+
+SEGMENT_S = 6.0
+# Seconds after its end at which a segment is listed.
+HOLD_S = 6.0
+# Segments in a playlist, and segments that can still be read.
+LISTED = 5
+KEPT_S = 10 * SEGMENT_S
+# Words that are kept; beyond it the oldest are dropped.
+MAX_WORDS = 2000
+# A session's audio counts as live while its words come at most this long after they are spoken. If they come later, the
+# client has paused or sends a recording, and its words are placed at the time at which they come.
+LATE_S = 10.0
+# 90,000 ticks a second, as in the video's clock.
+TICKS = 90_000
+
+
+@dataclass(frozen=True, slots=True)
+class _Placed:
+    """A word at its place on the clock of the server."""
+
+    turn: str
+    text: str
+    start: float
+    end: float
+
+
+class CaptionSegments:
+    """The words of one published session by the time at which they were spoken."""
+
+    def __init__(self) -> None:
+        self._words: deque[_Placed] = deque()
+        # The time of the session's first sample, as far as its words tell.
+        self._began: float | None = None
+        # Segments that were given out stay as they are.
+        self._made: dict[int, str] = {}
+
+    def update(self, update: Update, now: float) -> None:
+        match update:
+            case Begun():
+                self._began = None
+            case Added(item, _, words):
+                self._place(item, words, now)
+            case Finished(line):
+                self._finish(line, now)
+            case _:
+                pass
+
+    def _finish(self, line: Line, now: float) -> None:
+        """The final words of a turn replace those that came before, where no segment has them yet."""
+        self._words = deque(word for word in self._words if word.turn != line.id)
+        self._place(line.id, line.words, now)
+
+    def _place(self, item: str, words: list[Word], now: float) -> None:
+        if not words:
+            return
+        last = words[-1][2]
+        late_s = math.inf if self._began is None else now - (self._began + last)
+        if not 0 <= late_s <= LATE_S:
+            self._began = now - last
+        assert self._began is not None
+        began = self._began
+        self._words.extend(_Placed(item, text, began + start, began + end) for text, start, end in words)
+        while len(self._words) > MAX_WORDS or (self._words and self._words[0].end < now - 2 * KEPT_S):
+            self._words.popleft()
+
+    def newest(self, now: float) -> int:
+        """The number of the newest segment that is listed."""
+        return math.floor((now - HOLD_S) / SEGMENT_S) - 1
+
+    def playlist(self, now: float, query: str = "") -> str:
+        """The media playlist; `query` is added to the address of each segment."""
+        newest = self.newest(now)
+        first = newest - LISTED + 1
+        lines = [
+            "#EXTM3U",
+            "#EXT-X-VERSION:3",
+            f"#EXT-X-TARGETDURATION:{math.ceil(SEGMENT_S)}",
+            f"#EXT-X-MEDIA-SEQUENCE:{first}",
+        ]
+        for number in range(first, newest + 1):
+            lines += [
+                f"#EXT-X-PROGRAM-DATE-TIME:{date_text(number * SEGMENT_S)}",
+                f"#EXTINF:{SEGMENT_S:.3f},",
+                f"captions/{number}.vtt{query}",
+            ]
+        return "\n".join(lines) + "\n"
+
+    def segment(self, number: int, now: float) -> str | None:
+        """The captions of a segment; None if it is not listed yet, or not kept any more."""
+        newest = self.newest(now)
+        if not newest - KEPT_S / SEGMENT_S < number <= newest:
+            return None
+        if number not in self._made:
+            self._made = {key: text for key, text in self._made.items() if key > newest - KEPT_S / SEGMENT_S}
+            self._made[number] = self._make(number)
+        return self._made[number]
+
+    def _make(self, number: int) -> str:
+        begins, ends = number * SEGMENT_S, (number + 1) * SEGMENT_S
+        words = sorted((word for word in self._words if begins <= word.start < ends), key=lambda word: word.start)
+        # Times in the file begin at 0; the map says where that is on the clock of the stream.
+        ticks = round(begins * TICKS) % 2**33
+        blocks = [f"WEBVTT\nX-TIMESTAMP-MAP=MPEGTS:{ticks},LOCAL:00:00:00.000\n"]
+        for cue in _cues(words):
+            start, end = cue[0].start - begins, min(max(word.end for word in cue), ends) - begins
+            text = escaped_cue(" ".join(word.text for word in cue))
+            blocks.append(f"{vtt_time(start)} --> {vtt_time(max(end, start + 0.1))}\n{text}\n")
+        return "\n".join(blocks)
+
+
+def _cues(words: list[_Placed]) -> list[list[_Placed]]:
+    """Words of one turn in each cue, as many as fit into two lines."""
+    cues: list[list[_Placed]] = []
+    length = 0
+    for word in words:
+        if not cues or cues[-1][-1].turn != word.turn or length + len(word.text) + 1 > MAX_SUBTITLE_CHARACTERS:
+            cues.append([])
+            length = 0
+        cues[-1].append(word)
+        length += len(word.text) + 1
+    return cues
