@@ -11,6 +11,7 @@ import contextlib
 import logging
 import re
 import time
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import quote
 
@@ -56,8 +57,10 @@ class ViewerRoutes:
 
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The words as server-sent events, until the viewer leaves or may not read any more."""
-        request = Request(scope, receive)
-        key, link = self._admit(request)
+        with self._admitted(Request(scope, receive)) as (key, link):
+            await self._stream(scope, receive, send, key, link)
+
+    async def _stream(self, scope: Scope, receive: Receive, send: Send, key: Key, link: Link | None) -> None:
         line = _line(scope)
         await send({"type": "http.response.start", "status": 200, "headers": STREAM_HEADERS})
         if scope["method"] == "HEAD":
@@ -73,11 +76,13 @@ class ViewerRoutes:
         """The words on a socket that takes no messages."""
         websocket = WebSocket(scope, receive, send)
         try:
-            key, link = self._admit(websocket)
-            line = _line(scope)
+            with self._admitted(websocket) as (key, link):
+                await self._socket(scope, receive, send, key, link)
         except (Refusal, ClientFault) as error:
             await websocket.send_denial_response(refusal_response(scope["path"], error))
-            return
+
+    async def _socket(self, scope: Scope, receive: Receive, send: Send, key: Key, link: Link | None) -> None:
+        line = _line(scope)
         await receive()
         try:
             await send({"type": "websocket.accept", "subprotocol": select_subprotocol(scope.get("subprotocols", []))})
@@ -139,12 +144,14 @@ class ViewerRoutes:
 
     # Who may read
 
-    def _admit(self, connection: HTTPConnection) -> tuple[Key, Link | None]:
-        """The name that a viewer reads, with its owner, and the link it came with. Raises Refusal."""
-        key, link = self._reads(connection)
+    @contextlib.contextmanager
+    def _admitted(self, connection: HTTPConnection) -> Iterator[tuple[Key, Link | None]]:
+        """A place for a viewer: the name that it reads, with its owner, and the link it came with. Raises Refusal."""
+        admitted = self._reads(connection)
         if len(self._audience) + self._audience.players >= self._most or self._audience.is_closing:
             raise self._full()
-        return key, link
+        with self._audience.place():
+            yield admitted
 
     @property
     def _most(self) -> int:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -32,6 +31,8 @@ MAX_LINE_CHARACTERS = 4_000
 MAX_OPEN_TURNS = 32
 # Words with times that are kept of one turn, for caption segments.
 MAX_TURN_WORDS = 1_000
+# Updates of a session that wait until its name is granted.
+MAX_HELD = 256
 # Seconds to wait for an answer of the coordinator.
 ANSWER_S = 5.0
 
@@ -98,23 +99,31 @@ class Transcript:
     def __init__(self) -> None:
         self.number = 0
         self.is_live = False
-        self.lines: deque[Line] = deque()
+        self.lines: dict[str, Line] = {}
         self.open: dict[str, Line] = {}
         self._characters = 0
 
     def save(self) -> State:
         # Open turns change, so they are copied.
         copies = [Line(line.id, line.text, line.start, line.end, line.words) for line in self.open.values()]
-        return State(self.number, self.is_live, list(self.lines), copies)
+        return State(self.number, self.is_live, list(self.lines.values()), copies)
 
     def load(self, state: State) -> None:
         self.number, self.is_live = state.number, state.is_live
-        self.lines = deque(state.lines)
+        self.lines = {line.id: line for line in state.lines}
         self.open = {line.id: line for line in state.open}
-        self._characters = sum(len(line.text) for line in self.lines)
+        self._characters = sum(len(line.text) for line in self.lines.values())
 
-    def apply(self, update: Update) -> None:
+    def apply(self, update: Update) -> bool:
+        """Take an update. Returns False, with nothing changed, for text of a turn that is finished: a process that
+        adopts a session may process again what the process before it has processed."""
+        if isinstance(update, Added) and update.id in self.lines:
+            return False
         self.number += 1
+        self._apply(update)
+        return True
+
+    def _apply(self, update: Update) -> None:
         match update:
             case Begun():
                 self.lines.clear()
@@ -136,10 +145,11 @@ class Transcript:
                 self.is_live = False
 
     def _append(self, line: Line) -> None:
-        self.lines.append(line)
-        self._characters += len(line.text)
+        known = self.lines.get(line.id)
+        self._characters += len(line.text) - (0 if known is None else len(known.text))
+        self.lines[line.id] = line
         while len(self.lines) > MAX_LINES or self._characters > MAX_CHARACTERS:
-            self._characters -= len(self.lines.popleft().text)
+            self._characters -= len(self.lines.pop(next(iter(self.lines))).text)
 
 
 def _cut(text: str) -> str:
@@ -310,7 +320,8 @@ class Coordinator:
             self._drop_unused(key)
 
     def _spread(self, key: Key, channel: _Channel, update: Update) -> None:
-        channel.transcript.apply(update)
+        if not channel.transcript.apply(update):
+            return
         for follower in channel.followers:
             self._members[follower](News(*key, update))
 
@@ -435,8 +446,10 @@ class SessionPublication:
         self._rate = sample_rate
         self._key: Key | None = None
         self._is_over = False
-        # Open turns that the client or the server has ended; clearing the audio does not drop them.
+        # Open turns, and whether the client or the server has ended them; clearing the audio drops the others.
         self._open: dict[str, bool] = {}
+        # Updates that wait until the name is granted: an adopted session speaks before that.
+        self._held: list[Update] | None = None
 
     async def change(self, name: str | None) -> ClientFault | None:
         """Publish under this name, or under none. Returns the fault for the client if that is not possible; then the
@@ -449,7 +462,11 @@ class SessionPublication:
         key = (self._owner, name)
         if key == self._key:
             return None
-        answer = await self._publisher.claim(key, self._session)
+        self._held = []
+        try:
+            answer = await self._publisher.claim(key, self._session)
+        finally:
+            held, self._held = self._held, None
         if answer is None:
             return _refused("server_busy", "The server is too busy to publish the session; try again.")
         if not answer:
@@ -459,13 +476,19 @@ class SessionPublication:
             return None
         self.end()
         self._key = key
+        for update in held:
+            self._publisher.post(key, self._session, update)
         return None
 
     def tell(self, event: ServerEvent) -> None:
         """An event was sent to the client; viewers get its words."""
-        if self._key is not None and self._publisher is not None:
-            for update in self._updates(event):
+        if self._publisher is None or (self._key is None and self._held is None):
+            return
+        for update in self._updates(event):
+            if self._key is not None:
                 self._publisher.post(self._key, self._session, update)
+            if self._held is not None and len(self._held) < MAX_HELD:
+                self._held.append(update)
 
     def _updates(self, event: ServerEvent) -> Iterator[Update]:
         match event:
@@ -476,14 +499,11 @@ class SessionPublication:
                 if event.item_id in self._open:
                     self._open[event.item_id] = True
             case Completed():
-                was_open = self._open.pop(event.item_id, None) is not None
-                if event.transcript.strip():
-                    yield Finished(self._line(event))
-                elif was_open:
-                    yield Removed(event.item_id)
+                self._open.pop(event.item_id, None)
+                yield Finished(self._line(event)) if event.transcript.strip() else Removed(event.item_id)
             case ItemFailed():
-                if self._open.pop(event.item_id, None) is not None:
-                    yield Removed(event.item_id)
+                self._open.pop(event.item_id, None)
+                yield Removed(event.item_id)
             case Cleared():
                 for item in [item for item, is_committed in self._open.items() if not is_committed]:
                     del self._open[item]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum, auto
 from typing import Any
 
@@ -149,7 +150,7 @@ def _shown(line: Line) -> dict[str, Any]:
 
 
 def snapshot_fields(name: str, transcript: Transcript, most_lines: int | None = None) -> dict[str, Any]:
-    lines = list(transcript.lines)
+    lines = list(transcript.lines.values())
     lines = lines if most_lines is None else lines[-most_lines:]
     return {
         "type": "snapshot",
@@ -227,7 +228,8 @@ class Channel:
     def update(self, update: Update) -> None:
         if not self.is_current:
             return  # it is in the snapshot that comes
-        self.transcript.apply(update)
+        if not self.transcript.apply(update):
+            return
         if self.segments is not None:
             self.segments.update(update, time.time())
         if not self.viewers:
@@ -325,24 +327,32 @@ class Audience:
         self.players = 0
         self._publisher = publisher
         self._metrics = metrics
-        self._viewers = 0
+        self._places = 0
         publisher.reader = self
 
     def __len__(self) -> int:
-        return self._viewers
+        """Places that are taken by viewers."""
+        return self._places
+
+    @contextmanager
+    def place(self) -> Iterator[None]:
+        """Take a place for the length of the block; the caller has checked that there is one."""
+        self._places += 1
+        self._metrics.viewers.set(self._places)
+        try:
+            yield
+        finally:
+            self._places -= 1
+            self._metrics.viewers.set(self._places)
 
     def join(self, key: Key, viewer: Viewer) -> Channel:
         channel = self.follow(key)
         channel.add(viewer)
-        self._viewers += 1
-        self._metrics.viewers.set(self._viewers)
         return channel
 
     def leave(self, channel: Channel, viewer: Viewer) -> None:
-        if channel.viewers.pop(viewer, False) is None:
-            self._viewers -= 1
-            self._metrics.viewers.set(self._viewers)
-            self._drop_unused(channel)
+        channel.viewers.pop(viewer, None)
+        self._drop_unused(channel)
 
     def follow(self, key: Key) -> Channel:
         """The channel of a name, which is followed from now on."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tests.attacks import frames, handshake, messages, sound, timing, tokens, uploads, websites
+from tests.attacks import frames, handshake, messages, sound, timing, tokens, uploads, viewers, websites
 from tests.attacks.target import ATTACKS
 
-__all__ = ["ATTACKS", "frames", "handshake", "messages", "sound", "timing", "tokens", "uploads", "websites"]
+__all__ = ["ATTACKS", "frames", "handshake", "messages", "sound", "timing", "tokens", "uploads", "viewers", "websites"]

@@ -24,6 +24,7 @@ from typing import Any
 GOOD_KEY = "the-key-of-the-good-client"
 BAD_KEY = "the-key-of-the-attacker"
 OTHER_KEY = "the-key-of-somebody-else"
+MOST_VIEWERS = 200
 # What all gateways of the server would sign with.
 SIGNING_SECRET = "what-tokens-are-signed-with"
 # Everything else is as it comes. Two seconds for a request head, and a session that waits to be resumed for three, are
@@ -38,6 +39,7 @@ SETTINGS = {
     "model.name": "moonshine-tiny",
     "model.threads": "1",
     "limits.upload_bytes": str(4 * 1024 * 1024),
+    "limits.viewers": str(MOST_VIEWERS),
 }
 # The server itself, with an event loop that writes down how long it was held.
 TIMED_SERVER = Path(__file__).parent / "timed_server.py"
