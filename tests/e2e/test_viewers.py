@@ -30,7 +30,7 @@ HOSTILE_NAMES = ("", ".", "..", "-a", "a" * 65, "a%2fb", "a%00", "a b", "%C3%A9"
 
 
 async def link(running: Running, name: str = "talk", key: str = KEY, **body: Any) -> dict[str, Any]:
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as http:
         answer = await http.post(
             f"{running.base_url}/sessions/{name}/links", json=body, headers={"Authorization": f"Bearer {key}"}
         )
@@ -40,13 +40,13 @@ async def link(running: Running, name: str = "talk", key: str = KEY, **body: Any
 
 async def revoke(running: Running, name: str, link_id: str = "", key: str = KEY) -> httpx.Response:
     path = f"{running.base_url}/sessions/{name}/links" + (f"/{link_id}" if link_id else "")
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as http:
         return await http.delete(path, headers={"Authorization": f"Bearer {key}"})
 
 
 async def refusal(running: Running, name: str, token: str = "", **options: Any) -> tuple[int, str]:
     """Status and code of a refused viewer; the stream and the socket must agree."""
-    async with httpx.AsyncClient(trust_env=False) as http:
+    async with httpx.AsyncClient(trust_env=False, verify=False) as http:
         headers = options.get("headers", {})
         answer = await http.get(f"{running.http}{path_of(name, token)}", headers=headers)
     url = f"ws://127.0.0.1:{running.port}{path_of(name, token)}"
@@ -203,7 +203,7 @@ async def test_a_viewer_needs_the_speakers_key_or_a_link(serve: Serve) -> None:
 
 
 async def test_a_link_is_for_one_name_and_for_reading_only(serve: Serve) -> None:
-    async with serve(auth={"keys": (KEY, OTHER)}) as running, httpx.AsyncClient(trust_env=False) as http:
+    async with serve(auth={"keys": (KEY, OTHER)}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
         token = (await link(running))["token"]
         for changed in ("tal", "talk2", "Talk", "other"):
             assert await refusal(running, changed, token) == (401, "viewer_link_invalid")
@@ -238,7 +238,7 @@ async def test_a_link_is_for_one_name_and_for_reading_only(serve: Serve) -> None
 
 
 async def test_client_secrets_publish_under_their_own_name_and_read_nothing(serve: Serve) -> None:
-    async with serve(auth={"keys": (KEY,)}) as running, httpx.AsyncClient(trust_env=False) as http:
+    async with serve(auth={"keys": (KEY,)}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
         secrets = []
         for session in ({"publish": "talk"}, {}):
             answer = await http.post(
@@ -264,7 +264,7 @@ async def test_a_page_of_another_website_reads_nothing_without_keys(serve: Serve
     async with serve() as running:
         evil = {"Origin": "https://evil.example"}
         assert (await refusal(running, "talk", headers=evil))[0] == 403
-        async with httpx.AsyncClient(trust_env=False) as http:
+        async with httpx.AsyncClient(trust_env=False, verify=False) as http:
             answer = await http.post(f"{running.base_url}/sessions/talk/links", headers=evil)
             assert answer.status_code == 403
         own = {"Origin": running.http}
@@ -328,8 +328,8 @@ async def test_a_reload_that_removes_a_key_ends_its_links(serve: Serve) -> None:
 async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> None:
     async with serve(auth={"keys": (KEY, OTHER)}) as running:
         revocations = running.gateway.audience._publisher.revocations
-        async with httpx.AsyncClient(trust_env=False, headers=BEARER) as http:
-            for _ in range(200):
+        async with httpx.AsyncClient(trust_env=False, verify=False, headers=BEARER) as http:
+            for _ in range(50):
                 answer = await http.post(f"{running.base_url}/sessions/talk/links")
                 assert answer.status_code == 200
         assert not revocations.all(), "a link that is made is not stored"
@@ -339,13 +339,9 @@ async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> N
         routes = running.gateway.audience._publisher
         links = viewer_links.ViewerLinks(None, revocations, lambda owner: True)  # type: ignore[arg-type]
         owner = next(iter(running.gateway._context.authenticator._names))
-        for number in range(5000):
-            revocation = links.revocation(owner, f"n{number % 700}", f"ffffffff-{number:016x}")
-            assert revocation is None or routes.revoke(revocation) is None
-        for number in range(3000):
-            revocation = links.revocation(owner, "talk", f"{int(2**31 - 1):08x}-{number:016x}")
-            assert revocation is None
-        for number in range(3000):
+        for number in range(100):
+            assert links.revocation(owner, "talk", f"ffffffff-{number:016x}") is None, "no link lasts that long"
+        for number in range(viewer_links.MAX_REVOKED + 200):
             now_id = f"{int(made[0]['expires_at']):08x}-{number:016x}"
             revocation = links.revocation(owner, "talk", now_id)
             assert revocation is not None
@@ -364,7 +360,7 @@ async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> N
 
 async def test_bad_requests_for_links_are_refused(serve: Serve) -> None:
     seconds = (b"3", b"[]", b'{"seconds": true}', b'{"seconds": 9}', b'{"seconds": 2592001}', b'{"seconds": 1e9}')
-    async with serve() as running, httpx.AsyncClient(trust_env=False) as http:
+    async with serve() as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
         for body in (b"{", b"[]", b"x" * 70_000, *(b'{"expires_after": %b}' % value for value in seconds)):
             answer = await http.post(f"{running.base_url}/sessions/talk/links", content=body)
             assert answer.status_code in (400, 413) and answer.json()["error"]["code"], body[:40]
@@ -377,7 +373,7 @@ async def test_players_get_a_playlist_and_its_segments(serve: Serve) -> None:
     async with (
         serve(auth={"keys": (KEY,)}) as running,
         greeted_client(running.ws, additional_headers=BEARER) as client,
-        httpx.AsyncClient(trust_env=False, base_url=running.http) as http,
+        httpx.AsyncClient(trust_env=False, verify=False, base_url=running.http) as http,
     ):
         await publish(client, "talk")
         made = await link(running)
@@ -404,7 +400,7 @@ async def test_players_get_a_playlist_and_its_segments(serve: Serve) -> None:
 
 async def test_players_of_many_names_are_bounded_and_forgotten(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewers, "PLAYER_S", 1.0)
-    async with serve(limits={"viewers": 5}) as running, httpx.AsyncClient(trust_env=False) as http:
+    async with serve(limits={"viewers": 5}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
         answers = [await http.get(f"{running.base_url}/sessions/n{n}/captions.m3u8") for n in range(20)]
         assert [answer.status_code for answer in answers[:5]] == [200] * 5
         assert {answer.status_code for answer in answers} == {200, 503} or len(running.gateway.audience.channels) <= 5
@@ -416,7 +412,11 @@ async def test_players_of_many_names_are_bounded_and_forgotten(serve: Serve, mon
 
 
 async def test_names_of_hostile_shape_are_refused_everywhere(serve: Serve) -> None:
-    async with serve() as running, greeted_client(running.ws) as client, httpx.AsyncClient(trust_env=False) as http:
+    async with (
+        serve() as running,
+        greeted_client(running.ws) as client,
+        httpx.AsyncClient(trust_env=False, verify=False) as http,
+    ):
         for name in HOSTILE_NAMES:
             for method, path in (("GET", "events"), ("POST", "links"), ("DELETE", "links")):
                 answer = await http.request(method, f"{running.base_url}/sessions/{name}/{path}")
@@ -482,12 +482,12 @@ async def test_viewers_beyond_the_limit_are_refused_and_places_become_free(serve
             await (await stack.enter_async_context(socket_viewer(running.port, "talk"))).event()
         async with stream_viewer(running.port, "other") as third:
             await third.event()
-            for _ in range(20):
+            for _ in range(4):
                 assert await refusal(running, "talk") == (503, "too_many_viewers")
         await until_so(lambda: len(running.gateway.audience) == 2)
         async with stream_viewer(running.port, "talk") as third:
             await third.event()
-        assert running.metric("refused_total", reason="viewers") == 40
+        assert running.metric("refused_total", reason="viewers") == 8
 
 
 async def test_one_encoding_for_all_viewers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
