@@ -46,7 +46,6 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.serving.inbox.PIECE_BYTES": "how much is read at once",
     "realtime.http.upload_forms.LETTER_BYTES": "the length of a letter",
     "realtime.serving.signed_tokens.MAC_BYTES": "the length of a signature",
-    "realtime.serving.viewer_links.MAX_LINK_S": "a range of a parameter",
     "realtime.serving.viewers.MAX_PAUSE_S": "a time to wait",
     "realtime.serving.websocket._HEAD_BYTES": "the length of a frame's head",
     "realtime.session.settings.MAX_RATE": "a range of a setting",
