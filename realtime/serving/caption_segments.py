@@ -12,7 +12,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from realtime.dates import date_text
-from realtime.serving.publishing import Added, Begun, Finished, Line, Update, Word
+from realtime.serving.publishing import MAX_OPEN_TURNS, Added, Begun, Finished, Line, Update, Word
 from realtime.session.words import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
 
 SEGMENT_S = 6.0
@@ -23,8 +23,8 @@ LISTED = 5
 KEPT_S = 10 * SEGMENT_S
 # Words that are kept; beyond it the oldest are dropped.
 MAX_WORDS = 2000
-# A session's audio counts as live while its words come at most this long after they are spoken. If they come later, the
-# client has paused or sends a recording, and its words are placed at the time at which they come.
+# A session's audio counts as live while the first words of a turn come at most this long after they are spoken. If they
+# come later, the client has paused or sends a recording, and the turn is placed at the time at which it comes.
 LATE_S = 10.0
 # 90,000 ticks a second, as in the video's clock.
 TICKS = 90_000
@@ -45,8 +45,10 @@ class CaptionSegments:
 
     def __init__(self) -> None:
         self._words: deque[_Placed] = deque()
-        # The time of the session's first sample, as far as its words tell.
+        # The time of the session's first sample, as far as its words tell; and the same for each open turn, whose words
+        # stay together.
         self._began: float | None = None
+        self._turns: dict[str, float] = {}
         # Segments that were given out stay as they are.
         self._made: dict[int, str] = {}
 
@@ -54,6 +56,7 @@ class CaptionSegments:
         match update:
             case Begun():
                 self._began = None
+                self._turns.clear()
             case Added(item, _, words):
                 self._place(item, words, now)
             case Finished(line):
@@ -65,19 +68,26 @@ class CaptionSegments:
         """The final words of a turn replace those that came before, where no segment has them yet."""
         self._words = deque(word for word in self._words if word.turn != line.id)
         self._place(line.id, line.words, now)
+        self._turns.pop(line.id, None)
 
     def _place(self, item: str, words: list[Word], now: float) -> None:
         if not words:
             return
-        last = words[-1][2]
-        late_s = math.inf if self._began is None else now - (self._began + last)
-        if not 0 <= late_s <= LATE_S:
-            self._began = now - last
-        assert self._began is not None
-        began = self._began
+        if item not in self._turns:
+            self._turns[item] = self._began = self._place_turn(words, now)
+            if len(self._turns) > MAX_OPEN_TURNS:
+                del self._turns[next(iter(self._turns))]
+        began = self._turns[item]
         self._words.extend(_Placed(item, text, began + start, began + end) for text, start, end in words)
         while len(self._words) > MAX_WORDS or (self._words and self._words[0].end < now - 2 * KEPT_S):
             self._words.popleft()
+
+    def _place_turn(self, words: list[Word], now: float) -> float:
+        """Where the session began, for a turn with these first words; no turn begins before the last one has ended."""
+        last = words[-1][2]
+        late_s = math.inf if self._began is None else now - (self._began + last)
+        began = self._began if self._began is not None and 0 <= late_s <= LATE_S else now - last
+        return max(began, max((word.end for word in self._words), default=0.0) - words[0][1])
 
     def newest(self, now: float) -> int:
         """The number of the newest segment that is listed."""
@@ -113,7 +123,7 @@ class CaptionSegments:
 
     def _make(self, number: int) -> str:
         begins, ends = number * SEGMENT_S, (number + 1) * SEGMENT_S
-        words = sorted((word for word in self._words if begins <= word.start < ends), key=lambda word: word.start)
+        words = [word for word in self._words if begins <= word.start < ends]
         # Times in the file begin at 0; the map says where that is on the clock of the stream.
         ticks = round(begins * TICKS) % 2**33
         blocks = [f"WEBVTT\nX-TIMESTAMP-MAP=MPEGTS:{ticks},LOCAL:00:00:00.000\n"]
@@ -125,13 +135,14 @@ class CaptionSegments:
 
 
 def _cues(words: list[_Placed]) -> list[list[_Placed]]:
-    """Words of one turn in each cue, as many as fit into two lines."""
+    """Words of one turn in each cue, as many as fit into two lines, in the order in which the cues begin."""
     cues: list[list[_Placed]] = []
     length = 0
-    for word in words:
+    turns = list(dict.fromkeys(word.turn for word in words))
+    for word in sorted(words, key=lambda word: (turns.index(word.turn), word.start)):
         if not cues or cues[-1][-1].turn != word.turn or length + len(word.text) + 1 > MAX_SUBTITLE_CHARACTERS:
             cues.append([])
             length = 0
         cues[-1].append(word)
         length += len(word.text) + 1
-    return cues
+    return sorted(cues, key=lambda cue: cue[0].start)

@@ -57,6 +57,19 @@ def test_words_after_a_pause_of_the_client_are_placed_when_they_come() -> None:
     assert first_word(segments.segment(number, NOON + 72) or "") == "two"
 
 
+def test_a_final_that_comes_late_moves_no_words_and_mixes_no_turns() -> None:
+    segments = CaptionSegments()
+    segments.update(Added("a", "", [("one", 1.0, 1.4), ("two", 1.5, 1.9)]), NOON + 2)
+    segments.update(Added("b", "", [("three", 2.0, 2.4), ("four", 2.5, 2.9)]), NOON + 3)
+    final = Line("a", "ONE TWO AND", 1.0, 2.2, [("ONE", 1.0, 1.4), ("TWO", 1.5, 1.9), ("AND", 2.0, 2.2)])
+    segments.update(Finished(final), NOON + 16)
+    segments.update(Added("c", "", [("five", 3.0, 3.4)]), NOON + 16)
+    text = segments.segment(round(NOON / SEGMENT_S), NOON + 24) or ""
+    assert [line for line in text.splitlines()[2:] if line and "-->" not in line] == ["ONE TWO AND", "three four"]
+    text = segments.segment(round(NOON / SEGMENT_S) + 2, NOON + 24) or ""
+    assert first_word(text) == "five"
+
+
 def test_the_playlist_lists_the_newest_segments_also_while_nobody_speaks() -> None:
     segments = CaptionSegments()
     text = segments.playlist(NOON + 12, "?token=x")
