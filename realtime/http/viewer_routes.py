@@ -1,6 +1,6 @@
 """The routes of viewers: the words of a published session as server-sent events and on a read-only socket; the links.
 
-A viewer has the key of the session's owner, or a viewer link. On a server without keys everybody who can reach it may
+A viewer has the key of the session's owner, or a viewer link. On a server without keys every client that reaches it may
 read what is published.
 """
 

@@ -428,7 +428,7 @@ class Publisher:
 
 
 def owner_of(caller: str) -> str:
-    """The owner of what a caller publishes. Without keys callers are addresses, which do not identify anybody: they
+    """The owner of what a caller publishes. Without keys callers are addresses, which do not identify a client: they
     share one set of names."""
     return "" if caller.startswith("address ") else caller
 

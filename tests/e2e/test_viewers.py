@@ -532,7 +532,7 @@ def _head(path: str, upgrade: bool) -> bytes:
     return f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1\r\n{more if upgrade else ''}\r\n".encode()
 
 
-async def test_viewers_that_never_read_hold_no_words_and_slow_nobody(
+async def test_viewers_that_never_read_hold_no_words_and_slow_no_client(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(viewers, "UNREAD_S", 2.0)

@@ -31,7 +31,7 @@ async def test_the_page_follows_pauses_and_comes_back(page: Page, server: PageSe
         # Before the speaker comes; in the language of the browser.
         await page.until(f"{STATE} === 'Noch spricht niemand'")
         assert await page.evaluate("document.documentElement.lang") == "de"
-        async with greeted_client(socket_of(server)) as client:
+        async with greeted_client(socket_of(server), max_queue=None) as client:
             await publish(client, "talk")
             await page.until(f"{STATE} === 'Live'")
             await say(client, 1.3)
@@ -74,7 +74,7 @@ async def test_a_link_opens_the_page_until_it_is_revoked(page: Page) -> None:
     async with page_server(FakeEngine(words=WORDS), KEY) as server, httpx.AsyncClient(trust_env=False) as http:
         links = f"{server.url}v1/sessions/talk/links"
         made = (await http.post(links, headers=bearer)).json()
-        async with greeted_client(socket_of(server), additional_headers=bearer) as client:
+        async with greeted_client(socket_of(server), additional_headers=bearer, max_queue=None) as client:
             await publish(client, "talk")
             await say(client)
             await page.open(server.url.rstrip("/") + made["watch"])
@@ -88,7 +88,7 @@ async def test_a_link_opens_the_page_until_it_is_revoked(page: Page) -> None:
 
 
 async def test_the_overlay_shows_the_newest_words_on_nothing(page: Page, server: PageServer) -> None:
-    async with greeted_client(socket_of(server)) as client:
+    async with greeted_client(socket_of(server), max_queue=None) as client:
         await publish(client, "talk")
         await page.open(f"{server.url}watch/talk?overlay&lines=2&size=6")
         for count in range(1, 4):
@@ -105,7 +105,10 @@ async def test_the_overlay_shows_the_newest_words_on_nothing(page: Page, server:
 
 async def test_words_are_text_and_never_markup(page: Page) -> None:
     words = ["<img", "src=x", "onerror=document.title='bad'>"]
-    async with page_server(FakeEngine(words=words)) as server, greeted_client(socket_of(server)) as client:
+    async with (
+        page_server(FakeEngine(words=words)) as server,
+        greeted_client(socket_of(server), max_queue=None) as client,
+    ):
         await publish(client, "talk")
         await page.open(f"{server.url}watch/talk")
         await say(client)

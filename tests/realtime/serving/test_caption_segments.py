@@ -70,7 +70,7 @@ def test_a_final_that_comes_late_moves_no_words_and_mixes_no_turns() -> None:
     assert first_word(text) == "five"
 
 
-def test_the_playlist_lists_the_newest_segments_also_while_nobody_speaks() -> None:
+def test_the_playlist_lists_the_newest_segments_also_without_speech() -> None:
     segments = CaptionSegments()
     text = segments.playlist(NOON + 12, "?token=x")
     assert text.startswith("#EXTM3U\n") and "#EXT-X-TARGETDURATION:6\n" in text
