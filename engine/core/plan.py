@@ -66,10 +66,22 @@ class DecodeTask:
 
 
 @dataclass(slots=True)
+class MoveTask:
+    """Move the keys and values of a silent stream to host memory, or back: its slot, and its pages in each group, in
+    ring order. A stream that is brought back is computed by a later plan, whose task has its ring-table entries."""
+
+    slot: int
+    pages: list[list[int]]
+
+
+@dataclass(slots=True)
 class StepPlan:
     step: int
     opened: list[OpenTask] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
+    # Streams to park and streams to bring back, in this order and before anything is computed.
+    parked: list[MoveTask] = field(default_factory=list)
+    restored: list[MoveTask] = field(default_factory=list)
     encode: list[EncodeTask] = field(default_factory=list)
     decode: list[DecodeTask] = field(default_factory=list)
     # The first `live` tasks of `decode` belong to live streams, the others to uploads.
