@@ -88,11 +88,12 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 256 * 1024 * 1024), (-3, 32 * 1024 * 102
 
 
 def keep_freed_memory() -> None:
-    """Let the allocator keep what a step has freed for the next one, instead of returning it to the system: the audio of
-    a step is megabytes, and every page that comes back from the system is cleared first."""
-    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
-    for parameter, value in (_TRIM_THRESHOLD, _MMAP_THRESHOLD) if set_option is not None else ():
-        set_option(parameter, value)
+    """Let the allocator keep what a step has freed for the next one, instead of returning it to the system: the audio
+    of a step is megabytes, and every page that comes back from the system is cleared first."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(*_TRIM_THRESHOLD)
+        library.mallopt(*_MMAP_THRESHOLD)
 
 
 @dataclass(slots=True)
