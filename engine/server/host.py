@@ -321,9 +321,11 @@ class CommandIntake:
 ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
 STATUS_SECONDS = 0.08
-# Commands taken in before the next step: per position that a step reads of a stream, its audio and a saved handoff.
-COMMANDS_A_POSITION = 2
-LEAST_COMMANDS = 256
+# Items of audio taken in before the next step, per position that a step reads of a stream, and the fewest. The number
+# of other commands that count as one item: with appends of 20 ms a position comes with four saved handoffs.
+ITEMS_A_POSITION = 2
+LEAST_ITEMS = 256
+COMMANDS_AN_ITEM = 4
 # Longest time spent on taking in commands. Opening a stream with many keywords takes a third of a second; an engine
 # that opened many at once would be taken for dead.
 TAKE_SECONDS = 0.1
@@ -555,11 +557,13 @@ class EngineHost:
         everything at once would never catch up.
         """
         positions = len(self._hosted.streams) * self._loop.scheduler.spec.stride_positions
-        left = max(LEAST_COMMANDS, COMMANDS_A_POSITION * positions)
+        left = float(max(LEAST_ITEMS, ITEMS_A_POSITION * positions))
         peers = list(self._peers.values())
         while peers and left > 0 and self._clock() <= now + TAKE_SECONDS:
             for peer in peers:
-                left -= len(peer.inbox[0][0].commands) if peer.waits_for_a_turn else 0
+                if peer.waits_for_a_turn:
+                    batch = peer.inbox[0][0]
+                    left -= max(len(batch.data), len(batch.commands) / COMMANDS_AN_ITEM)
             peers = [peer for peer in peers if self._take_batch(peer, now)]
 
     def _take_batch(self, peer: Peer, now: float) -> bool:
