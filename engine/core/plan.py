@@ -79,15 +79,15 @@ class StepPlan:
     step: int
     opened: list[OpenTask] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)
-    # Streams to park and streams to bring back, in this order and before anything is computed.
-    parked: list[MoveTask] = field(default_factory=list)
-    restored: list[MoveTask] = field(default_factory=list)
     encode: list[EncodeTask] = field(default_factory=list)
     decode: list[DecodeTask] = field(default_factory=list)
     # The first `live` tasks of `decode` belong to live streams, the others to uploads.
     live: int = 0
     # Positions of rebuilds: computed again, with the tokens known from another engine.
     rebuilt_positions: int = 0
+    # Streams to park and streams to bring back, in this order and before anything is computed.
+    parked: list[MoveTask] = field(default_factory=list)
+    restored: list[MoveTask] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -99,19 +99,14 @@ def free_memory(device: torch.device) -> int:
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
-# The driver copies so few bytes before it returns, so that they need no pinned memory, whose allocation takes longer.
-STAGED_BY_DRIVER_BYTES = 64 * 1024
-
-
 def staging(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Allocate host memory for one transfer to or from the device."""
     return torch.empty(shape, dtype=dtype, pin_memory=device.type == "cuda")
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy values to the device without waiting for its work."""
-    if device.type == "cuda" and values.nbytes <= STAGED_BY_DRIVER_BYTES:
-        return torch.from_numpy(values).to(device, non_blocking=True)
+    """Copy values to the device without waiting for its work. The copy reads pinned memory that torch keeps until it is
+    done: the device may read memory that is not pinned after this returns."""
     host = staging(values.shape, torch.from_numpy(values).dtype, device)
     np.copyto(host.numpy(), values)
     return host.to(device, non_blocking=True)

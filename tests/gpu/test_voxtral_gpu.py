@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from torch import Tensor
@@ -129,8 +131,10 @@ def test_angles_on_the_device_are_exact_at_position_50_000_000() -> None:
 def test_parked_streams_say_what_they_would_have_said(kv_dtype: torch.dtype) -> None:
     """With copies beside the computation, and streams that move in nearly every step."""
     turns = [(turn * 3 % STREAMS, 3 + turn * 7 % 41) for turn in range(60)]
-    expected, none = tokens_of(parking_runner(kv_dtype, STREAMS, STREAMS), turns)
-    found, moves = tokens_of(parking_runner(kv_dtype, STREAMS, RESIDENT), turns)
+    with closing(parking_runner(kv_dtype, STREAMS, STREAMS)) as runner:
+        expected, none = tokens_of(runner, turns)
+    with closing(parking_runner(kv_dtype, STREAMS, RESIDENT)) as runner:
+        found, moves = tokens_of(runner, turns)
     print(f"{moves} moves")
     assert none == 0 < 60 < moves
     assert found == expected

@@ -63,14 +63,11 @@ class HostMemory:
             self.buffers += piece.unbind()
 
     def close(self) -> None:
-        """Unpin and free the memory. Idempotent."""
+        """Unpin and free the memory. Memory that is freed while it is pinned cannot be pinned again. Idempotent."""
         self.buffers = []
         for piece in self._pieces if self._pinned else ():
             torch.cuda.cudart().cudaHostUnregister(piece.data_ptr())  # type: ignore[no-untyped-call]
         self._pieces = []
-
-    def __del__(self) -> None:
-        self.close()  # memory that is freed while it is pinned cannot be pinned by the next owner
 
 
 def _pin(memory: Tensor) -> None:
