@@ -119,6 +119,13 @@ NOT_IN_ADDRESSES = frozenset(
     )
 )
 
+ADDRESS_SECONDS = frozenset((*ADDRESS_MARKS, "at"))
+# Words that a match may begin with, other than addresses and digits.
+FIRST_WORDS = frozenset((*NUMBER_WORDS, *ORDINALS, *MONTHS, *REPEATS, *ZEROS, "a"))
+# All words that the rules know.
+RULE_WORDS = FIRST_WORDS | PLURALS | ADDRESS_SECONDS | TOP_DOMAINS | HEADINGS | CLOCK_CONTEXT | CENTS
+RULE_WORDS |= {*CURRENCIES, *MERIDIEMS, "p", "m", "and", "or", "to", "point", "percent", "per", "cent", "of", "o'clock"}
+
 
 @dataclass(frozen=True, slots=True)
 class WrittenForm:
@@ -174,6 +181,12 @@ def ordinal(value: int) -> str:
     return f"{value}{ending}"
 
 
+def is_plain(text: str) -> bool:
+    """Whether this word is no part of anything that is written in another way, whatever stands beside it."""
+    bare = split_marks(text.strip())[1].lower()
+    return not any(map(str.isdigit, bare)) and not any(part in RULE_WORDS for part in (bare, *bare.split("-")))
+
+
 def tokens_of(words: Sequence[str]) -> list[Token]:
     tokens = []
     begins = True
@@ -210,8 +223,8 @@ class _Scanner:
         if self._smart:
             rules = [self._address, self._date, self._day_of_month, *rules]
         while at < len(self._tokens):
-            for rule in rules:
-                if self._tokens[at].is_first and (end := rule(at)) is not None:
+            for rule in rules if self._may_begin(at) else ():
+                if (end := rule(at)) is not None:
                     at = end
                     break
             else:
@@ -219,6 +232,15 @@ class _Scanner:
         return self._forms
 
     # Helpers
+
+    def _may_begin(self, at: int) -> bool:
+        """Whether a rule may match here: most words are none of these."""
+        token = self._tokens[at]
+        if not token.is_first:
+            return False
+        if token.bare in FIRST_WORDS or token.bare[:1].isdigit():
+            return True
+        return self._smart and not token.mark and self._bare(at + 1) in ADDRESS_SECONDS
 
     def _bare(self, at: int) -> str:
         return self._tokens[at].bare if 0 <= at < len(self._tokens) else ""

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from realtime.session.english import split_marks, written_forms
+from realtime.session.english import is_plain, split_marks, written_forms
 from realtime.session.events import TimedWord
 from realtime.session.redaction import Redactor, is_redacted
 from realtime.session.text_options import Formatting, bare_word, words_of
@@ -105,6 +105,14 @@ def format_words(words: Sequence[TimedWord], formatting: Formatting) -> tuple[st
         return text_of(words), list(words)
     parts = _formatter_of(formatting).parts(words)
     return "".join(map(_spelled, parts)), [word for part in parts if (word := part.as_word()) is not None]
+
+
+def settled_words(words: Sequence[TimedWord]) -> int:
+    """How many of the first words can become final alone: the cut is between two words that are in no number."""
+    for count in range(len(words) - 1, 0, -1):
+        if is_plain(words[count - 1].text) and is_plain(words[count].text):
+            return count
+    return 0
 
 
 def sentence_parts(words: Sequence[TimedWord]) -> Iterator[tuple[int, int]]:
@@ -241,7 +249,7 @@ class _Terms:
 
 def search_words(words: Sequence[TimedWord], formatting: Formatting) -> list[tuple[str, list[Hit]]]:
     """The places where each search term was said, in the order of the terms."""
-    # One pass for all terms; terms that are said at one place are all found, because each length has its own pass.
+    # One pass for each length: the time does not depend on the number of terms.
     found: dict[tuple[str, ...], list[Hit]] = {words_of(query): [] for query in formatting.search}
     texts = [word.text for word in words]
     bare = [bare_word(text) for text in texts]
@@ -257,6 +265,11 @@ def _hit(words: Sequence[TimedWord]) -> Hit:
     told = [word.confidence for word in words if word.confidence is not None]
     snippet = " ".join(word.text.strip() for word in words)
     return Hit(words[0].start, max(word.end for word in words), sum(told) / len(told) if told else None, snippet)
+
+
+def redacted_times(words: Iterable[TimedWord]) -> list[tuple[int, int]]:
+    """The audio of each redaction, as (start, end) in samples."""
+    return [(word.start, word.end) for word in words if is_redacted(word)]
 
 
 # Paragraphs

@@ -20,9 +20,8 @@ from dataclasses import dataclass
 
 from realtime.session.english import MAGNITUDES, ONES, REPEATS, TEENS, TENS, TOP_DOMAINS, ZEROS, split_marks
 from realtime.session.events import TimedWord
-from realtime.session.text_options import EMAIL, LEAST_DIGITS, bare_word
+from realtime.session.text_options import EMAIL, LEAST_DIGITS, REDACTED, bare_word
 
-REDACTED = "[REDACTED]"
 # Digits at the end of a turn from which on more digits may follow in the next turn.
 EDGE_DIGITS = 3
 # Words that are held back at most. When there are more, they are redacted as at the end of a turn.
@@ -87,8 +86,11 @@ class Redactor:
         return _replaced(words, spans) if spans else list(words), carry
 
     def _hear(self, text: str) -> _Heard:
+        if REDACTED in text:
+            # Redacted before: digits beside it belong to it.
+            return _Heard(REDACTED, self._least, 0, is_single=True)
         bare = _bare(text)
-        written = sum(map(str.isdigit, bare))
+        written = 0 if bare.isalpha() else sum(map(str.isdigit, bare))
         if written:
             is_amount = text.strip().startswith(MONEY) or text.rstrip(".,;:!?").endswith("%") or _has_thousands(bare)
             return _Heard(bare, 0 if is_amount and not self._all_numbers else written, 0, written == 1)
@@ -104,7 +106,7 @@ class Redactor:
     def _is_hot(self, text: str) -> bool:
         """Whether a rule may look at this word together with its neighbours."""
         bare = _bare(text)
-        if bare in self._name_words:
+        if bare in self._name_words or REDACTED in text:
             return True
         if self._emails and (bare in AT_SIGNS or bare in JOINERS or "@" in text or len(bare) < 2):
             return True
@@ -120,6 +122,9 @@ class Redactor:
         spans: list[tuple[int, int]] = []
         if not heard:
             return spans, carry
+        silent = FILLERS | {""}
+        first = next((place for place, word in enumerate(heard) if word.bare not in silent), len(heard))
+        last = next((place for place in range(len(heard), 0, -1) if heard[place - 1].bare not in silent), 0)
         at, tail = 0, 0
         while at < len(heard):
             if not self._digits(heard[at]):
@@ -128,8 +133,7 @@ class Redactor:
             start, end, digits = at, at + 1, self._digits(heard[at])
             while (following := self._joined(heard, end)) is not None:
                 digits, end = digits + self._digits(heard[following]), following + 1
-            leads = all(word.bare in FILLERS for word in heard[:start])
-            trails = all(word.bare in FILLERS or not word.bare for word in heard[end:])
+            leads, trails = start <= first, end >= last
             before = carry if leads else 0
             whole = digits + before
             cut = ends and trails and digits >= EDGE_DIGITS and not _is_year_or_amount(heard[start:end])
@@ -172,6 +176,26 @@ class Redactor:
                     break
             at += step
         return spans
+
+
+class RedactedStream:
+    """Redacts the words of a file as they arrive."""
+
+    def __init__(self, redactor: Redactor) -> None:
+        self._redactor = redactor
+        self._held: list[TimedWord] = []
+        self._carry = 0
+
+    def take(self, words: Sequence[TimedWord], *, ends: bool = False) -> list[TimedWord]:
+        """The words that can be shown now; `ends`: no more words come."""
+        self._held += words
+        count = len(self._held) if ends else self._redactor.settled(self._held)
+        if not count:
+            return []
+        ends = ends or count == len(self._held)
+        shown, self._carry = self._redactor.redact(self._held[:count], self._carry, ends=ends)
+        del self._held[:count]
+        return shown
 
 
 def _bare(text: str) -> str:
@@ -248,12 +272,18 @@ def _replaced(words: Sequence[TimedWord], spans: list[tuple[int, int]]) -> list[
     done = 0
     for start, end in _joined_spans(spans):
         out += words[done:start]
-        lead, _, _ = split_marks(words[start].text)
-        _, _, mark = split_marks(words[end - 1].text)
+        lead, _, _ = _marks(words[start].text)
+        _, _, mark = _marks(words[end - 1].text)
         first, last = words[start], words[end - 1]
         out.append(TimedWord(f"{lead}{REDACTED}{mark}", first.start, max(first.end, last.end), language=first.language))
         done = end
     return [*out, *words[done:]]
+
+
+def _marks(text: str) -> tuple[str, str, str]:
+    if REDACTED in text:
+        return text.partition(REDACTED)
+    return split_marks(text.strip())
 
 
 def _joined_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:

@@ -24,6 +24,7 @@ from engine.options import (
 )
 from engine.spec import ModelSpec, language_code
 from realtime.errors import ClientFault
+from realtime.session.text_options import NO_FORMATTING, Formatting
 
 MIN_RATE = 8_000
 MAX_RATE = 48_000
@@ -135,6 +136,8 @@ class Settings:
     finals: str | None = None
     # Enrolled speakers: name, and the embedding of a reference recording as bytes.
     known_speakers: tuple[Enrolled, ...] = ()
+    # What is done with the text of finals; redaction is done with all text.
+    formatting: Formatting = NO_FORMATTING
 
     def wants(self, value: str) -> bool:
         return self.include is not None and value in self.include

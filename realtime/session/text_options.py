@@ -12,6 +12,7 @@ from realtime.session.english import split_marks
 # What may be redacted, with the least number of digits that a number of this kind has.
 LEAST_DIGITS = {"card": 12, "ssn": 9, "phone": 7, "numbers": 3}
 EMAIL = "email"
+REDACTED = "[REDACTED]"
 KINDS = (*LEAST_DIGITS, EMAIL)
 
 # Bounds of the lists: terms of one list, the length of a term, and all terms of one client together.
@@ -63,7 +64,7 @@ def make_formatting(
 ) -> Formatting:
     """The options after a check. Raises ValueError with a sentence that names the option and its bound."""
     kinds, listed, replaced, sought = tuple(redact), tuple(names), tuple(replace), tuple(search)
-    for kind in kinds:
+    for kind in dict.fromkeys(kinds):
         if kind not in KINDS:
             raise ValueError(f"'redact' cannot be '{kind[:40]}'; it can be {', '.join(KINDS)}")
     _check_terms("names", listed)
@@ -97,5 +98,7 @@ def words_of(term: str) -> tuple[str, ...]:
 
 
 def bare_word(text: str) -> str:
-    """A word for comparing: small letters, without punctuation around it."""
+    """A word for comparing: small letters, without punctuation around it; empty for a redacted word."""
+    if REDACTED in text:
+        return ""
     return split_marks(text.strip())[1].lower().replace("’", "'")
