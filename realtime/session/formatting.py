@@ -239,7 +239,11 @@ class _Terms:
         while at < len(bare):
             for length in self._lengths:
                 term = tuple(bare[at : at + length])
-                if term in self._terms and not any(map(ends_sentence, texts[at : at + length - 1])):
+                if (
+                    len(term) == length
+                    and term in self._terms
+                    and not any(map(ends_sentence, texts[at : at + length - 1]))
+                ):
                     yield at, at + length, term
                     at += length
                     break

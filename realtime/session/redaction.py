@@ -132,7 +132,8 @@ class Redactor:
                 continue
             start, end, digits = at, at + 1, self._digits(heard[at])
             while (following := self._joined(heard, end)) is not None:
-                digits, end = digits + self._digits(heard[following]), following + 1
+                misheard = sum(word.bare in MISHEARD for word in heard[end:following])
+                digits, end = digits + misheard + self._digits(heard[following]), following + 1
             leads, trails = start <= first, end >= last
             before = carry if leads else 0
             whole = digits + before
@@ -170,7 +171,7 @@ class Redactor:
         while at < len(bare):
             step = 1
             for length in self._lengths:
-                if tuple(bare[at : at + length]) in self._names:
+                if at + length <= len(bare) and tuple(bare[at : at + length]) in self._names:
                     spans.append((at, at + length))
                     step = length
                     break
