@@ -221,8 +221,8 @@ def _is_year_or_amount(heard: list[_Heard]) -> bool:
     if "hundred" in words:
         return True
     if len(words) == 1 and words[0].isdigit():
-        return len(words[0]) == 4 and words[0].startswith(("19", "20"))
-    if len(words) not in (2, 3) or words[0] not in ("nineteen", "twenty") or words[1] not in (*TEENS, *TENS, *ZEROS):
+        return len(words[0]) == 4 and words[0].startswith(("18", "19", "20"))
+    if len(words) not in (2, 3) or words[0] not in (*TEENS, "twenty") or words[1] not in (*TEENS, *TENS, *ZEROS):
         return False
     return len(words) == 2 or words[2] in ONES
 
