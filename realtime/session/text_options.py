@@ -83,10 +83,10 @@ def _check_terms(option: str, terms: Sequence[str]) -> None:
     if len(terms) > MAX_TERMS:
         raise ValueError(f"'{option}' may have at most {MAX_TERMS} terms")
     for term in terms:
-        if not words_of(term) or len(term) > MAX_TERM_CHARACTERS or len(term.split()) > MAX_TERM_WORDS:
+        if not any(map(str.isalnum, term)) or len(term) > MAX_TERM_CHARACTERS or len(term.split()) > MAX_TERM_WORDS:
             raise ValueError(
-                f"a term of '{option}' must have 1 to {MAX_TERM_CHARACTERS} characters and at most {MAX_TERM_WORDS} "
-                "words"
+                f"a term of '{option}' must have 1 to {MAX_TERM_CHARACTERS} characters with a letter or digit, "
+                f"and at most {MAX_TERM_WORDS} words"
             )
         if any("\ud800" <= letter <= "\udfff" for letter in term):
             raise ValueError(f"a term of '{option}' contains half of a surrogate pair")
