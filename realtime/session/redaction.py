@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from unicodedata import normalize
 
 from realtime.session.english import MAGNITUDES, ONES, REPEATS, TEENS, TENS, TOP_DOMAINS, ZEROS, split_marks
 from realtime.session.events import TimedWord
@@ -30,15 +31,31 @@ MAX_HELD = 200
 FILLERS = frozenset(
     (
         *("uh", "um", "er", "erm", "ah", "eh", "hmm", "then", "dash", "hyphen", "space", "slash", "plus", "dot"),
-        *("point", "comma", "minus", "-", "–", "—", "+", "/", ".", ","),
+        *("point", "comma", "minus", "-", "–", "—", "+", "/", ".", ",", "okay", "ok", "yes", "yeah", "right", "mhm"),
+    )
+)
+# Other words for digits: `triple fours`, `nought`.
+OTHER_DIGITS = frozenset(
+    (
+        *("ones", "twos", "threes", "fours", "fives", "sixes", "sevens", "eights", "nines", "zeros", "zeroes", "ohs"),
+        *("nought", "naught", "null", "noughts"),
     )
 )
 MAX_FILLERS = 3
 # Digits that were heard as another word; only between two single digits.
 MISHEARD = frozenset(("for", "to", "too", "won", "ate", "tree", "sex"))
+# Joins two numbers, unless one is a year: `in 2019 and 2020`.
+AND = "and"
 AT_SIGNS = frozenset(("at", "@"))
+# `at the rate` and `at sign` are other names of the at sign.
+AT_WORDS = frozenset(("rate", "sign"))
+# Ends of domains that are found without a dot before them: `gmail com`.
+COMMON_ENDS = frozenset(("com", "net", "org"))
 JOINERS = frozenset(("dot", "underscore", "dash", "hyphen", "plus", "minus", ".", "_", "-", "+"))
 MONEY = ("$", "€", "£", "¥")
+# All words that the rules for numbers and for addresses look at, beside digits.
+DIGIT_WORDS = FILLERS | MISHEARD | OTHER_DIGITS | {AND, *MAGNITUDES, *ZEROS, *REPEATS}
+ADDRESS_WORDS = AT_SIGNS | JOINERS | AT_WORDS | COMMON_ENDS
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +78,7 @@ class Redactor:
         self._least = min(numbers, default=0)
         self._all_numbers = "numbers" in kinds
         self._emails = EMAIL in kinds
-        self._names = frozenset(tuple(map(_bare, name.split())) for name in names)
+        self._names = frozenset(tuple(map(_bare, normalize("NFC", name).split())) for name in names)
         self._name_words = frozenset(word for name in self._names for word in name)
         self._lengths = sorted({len(name) for name in self._names}, reverse=True)
 
@@ -94,7 +111,7 @@ class Redactor:
         if written:
             is_amount = text.strip().startswith(MONEY) or text.rstrip(".,;:!?").endswith("%") or _has_thousands(bare)
             return _Heard(bare, 0 if is_amount and not self._all_numbers else written, 0, written == 1)
-        if bare in ONES or bare in ZEROS:
+        if bare in ONES or bare in ZEROS or bare in OTHER_DIGITS:
             return _Heard(bare, 1, 0, is_single=True)
         if bare in REPEATS:
             return _Heard(bare, REPEATS[bare] - 1, 0, is_single=True)
@@ -108,13 +125,13 @@ class Redactor:
         bare = _bare(text)
         if bare in self._name_words or REDACTED in text:
             return True
-        if self._emails and (bare in AT_SIGNS or bare in JOINERS or "@" in text or len(bare) < 2):
+        if self._emails and ("@" in text or len(bare) < 2 or bare in ADDRESS_WORDS):
             return True
         if not self._least and not self._emails:
             return False
-        if not bare or any(map(str.isdigit, bare)) or bare in FILLERS or bare in MISHEARD or bare in MAGNITUDES:
+        if bare in DIGIT_WORDS or not bare or any(map(str.isdigit, bare)):
             return True
-        return bare in ZEROS or bare in REPEATS or all(part in ONES or _spoken_digits(part) for part in bare.split("-"))
+        return all(part in ONES or _spoken_digits(part) for part in bare.split("-"))
 
     # Numbers
 
@@ -154,7 +171,11 @@ class Redactor:
             word = heard[place]
             if self._digits(word):
                 return place
-            if word.bare in MISHEARD:
+            if word.bare == AND:
+                after = heard[place + 1] if place + 1 < len(heard) else None
+                if after is None or not self._digits(after) or _is_year(heard[end - 1]) or _is_year(after):
+                    return None
+            elif word.bare in MISHEARD:
                 after = heard[place + 1] if place + 1 < len(heard) else None
                 if not (heard[end - 1].is_single and after is not None and after.is_single):
                     return None
@@ -216,12 +237,16 @@ def _has_thousands(bare: str) -> bool:
     return len(parts) > 1 and all(len(part.partition(".")[0]) == 3 for part in parts[1:])
 
 
+def _is_year(word: _Heard) -> bool:
+    return len(word.bare) == 4 and word.bare.isdigit() and word.bare.startswith(("18", "19", "20"))
+
+
 def _is_year_or_amount(heard: list[_Heard]) -> bool:
     words = [word.bare for word in heard]
     if "hundred" in words:
         return True
     if len(words) == 1 and words[0].isdigit():
-        return len(words[0]) == 4 and words[0].startswith(("18", "19", "20"))
+        return _is_year(heard[0])
     if len(words) not in (2, 3) or words[0] not in (*TEENS, "twenty") or words[1] not in (*TEENS, *TENS, *ZEROS):
         return False
     return len(words) == 2 or words[2] in ONES
@@ -232,10 +257,19 @@ def _addresses(heard: list[_Heard]) -> list[tuple[int, int]]:
     spans = []
     for at, word in enumerate(heard):
         if "@" in word.bare and len(word.bare) > 1:
-            spans.append((at, at + 1))
-        elif word.bare in AT_SIGNS and at and (end := _domain_end(heard, at + 1)):
+            start = _local_start(heard, at) if word.bare.startswith("@") and at else at
+            spans.append((start, min(len(heard), at + 1 + word.bare.endswith("@"))))
+        elif word.bare in AT_SIGNS and at and (end := _domain_end(heard, _after_sign(heard, at))):
             spans.append((_local_start(heard, at), end))
     return spans
+
+
+def _after_sign(heard: list[_Heard], at: int) -> int:
+    """The place after an at sign, which may have a longer name."""
+    following = [word.bare for word in heard[at + 1 : at + 3]]
+    if following[:1] == ["sign"]:
+        return at + 2
+    return at + 3 if following == ["the", "rate"] else at + 1
 
 
 def _domain_end(heard: list[_Heard], at: int) -> int | None:
@@ -243,6 +277,8 @@ def _domain_end(heard: list[_Heard], at: int) -> int | None:
     end, dotted = at + 1, False
     if at < len(heard) and "." in heard[at].bare.strip("."):
         return end
+    if end < len(heard) and heard[end].bare in COMMON_ENDS:
+        return end + 1
     while end + 1 < len(heard) and heard[end].bare in ("dot", "."):
         dotted = dotted or heard[end + 1].bare in TOP_DOMAINS or len(heard[end + 1].bare) >= 2
         end += 2
@@ -264,7 +300,8 @@ def _local_start(heard: list[_Heard], at: int) -> int:
 
 
 def _is_spelled(word: _Heard) -> bool:
-    return word.digits > 0 or len(word.bare) < 2
+    """A letter or a number of a spelled address; `ada99` is a word."""
+    return len(word.bare) < 2 or (word.digits > 0 and (word.bare.isdigit() or word.bare.isalpha()))
 
 
 def _replaced(words: Sequence[TimedWord], spans: list[tuple[int, int]]) -> list[TimedWord]:

@@ -49,6 +49,15 @@ def redacted(text: str, redactor: Redactor = ALL, carry: int = 0, *, ends: bool 
         ("Write to ada@example.com, please.", "Write to [REDACTED], please."),
         ("Write to ada dot lovelace at example dot com please.", "Write to [REDACTED] please."),
         ("Write to a d a 99 at example dot co dot uk please.", "Write [REDACTED] please."),
+        ("It is 4111 1111 and 1111 9876 now.", "It is [REDACTED] now."),
+        ("It is 4111, okay, 1111, yeah, 1111 9876 now.", "It is [REDACTED] now."),
+        ("It is four triple ones uh four ones nought nought nine now.", "It is [REDACTED] now."),
+        ("It was between 2019 and 2020 there.", "It was between 2019 and 2020 there."),
+        ("Write to ada @example.com please.", "Write to [REDACTED] please."),
+        ("Write to ada@ example.com please.", "Write to [REDACTED] please."),
+        ("Write to ada at the rate example dot com please.", "Write to [REDACTED] please."),
+        ("Write to ada at sign example.com please.", "Write to [REDACTED] please."),
+        ("Write to ada99 at gmail com please.", "Write to [REDACTED] please."),
         ("Ask Ada Lovelace, not Ada.", "Ask [REDACTED], not Ada."),
         ("It is Grace's turn. Grace!", "It is [REDACTED] turn. [REDACTED]!"),
         ("It was in 1999.", "It was in 1999."),
@@ -98,8 +107,9 @@ def test_a_redaction_has_the_times_of_its_words() -> None:
 
 
 VOCABULARY = (
-    "the is 4111 1111 41 one four oh uh at dot ada example com grace lovelace ada@example.com nine, 2020. for".split()
-)
+    "the is 4111 1111 41 one four oh uh at dot ada example com grace lovelace ada@example.com nine, 2020. for and "
+    "rate sign okay ones @example.com ada@ thousand [REDACTED] $5 triple"
+).split()
 
 
 @given(st.lists(st.sampled_from(VOCABULARY), max_size=40), st.data())
@@ -156,7 +166,7 @@ def test_no_message_of_a_session_has_redacted_digits(before: int, commits: list[
         pairs = [("encoding", "linear16"), ("redact", "pci"), ("smart_format", "true"), ("interim_results", "true")]
         query = read_socket_query(dict(pairs), pairs)
         dialect, chosen = (
-            DeepgramDialect(FACTS, Listening(query)),
+            DeepgramDialect(FACTS, Listening(query, "request")),
             Settings(turn_detection=None, formatting=query.settings.formatting),
         )
     drive = Driver(Session(chosen, RATE, counter()))
