@@ -85,6 +85,7 @@ MONTHS = (
     "november",
     "december",
 )
+WEEKDAYS = ("monday", "tuesday", "wednesday", "thursday", "friday", "saturday", "sunday")
 # Months that are also other words.
 DOUBTFUL_MONTHS = ("march", "may", "august")
 # Before a number that may be a year.
@@ -404,7 +405,7 @@ class _Scanner:
         counts = digits == "123456789"[: len(digits)] or digits == "987654321"[-len(digits) :]
         if len(digits) < 3 or counts or not self._is_whole(end) or self._adjoins_number(end):
             return None
-        if self._next(end) == "point":
+        if self._next(end) in ("point", "dot") or self._before(at) == "dot":
             return None
         self._add(at, end, _phone(digits) if self._smart else digits)
         return end
@@ -433,10 +434,17 @@ class _Scanner:
             if meridiem != self._bare(end):
                 self._add(end, meridiem_end, meridiem)
             return meridiem_end
-        if has_minutes and self._before(at) in CLOCK_CONTEXT and not self._adjoins_number(end) and self._is_whole(end):
+        told = has_minutes and self._before(at) in CLOCK_CONTEXT and not self._is_place(end)
+        if told and not self._adjoins_number(end) and self._is_whole(end):
             self._add(at, end, text)
             return end
         return None
+
+    def _is_place(self, at: int) -> bool:
+        """`at one twenty three Main Street` is no clock time: a name follows that is none of a day."""
+        return (
+            self._is_open(at) and self._tokens[at].is_capital and self._tokens[at].bare not in (*WEEKDAYS, *MONTHS, "i")
+        )
 
     def _minutes(self, at: int) -> tuple[int, int] | None:
         if self._bare(at) in ("oh", "o") and self._next(at + 1) in ONES:
@@ -532,7 +540,7 @@ class _Scanner:
             return None
         if self._adjoins_number(number.end) or not self._is_whole(number.end):
             return self._run_end(at, number)
-        if self._is_vague(at, number):
+        if self._is_vague(at, number) or self._before(at) in CURRENCIES:
             return number.end
         single = number.value < 10 and not number.is_decimal and not number.long
         if single and not (self._before(at) in HEADINGS and number.value) and not self._is_range(at, number.end):
@@ -639,7 +647,9 @@ class _Scanner:
             return None
         # A comma may stand before the year.
         mark = self._tokens[day[1] - 1].mark
-        year = self._whole_year(day[1]) if day[1] < len(self._tokens) and mark in ("", ",") else None
+        year = None
+        if day[1] < len(self._tokens) and mark in ("", ","):
+            year = self._whole_year(day[1]) or self._parted_year(day[1])
         if year is None and (self._adjoins_number(day[1]) or self._is_doubtful(month, by_rank is not None)):
             return None
         self._add_month(at)
@@ -652,7 +662,20 @@ class _Scanner:
 
     def _whole_year(self, at: int) -> tuple[int, int] | None:
         year = self._read_year(at)
+        if year is not None and year[0] == 2000 and self._is_open(year[1]):
+            # `in May two thousand people came`
+            return None
         return year if year is not None and not self._adjoins_number(year[1]) and self._is_whole(year[1]) else None
+
+    def _parted_year(self, at: int) -> tuple[int, int] | None:
+        """A year after a day, with a comma between its halves, as models write a slow speaker: `nineteen, twenty`."""
+        first = self._below_hundred(at)
+        if first is None or not 17 <= first[0] <= 19 or self._tokens[first[1] - 1].mark != ",":
+            return None
+        second = self._below_hundred(first[1])
+        if second is None or second[0] < 10 or self._adjoins_number(second[1]) or not self._is_whole(second[1]):
+            return None
+        return first[0] * 100 + second[0], second[1]
 
     def _is_doubtful(self, month: Token, by_rank: bool) -> bool:
         """Whether the month may be a verb: `March first`, `may one ask`."""
