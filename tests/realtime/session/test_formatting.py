@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realtime.session.core import Session
 from realtime.session.english import is_plain
-from realtime.session.events import TimedWord
+from realtime.session.events import Completed, TimedWord
 from realtime.session.formatting import (
     ends_sentence,
     format_final,
@@ -24,7 +25,10 @@ from realtime.session.formatting import (
     sentences_of,
     settled_words,
 )
+from realtime.session.settings import Settings
 from realtime.session.text_options import MAX_TERM_CHARACTERS, MAX_TERMS, Formatting, make_formatting
+from realtime.session.turns import MAX_FORMATTED_SECONDS
+from tests.realtime.session.test_core import RATE, Driver, append, counter, word
 
 TABLE = Path(__file__).with_name("english_sentences.tsv")
 SENTENCES = [tuple(line.split("\t")) for line in TABLE.read_text().splitlines()]
@@ -191,3 +195,15 @@ def test_the_work_does_not_grow_with_the_lists_or_faster_than_the_words() -> Non
     assert calls(4000, 1) < 11 * few
     # The table of the terms is made once.
     assert calls(400, MAX_TERMS) < few + 100 * MAX_TERMS
+
+
+@pytest.mark.parametrize(
+    ("formatting", "finals"), [(SMART, 1), (make_formatting(redact=["card"]), 1), (Formatting(), 0)]
+)
+def test_the_work_for_one_final_is_bounded(formatting: Formatting, finals: int) -> None:
+    drive = Driver(Session(Settings(turn_detection=None, formatting=formatting), RATE, counter()))
+    drive(append(1.0))
+    for second in range(MAX_FORMATTED_SECONDS + 2):
+        drive(append(1.0), word("well", second, second + 0.5))
+    done = [event for event in drive.sent if isinstance(event, Completed)]
+    assert len(done) == finals and all(event.goes_on for event in done)
