@@ -142,6 +142,9 @@ class Redactor:
         silent = FILLERS | {""}
         first = next((place for place, word in enumerate(heard) if word.bare not in silent), len(heard))
         last = next((place for place in range(len(heard), 0, -1) if heard[place - 1].bare not in silent), 0)
+        if first == len(heard):
+            # A turn of fillers does not end a number.
+            return spans, carry
         at, tail = 0, 0
         while at < len(heard):
             if not self._digits(heard[at]):

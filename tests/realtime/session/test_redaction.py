@@ -263,3 +263,31 @@ def test_log_probabilities_do_not_have_the_tokens_of_redacted_words() -> None:
     assert [entry["token"] for entry in body["logprobs"]] == ["mine"]
     assert body["redactions"] == [{"start": 0.5, "end": 2.1}]
     assert body["raw_transcript"] == f"mine {REDACTED}"
+
+
+NAMES = "zero one two three four five six seven eight nine".split()
+
+
+@given(
+    st.sampled_from([("card", 16), ("phone", 10), ("numbers", 12)]),
+    st.lists(st.tuples(st.integers(1, 4), st.booleans(), st.booleans(), st.sampled_from(["", "", "", "uh", "okay,"]))),
+    st.integers(0, 10**16 - 1),
+)
+@settings(max_examples=300, deadline=None)
+def test_what_ends_of_turns_show_of_a_number(kind: tuple[str, int], groups: list[Any], number: int) -> None:
+    """A number in groups of any size, as digits or words, with ends of turns anywhere: at most two digits are seen, or
+    four that read as a year."""
+    rest, turns = f"{number:016}"[: kind[1]], [["my", "number", "is"]]
+    for length, in_words, ends_turn, filler in [*groups, *[(4, False, False, "")] * 4]:
+        if ends_turn:
+            turns.append([])
+        group, rest = rest[:length], rest[length:]
+        turns[-1] += [NAMES[int(digit)] for digit in group] if in_words else [group] if group else []
+        turns[-1] += [filler] if filler and group else []
+    turns[-1] += ["thanks", "bye"]
+    redactor, carry, seen = Redactor((kind[0],), ()), 0, list[str]()
+    for said in turns:
+        words, carry = redactor.redact(timed(" ".join(said)), carry, ends=True)
+        seen += [one.text for one in words if one.text in NAMES or one.text.isdigit()]
+    digits = sum(1 if text in NAMES else len(text) for text in seen)
+    assert digits <= 2 or (len(seen) == 1 and seen[0].startswith(("18", "19", "20")))
