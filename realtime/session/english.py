@@ -486,6 +486,9 @@ class _Scanner:
         if first is not None and 11 <= first[0] <= 20 and self._next(first[1]) == "hundreds":
             self._add(at, first[1] + 1, f"{first[0] * 100}s")
             return first[1] + 1
+        if self._before(at) == "year" and (parted := self._parted_year(at)) is not None:
+            self._add(at, parted[1], str(parted[0]))
+            return parted[1]
         read = self._read_year(at)
         if read is None or self._adjoins_number(read[1]) or not self._is_whole(read[1]):
             return None
@@ -668,7 +671,7 @@ class _Scanner:
         return year if year is not None and not self._adjoins_number(year[1]) and self._is_whole(year[1]) else None
 
     def _parted_year(self, at: int) -> tuple[int, int] | None:
-        """A year after a day, with a comma between its halves, as models write a slow speaker: `nineteen, twenty`."""
+        """A year after a day or the word, with a comma between its halves, as models write a slow speaker: `nineteen, twenty`."""
         first = self._below_hundred(at)
         if first is None or not 17 <= first[0] <= 19 or self._tokens[first[1] - 1].mark != ",":
             return None
