@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import uvloop
@@ -48,6 +49,14 @@ def formats() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
     def deepgram(**query: str) -> Callable[[Transcript], Iterable[bytes]]:
         return lambda made: deepgram_file_route.write_answer(made, read_file_query(query), "model", "id", "sha256")
 
+    def formatted(made: Transcript) -> Iterator[bytes]:
+        """The text is formatted and searched before it is written."""
+        query = read_file_query({"smart_format": "true", "profanity_filter": "true", "search": "times"})
+        copy = replace(made)
+        for _ in copy.format(query.settings.formatting):
+            yield b""
+        yield from deepgram_file_route.write_answer(copy, query, "model", "id", "sha256")
+
     return {
         **{name: lambda made, name=name: write_answer(made, asked(name))[0] for name in ("text", "srt", "vtt", "json")},
         "verbose_json with words": lambda made: write_answer(made, asked("verbose_json"))[0],
@@ -55,6 +64,7 @@ def formats() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
         "the last event of a stream with logprobs": lambda made: sse_done(made, asked("json", logprobs=True)),
         "deepgram": deepgram(),
         "deepgram, smart_format and utterances": deepgram(smart_format="true", utterances="true"),
+        "deepgram, formatted": formatted,
         "deepgram, one utterance": deepgram(utterances="true", utt_split="3600"),
     }
 

@@ -49,6 +49,8 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.serving.viewers.MAX_PAUSE_S": "a time to wait",
     "realtime.serving.websocket._HEAD_BYTES": "the length of a frame's head",
     "realtime.session.settings.MAX_RATE": "a range of a setting",
+    "realtime.session.formatting.MAX_PARAGRAPH_WORDS": "the shape of a paragraph",
+    "realtime.session.redaction.MAX_FILLERS": "how far a rule looks",
     "realtime.session.words.MAX_SUBTITLE_CHARACTERS": "the shape of a subtitle",
     "realtime.session.words.MAX_SUBTITLE_SECONDS": "the shape of a subtitle",
 }

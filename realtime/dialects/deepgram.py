@@ -1,7 +1,7 @@
 """Deepgram's API: the query parameters of sockets and files, parts of JSON responses, and the dialect for sockets.
 
-Unsupported parameters have no effect and are not echoed. Only `redact` and `callback` are refused, because a client
-must not believe that its text was redacted or sent to another address.
+Unsupported parameters have no effect and are not echoed. Only `callback` and unknown kinds of `redact` are refused,
+because a client must not believe that its text was redacted or sent to another address.
 
 Audio comes in binary frames. Our text is append-only, so an interim result is always the beginning of its final result.
 A turn ends with a final result that is also `speech_final`. In a long turn, text of more than a few seconds becomes
@@ -40,6 +40,7 @@ from realtime.session.events import (
     UtteranceEnded,
     WordsLabelled,
 )
+from realtime.session.formatting import Hit, format_final, search_words, settled_words
 from realtime.session.settings import (
     G711_RATE,
     MAX_RATE,
@@ -50,6 +51,7 @@ from realtime.session.settings import (
     Settings,
     TurnDetection,
 )
+from realtime.session.text_options import REDACTED, Formatting, make_formatting
 from realtime.session.words import languages_of, text_of
 
 # Clients often send tiny values, but a shorter pause occurs within sentences.
@@ -70,9 +72,23 @@ CONTAINERS = ("", "flac", "ogg-opus")
 MAX_CHANNELS = 8
 # Longest names in characters.
 MAX_NAME = 256
+# Values in one list of `redact`.
+MAX_REDACTIONS = 32
 REFUSED = {
-    "redact": "The server cannot redact text; leave 'redact' out.",
     "callback": "The server does not send results to a callback; leave 'callback' out and read the response.",
+}
+# Values of `redact`, with the kinds of text that they mean here. A name is `name:Ada Lovelace`.
+REDACTIONS = {
+    "pci": "card",
+    "credit_card": "card",
+    "card": "card",
+    "ssn": "ssn",
+    "numbers": "numbers",
+    "true": "numbers",
+    "phone_number": "phone",
+    "phone": "phone",
+    "email_address": "email",
+    "email": "email",
 }
 # Parameters that may appear only once.
 READ_ONCE = (
@@ -88,6 +104,9 @@ READ_ONCE = (
     "utterance_end_ms",
     "punctuate",
     "smart_format",
+    "numerals",
+    "profanity_filter",
+    "paragraphs",
     "diarize",
     "utterances",
     "utt_split",
@@ -154,6 +173,7 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
         utterance_end_ms=utterance_end_ms if interim_results else None,
         speakers=_is_true(query, "diarize"),
         publish=published_name(query, channels),
+        formatting=_formatting(query, pairs),
     )
     return ListenQuery(
         settings,
@@ -171,7 +191,10 @@ def read_file_query(query: Mapping[str, str], pairs: Pairs = ()) -> FileQuery:
     if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
         raise refused("multichannel", "The channels of a file are mixed to one; leave 'multichannel' out.")
     settings = Settings(
-        language=query.get("language") or None, keywords=_keywords(pairs), speakers=_is_true(query, "diarize")
+        language=query.get("language") or None,
+        keywords=_keywords(pairs),
+        speakers=_is_true(query, "diarize"),
+        formatting=_formatting(query, pairs),
     )
     utterances = _is_true(query, "utterances")
     return FileQuery(raw_format(query), settings, _punctuate(query), utterances, _utterance_split(query))
@@ -216,12 +239,43 @@ def _keywords(pairs: Pairs) -> tuple[tuple[str, float], ...]:
     return tuple(words)
 
 
+def _formatting(query: Mapping[str, str], pairs: Pairs) -> Formatting:
+    """The options for the text. `redact`, `replace` and `search` may be repeated. Raises Refusal."""
+    smart, pairs = _is_true(query, "smart_format"), pairs or tuple(query.items())
+    named = [value for name, value in pairs if name == "redact" for value in _redact_values(value)]
+    kinds = [REDACTIONS.get(value, value) for value in named if not value.startswith("name:")]
+    replaced = [value.partition(":") for name, value in pairs if name == "replace"]
+    try:
+        return make_formatting(
+            smart=smart,
+            numerals=_is_true(query, "numerals"),
+            profanity_filter=_is_true(query, "profanity_filter"),
+            paragraphs=smart or _is_true(query, "paragraphs"),
+            redact=kinds,
+            names=[value.removeprefix("name:") for value in named if value.startswith("name:")],
+            replace=[(find, text) for find, _, text in replaced],
+            search=[value for name, value in pairs if name == "search"],
+        )
+    except ValueError as error:
+        text = str(error)
+        option = next((name for name in ("redact", "replace", "search") if f"'{name}'" in text), "redact")
+        raise refused(option, f"{text[:1].upper()}{text[1:]}.") from None
+
+
+def _redact_values(value: str) -> list[str]:
+    """The values of one `redact`: some clients send a list with commas."""
+    if value.startswith("name:"):
+        return [value]
+    values = [part.strip().lower() for part in value.split(",", MAX_REDACTIONS)]
+    return [part for part in values if part not in ("", "false")]
+
+
 def _is_true(query: Mapping[str, str], name: str) -> bool:
     return query.get(name, "").lower() == "true"
 
 
 def _punctuate(query: Mapping[str, str]) -> bool:
-    return _is_true(query, "punctuate") or _is_true(query, "smart_format")
+    return any(_is_true(query, name) for name in ("punctuate", "smart_format", "paragraphs"))
 
 
 def _channels(query: Mapping[str, str]) -> int:
@@ -288,7 +342,11 @@ ERROR_CODES = {401: "INVALID_AUTH", 403: "INSUFFICIENT_PERMISSIONS", 429: "TOO_M
 
 def plain(text: str) -> str:
     """The text as Deepgram writes it without `punctuate`: lower case, no punctuation around words."""
-    return " ".join(word for word in (part.strip(MARKS) for part in text.lower().split()) if word)
+    return " ".join(word for word in map(_plain_word, text.split()) if word)
+
+
+def _plain_word(word: str) -> str:
+    return REDACTED if REDACTED in word else word.lower().strip(MARKS)
 
 
 def plain_parts(text: str) -> Iterator[str]:
@@ -324,6 +382,23 @@ def written_word(word: TimedWord, sample_rate: int, punctuate: bool, sure: bool 
     if sure and who:
         who["speaker_confidence"] = word.speaker_confidence
     return {"word": bare, **times, "confidence": _confidence([word]), **marked, **who} if bare else None
+
+
+def written_search(words: Sequence[TimedWord], formatting: Formatting, sample_rate: int) -> list[Json] | None:
+    """The hits of each search term; None if the client searches for nothing."""
+    if not formatting.search:
+        return None
+    found = search_words(words, formatting)
+    return [{"query": query, "hits": [written_hit(hit, sample_rate) for hit in hits]} for query, hits in found]
+
+
+def written_hit(hit: Hit, sample_rate: int) -> Json:
+    return {
+        "confidence": 1.0 if hit.confidence is None else round(hit.confidence, 4),
+        "start": seconds(hit.start, sample_rate),
+        "end": seconds(hit.end, sample_rate),
+        "snippet": hit.snippet,
+    }
 
 
 def _confidence(words: Sequence[TimedWord]) -> float:
@@ -491,6 +566,9 @@ class DeepgramDialect:
         if self._query.settings.speakers and not everything:
             # Words whose speakers are not known yet belong to the next result.
             count = next((at for at, word in enumerate(self._words) if word.speaker is None), count) or count
+        if self._query.settings.formatting.changes_finals and not everything:
+            # A number is not divided between two results.
+            count = settled_words(self._words[:count]) or count
         words, rest = self._words[:count], self._words[count:]
         for word in words:
             cut = max(cut, self._text.find(word.text, cut) + len(word.text))
@@ -536,7 +614,12 @@ class DeepgramDialect:
         speech_final: bool = False,
         finalize: bool = False,
     ) -> Json:
-        rate, punctuate = self.facts.sample_rate, self._query.punctuate
+        rate, punctuate, formatting = self.facts.sample_rate, self._query.punctuate, self._query.settings.formatting
+        shown, raw, found = words, text, None
+        if final:
+            formatted = format_final(text, words, formatting)
+            text, shown, raw = formatted.text, list(formatted.words), formatted.raw
+            found = written_search(words, formatting, rate)
         told = self._query.settings.language
         detected = [] if told and told != "multi" else languages_of(words)
         return {
@@ -548,7 +631,13 @@ class DeepgramDialect:
             "speech_final": speech_final,
             "from_finalize": finalize,
             "channel": {
-                "alternatives": [alternative(text, words, rate, punctuate=punctuate)],
+                "alternatives": [
+                    {
+                        **alternative(text, shown, rate, punctuate=punctuate),
+                        **({"raw_transcript": raw} if final and formatting.changes_finals else {}),
+                    }
+                ],
+                **({} if found is None else {"search": found}),
                 **({"detected_language": detected[0]} if detected else {}),
             },
             "metadata": {

@@ -71,6 +71,9 @@ UPDATE_PART = 64
 def read_flux_query(query: Mapping[str, str], pairs: Pairs = ()) -> Settings:
     """The settings of a socket. Raises Refusal."""
     check_query(query, pairs)
+    for name, value in (*query.items(), *pairs):
+        if name == "redact" and value != "false":
+            raise refused("redact", "The server cannot redact on this path; use /v1/listen, or leave 'redact' out.")
     model = query.get("model") or None
     return Settings(
         # The end of a turn has the words of its probable end, and does not wait for a second pass.

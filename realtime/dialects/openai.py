@@ -8,7 +8,7 @@ audio format. Unknown keys are not echoed, so the size of the session that is se
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -44,6 +44,7 @@ from realtime.session.events import (
     TimedOut,
     TimedWord,
 )
+from realtime.session.formatting import format_final, redacted_times, search_words
 from realtime.session.settings import (
     BETTER_FINALS,
     G711_RATE,
@@ -60,6 +61,7 @@ from realtime.session.settings import (
     TurnDetection,
 )
 from realtime.session.speakers import letter_name, speaker_of
+from realtime.session.text_options import NO_FORMATTING, Formatting, make_formatting
 from realtime.session.words import languages_of, token_logprobs, word_fields
 
 # With these models, a client that does not set turn detection commits by itself.
@@ -265,12 +267,12 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
 def _transcription(value: Any, path: str, faults: Faults | None) -> dict[str, Any]:
     if value is None:
         nothing: dict[str, Any] = dict.fromkeys(("model", "language", "task", "delay"))
-        return {**nothing, "prompt": "", "languages": (), "keywords": (), "finals": None}
+        return {**nothing, "prompt": "", "languages": (), "keywords": (), "finals": None, "formatting": NO_FORMATTING}
     changes: dict[str, Any] = {}
     for name, item in _object(value, path).items():
         if name in _OPTIONS:
             with _noting(faults):
-                changes[name] = _OPTIONS[name](item, f"{path}.{name}")
+                changes[_FIELDS.get(name, name)] = _OPTIONS[name](item, f"{path}.{name}")
     return changes
 
 
@@ -306,6 +308,59 @@ def _finals(value: Any, path: str) -> str | None:
     return value  # type: ignore[no-any-return]
 
 
+def _formatting(value: Any, path: str) -> Formatting:
+    """The object `format`. Unknown keys are refused: a client that asks for redaction relies on it."""
+    return NO_FORMATTING if value is None else read_formatting(_object(value, path), f"session.{path}")
+
+
+def read_formatting(given: Json, path: str) -> Formatting:
+    """The options for the text of finals. Raises ClientFault; `path` is the client's name of the object."""
+    for name in given:
+        if name not in FORMAT_KEYS:
+            raise ClientFault(
+                "invalid_value", f"'{path}' has no '{name[:40]}'; it has {', '.join(FORMAT_KEYS)}.", param=path
+            )
+    options: dict[str, Any] = {}
+    for name, item in given.items():
+        valid = isinstance(item, FORMAT_KEYS[name])
+        if isinstance(item, list):
+            valid = valid and all(isinstance(term, str) for term in item)
+        if isinstance(item, dict):
+            valid = valid and all(isinstance(text, str) for text in item.values())
+            options[name] = tuple(item.items())
+        else:
+            options[name] = item
+        if not valid:
+            raise ClientFault("invalid_value", f"'{path}.{name}' must be {_SHAPES[FORMAT_KEYS[name]]}.", param=path)
+    try:
+        return make_formatting(**options)
+    except ValueError as error:
+        text = str(error)
+        raise ClientFault("invalid_value", f"{text[:1].upper()}{text[1:]}.", param=path) from None
+
+
+def formatting_object(formatting: Formatting) -> Json:
+    """The options in force, as a client sends them."""
+    shown = {name: getattr(formatting, name) for name in FORMAT_KEYS}
+    shown["replace"] = dict(formatting.replace)
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in shown.items() if value}
+
+
+# The keys of `format` with their types.
+FORMAT_KEYS: dict[str, type] = {
+    "smart": bool,
+    "numerals": bool,
+    "profanity_filter": bool,
+    "paragraphs": bool,
+    "redact": list,
+    "names": list,
+    "replace": dict,
+    "search": list,
+}
+_SHAPES = {bool: "true or false", list: "a list of strings", dict: "an object with strings as values"}
+
+# Options with another name in the settings.
+_FIELDS = {"format": "formatting"}
 # The parser of each transcription option.
 _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "model": _name,
@@ -316,6 +371,7 @@ _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "keywords": _keywords,
     "delay": _delay,
     "finals": _finals,
+    "format": _formatting,
 }
 
 
@@ -352,6 +408,8 @@ def _transcription_object(settings: Settings, facts: SessionFacts) -> Json:
         shown["delay"] = settings.delay
     if settings.finals is not None:
         shown["finals"] = settings.finals
+    if settings.formatting != NO_FORMATTING:
+        shown["format"] = formatting_object(settings.formatting)
     return shown
 
 
@@ -572,7 +630,11 @@ class OpenAIDialect:
         return self._event(f"{TRANSCRIPTION}.delta", item_id=event.item_id, content_index=0, delta=event.text, **extra)
 
     def _completed(self, event: Completed, settings: Settings) -> Json:
-        extra = self._extensions(event.words, settings)
+        formatting = settings.formatting
+        final = format_final(event.transcript, event.words, formatting)
+        extra = self._extensions(final.words, settings)
+        if formatting != NO_FORMATTING:
+            extra |= formatted_fields(final.raw, event.words, formatting, self.facts.sample_rate)
         if settings.wants(INCLUDE_WORDS):
             extra |= {"audio_start_ms": self._ms(event.start), "audio_end_ms": self._ms(event.end)}
         if settings.labels_speakers and (speaker := speaker_of(event.words)) is not None:
@@ -584,7 +646,7 @@ class OpenAIDialect:
             f"{TRANSCRIPTION}.completed",
             item_id=event.item_id,
             content_index=0,
-            transcript=event.transcript,
+            transcript=final.text,
             usage={"type": "duration", "seconds": seconds},
             **extra,
         )
@@ -600,6 +662,24 @@ class OpenAIDialect:
 
     def _ms(self, sample: int) -> int:
         return sample * 1000 // self.facts.sample_rate
+
+
+def formatted_fields(raw: str, words: Sequence[TimedWord], formatting: Formatting, sample_rate: int) -> Json:
+    """Fields of a final that was formatted: the text before, the times of redactions, the hits of a search. Times are
+    in seconds."""
+    fields: Json = {"raw_transcript": raw} if formatting.changes_finals else {}
+    if formatting.redacts:
+        fields["redactions"] = [_span(start, end, sample_rate) for start, end in redacted_times(words)]
+    if formatting.search:
+        fields["search"] = [
+            {"query": query, "hits": [_span(hit.start, hit.end, sample_rate) for hit in hits]}
+            for query, hits in search_words(words, formatting)
+        ]
+    return fields
+
+
+def _span(start: int, end: int, sample_rate: int) -> Json:
+    return {"start": round(start / sample_rate, 3), "end": round(end / sample_rate, 3)}
 
 
 class BetaDialect(OpenAIDialect):

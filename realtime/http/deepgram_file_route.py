@@ -23,6 +23,7 @@ from realtime.dialects.deepgram import (
     plain_parts,
     read_file_query,
     seconds,
+    written_hit,
     written_word,
 )
 from realtime.errors import Refusal
@@ -32,11 +33,14 @@ from realtime.http.long_responses import ENTRIES_AT_ONCE, Entries, LazyValue, Pi
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader, Upload
 from realtime.http.websocket_routes import check_once
+from realtime.session.formatting import paragraph_end, sentences_of
 from realtime.session.settings import AudioFormat, Settings
 
 # WAV format number and bytes per sample of the raw formats.
 WAV_FORMATS = {"audio/pcm": (1, 2), "audio/pcmu": (7, 1), "audio/pcma": (6, 1)}
 UNKNOWN_LENGTH = 0xFFFF_FFFF
+# A paragraph may have two hundred words.
+PARAGRAPHS_AT_ONCE = 4
 
 
 class ListenRoute:
@@ -78,8 +82,23 @@ def write_answer(transcript: Transcript, query: FileQuery, model: str, request_i
         "confidence": mean_confidence(transcript.confidence_sum, transcript.confidences),
         "words": Entries(written_word(word, rate, query.punctuate, sure=True) for word in words),
         **({"languages": languages} if languages else {}),
+        **({} if transcript.raw_text is None else {"raw_transcript": transcript.raw_text}),
     }
-    channel: Json = {"alternatives": Entries([whole], nested=True)}
+    if query.settings.formatting.paragraphs:
+        whole["paragraphs"] = {
+            "transcript": TextParts(_paragraph_texts(transcript)),
+            "paragraphs": Entries(_paragraphs(transcript), at_once=PARAGRAPHS_AT_ONCE),
+        }
+    channel: Json = {}
+    if query.settings.formatting.search:
+        channel["search"] = Entries(
+            (
+                {"query": term, "hits": Entries(written_hit(hit, rate) for hit in hits)}
+                for term, hits in transcript.hits.items()
+            ),
+            nested=True,
+        )
+    channel["alternatives"] = Entries([whole], nested=True)
     if query.settings.language in (None, "", "multi") and languages:
         channel["detected_language"] = languages[0]
     results: Json = {"channels": Entries([channel], nested=True)}
@@ -96,6 +115,40 @@ def write_answer(transcript: Transcript, query: FileQuery, model: str, request_i
         "model_info": {model: model_info(model)},
     }
     return json_pieces({"metadata": metadata, "results": results})
+
+
+def _paragraphs(transcript: Transcript) -> Iterator[Json]:
+    """Paragraphs with their sentences, as in Deepgram's responses."""
+    words, rate, start = transcript.words, transcript.sample_rate, 0
+    while start < len(words):
+        end = paragraph_end(words, start, rate)
+        speaker = words[start].speaker
+        yield {
+            "sentences": [
+                {
+                    "text": " ".join(word.text.strip() for word in words[first:last]),
+                    "start": seconds(words[first].start, rate),
+                    "end": seconds(words[last - 1].end, rate),
+                }
+                for first, last in sentences_of(words, start, end)
+            ],
+            "num_words": end - start,
+            "start": seconds(words[start].start, rate),
+            "end": seconds(words[end - 1].end, rate),
+            **({} if speaker is None else {"speaker": speaker}),
+        }
+        start = end
+
+
+def _paragraph_texts(transcript: Transcript) -> Iterator[str]:
+    """The text with an empty line before each paragraph, and with the speaker of each if it is known."""
+    words, start, before = transcript.words, 0, None
+    while start < len(words):
+        end = paragraph_end(words, start, transcript.sample_rate)
+        speaker = words[start].speaker
+        who = f"Speaker {speaker}: " if speaker is not None and speaker != before else ""
+        yield ("\n\n" if start else "\n") + who + " ".join(word.text.strip() for word in words[start:end])
+        start, before = end, speaker
 
 
 def _utterances(transcript: Transcript, query: FileQuery) -> Iterator[Json]:

@@ -18,17 +18,29 @@ from engine import messages
 from engine.errors import AtCapacity, EngineError
 from engine.options import MAX_PROMPT_CHARACTERS
 from engine.spec import NAMES, ModelSpec
-from realtime.dialects.base import encode_json
+from realtime.dialects.base import decode_json, encode_json
+from realtime.dialects.openai import read_formatting
 from realtime.errors import ClientFault, Refusal
 from realtime.http.enrolment import Reference, enrolled, read_references
-from realtime.http.long_responses import Entries, json_pieces, text_pieces
+from realtime.http.long_responses import Entries, TextParts, json_pieces, text_pieces
 from realtime.http.upload_forms import MAX_FIELD_BYTES, REFERENCE_FIELDS, Form
 from realtime.numbers import decimal_number
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.isolated_decoder import decoded_file
 from realtime.session.events import Samples, TimedWord
+from realtime.session.formatting import (
+    Hit,
+    format_words,
+    paragraph_end,
+    redacted_times,
+    redactor_of,
+    search_words,
+    sentence_parts,
+)
+from realtime.session.redaction import RedactedStream
 from realtime.session.settings import Settings
 from realtime.session.speakers import SpeakerTimeline, letter_name
+from realtime.session.text_options import NO_FORMATTING, Formatting
 from realtime.session.words import (
     Subtitle,
     each_subtitle,
@@ -36,6 +48,7 @@ from realtime.session.words import (
     spoken_lines,
     srt_blocks,
     subtitles,
+    text_of,
     timed_words,
     token_logprobs,
     vtt_blocks,
@@ -48,6 +61,10 @@ DIARIZING_MODEL = "gpt-4o-transcribe-diarize"
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt", DIARIZED)
 READ_BYTES = 256 * 1024
 MAX_VALUE_CHARACTERS = 256
+# The longest `format` in characters; its lists have bounds of their own.
+MAX_FORMAT_CHARACTERS = 32 * 1024
+# Places in a file that are listed for one search term.
+MAX_HITS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +102,28 @@ class Transcript:
     speakers: SpeakerTimeline = field(default_factory=SpeakerTimeline)
     labelled: int = 0
     names: Sequence[str] = ()
+    # The text before formatting (redacted), if it was formatted; and the places of each search term.
+    raw_text: str | None = None
+    hits: dict[str, list[Hit]] = field(default_factory=dict)
+
+    def format(self, formatting: Formatting) -> Iterator[None]:
+        """Format the whole text, and search it; a step is the work for a bounded number of words."""
+        if not formatting.changes_finals and not formatting.search:
+            return
+        words: list[TimedWord] = []
+        texts: list[str] = []
+        for query in formatting.search:
+            self.hits[query] = []
+        for start, end in sentence_parts(self.words):
+            part = self.words[start:end]
+            for query, hits in search_words(part, formatting):
+                self.hits[query] += hits[: MAX_HITS - len(self.hits[query])]
+            text, part = format_words(part, formatting)
+            texts.append(text)
+            words += part
+            yield
+        if formatting.changes_finals:
+            self.raw_text, self.text, self.words = self.text, "".join(texts).lstrip(), words
 
     def label(self, labels: messages.Labels | None) -> None:
         """Take in labels, and label the words that are known by now; None: no more labels come."""
@@ -99,6 +138,15 @@ class Transcript:
     @property
     def seconds(self) -> float:
         return self.samples / self.sample_rate
+
+    def extend(self, delta: str, words: list[TimedWord]) -> str:
+        """Add text and words; returns the text as it was added: the first has no white space before it."""
+        delta = delta if self.text else delta.lstrip()
+        self.text += delta
+        if words and not self.words:
+            words[0] = first_word(words[0])
+        self.add_words(words)
+        return delta
 
     def add_words(self, words: Sequence[TimedWord]) -> None:
         self.words += words
@@ -136,8 +184,20 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
     # Names without recordings have no effect, unless the client wants to know who speaks.
     speakers = speakers or any(name in REFERENCE_FIELDS for name, _ in form.fields)
     references = tuple(read_references(form)) if speakers else ()
-    settings = _settings(form, spec, task, speakers)
+    settings = replace(_settings(form, spec, task, speakers), formatting=_read_format(form))
     return UploadRequest(response_format, settings, stream, "word" in granularities, logprobs, references)
+
+
+def _read_format(form: Form) -> Formatting:
+    """The field `format`: the same object as in a session, as JSON. Raises Refusal."""
+    written = _field(form, "format", MAX_FORMAT_CHARACTERS)
+    if not written:
+        return NO_FORMATTING
+    try:
+        return read_formatting(decode_json(written), "format")
+    except ClientFault as fault:
+        text = "'format' must be a JSON object." if fault.code == "invalid_json" else fault.message
+        raise Refusal(400, "invalid_value", text, param="format") from fault
 
 
 def _chosen(form: Form, name: str, known: Sequence[str]) -> list[str]:
@@ -202,7 +262,9 @@ class Transcriber:
             # A file that is not audio fails at its first piece, before the response has begun.
             feeding = asyncio.create_task(self._feed(file, stream, transcript), name=f"feed {stream.id}")
             try:
-                async for delta in self._listen(stream, feeding, transcript):
+                formatting = request.settings.formatting
+                redaction = RedactedStream(redactor_of(formatting)) if formatting.redacts else None
+                async for delta in self._listen(stream, feeding, transcript, redaction):
                     yield delta
                 await feeding
             finally:
@@ -236,7 +298,11 @@ class Transcriber:
             await stream.abort()
 
     async def _listen(
-        self, stream: StreamApi, feeding: asyncio.Task[None], transcript: Transcript
+        self,
+        stream: StreamApi,
+        feeding: asyncio.Task[None],
+        transcript: Transcript,
+        redaction: RedactedStream | None,
     ) -> AsyncIterator[str]:
         outputs = aiter(stream)
         while True:
@@ -250,13 +316,12 @@ class Transcriber:
             finally:
                 waiting.cancel()
             if isinstance(output, messages.Text) and (output.delta or output.words):
-                delta = output.delta if transcript.text else output.delta.lstrip()
-                transcript.text += delta
+                delta, words = output.delta, timed_words(output)
+                if redaction is not None:
+                    words = redaction.take(words)
+                    delta = text_of(words)
+                delta = transcript.extend(delta, words)
                 transcript.tokens += len(output.tokens)
-                words = timed_words(output)
-                if words and not transcript.words:
-                    words[0] = first_word(words[0])
-                transcript.add_words(words)
                 transcript.language = transcript.language or output.language
                 # A word may be completed without new text.
                 if delta or words:
@@ -265,6 +330,8 @@ class Transcriber:
                 transcript.label(output)
                 yield ""
             elif isinstance(output, messages.Closed):
+                if redaction is not None and (words := redaction.take([], ends=True)):
+                    yield transcript.extend(text_of(words), words)
                 transcript.label(None)
                 return
             elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
@@ -311,14 +378,16 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[Iterat
         case "text" if request.settings.speakers:
             return text_pieces(spoken_lines(transcript.words, names)), PLAIN
         case "text":
-            return text_pieces((transcript.text, "\n")), PLAIN
+            return text_pieces((*_shown_text(transcript, request), "\n")), PLAIN
         case "srt":
             return text_pieces(srt_blocks(lines, names)), PLAIN
         case "vtt":
             return text_pieces(vtt_blocks(lines, names)), PLAIN
         case "json":
             asked = {"logprobs": _logprobs(transcript, empty=None)} if request.logprobs else {}
-            return json_pieces({"text": transcript.text, **asked, "usage": _duration(transcript)}), "application/json"
+            asked |= _formatted(transcript, request.settings.formatting)
+            shown = TextParts(_shown_text(transcript, request))
+            return json_pieces({"text": shown, **asked, "usage": _duration(transcript)}), "application/json"
     if request.response_format == DIARIZED:
         segments = (diarized_segment(number, line, names) for number, line in enumerate(lines))
         whole: dict[str, Any] = {
@@ -327,21 +396,56 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[Iterat
             "text": transcript.text,
             "segments": Entries(segments, at_once=SEGMENTS_AT_ONCE),
             "usage": _duration(transcript),
+            **_formatted(transcript, request.settings.formatting),
         }
         return json_pieces(whole), "application/json"
     body: dict[str, Any] = {
         "task": request.settings.task or "transcribe",
         "language": language_name(transcript, request.settings),
         "duration": round(transcript.seconds, 3),
-        "text": transcript.text,
+        "text": TextParts(_shown_text(transcript, request)),
         "segments": Entries(
             (_segment(number, line, names) for number, line in enumerate(lines)), at_once=SEGMENTS_AT_ONCE
         ),
         "usage": _duration(transcript),
+        **_formatted(transcript, request.settings.formatting),
     }
     if request.words:
         body["words"] = Entries(word_fields(word, transcript.sample_rate, names) for word in transcript.words)
     return json_pieces(body), "application/json"
+
+
+def _shown_text(transcript: Transcript, request: UploadRequest) -> Iterator[str]:
+    """The text in parts; with `paragraphs` there is an empty line between two of them."""
+    if not request.settings.formatting.paragraphs:
+        yield transcript.text
+        return
+    start, words = 0, transcript.words
+    while start < len(words):
+        end = paragraph_end(words, start, transcript.sample_rate)
+        yield ("\n\n" if start else "") + " ".join(word.text.strip() for word in words[start:end])
+        start = end
+
+
+def _formatted(transcript: Transcript, formatting: Formatting) -> dict[str, Any]:
+    """Fields of a text that was formatted, redacted or searched; times in seconds."""
+    rate = transcript.sample_rate
+    fields: dict[str, Any] = {} if transcript.raw_text is None else {"raw_text": transcript.raw_text}
+    if formatting.redacts:
+        fields["redactions"] = Entries(_time(start, end, rate) for start, end in redacted_times(transcript.words))
+    if formatting.search:
+        fields["search"] = Entries(
+            (
+                {"query": query, "hits": Entries(_time(hit.start, hit.end, rate) for hit in hits)}
+                for query, hits in transcript.hits.items()
+            ),
+            nested=True,
+        )
+    return fields
+
+
+def _time(start: int, end: int, sample_rate: int) -> dict[str, float]:
+    return {"start": round(start / sample_rate, 3), "end": round(end / sample_rate, 3)}
 
 
 def _duration(transcript: Transcript) -> dict[str, Any]:
@@ -445,5 +549,7 @@ def sse_done(transcript: Transcript, request: UploadRequest) -> Iterator[bytes]:
     if request.logprobs:
         extra["logprobs"] = _logprobs(transcript, empty=[])
     yield b"data: "
-    yield from json_pieces({"type": "transcript.text.done", "text": transcript.text, "usage": usage, **extra})
+    extra |= _formatted(transcript, request.settings.formatting)
+    shown = TextParts(_shown_text(transcript, request))
+    yield from json_pieces({"type": "transcript.text.done", "text": shown, "usage": usage, **extra})
     yield b"\n\ndata: [DONE]\n\n"

@@ -137,6 +137,16 @@ async def in_turns(pieces: Iterable[bytes]) -> AsyncIterator[bytes]:
         yield b"".join(waiting)
 
 
+async def steps(work: Iterable[None]) -> None:
+    """Do work in steps, and yield to the event loop every `MAKING_S`."""
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    for _ in work:
+        if clock() - began > MAKING_S:
+            await asyncio.sleep(0)
+            began = clock()
+
+
 class PiecesResponse(Response):
     """Sends pieces as they are made. `at_end` is called after the last one, or when the client has left."""
 

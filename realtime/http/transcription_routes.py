@@ -24,7 +24,7 @@ from realtime.http.file_transcription import (
     sse_done,
     write_answer,
 )
-from realtime.http.long_responses import PiecesResponse, in_turns
+from realtime.http.long_responses import PiecesResponse, in_turns, steps
 from realtime.http.upload_forms import FormReader, Upload, client_gone
 
 
@@ -81,6 +81,7 @@ class UploadRoutes:
             async for _ in deltas:
                 pass
         await upload.let_file_go()
+        await steps(transcript.format(wanted.settings.formatting))
         self.count("ok")
         return transcript
 
@@ -120,6 +121,7 @@ class UploadRoutes:
                         yield segment
                 for segment in [] if segments is None else segments.due(ended=True):
                     yield segment
+                await steps(transcript.format(wanted.settings.formatting))
                 self.count("ok")
                 async for part in in_turns(sse_done(transcript, wanted)):
                     yield part

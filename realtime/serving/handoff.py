@@ -84,7 +84,7 @@ class SentLog:
 # the client sends them again. Samples in the resampler are flushed before the last save.
 
 # Increase it whenever an older process could misread a value.
-LIVE_VERSION = 8
+LIVE_VERSION = 9
 
 # Events that become entries of a handoff. After any other event a new base is saved.
 NOTED = (

@@ -24,6 +24,7 @@ from engine.options import (
 )
 from engine.spec import ModelSpec, language_code
 from realtime.errors import ClientFault
+from realtime.session.text_options import NO_FORMATTING, Formatting
 
 MIN_RATE = 8_000
 MAX_RATE = 48_000
@@ -141,6 +142,8 @@ class Settings:
     known_speakers: tuple[Enrolled, ...] = ()
     # The name under which viewers may read the session.
     publish: str | None = None
+    # What is done with the text of finals; redaction is done with all text.
+    formatting: Formatting = NO_FORMATTING
 
     def wants(self, value: str) -> bool:
         return self.include is not None and value in self.include

@@ -27,8 +27,11 @@ from realtime.session.events import (
     TimedWord,
     WordsLabelled,
 )
+from realtime.session.formatting import redactor_of
+from realtime.session.redaction import Redactor, is_redacted
 from realtime.session.speakers import SpeakerTimeline
-from realtime.session.words import WordCutter, first_word, text_of
+from realtime.session.text_options import Formatting
+from realtime.session.words import WordCutter, first_word, spelled, text_of
 
 # Text outside any turn is added to the next turn if that begins within this time; otherwise it is dropped.
 STRAY_SECONDS = 1.0
@@ -38,6 +41,8 @@ LABELS_SECONDS = 0.5
 REVISION_SECONDS = 20.0
 # A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
+# A turn whose final is formatted or redacted is ended after this time: the work for one final is bounded.
+MAX_FORMATTED_SECONDS = 300
 
 
 class TurnState(Enum):
@@ -90,6 +95,9 @@ class Turn:
     probably_over: bool = False
     confidence: float | None = None
     timeout: bool = False
+    # Text was sent before redaction was turned on; and digits at the end of the text that was redacted and sent.
+    is_raw: bool = False
+    digits: int = 0
 
     def move(self, to: TurnState) -> None:
         if to not in TURN_MOVES[self.state]:
@@ -121,6 +129,7 @@ class SavedTurns:
     awaited: list[int] = field(default_factory=list)
     revised: list[RevisedPart] = field(default_factory=list)
     said_until: int = 0
+    digits: int = 0
 
 
 # The incomplete word went to a turn that is not kept any more.
@@ -141,6 +150,11 @@ class Turns:
         self._awaited: list[int] = []
         self._revised: deque[RevisedPart] = deque()
         self._said_until = 0
+        # Set if text is redacted; and the digits at the end of the last complete turn.
+        self.redactor: Redactor | None = None
+        self._digits = 0
+        self._formats = False
+        self._sample_rate = sample_rate
         # Set if speakers are labelled.
         self.speakers: SpeakerTimeline | None = None
         self.last_committed: str | None = None
@@ -171,6 +185,7 @@ class Turns:
             list(self._awaited),
             list(self._revised),
             self._said_until,
+            self._digits,
         )
 
     def load(self, saved: SavedTurns, shift: float) -> None:
@@ -183,11 +198,16 @@ class Turns:
             self._loose_turn = over if saved.loose_turn == GONE else [*saved.ended, saved.current][saved.loose_turn]
         self.finishing = deque(saved.finishing)
         self._awaited, self._revised = saved.awaited, deque(saved.revised)
-        self._said_until = saved.said_until
+        self._said_until, self._digits = saved.said_until, saved.digits
         for turn in (*self.ended, *self.finishing):
             turn.ended_at += shift
             turn.labelled_by += shift
             turn.revised_by += shift
+
+    def set_formatting(self, formatting: Formatting) -> None:
+        """Redact the text that was not sent yet, and all finals, by these options."""
+        self.redactor = redactor_of(formatting) if formatting.redacts else None
+        self._formats = formatting.redacts or formatting.changes_finals
 
     def open(self, start: int) -> Turn:
         """Open a turn, with a new item id, for the audio from sample `start` on."""
@@ -251,7 +271,7 @@ class Turns:
         """The deltas that may be sent now: held text of the oldest unfinished turn."""
         if self.finishing:
             return []
-        if not self.ended and self.current is not None:
+        if not self.ended and self.current is not None and self.redactor is None:
             loose = self._cutter.take_loose()
             if loose:
                 self._loose_turn = self.current
@@ -265,6 +285,10 @@ class Turns:
         taker = self.ended[0] if self.ended else self.current
         if loose and taker is not None and taker.state is not TurnState.CLEARED:
             taker.held.append(loose)
+            if self.redactor is not None and loose.strip():
+                # Only words are redacted, so text without a time becomes a word without a length.
+                at = taker.words[-1].end if taker.words else taker.start
+                taker.words.append(TimedWord(loose.strip(), at, at))
         return self.release()
 
     def complete_until(self, sample: int, now: float) -> list[ServerEvent]:
@@ -363,7 +387,8 @@ class Turns:
         turn = self.current
         if turn is None or self.ended or self.finishing or self._cutter.gave_loose:
             return False
-        return word.end - turn.start >= self._max_samples or turn.characters >= MAX_TURN_CHARACTERS
+        most = min(self._max_samples, MAX_FORMATTED_SECONDS * self._sample_rate) if self._formats else self._max_samples
+        return word.end - turn.start >= most or turn.characters >= MAX_TURN_CHARACTERS
 
     def _cut_after(self, word: TimedWord, now: float) -> list[ServerEvent]:
         """End the open turn after this word, complete it and open the next one."""
@@ -400,7 +425,7 @@ class Turns:
             return self._complete(turn)
         if turn.state is TurnState.CLEARED:
             return []
-        out = [] if self.finishing else self._speak(turn)
+        out = [] if self.finishing else self._speak(turn, ends=True)
         self.finishing.append(turn)
         return out
 
@@ -411,7 +436,7 @@ class Turns:
     def _complete(self, turn: Turn, *, goes_on: bool = False) -> list[ServerEvent]:
         if turn.state is TurnState.CLEARED:
             return []
-        out = self._speak(turn)
+        out = self._speak(turn, ends=True)
         turn.move(TurnState.COMPLETED)
         assert turn.end is not None
         transcript, final, is_revised = "".join(turn.sent), turn.words, False
@@ -419,7 +444,9 @@ class Turns:
             final, is_revised = self._with_revisions(turn), True
         if is_revised and not final:
             final, is_revised = turn.words, False
-        if is_revised:
+        if self.redactor is not None:
+            final = self._redacted_final(turn, final, self.redactor, is_new=is_revised or turn.is_raw)
+        if is_revised or self.redactor is not None:
             transcript = text_of(final).lstrip() if self.trim_start else text_of(final)
         if turn.words:
             self._said_until = turn.words[-1].end
@@ -465,7 +492,37 @@ class Turns:
         words.sort(key=lambda word: word.start)
         return [self._as_written(word, turn) for word in words[:1]] + words[1:]
 
-    def _speak(self, turn: Turn) -> list[ServerEvent]:
+    def _redacted_final(self, turn: Turn, final: list[TimedWord], redactor: Redactor, is_new: bool) -> list[TimedWord]:
+        """The words of a final; `is_new`: some of them were not redacted as they were sent."""
+        if is_new:
+            hidden = [(word.start, word.end) for word in final if is_redacted(word)]
+            final = [word for word in final if is_redacted(word) or not _is_hidden(word, hidden)]
+            final, turn.digits = redactor.redact(final, self._digits, ends=True)
+        if final:
+            self._digits = turn.digits
+        return final
+
+    def _speak_redacted(self, turn: Turn, redactor: Redactor, ends: bool) -> list[ServerEvent]:
+        """Like `_speak`, for the words that no later word of the turn can make a part of a redaction."""
+        words = turn.words[turn.words_sent :]
+        count = len(words) if ends else redactor.settled(words)
+        if not count:
+            return []
+        if not turn.words_sent:
+            turn.digits = self._digits
+        redacted, turn.digits = redactor.redact(words[:count], turn.digits, ends=ends or count == len(words))
+        turn.words[turn.words_sent : turn.words_sent + count] = redacted
+        turn.words_sent += len(redacted)
+        turn.held = [spelled(word) for word in words[count:]]
+        text = text_of(redacted).lstrip() if self.trim_start and not turn.sent else text_of(redacted)
+        turn.sent.append(text)
+        known = redacted if self.speakers is None else map(self.speakers.known, redacted)
+        return [Delta(turn.item_id, text, tuple(known))]
+
+    def _speak(self, turn: Turn, *, ends: bool = False) -> list[ServerEvent]:
+        """The text that may be sent now; `ends`: the turn has all of its text."""
+        if self.redactor is not None:
+            return self._speak_redacted(turn, self.redactor, ends)
         if not turn.held:
             return []
         text = "".join(turn.held)
@@ -475,6 +532,7 @@ class Turns:
         if not text:
             return []
         turn.sent.append(text)
+        turn.is_raw = True
         words, turn.words_sent = turn.words[turn.words_sent :], len(turn.words)
         known = words if self.speakers is None else map(self.speakers.known, words)
         return [Delta(turn.item_id, text, tuple(known))]
@@ -483,6 +541,11 @@ class Turns:
 def _within(word: TimedWord, turn: Turn) -> bool:
     end = turn.end if turn.words_until is None else turn.words_until
     return end is None or (word.start + word.end) // 2 < end
+
+
+def _is_hidden(word: TimedWord, hidden: list[tuple[int, int]]) -> bool:
+    """Whether a word was said within one of these redactions."""
+    return any(start <= (word.start + word.end) // 2 < end for start, end in hidden)
 
 
 def _is_in(part: RevisedPart, word: TimedWord) -> bool:

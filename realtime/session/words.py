@@ -106,8 +106,13 @@ def first_word(word: TimedWord) -> TimedWord:
 
 def text_of(words: Iterable[TimedWord]) -> str:
     """The text of these words, with the white space between them as the model wrote it."""
-    spelled = (b"".join(piece for piece, _ in word.chances).decode(errors="replace") or word.text for word in words)
-    return "".join(text if text[:1].isspace() else f" {text}" for text in spelled)
+    return "".join(map(spelled, words))
+
+
+def spelled(word: TimedWord) -> str:
+    """A word as the model wrote it, with the white space before it."""
+    text = b"".join(piece for piece, _ in word.chances).decode(errors="replace") or word.text
+    return text if text[:1].isspace() else f" {text}"
 
 
 def languages_of(words: Iterable[TimedWord]) -> list[str]:

@@ -282,6 +282,35 @@ async def updates_that_are_half_wrong(target: Target) -> None:
 
 
 @attack()
+async def formats_out_of_bounds(target: Target) -> None:
+    """Lists for redaction and search that are too long, of wrong types, or as long as allowed and always new."""
+    wrong: list[Any] = [
+        *(value for value in STRANGE if value not in (None, {}, {"": None})),
+        {"names": ["a"] * 10_000},
+        {"search": ["x" * 30_000]},
+        {"replace": {f"{number}": "y" * 101 for number in range(200)}},
+        {"replace": {"a " * 9: "b"}},
+        {"redact": ["card"] * 5000 + ["all"]},
+        {"names": [f"{number:03}{'z' * 90}" for number in range(200)]},
+        {"redact": [["card"]]},
+        {"smart": "yes"},
+        {"search": ["\x00 ,"]},
+    ]
+    async with target.client() as client:
+        for given in wrong:
+            await client.send("session.update", session={"audio": {"input": {"transcription": {"format": given}}}})
+            error = await client.error()
+            assert error["param"].endswith("transcription.format"), (str(given)[:40], error)
+        for number in range(50):
+            names = [f"a{number} b{place} {'c' * 25}" for place in range(200)]
+            options = {"smart": True, "redact": ["numbers", "email"], "names": names}
+            await client.send("session.update", session={"audio": {"input": {"transcription": {"format": options}}}})
+            shown = (await client.until("session.updated"))["session"]["audio"]["input"]["transcription"]
+            assert shown["format"]["names"] == names
+        await client.still_works()
+
+
+@attack()
 async def mistakes_without_end(target: Target) -> None:
     """Two thousand invalid messages from twenty sockets: answered, but no faster than `limits.mistakes_per_second`."""
 

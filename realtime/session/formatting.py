@@ -1,0 +1,305 @@
+"""Formatting of final text: numbers and dates as people write them, profanity masks, replacements, search, paragraphs.
+
+`format_final` is a pure function over the words and the text of a final; the options are in `text_options.py`. Deltas
+are never formatted. Words keep their times: a word that stands for several ones begins with the first and ends with the
+last of them. Redaction comes before (`redaction.py`), and nothing here changes a redacted word.
+
+Words are matched with tables, without regular expressions: the time for a word does not depend on the lists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from realtime.session.english import is_plain, split_marks, written_forms
+from realtime.session.events import TimedWord
+from realtime.session.redaction import Redactor, is_redacted
+from realtime.session.text_options import Formatting, bare_word, words_of
+from realtime.session.words import spelled, text_of
+
+# Words of a long text that are formatted at once; the cut is at the next end of a sentence, or at twice as many.
+WORDS_AT_ONCE = 64
+
+# A sentence does not end after these.
+ABBREVIATIONS = frozenset(("mr", "mrs", "ms", "dr", "st", "prof", "vs", "etc", "no", "jr", "sr", "a.m", "p.m"))
+# The stems of masked words. A word is masked if it is a stem with one of these endings.
+_PROFANE_STEMS = (
+    "fuck",
+    "motherfuck",
+    "shit",
+    "bullshit",
+    "bitch",
+    "asshole",
+    "arsehole",
+    "bastard",
+    "cunt",
+    "dickhead",
+    "wank",
+    "cocksuck",
+    "goddamn",
+    "pussy",
+    "slut",
+    "whore",
+    "twat",
+    "bollock",
+    "jackass",
+    "dumbass",
+    "piss",
+    "nigger",
+    "nigga",
+    "faggot",
+    "retard",
+)
+_PROFANE_ENDINGS = ("", "s", "es", "ed", "er", "ers", "in", "ing", "y", "ty", "ting", "head", "heads")
+PROFANITIES = frozenset(stem + ending for stem in _PROFANE_STEMS for ending in _PROFANE_ENDINGS)
+
+
+@dataclass(frozen=True, slots=True)
+class Hit:
+    """A place where a search term was said; times in samples."""
+
+    start: int
+    end: int
+    confidence: float | None
+    snippet: str
+
+
+@dataclass(frozen=True, slots=True)
+class Final:
+    """A formatted final. `raw` is the text before formatting, which is redacted too."""
+
+    text: str
+    words: tuple[TimedWord, ...]
+    raw: str
+
+
+@lru_cache(maxsize=64)
+def redactor_of(formatting: Formatting) -> Redactor:
+    return Redactor(formatting.redact, formatting.names)
+
+
+@lru_cache(maxsize=64)
+def _formatter_of(formatting: Formatting) -> _Formatter:
+    return _Formatter(formatting)
+
+
+def format_final(text: str, words: Sequence[TimedWord], formatting: Formatting) -> Final:
+    """Format a final. Without a change the text stays exactly as it is."""
+    if not formatting.changes_finals or not words:
+        return Final(text, tuple(words), text)
+    parts = _formatter_of(formatting).parts(words)
+    if all(part.text is None for part in parts):
+        return Final(text, tuple(words), text)
+    raw = text_of(words).lstrip()
+    # Text after the last word that has no time; models seldom write such text.
+    rest = text[len(raw) :] if text.startswith(raw) else ""
+    written = "".join(map(_spelled, parts)).lstrip()
+    return Final(written + rest, tuple(word for part in parts if (word := part.as_word()) is not None), text)
+
+
+def format_words(words: Sequence[TimedWord], formatting: Formatting) -> tuple[str, list[TimedWord]]:
+    """The text of these words, with the white space before it, and the words; for long texts in parts."""
+    if not formatting.changes_finals:
+        return text_of(words), list(words)
+    parts = _formatter_of(formatting).parts(words)
+    return "".join(map(_spelled, parts)), [word for part in parts if (word := part.as_word()) is not None]
+
+
+def settled_words(words: Sequence[TimedWord]) -> int:
+    """How many of the first words can become final alone: the cut is between two words that are in no number."""
+    for count in range(len(words) - 1, 0, -1):
+        if is_plain(words[count - 1].text) and is_plain(words[count].text):
+            return count
+    return 0
+
+
+def sentence_parts(words: Sequence[TimedWord]) -> Iterator[tuple[int, int]]:
+    """Cut a long text at ends of sentences into parts that can be formatted one by one, as (start, end)."""
+    start = 0
+    for end in range(1, len(words) + 1):
+        long = end - start
+        if long >= WORDS_AT_ONCE and (ends_sentence(words[end - 1].text) or long >= 2 * WORDS_AT_ONCE):
+            yield start, end
+            start = end
+    if start < len(words):
+        yield start, len(words)
+
+
+def ends_sentence(text: str) -> bool:
+    """Whether a sentence ends after this word. Nothing that is formatted crosses the end of a sentence."""
+    _, bare, mark = split_marks(text.strip())
+    if "!" in mark or "?" in mark or "…" in mark:
+        return True
+    return "." in mark and bare.lower() not in ABBREVIATIONS and (len(bare) > 1 or not bare.isalpha())
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """Words that are written as one; `text` is None if they stay as they are, and empty if they are left out."""
+
+    words: Sequence[TimedWord]
+    text: str | None = None
+
+    def as_word(self) -> TimedWord | None:
+        if self.text is None:
+            return self.words[0]
+        return merged(self.words, self.text) if self.text else None
+
+
+def _spelled(part: _Part) -> str:
+    text = spelled(part.words[0])
+    if part.text is None:
+        # A redacted word has no tokens, so its text is spelled.
+        return text
+    return text[: len(text) - len(text.lstrip())] + part.text if part.text else ""
+
+
+def merged(words: Sequence[TimedWord], text: str) -> TimedWord:
+    """One word for several: from the start of the first to the end of the last, with the mean confidence."""
+    told = [word.confidence for word in words if word.confidence is not None]
+    return replace(
+        words[0],
+        text=text,
+        end=max(word.end for word in words),
+        chances=tuple(chance for word in words for chance in word.chances),
+        confidence=sum(told) / len(told) if told else None,
+    )
+
+
+class _Formatter:
+    """The tables for one set of options."""
+
+    def __init__(self, formatting: Formatting) -> None:
+        self._formatting = formatting
+        self._replaced = _Terms(find for find, _ in formatting.replace)
+        self._texts = {words_of(find): text for find, text in reversed(formatting.replace)}
+
+    def parts(self, words: Sequence[TimedWord]) -> list[_Part]:
+        """The words in order, grouped where several are written as one."""
+        texts = [word.text for word in words]
+        changes = self._replacements(texts)
+        taken = {place for start, end, _ in changes for place in range(start, end)}
+        if self._formatting.smart or self._formatting.numerals:
+            # Words that must stay as they are end a number like any other word that is none.
+            readable = [text if _is_english(word) else "-" for text, word in zip(texts, words, strict=True)]
+            for place in taken:
+                readable[place] = "-"
+            for form in written_forms(readable, smart=self._formatting.smart):
+                lead, _, _ = split_marks(texts[form.first].strip())
+                _, _, mark = split_marks(texts[form.last - 1].strip())
+                changes.append((form.first, form.last, lead + form.text + mark))
+                taken.update(range(form.first, form.last))
+        if self._formatting.profanity_filter:
+            for place, text in enumerate(texts):
+                if place not in taken and (masked := mask(text)) != text:
+                    changes.append((place, place + 1, masked))
+        out: list[_Part] = []
+        done = 0
+        for start, end, text in sorted(changes):
+            out += [_Part((word,)) for word in words[done:start]]
+            out.append(_Part(words[start:end], text))
+            done = end
+        return out + [_Part((word,)) for word in words[done:]]
+
+    def _replacements(self, texts: Sequence[str]) -> list[tuple[int, int, str]]:
+        changes = []
+        for start, end, term in self._replaced.found(texts):
+            lead, _, _ = split_marks(texts[start].strip())
+            _, _, mark = split_marks(texts[end - 1].strip())
+            text = self._texts[term]
+            changes.append((start, end, lead + text + mark if text else ""))
+        return changes
+
+
+def _is_english(word: TimedWord) -> bool:
+    return word.language in ("", "en") and not is_redacted(word)
+
+
+def mask(text: str) -> str:
+    """The word with asterisks after its first letter if it is profane."""
+    lead, bare, mark = split_marks(text)
+    return f"{lead}{bare[0]}{'*' * (len(bare) - 1)}{mark}" if bare.lower() in PROFANITIES else text
+
+
+class _Terms:
+    """Finds terms of one or more words; the longest one at each place."""
+
+    def __init__(self, terms: Iterable[str]) -> None:
+        self._terms = frozenset(map(words_of, terms))
+        self._lengths = sorted({len(term) for term in self._terms}, reverse=True)
+
+    def found(self, texts: Sequence[str]) -> Iterator[tuple[int, int, tuple[str, ...]]]:
+        """(start, end, term) of each match, which do not overlap and do not cross the end of a sentence."""
+        if not self._terms:
+            return
+        bare = [bare_word(text) for text in texts]
+        at = 0
+        while at < len(bare):
+            for length in self._lengths:
+                term = tuple(bare[at : at + length])
+                if (
+                    len(term) == length
+                    and term in self._terms
+                    and not any(map(ends_sentence, texts[at : at + length - 1]))
+                ):
+                    yield at, at + length, term
+                    at += length
+                    break
+            else:
+                at += 1
+
+
+def search_words(words: Sequence[TimedWord], formatting: Formatting) -> list[tuple[str, list[Hit]]]:
+    """The places where each search term was said, in the order of the terms."""
+    # One pass for each length: the time does not depend on the number of terms.
+    found: dict[tuple[str, ...], list[Hit]] = {words_of(query): [] for query in formatting.search}
+    texts = [word.text for word in words]
+    bare = [bare_word(text) for text in texts]
+    for length in sorted({len(term) for term in found}):
+        for at in range(len(bare) - length + 1):
+            term = tuple(bare[at : at + length])
+            if term in found and not any(map(ends_sentence, texts[at : at + length - 1])):
+                found[term].append(_hit(words[at : at + length]))
+    return [(query, found[words_of(query)]) for query in formatting.search]
+
+
+def _hit(words: Sequence[TimedWord]) -> Hit:
+    told = [word.confidence for word in words if word.confidence is not None]
+    snippet = " ".join(word.text.strip() for word in words)
+    return Hit(words[0].start, max(word.end for word in words), sum(told) / len(told) if told else None, snippet)
+
+
+def redacted_times(words: Iterable[TimedWord]) -> list[tuple[int, int]]:
+    """The audio of each redaction, as (start, end) in samples."""
+    return [(word.start, word.end) for word in words if is_redacted(word)]
+
+
+# Paragraphs
+
+PARAGRAPH_PAUSE_S = 1.5
+PARAGRAPH_WORDS = 80
+# A text without punctuation is cut here.
+MAX_PARAGRAPH_WORDS = 200
+
+
+def sentences_of(words: Sequence[TimedWord], start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The sentences of a paragraph as (start, end)."""
+    for place in range(start + 1, end + 1):
+        if place == end or ends_sentence(words[place - 1].text):
+            yield start, place
+            start = place
+
+
+def paragraph_end(words: Sequence[TimedWord], start: int, sample_rate: int) -> int:
+    """The end of the paragraph that begins at this word: before another speaker, after a sentence with a pause or with
+    enough words, or after too many words."""
+    for end in range(start + 1, len(words)):
+        if words[end].speaker != words[end - 1].speaker or end - start >= MAX_PARAGRAPH_WORDS:
+            return end
+        if ends_sentence(words[end - 1].text):
+            pause = words[end].start - words[end - 1].end
+            if pause >= PARAGRAPH_PAUSE_S * sample_rate or end - start >= PARAGRAPH_WORDS:
+                return end
+    return len(words)

@@ -1,0 +1,341 @@
+"""Redaction: words that are part of a card number, a phone number, an address or a listed name become `[REDACTED]`.
+
+The session core redacts words before they become events (`turns.py`), and uploads before they become a transcript, so
+no dialect sees what was redacted. Text is streamed: `Redactor.settled` says how many of the words so far cannot become
+a part of a redaction through later words; only those are sent. Cuts lie between two words that no rule looks at, so
+redacting the parts gives the same as redacting the whole.
+
+A speaker may pause within a number, and the pause may end a turn. The `carry` is the number of digits at the end of
+the words before; the start of the next turn is judged together with them. At the end of a turn three digits or more
+are redacted, because more may follow, except a lone year and an amount with `hundred`. At most two digits at the end
+of a turn are shown.
+
+Times are those of the audio: a redaction begins with its first word and ends with its last one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from unicodedata import normalize
+
+from realtime.session.english import MAGNITUDES, ONES, REPEATS, TEENS, TENS, TOP_DOMAINS, ZEROS, split_marks
+from realtime.session.events import TimedWord
+from realtime.session.text_options import EMAIL, LEAST_DIGITS, REDACTED, bare_word
+
+# Digits at the end of a turn from which on more digits may follow in the next turn.
+EDGE_DIGITS = 3
+# Words that are held back at most. When there are more, they are redacted as at the end of a turn.
+MAX_HELD = 200
+# Words that do not interrupt a number. At most `MAX_FILLERS` of them stand between two digits.
+FILLERS = frozenset(
+    (
+        *("uh", "um", "er", "erm", "ah", "eh", "hmm", "then", "dash", "hyphen", "space", "slash", "plus", "dot"),
+        *("point", "comma", "minus", "-", "–", "—", "+", "/", ".", ",", "okay", "ok", "yes", "yeah", "right", "mhm"),
+    )
+)
+# Other words for digits: `triple fours`, `nought`.
+OTHER_DIGITS = frozenset(
+    (
+        *("ones", "twos", "threes", "fours", "fives", "sixes", "sevens", "eights", "nines", "zeros", "zeroes", "ohs"),
+        *("nought", "naught", "null", "noughts"),
+    )
+)
+MAX_FILLERS = 3
+# Digits that were heard as another word; only between two single digits.
+MISHEARD = frozenset(("for", "to", "too", "won", "ate", "tree", "sex"))
+# Joins two numbers, unless one is a year: `in 2019 and 2020`.
+AND = "and"
+AT_SIGNS = frozenset(("at", "@"))
+# `at the rate` and `at sign` are other names of the at sign.
+AT_WORDS = frozenset(("rate", "sign"))
+# Ends of domains that are found without a dot before them: `gmail com`.
+COMMON_ENDS = frozenset(("com", "net", "org"))
+JOINERS = frozenset(("dot", "underscore", "dash", "hyphen", "plus", "minus", ".", "_", "-", "+"))
+MONEY = ("$", "€", "£", "¥")
+# All words that the rules for numbers and for addresses look at, beside digits.
+DIGIT_WORDS = FILLERS | MISHEARD | OTHER_DIGITS | {AND, *MAGNITUDES, *ZEROS, *REPEATS}
+ADDRESS_WORDS = AT_SIGNS | JOINERS | AT_WORDS | COMMON_ENDS
+
+
+@dataclass(frozen=True, slots=True)
+class _Heard:
+    """A word as the rules see it."""
+
+    bare: str
+    # Digits that it stands for; `magnitude` counts only where every number is redacted.
+    digits: int
+    magnitude: int
+    # A single digit that was spoken or written alone.
+    is_single: bool
+
+
+class Redactor:
+    """Redacts words for one set of options."""
+
+    def __init__(self, kinds: Sequence[str], names: Sequence[str]) -> None:
+        numbers = [LEAST_DIGITS[kind] for kind in kinds if kind in LEAST_DIGITS]
+        self._least = min(numbers, default=0)
+        self._all_numbers = "numbers" in kinds
+        self._emails = EMAIL in kinds
+        self._names = frozenset(tuple(map(_bare, normalize("NFC", name).split())) for name in names)
+        self._name_words = frozenset(word for name in self._names for word in name)
+        self._lengths = sorted({len(name) for name in self._names}, reverse=True)
+
+    def settled(self, words: Sequence[TimedWord]) -> int:
+        """How many of the first words are not touched by any words that may follow."""
+        for count in range(len(words) - 1, 0, -1):
+            if len(words) - count > MAX_HELD:
+                return len(words)
+            if not self._is_hot(words[count].text) and not self._is_hot(words[count - 1].text):
+                return count
+        return len(words) if len(words) > MAX_HELD else 0
+
+    def redact(self, words: Sequence[TimedWord], carry: int, *, ends: bool) -> tuple[list[TimedWord], int]:
+        """The words with redactions, and the digits at their end. `carry`: the digits at the end of the words before.
+        `ends`: the turn ends here, or more words follow than can be held."""
+        heard = [self._hear(word.text) for word in words]
+        spans, carry = self._numbers(heard, carry, ends) if self._least else ([], 0)
+        if self._emails:
+            spans += _addresses(heard)
+        if self._names:
+            spans += self._named(heard)
+        return _replaced(words, spans) if spans else list(words), carry
+
+    def _hear(self, text: str) -> _Heard:
+        if REDACTED in text:
+            # Redacted before: digits beside it belong to it.
+            return _Heard(REDACTED, self._least, 0, is_single=True)
+        bare = _bare(text)
+        written = 0 if bare.isalpha() else sum(map(str.isdigit, bare))
+        if written:
+            is_amount = text.strip().startswith(MONEY) or text.rstrip(".,;:!?").endswith("%") or _has_thousands(bare)
+            return _Heard(bare, 0 if is_amount and not self._all_numbers else written, 0, written == 1)
+        if bare in ONES or bare in ZEROS or bare in OTHER_DIGITS:
+            return _Heard(bare, 1, 0, is_single=True)
+        if bare in REPEATS:
+            return _Heard(bare, REPEATS[bare] - 1, 0, is_single=True)
+        parts = bare.split("-")
+        digits = sum(_spoken_digits(part) for part in parts) if all(map(_spoken_digits, parts)) else 0
+        magnitude = len(str(MAGNITUDES.get(bare, 1))) - 1
+        return _Heard(bare, digits, magnitude, is_single=False)
+
+    def _is_hot(self, text: str) -> bool:
+        """Whether a rule may look at this word together with its neighbours."""
+        bare = _bare(text)
+        if bare in self._name_words or REDACTED in text:
+            return True
+        if self._emails and ("@" in text or len(bare) < 2 or bare in ADDRESS_WORDS):
+            return True
+        if not self._least and not self._emails:
+            return False
+        if bare in DIGIT_WORDS or not bare or any(map(str.isdigit, bare)):
+            return True
+        return all(part in ONES or _spoken_digits(part) for part in bare.split("-"))
+
+    # Numbers
+
+    def _numbers(self, heard: list[_Heard], carry: int, ends: bool) -> tuple[list[tuple[int, int]], int]:
+        spans: list[tuple[int, int]] = []
+        if not heard:
+            return spans, carry
+        silent = FILLERS | {""}
+        first = next((place for place, word in enumerate(heard) if word.bare not in silent), len(heard))
+        last = next((place for place in range(len(heard), 0, -1) if heard[place - 1].bare not in silent), 0)
+        if first == len(heard):
+            # A turn of fillers does not end a number.
+            return spans, carry
+        at, tail = 0, 0
+        while at < len(heard):
+            if not self._digits(heard[at]):
+                at += 1
+                continue
+            start, end, digits = at, at + 1, self._digits(heard[at])
+            while (following := self._joined(heard, end)) is not None:
+                misheard = sum(word.bare in MISHEARD for word in heard[end:following])
+                digits, end = digits + misheard + self._digits(heard[following]), following + 1
+            leads, trails = start <= first, end >= last
+            before = carry if leads else 0
+            whole = digits + before
+            cut = ends and trails and digits >= EDGE_DIGITS and not _is_year_or_amount(heard[start:end])
+            goes_on = before and leads and trails and ends and whole >= EDGE_DIGITS
+            if whole >= self._least or cut or goes_on:
+                spans.append((start, end))
+            tail = whole if trails else 0
+            at = end
+        return spans, tail
+
+    def _digits(self, word: _Heard) -> int:
+        return word.digits + (word.magnitude if self._all_numbers else 0)
+
+    def _joined(self, heard: list[_Heard], end: int) -> int | None:
+        """The next digits after a number, if nothing but fillers is between them."""
+        for place in range(end, min(len(heard), end + MAX_FILLERS + 1)):
+            word = heard[place]
+            if self._digits(word):
+                return place
+            if word.bare == AND:
+                after = heard[place + 1] if place + 1 < len(heard) else None
+                if after is None or not self._digits(after) or _is_year(heard[end - 1]) or _is_year(after):
+                    return None
+            elif word.bare in MISHEARD:
+                after = heard[place + 1] if place + 1 < len(heard) else None
+                if not (heard[end - 1].is_single and after is not None and after.is_single):
+                    return None
+            elif word.bare and word.bare not in FILLERS:
+                return None
+        return None
+
+    # Names
+
+    def _named(self, heard: list[_Heard]) -> list[tuple[int, int]]:
+        """Listed names, the longest first, also as a genitive."""
+        spans, at = [], 0
+        bare = [word.bare for word in heard]
+        while at < len(bare):
+            step = 1
+            for length in self._lengths:
+                if at + length <= len(bare) and tuple(bare[at : at + length]) in self._names:
+                    spans.append((at, at + length))
+                    step = length
+                    break
+            at += step
+        return spans
+
+
+class RedactedStream:
+    """Redacts the words of a file as they arrive."""
+
+    def __init__(self, redactor: Redactor) -> None:
+        self._redactor = redactor
+        self._held: list[TimedWord] = []
+        self._carry = 0
+
+    def take(self, words: Sequence[TimedWord], *, ends: bool = False) -> list[TimedWord]:
+        """The words that can be shown now; `ends`: no more words come."""
+        self._held += words
+        count = len(self._held) if ends else self._redactor.settled(self._held)
+        if not count:
+            return []
+        ends = ends or count == len(self._held)
+        shown, self._carry = self._redactor.redact(self._held[:count], self._carry, ends=ends)
+        del self._held[:count]
+        return shown
+
+
+def _bare(text: str) -> str:
+    """A word for comparing, also without a genitive."""
+    return bare_word(text).removesuffix("'s")
+
+
+def _spoken_digits(word: str) -> int:
+    if word in TEENS or word in TENS:
+        return 2
+    return 2 if word == "hundred" else int(word in ONES)
+
+
+def _has_thousands(bare: str) -> bool:
+    """`5,300,200`: an amount, and no number that identifies something."""
+    parts = bare.split(",")
+    return len(parts) > 1 and all(len(part.partition(".")[0]) == 3 for part in parts[1:])
+
+
+def _is_year(word: _Heard) -> bool:
+    return len(word.bare) == 4 and word.bare.isdigit() and word.bare.startswith(("18", "19", "20"))
+
+
+def _is_year_or_amount(heard: list[_Heard]) -> bool:
+    words = [word.bare for word in heard]
+    if "hundred" in words:
+        return True
+    if len(words) == 1 and words[0].isdigit():
+        return _is_year(heard[0])
+    if len(words) not in (2, 3) or words[0] not in (*TEENS, "twenty") or words[1] not in (*TEENS, *TENS, *ZEROS):
+        return False
+    return len(words) == 2 or words[2] in ONES
+
+
+def _addresses(heard: list[_Heard]) -> list[tuple[int, int]]:
+    """E-mail addresses: written ones, and `ada dot lovelace at example dot com`."""
+    spans = []
+    for at, word in enumerate(heard):
+        if "@" in word.bare and len(word.bare) > 1:
+            start = _local_start(heard, at) if word.bare.startswith("@") and at else at
+            spans.append((start, min(len(heard), at + 1 + word.bare.endswith("@"))))
+        elif word.bare in AT_SIGNS and at and (end := _domain_end(heard, _after_sign(heard, at))):
+            spans.append((_local_start(heard, at), end))
+    return spans
+
+
+def _after_sign(heard: list[_Heard], at: int) -> int:
+    """The place after an at sign, which may have a longer name."""
+    following = [word.bare for word in heard[at + 1 : at + 3]]
+    if following[:1] == ["sign"]:
+        return at + 2
+    return at + 3 if following == ["the", "rate"] else at + 1
+
+
+def _domain_end(heard: list[_Heard], at: int) -> int | None:
+    """The end of a domain that begins here."""
+    end, dotted = at + 1, False
+    if at < len(heard) and "." in heard[at].bare.strip("."):
+        return end
+    if end < len(heard) and heard[end].bare in COMMON_ENDS:
+        return end + 1
+    while end + 1 < len(heard) and heard[end].bare in ("dot", "."):
+        dotted = dotted or heard[end + 1].bare in TOP_DOMAINS or len(heard[end + 1].bare) >= 2
+        end += 2
+    return end if dotted else None
+
+
+def _local_start(heard: list[_Heard], at: int) -> int:
+    """The start of the part of an address before the at sign."""
+    start = at - 1
+    while start > 0:
+        before = heard[start - 1]
+        if before.bare in JOINERS and start > 1:
+            start -= 2
+        elif _is_spelled(heard[start]) or _is_spelled(before):
+            start -= 1
+        else:
+            break
+    return start
+
+
+def _is_spelled(word: _Heard) -> bool:
+    """A letter or a number of a spelled address; `ada99` is a word."""
+    return len(word.bare) < 2 or (word.digits > 0 and (word.bare.isdigit() or word.bare.isalpha()))
+
+
+def _replaced(words: Sequence[TimedWord], spans: list[tuple[int, int]]) -> list[TimedWord]:
+    """The words with every span, or chain of overlapping ones, as one word."""
+    out: list[TimedWord] = []
+    done = 0
+    for start, end in _joined_spans(spans):
+        out += words[done:start]
+        lead, _, _ = _marks(words[start].text)
+        _, _, mark = _marks(words[end - 1].text)
+        first, last = words[start], words[end - 1]
+        out.append(TimedWord(f"{lead}{REDACTED}{mark}", first.start, max(first.end, last.end), language=first.language))
+        done = end
+    return [*out, *words[done:]]
+
+
+def _marks(text: str) -> tuple[str, str, str]:
+    if REDACTED in text:
+        return text.partition(REDACTED)
+    return split_marks(text.strip())
+
+
+def _joined_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    joined: list[tuple[int, int]] = []
+    for start, end in sorted(spans):
+        if joined and start < joined[-1][1]:
+            joined[-1] = (joined[-1][0], max(end, joined[-1][1]))
+        else:
+            joined.append((start, end))
+    return joined
+
+
+def is_redacted(word: TimedWord) -> bool:
+    return REDACTED in word.text

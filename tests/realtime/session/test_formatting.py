@@ -1,0 +1,209 @@
+"""Final text as people write it: the table of sentences, times of words, parts of long texts, bounds of the options."""
+
+from __future__ import annotations
+
+import cProfile
+import pstats
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from realtime.session.core import Session
+from realtime.session.english import is_plain
+from realtime.session.events import Completed, TimedWord
+from realtime.session.formatting import (
+    ends_sentence,
+    format_final,
+    format_words,
+    mask,
+    paragraph_end,
+    search_words,
+    sentence_parts,
+    sentences_of,
+    settled_words,
+)
+from realtime.session.settings import Settings
+from realtime.session.text_options import MAX_TERM_CHARACTERS, MAX_TERMS, Formatting, make_formatting
+from realtime.session.turns import MAX_FORMATTED_SECONDS
+from tests.realtime.session.test_core import RATE, Driver, append, counter, word
+
+TABLE = Path(__file__).with_name("english_sentences.tsv")
+SENTENCES = [tuple(line.split("\t")) for line in TABLE.read_text().splitlines()]
+SMART = make_formatting(smart=True, profanity_filter=True)
+
+
+def timed(text: str, language: str = "") -> list[TimedWord]:
+    return [
+        TimedWord(part, 100 * at, 100 * at + 90, ((f" {part}".encode(), -0.5),), 0.5, language)
+        for at, part in enumerate(text.split())
+    ]
+
+
+def formatted(text: str, formatting: Formatting = SMART) -> str:
+    return format_final(text, timed(text), formatting).text
+
+
+def test_the_table_is_long_enough() -> None:
+    assert len({said for said, _ in SENTENCES}) >= 200
+
+
+@pytest.mark.parametrize(("said", "written"), SENTENCES)
+def test_a_sentence_is_written_as_people_write_it(said: str, written: str) -> None:
+    final = format_final(said, timed(said), SMART)
+    assert final.text == written and final.raw == said
+    assert " ".join(word.text for word in final.words) == written
+
+
+@pytest.mark.parametrize(("said", "written"), SENTENCES)
+def test_written_text_is_not_changed_again(said: str, written: str) -> None:
+    assert formatted(written) == written
+
+
+@given(st.lists(st.sampled_from(SENTENCES), min_size=1, max_size=12), st.data())
+@settings(max_examples=100, deadline=None)
+def test_finals_that_are_cut_at_sentences_give_the_same_text(chosen: list[Any], data: st.DataObject) -> None:
+    """A final with several sentences, and finals with one sentence each, have the same text."""
+    ended = [said if ends_sentence(said.split()[-1]) else said + "." for said, _ in chosen]
+    assert formatted(" ".join(ended)) == " ".join(map(formatted, ended))
+
+
+@given(st.lists(st.sampled_from([word for said, _ in SENTENCES for word in said.split()]), max_size=60))
+@settings(max_examples=200, deadline=None)
+def test_every_word_keeps_a_time_inside_the_turn(said: list[str]) -> None:
+    words = timed(" ".join(said))
+    final = format_final(" ".join(said), words, SMART)
+    times = [(word.start, word.end) for word in final.words]
+    assert times == sorted(times) and all(start < end for start, end in times)
+    assert all(0 <= start and end <= words[-1].end for start, end in times)
+    # No token is lost, so log-probabilities are those of the text before.
+    assert [chance for word in final.words for chance in word.chances] == [c for word in words for c in word.chances]
+    assert " ".join(word.text for word in final.words) == final.text
+
+
+def test_a_merged_word_has_the_times_and_confidence_of_its_words() -> None:
+    final = format_final("it took twenty five minutes", timed("it took twenty five minutes"), SMART)
+    merged = final.words[2]
+    assert (merged.text, merged.start, merged.end, merged.confidence) == ("25", 200, 390, 0.5)
+
+
+def test_numerals_are_numbers_only() -> None:
+    numerals = make_formatting(numerals=True)
+    said = "We paid twenty five dollars at three thirty on May fifth."
+    assert formatted(said, numerals) == "We paid 25 dollars at three thirty on May fifth."
+
+
+def test_another_language_is_not_changed_by_english_rules() -> None:
+    said = "Die Sonne scheint, ten twenty"
+    assert format_final(said, timed(said, "de"), SMART).text == said
+
+
+def test_text_without_a_change_stays_as_the_model_wrote_it() -> None:
+    final = format_final("  odd   spaces ", timed("odd spaces"), SMART)
+    assert final.text == final.raw == "  odd   spaces "
+
+
+def test_words_are_replaced_and_left_out() -> None:
+    options = make_formatting(smart=True, replace=[("new york", "NYC"), ("um", ""), ("twenty five", "XXV")])
+    assert formatted("Um, New York, um has twenty five bridges.", options) == "NYC, has XXV bridges."
+    # A term does not cross the end of a sentence.
+    assert formatted("It is new. York is old.", options) == "It is new. York is old."
+
+
+def test_a_redacted_word_is_not_replaced() -> None:
+    assert formatted("It is [REDACTED], yes.", make_formatting(replace=[("redacted", "x")])) == "It is [REDACTED], yes."
+
+
+def test_a_search_finds_every_place_with_its_times() -> None:
+    options = make_formatting(search=["new york", "York", "absent"])
+    found = dict(search_words(timed("New York, I said new york."), options))
+    assert [(hit.start, hit.end, hit.snippet) for hit in found["new york"]] == [
+        (0, 190, "New York,"),
+        (400, 590, "new york."),
+    ]
+    assert len(found["York"]) == 2 and found["absent"] == []
+
+
+@pytest.mark.parametrize("word", ["Fuck", "shitty", "(bullshit)", "motherfucker!"])
+def test_profanity_is_masked(word: str) -> None:
+    assert mask(word).count("*") >= 3 and mask(word)[:2] == word[:2].replace(word[1], "*") or word.startswith("(")
+
+
+@pytest.mark.parametrize("word", ["class", "Scunthorpe", "assess", "cocktail", "shiitake", "Dick", "passage"])
+def test_innocent_words_are_not_masked(word: str) -> None:
+    assert mask(word) == word
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"redact": ["pii"]}, "redact"),
+        ({"search": ["x"] * (MAX_TERMS + 1)}, "search"),
+        ({"names": ["x" * (MAX_TERM_CHARACTERS + 1)]}, "names"),
+        ({"replace": [("a b c d e f g h i", "x")]}, "replace"),
+        ({"replace": [("a", "x" * (MAX_TERM_CHARACTERS + 1))]}, "replace"),
+        ({"search": [" , "]}, "search"),
+        ({"search": ["\ud800"]}, "search"),
+        ({"search": [f"{number:03}" + "y" * 90 for number in range(MAX_TERMS)]}, "together"),
+    ],
+)
+def test_options_out_of_bounds_are_refused(options: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named):
+        make_formatting(**options)
+
+
+def test_a_long_text_is_formatted_in_parts_with_the_same_result() -> None:
+    said = " ".join(said if ends_sentence(said) else f"{said}." for said, _ in SENTENCES)
+    words = timed(said)
+    parts = list(sentence_parts(words))
+    assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]] and parts[-1][1] == len(words)
+    assert max(end - start for start, end in parts) <= 128
+    texts = [format_words(words[start:end], SMART)[0] for start, end in parts]
+    assert "".join(texts).lstrip() == formatted(said)
+
+
+def test_a_result_is_not_cut_within_a_number() -> None:
+    words = timed("we have seen twenty")
+    assert settled_words(words) == 2
+    assert settled_words(timed("twenty five hundred")) == 0
+    assert is_plain("dogs") and not is_plain("twenty-five")
+
+
+def test_paragraphs_end_at_pauses_speakers_and_after_many_words() -> None:
+    rate = 100
+    words = [*timed("One sentence. Another one."), TimedWord("Later.", 1000, 1090)]
+    assert paragraph_end(words, 0, rate) == 4
+    assert list(sentences_of(words, 0, 4)) == [(0, 2), (2, 4)]
+    assert paragraph_end(timed("word " * 1000), 0, rate) == 200
+    two = [TimedWord("Hello.", 0, 50, speaker=0), TimedWord("Hi.", 60, 90, speaker=1)]
+    assert paragraph_end(two, 0, rate) == 1
+
+
+def test_the_work_does_not_grow_with_the_lists_or_faster_than_the_words() -> None:
+    """Calls of the rules per word, counted: a text of numbers only, which every rule looks at."""
+
+    def calls(words: int, terms: int) -> int:
+        options = make_formatting(smart=True, replace=[(f"twenty x{at}", "y") for at in range(terms)])
+        said = timed("twenty five hundred and " * (words // 4))
+        profile = cProfile.Profile()
+        profile.runcall(format_words, said, options)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    few = calls(400, 1)
+    assert calls(4000, 1) < 11 * few
+    # The table of the terms is made once.
+    assert calls(400, MAX_TERMS) < few + 100 * MAX_TERMS
+
+
+@pytest.mark.parametrize(
+    ("formatting", "finals"), [(SMART, 1), (make_formatting(redact=["card"]), 1), (Formatting(), 0)]
+)
+def test_the_work_for_one_final_is_bounded(formatting: Formatting, finals: int) -> None:
+    drive = Driver(Session(Settings(turn_detection=None, formatting=formatting), RATE, counter()))
+    drive(append(1.0))
+    for second in range(MAX_FORMATTED_SECONDS + 2):
+        drive(append(1.0), word("well", second, second + 0.5))
+    done = [event for event in drive.sent if isinstance(event, Completed)]
+    assert len(done) == finals and all(event.goes_on for event in done)
