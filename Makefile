@@ -25,26 +25,27 @@ setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 setup-fleet: $(VENV)/.installed-fleet
 
-# On x86 the package index has torch with CUDA only, gigabytes of it. Where there is no NVIDIA driver and PyTorch's index of
-# CPU builds answers, torch comes from there: `2.10.0+cpu` is the same version and is preferred to `2.10.0`.
+# deploy/install.py says what it fetches and why, and shows the progress. It uses uv if that is there or can be fetched, and
+# pip otherwise (`make demo INSTALLER=pip`). On x86 the package index has torch with CUDA only, gigabytes of it. Where there
+# is no NVIDIA driver and PyTorch's index of CPU builds answers, torch comes from there.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+INSTALLER ?=
+install = $(PYTHON) deploy/install.py $(VENV) --cpu-index $(TORCH_CPU_INDEX) $(if $(INSTALLER),--installer $(INSTALLER))
 wants_cpu_torch = test "$$(uname -m)" = x86_64 && ! command -v nvidia-smi >/dev/null && $(PYTHON) -c \
 	"import urllib.request; urllib.request.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2>/dev/null
 
 $(VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	@if $(wants_cpu_torch); then extra="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
-	set -x; $(BIN)/pip install --quiet --no-compile $$extra --editable .
-	touch $@
+	@$(install)
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	touch $@
+	@$(install) --extra dev
+	@touch $@
 
 $(VENV)/.installed-fleet: $(VENV)/.installed-dev
-	$(BIN)/pip install --quiet --editable '.[fleet]' || { \
+	@$(install) --extra dev,fleet || { \
 		echo "the extra tickertape[fleet] (Ray) could not be installed here: the tests of a fleet cannot run"; exit 1; }
-	touch $@
+	@touch $@
 
 # Weights and a recording of real speech, each checked against its digest; already there: nothing is fetched.
 weights: setup
@@ -62,8 +63,10 @@ system:
 			|| echo "could not install$$missing; the tests that need them will be skipped"; \
 	fi
 
-demo: weights
-	$(BIN)/tickertape demo
+# The demo fetches the weights itself, and shows at its end how long each part took.
+demo: setup
+	@took=$$(cat $(VENV)/seconds 2>/dev/null); rm -f $(VENV)/seconds; \
+	set -x; $(BIN)/tickertape demo $${took:+--installed-in $$took}
 
 serve: weights
 	$(BIN)/tickertape serve
