@@ -79,7 +79,7 @@ def find_uv(installer):
     found = shutil.which("uv") or (own if os.path.exists(own) else None)
     if found:
         return found
-    print("fetching uv, an installer that is faster than pip (20 MB; `make demo INSTALLER=pip` does without)", flush=True)
+    print("fetching uv, which is faster than pip (20 MB; `make demo INSTALLER=pip` does without)", flush=True)
     folder = os.path.join(ROOT, UV_FOLDER)
     pip = os.path.join(folder, "bin", "pip")
     made = subprocess.call([sys.executable, "-m", "venv", folder]) == 0
