@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 APT := $(if $(shell command -v apt-get),$(if $(filter 0,$(shell id -u)),apt-get,$(if $(shell command -v sudo),sudo -n apt-get)))
 
-.PHONY: help setup setup-dev setup-fleet weights system demo serve test test-failed test-fleet test-lowest check lock \
+.PHONY: help setup setup-dev setup-fleet weights system chart-tools demo serve test test-failed test-fleet test-lowest check lock \
 	audit bench soak clean
 
 help:
@@ -16,6 +16,7 @@ help:
 	@echo "make check   lint and type-check"
 	@echo "make lock    resolve what the image installs, with hashes, into requirements.lock"
 	@echo "make audit   look for known vulnerabilities in what pyproject.toml allows and the image installs"
+	@echo "make chart-tools  fetch helm and the schemas of Kubernetes, which the tests of the Helm chart use"
 	@echo "make bench   run the quick benchmarks, which need neither a GPU nor recordings"
 	@echo "make soak    hours of sessions in compressed time, a million fuzzed messages"
 
@@ -51,6 +52,15 @@ $(VENV)/.installed-fleet: $(VENV)/.installed-dev
 weights: setup
 	$(BIN)/tickertape pull
 
+# helm and the schemas of Kubernetes, for the tests of the chart. helm's binary is for x86; elsewhere qemu runs it.
+CHART := .venv-chart
+chart-tools: $(CHART)/.installed
+$(CHART)/.installed: deploy/chart_tools.py
+	$(PYTHON) deploy/chart_tools.py $(CHART)
+	@test "$$(uname -m)" = x86_64 || command -v qemu-x86_64-static >/dev/null || test -z "$(APT)" \
+		|| $(APT) install -y -qq --no-install-recommends qemu-user-static >/dev/null
+	touch $@
+
 # The browser tests need two browsers, the audio tests a voice. Where one cannot be installed, its tests say so and skip.
 system:
 	@missing=""; \
@@ -74,6 +84,7 @@ serve: weights
 # Most tests wait for something rather than compute, so two processes take little more than half the time of one.
 test: setup-dev weights system
 	$(BIN)/tickertape pull moonshine-tiny
+	$(MAKE) chart-tools || echo "the tests with helm are skipped"
 	$(BIN)/tickertape pull speakers || echo "the tests with speaker embeddings are skipped"
 	$(BIN)/tickertape pull turn-detector || echo "the tests with the turn detector are skipped"
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
@@ -137,4 +148,4 @@ soak: setup-dev weights
 	$(BIN)/python -m pytest -m soak --timeout 7200
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-uv .venv-audit build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-uv .venv-audit .venv-chart build dist *.egg-info
