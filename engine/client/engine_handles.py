@@ -223,10 +223,23 @@ async def _ends_within(process: BaseProcess, seconds: float) -> bool:
     return True
 
 
+# What the signals that end an engine usually mean.
+_CAUSES = {
+    signal.SIGKILL: "killed from outside, or by the system for lack of memory: see `dmesg` or its container",
+    signal.SIGTERM: "stopped from outside",
+    signal.SIGSEGV: "a crash in native code; its own lines before this one may say where",
+    signal.SIGABRT: "native code gave up; its own lines before this one say why",
+    signal.SIGBUS: "a file or shared memory ended while it was read: check the disks",
+    signal.SIGILL: "native code uses an instruction that this processor does not have",
+}
+
+
 def _exit_text(code: int | None) -> str:
+    """How a process ended, with the likely cause."""
     if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit status {code}"
+        number = signal.Signals(-code)
+        return f"signal {number.name}" + (f" ({_CAUSES[number]})" if number in _CAUSES else "")
+    return f"exit status {code}" + (" (its own lines before this one say why)" if code else "")
 
 
 class EngineThread:

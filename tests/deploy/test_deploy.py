@@ -13,7 +13,7 @@ from fleet.cluster.connect import TESTED
 from fleet.plan import read_plan
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
 from realtime.metrics.engine import engine_collector
-from realtime.metrics.gateway import Metrics, name_collector
+from realtime.metrics.gateway import Metrics, build_collector, name_collector
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -25,6 +25,7 @@ def metrics(engine_figures: tuple[object, object]) -> set[str]:
     figures, capacity = engine_figures
     shown.add_collector(engine_collector(lambda: figures, lambda: capacity))  # type: ignore[arg-type,return-value]
     shown.add_collector(name_collector("g1"))
+    shown.add_collector(build_collector())
     exposed = set(re.findall(r"^# TYPE (\S+)", shown.exposition().decode(), re.MULTILINE))
     return exposed | {f"{name}_bucket" for name in exposed}
 
