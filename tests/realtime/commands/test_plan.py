@@ -24,7 +24,7 @@ SMALL = Engine("small", "a box", speaking=10, streams=40, source="a test", silen
         (["--sessions", "5", "--headroom", "1"], "--headroom must be"),
         (["--sessions", "5", "--cores", "4"], "--cores is for models that run on the CPU"),
         (["--sessions", "5", "--server", "http://127.0.0.1:1", "--cores", "4"], "leave --model and --cores out"),
-        (["--sessions", "5", "--server", "127.0.0.1:1"], "http"),
+        (["--sessions", "5", "--server", "ftp://127.0.0.1"], "ftp"),
     ],
 )
 def test_bad_numbers_get_one_sentence(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
