@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 APT := $(if $(shell command -v apt-get),$(if $(filter 0,$(shell id -u)),apt-get,$(if $(shell command -v sudo),sudo -n apt-get)))
 
-.PHONY: help setup setup-dev setup-fleet weights system chart-tools demo serve test test-failed test-fleet test-lowest check lock \
+.PHONY: help setup setup-dev setup-fleet weights system chart-tools demo serve test test-failed test-fleet test-lowest check lock release \
 	audit bench soak clean
 
 help:
@@ -15,6 +15,7 @@ help:
 	@echo "make test-lowest  run the gateway's tests with the oldest versions that pyproject.toml allows"
 	@echo "make check   lint and type-check"
 	@echo "make lock    resolve what the image installs, with hashes, into requirements.lock"
+	@echo "make release build sdist, wheel, bill of materials and checksums into dist/"
 	@echo "make audit   look for known vulnerabilities in what pyproject.toml allows and the image installs"
 	@echo "make chart-tools  fetch helm and the schemas of Kubernetes, which the tests of the Helm chart use"
 	@echo "make bench   run the quick benchmarks, which need neither a GPU nor recordings"
@@ -127,6 +128,10 @@ test-lowest: $(LOWEST)/.installed
 lock: $(UV)
 	$(UV) pip compile --quiet --universal --generate-hashes --no-annotate $(UPGRADE) \
 		--custom-compile-command "make lock" --python-version 3.12 pyproject.toml --output-file requirements.lock
+
+# sdist, wheel, bill of materials and checksums, in dist/.
+release: $(UV)
+	$(PYTHON) deploy/release.py $(UV) dist
 
 # Exit code 1: a known vulnerability. Exit code 2: the database of vulnerabilities could not be asked.
 audit:
