@@ -4,7 +4,7 @@ BIN := $(VENV)/bin
 PYTHON ?= python3
 APT := $(if $(shell command -v apt-get),$(if $(filter 0,$(shell id -u)),apt-get,$(if $(shell command -v sudo),sudo -n apt-get)))
 
-.PHONY: help setup setup-dev setup-fleet weights system demo serve test test-failed test-fleet test-lowest check lock \
+.PHONY: help setup setup-dev setup-fleet weights system chart-tools demo serve test test-failed test-fleet test-lowest check lock release \
 	audit bench soak clean
 
 help:
@@ -15,7 +15,9 @@ help:
 	@echo "make test-lowest  run the gateway's tests with the oldest versions that pyproject.toml allows"
 	@echo "make check   lint and type-check"
 	@echo "make lock    resolve what the image installs, with hashes, into requirements.lock"
+	@echo "make release build sdist, wheel, bill of materials and checksums into dist/"
 	@echo "make audit   look for known vulnerabilities in what pyproject.toml allows and the image installs"
+	@echo "make chart-tools  fetch helm and the schemas of Kubernetes, which the tests of the Helm chart use"
 	@echo "make bench   run the quick benchmarks, which need neither a GPU nor recordings"
 	@echo "make soak    hours of sessions in compressed time, a million fuzzed messages"
 
@@ -25,30 +27,40 @@ setup: $(VENV)/.installed
 setup-dev: $(VENV)/.installed-dev
 setup-fleet: $(VENV)/.installed-fleet
 
-# On x86 the package index has torch with CUDA only, gigabytes of it. Where there is no NVIDIA driver and PyTorch's index of
-# CPU builds answers, torch comes from there: `2.10.0+cpu` is the same version and is preferred to `2.10.0`.
+# deploy/install.py says what it fetches and why, and shows the progress. It uses uv if that is there or can be fetched, and
+# pip otherwise (`make demo INSTALLER=pip`). On x86 the package index has torch with CUDA only, gigabytes of it. Where there
+# is no NVIDIA driver and PyTorch's index of CPU builds answers, torch comes from there.
 TORCH_CPU_INDEX ?= https://download.pytorch.org/whl/cpu
+INSTALLER ?=
+install = $(PYTHON) deploy/install.py $(VENV) --cpu-index $(TORCH_CPU_INDEX) $(if $(INSTALLER),--installer $(INSTALLER))
 wants_cpu_torch = test "$$(uname -m)" = x86_64 && ! command -v nvidia-smi >/dev/null && $(PYTHON) -c \
 	"import urllib.request; urllib.request.urlopen('$(TORCH_CPU_INDEX)/torch/', timeout=5)" 2>/dev/null
 
 $(VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	@if $(wants_cpu_torch); then extra="--extra-index-url $(TORCH_CPU_INDEX)"; fi; \
-	set -x; $(BIN)/pip install --quiet --no-compile $$extra --editable .
-	touch $@
+	@$(install)
+	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	$(BIN)/pip install --quiet --editable '.[dev]'
-	touch $@
+	@$(install) --extra dev
+	@touch $@
 
 $(VENV)/.installed-fleet: $(VENV)/.installed-dev
-	$(BIN)/pip install --quiet --editable '.[fleet]' || { \
+	@$(install) --extra dev,fleet || { \
 		echo "the extra tickertape[fleet] (Ray) could not be installed here: the tests of a fleet cannot run"; exit 1; }
-	touch $@
+	@touch $@
 
 # Weights and a recording of real speech, each checked against its digest; already there: nothing is fetched.
 weights: setup
 	$(BIN)/tickertape pull
+
+# helm and the schemas of Kubernetes, for the tests of the chart. helm's binary is for x86; elsewhere qemu runs it.
+CHART := .venv-chart
+chart-tools: $(CHART)/.installed
+$(CHART)/.installed: deploy/chart_tools.py
+	$(PYTHON) deploy/chart_tools.py $(CHART)
+	@test "$$(uname -m)" = x86_64 || command -v qemu-x86_64-static >/dev/null || test -z "$(APT)" \
+		|| $(APT) install -y -qq --no-install-recommends qemu-user-static >/dev/null
+	touch $@
 
 # The browser tests need two browsers, the audio tests a voice. Where one cannot be installed, its tests say so and skip.
 system:
@@ -62,8 +74,10 @@ system:
 			|| echo "could not install$$missing; the tests that need them will be skipped"; \
 	fi
 
-demo: weights
-	$(BIN)/tickertape demo
+# The demo fetches the weights itself, and shows at its end how long each part took.
+demo: setup
+	@took=$$(cat $(VENV)/seconds 2>/dev/null); rm -f $(VENV)/seconds; \
+	set -x; $(BIN)/tickertape demo $${took:+--installed-in $$took}
 
 serve: weights
 	$(BIN)/tickertape serve
@@ -71,6 +85,7 @@ serve: weights
 # Most tests wait for something rather than compute, so two processes take little more than half the time of one.
 test: setup-dev weights system
 	$(BIN)/tickertape pull moonshine-tiny
+	$(MAKE) chart-tools || echo "the tests with helm are skipped"
 	$(BIN)/tickertape pull speakers || echo "the tests with speaker embeddings are skipped"
 	$(BIN)/tickertape pull turn-detector || echo "the tests with the turn detector are skipped"
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile
@@ -114,6 +129,10 @@ lock: $(UV)
 	$(UV) pip compile --quiet --universal --generate-hashes --no-annotate $(UPGRADE) \
 		--custom-compile-command "make lock" --python-version 3.12 pyproject.toml --output-file requirements.lock
 
+# sdist, wheel, bill of materials and checksums, in dist/.
+release: $(UV)
+	$(PYTHON) deploy/release.py $(UV) dist
+
 # Exit code 1: a known vulnerability. Exit code 2: the database of vulnerabilities could not be asked.
 audit:
 	$(PYTHON) -m venv .venv-audit
@@ -134,4 +153,4 @@ soak: setup-dev weights
 	$(BIN)/python -m pytest -m soak --timeout 7200
 
 clean:
-	rm -rf $(VENV) .venv-lowest .venv-uv .venv-audit build dist *.egg-info
+	rm -rf $(VENV) .venv-lowest .venv-uv .venv-audit .venv-chart build dist *.egg-info

@@ -18,7 +18,10 @@ def read_secret(path: str | Path) -> bytes:
         with Path(path).open("rb") as file:
             secret = file.read(MOST_SECRET_BYTES + 1).strip()
     except OSError as error:
-        raise ValueError(f"the fleet's secret cannot be read from {str(path)!r}: {error.strerror}") from None
+        raise ValueError(
+            f"the fleet's secret cannot be read from {str(path)!r}: {error.strerror}; copy the file of another "
+            f"machine of the fleet, or make one with `openssl rand -hex 32`, readable for the server's user"
+        ) from None
     if not MIN_SECRET_BYTES <= len(secret) <= MOST_SECRET_BYTES:
         raise ValueError(
             f"the fleet's secret in {str(path)!r} has {len(secret)} bytes; use {MIN_SECRET_BYTES} to "

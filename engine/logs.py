@@ -1,4 +1,4 @@
-"""Logging of the server's processes: escaped, rate-limited lines.
+"""Logging of the server's processes: escaped, rate-limited lines, as text or as JSON.
 
 Log lines can contain text from clients: names, values, and library errors that quote invalid input. Control characters
 are escaped, so that such text cannot forge a line or control the operator's terminal. A client can also cause the same
@@ -7,18 +7,26 @@ line again and again: each kind of line is written a limited number of times per
 
 from __future__ import annotations
 
+import json
 import logging
+import os
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TextIO
 
 PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 WITH_PROCESS = "%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s"
-WITHOUT_TIME = "%(levelname)s %(name)s: %(message)s"
+# Formats of the log.
+FORMATS = ("text", "json")
+# Tells the processes that this one starts how to log: engines, workers and decoders read no configuration.
+FORMAT_VARIABLE = "_TICKERTAPE_LOG_FORMAT"
+# The access log, which is on only if the operator wants every line.
+ACCESS_LOG = "tickertape.access"
 
 # Lines of one kind (one place in the code) per period.
 MOST_LINES = 20
@@ -52,6 +60,26 @@ class LineFormatter(logging.Formatter):
         return "\n".join(lines)
 
 
+class JsonFormatter(logging.Formatter):
+    """One object in one line for each event. Everything but ASCII is escaped, so that no text can forge a line."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time_ = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+        line: dict[str, object] = {
+            "time": time_,
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "process": record.process,
+            "message": record.getMessage(),
+        }
+        line |= getattr(record, "fields", {})
+        if record.exc_info:
+            line["exception"] = self.formatException(record.exc_info)
+        if record.stack_info:
+            line["stack"] = self.formatStack(record.stack_info)
+        return json.dumps(line, default=str)
+
+
 def _continued(text: str) -> Iterator[str]:
     return (CONTINUED + printable(line) for line in text.split("\n"))
 
@@ -77,8 +105,8 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         self._timer: threading.Timer | None = None
 
     def emit(self, record: logging.LogRecord) -> None:
-        if record.levelno < logging.INFO:
-            # Debug lines are not limited.
+        if record.levelno < logging.INFO or record.name == ACCESS_LOG:
+            # Debug lines and the access log are not limited.
             super().emit(record)
             return
         self.tell_left_out()
@@ -123,10 +151,14 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
         super().close()
 
 
-def set_up_logging(layout: str = PLAIN, level: str = "info") -> None:
-    """Send the log of this process, libraries included, to its standard error."""
+def set_up_logging(layout: str = PLAIN, level: str = "info", log_format: str = "") -> None:
+    """Send the log of this process, libraries included, to its standard error. The processes that it starts use the
+    same format, which is one of `FORMATS`; empty: the one of the process that has started this one."""
+    if log_format:
+        os.environ[FORMAT_VARIABLE] = log_format
     handler = LimitedHandler()
-    handler.setFormatter(LineFormatter(layout))
+    is_json = os.environ.get(FORMAT_VARIABLE) == "json"
+    handler.setFormatter(JsonFormatter() if is_json else LineFormatter(layout))
     logging.basicConfig(handlers=[handler])
     set_log_level(level)
     # At lower levels these libraries log what clients send, including keys.

@@ -29,7 +29,7 @@ from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.listeners import listening_sockets
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
-from realtime.metrics.gateway import Metrics, name_collector
+from realtime.metrics.gateway import PROCESS_SUMS, Metrics, build_collector, name_collector, process_collector
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.metric_totals import report
 from realtime.serving.publishing import Publisher
@@ -252,6 +252,8 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     client = EngineClient(engines, _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
     metrics.add_collector(name_collector(config.gateway_name))
+    metrics.add_collector(build_collector())
+    metrics.add_collector(process_collector(), PROCESS_SUMS)
     # Before the engine starts: a process that took the port since it was checked costs no loaded model.
     sockets = await asyncio.to_thread(listening_sockets, config.server.host, config.server.port)
     starting = asyncio.create_task(_start(client), name="start of the engine")
@@ -330,6 +332,8 @@ async def gateway_of_several(
     client = EngineClient([RemoteEngine(address, wait_s) for address in engines], _client_settings(config))
     metrics.add_collector(engine_collector(client.metrics, client.capacity), COUNTED_BY_EACH_GATEWAY)
     metrics.add_collector(name_collector(config.gateway_name))
+    metrics.add_collector(build_collector())
+    metrics.add_collector(process_collector(), PROCESS_SUMS)
     starting = asyncio.create_task(_start(client), name="start of the engine")
     try:
         services = GatewayServices(metrics, shared.signer, client, shared.quota, shared.publisher, shared.link_signer)

@@ -17,6 +17,7 @@ from realtime.commands import (
     engine,
     fleet,
     mic,
+    plan,
     pull,
     serve,
     status,
@@ -47,7 +48,7 @@ Exit codes: 0 success, 1 failure, 2 error in the command line or the configurati
 TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE is the folder for models.
 """
 
-_COMMANDS = (serve, engine, fleet, status, transcribe, mic, bench, demo, pull, doctor, check_config, completion)
+_COMMANDS = (serve, engine, fleet, status, transcribe, mic, bench, plan, demo, pull, doctor, check_config, completion)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -22,6 +22,7 @@ from stat import S_ISREG
 from types import UnionType
 from typing import Any
 
+from engine.logs import FORMATS
 from engine.toml_file import read_toml
 from realtime.numbers import plain_float, plain_int
 
@@ -64,7 +65,7 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 RELOADABLE = frozenset(
     {
         *("server.drain_s", "server.drain_spread_s", "server.ping_interval_s", "server.dead_after_s"),
-        *("server.handshake_s", "server.inject", "server.log_level"),
+        *("server.handshake_s", "server.inject", "server.log_level", "server.access_log"),
         *("auth.keys", "auth.no_auth"),
         *("limits.max_sessions", "limits.max_load", "limits.sessions_per_key", "limits.new_sessions_per_minute"),
         *("limits.message_bytes", "limits.control_bytes", "limits.messages_per_second", "limits.mistakes_per_second"),
@@ -155,6 +156,10 @@ class ServerConfig:
     allowed_hosts: tuple[str, ...] = ()
     # Lowest level of log lines: debug, info, warning or error.
     log_level: str = "info"
+    # Format of log lines: text, or json with an object in each line.
+    log_format: str = "text"
+    # Log a line for every request and every socket when it ends, without its query.
+    access_log: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -345,7 +350,7 @@ def check(config: Config) -> None:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
     _check_proxies(server)
     _check_browsers(server)
-    _check_log_level(server.log_level)
+    _check_log(server)
     _check_model(config)
     _check_fleet(config.fleet)
     _check_workers(config)
@@ -429,9 +434,11 @@ def check_tls(server: ServerConfig) -> None:
         raise ConfigError(f"{text}: set a certificate and its own key") from None
 
 
-def _check_log_level(level: str) -> None:
-    if level not in LOG_LEVELS:
-        raise ConfigError(f"server.log_level must be one of {', '.join(LOG_LEVELS)}, not {shown(level)}")
+def _check_log(server: ServerConfig) -> None:
+    if server.log_level not in LOG_LEVELS:
+        raise ConfigError(f"server.log_level must be one of {', '.join(LOG_LEVELS)}, not {shown(server.log_level)}")
+    if server.log_format not in FORMATS:
+        raise ConfigError(f"server.log_format must be {' or '.join(FORMATS)}, not {shown(server.log_format)}")
 
 
 def _check_workers(config: Config) -> None:

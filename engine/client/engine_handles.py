@@ -121,6 +121,8 @@ class EngineProcess:
         self._context.set_forkserver_preload([__name__, *SERVER_MODULES, *preload])
         self._process: BaseProcess | None = None
         self._starting: asyncio.Task[None] | None = None
+        # Whether `exited` has said how the process ended.
+        self._has_told_end = False
 
     @property
     def pid(self) -> int | None:
@@ -133,6 +135,7 @@ class EngineProcess:
             self._process.close()
             self._process = None
         self._record.wipe()
+        self._has_told_end = False
         arguments = (self.address, self._build, self._warm, self._record_path)
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
         # Set first, so that `stop` works even if the caller gives up waiting.
@@ -152,6 +155,7 @@ class EngineProcess:
         assert self._process is not None, "start it first"
         process = self._process
         await _end_of(process)
+        self._has_told_end = True
         return f"the engine process ended with {_exit_text(process.exitcode)}"
 
     async def crashed(self) -> bool:
@@ -161,7 +165,11 @@ class EngineProcess:
         if not await _ends_within(process, LAST_WORDS_S):
             process.kill()
             await _end_of(process)
+            logger.warning("the engine process %s did not end by itself and was killed", process.pid)
             return False
+        if not self._has_told_end:
+            # The connection broke first, and its end says nothing of the cause.
+            logger.warning("the engine process %s ended with %s", process.pid, _exit_text(process.exitcode))
         # A kill from outside is no evidence against the streams; a crash is.
         return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
 
@@ -223,10 +231,23 @@ async def _ends_within(process: BaseProcess, seconds: float) -> bool:
     return True
 
 
+# What the signals that end an engine usually mean.
+_CAUSES = {
+    signal.SIGKILL: "killed from outside, or by the system for lack of memory: see `dmesg` or its container",
+    signal.SIGTERM: "stopped from outside",
+    signal.SIGSEGV: "a crash in native code; its own lines before this one may say where",
+    signal.SIGABRT: "native code gave up; its own lines before this one say why",
+    signal.SIGBUS: "a file or shared memory ended while it was read: check the disks",
+    signal.SIGILL: "native code uses an instruction that this processor does not have",
+}
+
+
 def _exit_text(code: int | None) -> str:
+    """How a process ended, with the likely cause."""
     if code is not None and code < 0:
-        return f"signal {signal.Signals(-code).name}"
-    return f"exit status {code}"
+        number = signal.Signals(-code)
+        return f"signal {number.name}" + (f" ({_CAUSES[number]})" if number in _CAUSES else "")
+    return f"exit status {code}" + (" (its own lines before this one say why)" if code else "")
 
 
 class EngineThread:

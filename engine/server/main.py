@@ -25,7 +25,7 @@ from engine.boundary.items import WARM_UP_SECONDS, make_cutter, prepare
 from engine.boundary.sockets import EngineSocket, LinkKeys, check_address
 from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, EngineError
-from engine.logs import WITHOUT_TIME, set_up_logging
+from engine.logs import WITH_PROCESS, set_up_logging
 from engine.options import EngineConfig
 from engine.runner.load import load_detector, load_embedder, load_runner, load_turns
 from engine.server.host import DrainRequest, EngineHost
@@ -140,7 +140,7 @@ def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None
     # Ctrl-C and a closed terminal signal the whole process group; the gateway decides when its engine stops.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    set_up_logging(WITHOUT_TIME)
+    set_up_logging(WITH_PROCESS)
     threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
     try:
         run_engine(address, build, asked_to_stop.is_set, warm, CrashRecord.at(record_path))

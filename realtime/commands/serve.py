@@ -247,7 +247,7 @@ def run(options: argparse.Namespace) -> int:
 
     from realtime.workers.parent import workers_for
 
-    set_up_logging(level=config.server.log_level)
+    set_up_logging(level=config.server.log_level, log_format=config.server.log_format)
     stop_by_terminate()
 
     def read_again() -> Config:

@@ -20,6 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import EngineDead
 from realtime.config import Config
 from realtime.errors import ClientFault, Refusal
+from realtime.http.access_log import AccessLog
 from realtime.http.authentication import Authenticator, Context
 from realtime.http.deepgram_file_route import ListenRoute
 from realtime.http.info_routes import Answers
@@ -95,7 +96,13 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     guard = Middleware(BrowserGuard, rules, services.metrics)
     app = Starlette(
         routes=[*_sockets(gateway), *_viewers(viewers), *_answers(context), *page_routes()],
-        middleware=[Middleware(_CleanHeaders), Middleware(RefusedBodies), guard, Middleware(Cors, rules)],
+        middleware=[
+            Middleware(AccessLog, config.server),
+            Middleware(_CleanHeaders),
+            Middleware(RefusedBodies),
+            guard,
+            Middleware(Cors, rules),
+        ],
         exception_handlers=handlers,
         lifespan=gateway.lifespan,
     )

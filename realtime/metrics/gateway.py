@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import platform
+import resource
+import time
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
+from contextlib import suppress
+from importlib.metadata import version
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from realtime.session.events import MEASURES
@@ -74,7 +80,8 @@ class Metrics:
     def add_collector(self, collect: Callable[[], Iterable[Metric]], own: Collection[str] = ()) -> None:
         """Add metrics that another part counts, such as the engine's. With several workers all see the same values,
         except for the names in `own`, which each worker counts itself."""
-        self._borrowed.append(_Borrowed(collect, frozenset(f"tickertape_{name}" for name in own)))
+        names = frozenset(name if name.startswith("process_") else f"tickertape_{name}" for name in own)
+        self._borrowed.append(_Borrowed(collect, names))
         self.registry.register(self._borrowed[-1])
 
     def families(self) -> Iterator[tuple[Metric, bool]]:
@@ -107,6 +114,45 @@ def name_collector(gateway: str) -> Callable[[], Iterable[Metric]]:
         info = GaugeMetricFamily("tickertape_gateway_info", "The name of this gateway", labels=["gateway"])
         info.add_metric([gateway], 1)
         yield info
+
+    return collect
+
+
+def build_collector() -> Callable[[], Iterable[Metric]]:
+    """The collector of a metric with the versions of the server and of Python as labels."""
+    labels = {"version": version("tickertape"), "python": platform.python_version()}
+
+    def collect() -> Iterable[Metric]:
+        info = GaugeMetricFamily("tickertape_build_info", "The versions of the server and of Python", labels=labels)
+        info.add_metric(list(labels.values()), 1)
+        yield info
+
+    return collect
+
+
+# Metrics of the gateway's process that add up over several workers. Of the start the latest is shown.
+PROCESS_SUMS = ("process_cpu_seconds", "process_resident_memory_bytes")
+_STARTED = time.time()
+
+
+def process_collector() -> Callable[[], Iterable[Metric]]:
+    """The collector of processor time, memory and start of the gateway's process, under the names that they have in all
+    programs. Open files are not counted: listing thousands of them would hold up the event loop."""
+
+    def collect() -> Iterable[Metric]:
+        used = resource.getrusage(resource.RUSAGE_SELF)
+        seconds = used.ru_utime + used.ru_stime
+        yield CounterMetricFamily("process_cpu_seconds", "Processor time of the gateway", value=seconds)
+        with suppress(OSError, AttributeError):
+            # One page of the kernel, which no disk holds up.
+            memory = os.open("/proc/self/statm", os.O_RDONLY)
+            try:
+                pages = int(os.pread(memory, 200, 0).split()[1])
+            finally:
+                os.close(memory)
+            resident = pages * os.sysconf("SC_PAGE_SIZE")
+            yield GaugeMetricFamily("process_resident_memory_bytes", "Memory of the gateway", value=resident)
+        yield GaugeMetricFamily("process_start_time_seconds", "When the gateway was started", value=_STARTED)
 
     return collect
 

@@ -11,10 +11,14 @@ import sysconfig
 import tomllib
 import venv
 import zipfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from deploy import install
+from engine.weights.store import cache_folder
 from realtime.client.http_client import HttpServer
 from tests.deploy.services import ROOT, compose
 
@@ -59,12 +63,10 @@ def environment(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run(environment: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run(environment: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     """As a user would: the installed script, in a folder that has nothing to do with the repository."""
     command = [str(environment / "bin" / "tickertape"), *arguments]
-    return subprocess.run(
-        command, cwd=environment, env={"PATH": "/usr/bin:/bin"}, capture_output=True, text=True, timeout=60
-    )
+    return subprocess.run(command, cwd=environment, env=PATH | variables, capture_output=True, text=True, timeout=110)
 
 
 def test_wheel_has_every_module_and_every_file_of_the_page_and_nothing_else(wheel: Path) -> None:
@@ -103,22 +105,63 @@ def test_installed_command_works_before_anything_heavy_is_there(environment: Pat
     assert helped.returncode == 0 and "Examples:" in helped.stdout
 
 
+@contextmanager
+def serving(environment: Path, *arguments: str, **variables: str) -> Iterator[HttpServer]:
+    """The installed server; it must end without an error."""
+    command = [str(environment / "bin" / "tickertape"), "serve", "--port", "0", *arguments]
+    pipe = subprocess.PIPE
+    process = subprocess.Popen(command, cwd=environment, env=PATH | variables, stdout=pipe, stderr=pipe, text=True)
+    try:
+        assert process.stdout is not None
+        yield HttpServer(process.stdout.readline().split()[-1])
+    finally:
+        process.terminate()
+        _, said = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Traceback" not in said, said
+
+
 def test_installed_server_serves_its_page(environment: Path, engine: dict[str, str]) -> None:
     """Dependencies are those of this environment; the product is the wheel's."""
     (site,) = (environment / "lib").glob("python*/site-packages")
     (site / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    command = [str(environment / "bin" / "tickertape"), "serve", "--port", "0"]
-    pipe = subprocess.PIPE
-    process = subprocess.Popen(command, cwd=environment, env=PATH | engine, stdout=pipe, stderr=pipe, text=True)
-    try:
-        assert process.stdout is not None
-        server = HttpServer(process.stdout.readline().split()[-1])
+    with serving(environment, **engine) as server:
         assert b"<title>" in server.get("/").body and server.get("/app.js").status == 200
         assert server.get("/ready").status == 200
-    finally:
-        process.terminate()
-        _, said = process.communicate(timeout=30)
-    assert process.returncode == 0 and "Traceback" not in said, said
+
+
+@pytest.fixture(scope="module")
+def complete(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An empty environment with the wheel and everything that it needs, from the packages that uv has in its cache."""
+    uv = shutil.which("uv") or str(ROOT / install.UV_FOLDER / "bin" / "uv")
+    if not Path(uv).exists():
+        pytest.skip("uv is not installed")
+    folder = tmp_path_factory.mktemp("complete")
+    listing = subprocess.run([sys.executable, "-m", "pip", "config", "list"], capture_output=True, text=True).stdout
+    variables = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    variables |= install.of_pip_configuration(listing, variables)
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)], check=True, timeout=60)
+    python = str(folder / "bin" / "python")
+    command = [uv, "pip", "install", "--offline", "--index-strategy", "unsafe-best-match", "--python", python]
+    done = subprocess.run([*command, str(wheel)], env=variables, capture_output=True, text=True, timeout=110)
+    if "network was disabled" in done.stderr or "not found in the cache" in done.stderr:
+        pytest.skip("uv has not all packages in its cache: `make setup` with uv fetches them")
+    assert done.returncode == 0, done.stderr
+    checked = subprocess.run([uv, "pip", "check", "--python", python], capture_output=True, text=True, timeout=60)
+    assert checked.returncode == 0, checked.stderr
+    return folder
+
+
+def test_the_wheel_alone_is_a_whole_server(complete: Path, engine: dict[str, str]) -> None:
+    """The page, the shipped weights, the version and every dependency are there; fetched weights are those of this
+    machine's cache, and the engine is one without a model."""
+    cache = {"TICKERTAPE_CACHE": str(cache_folder())}
+    assert run(complete, "--version").stdout == f"tickertape {PROJECT['version']}\n"
+    checked = run(complete, "doctor", "--no-measure", **cache)
+    assert checked.returncode == 0 and "No problems found" in checked.stdout, checked.stdout
+    (shipped,) = complete.glob("lib/python*/site-packages/engine/weights/shipped/*.safetensors")
+    assert shipped.stat().st_size > 1_000_000
+    with serving(complete, **engine) as server:
+        assert b"<title>" in server.get("/").body and server.get("/ready").status == 200
 
 
 def test_the_image_is_built_from_every_package() -> None:

@@ -366,3 +366,28 @@ async def test_an_alias_of_another_model_is_taken_and_not_listed(
             async with greeted_client(running.ws) as client:
                 await client.send("session.update", model=name)
                 assert (await client.receive())["type"] == "session.updated", "vLLM's clients may name it"
+
+
+async def test_the_access_log_has_a_line_for_requests_and_sockets_without_their_query(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="tickertape.access")
+    async with serve(server={"access_log": True}) as running, httpx.AsyncClient(base_url=running.http) as client:
+        await client.get("/v1/models?token=secret-in-a-query")
+        await client.get("/nowhere%0A2026 forged")
+        async with greeted_client(running.ws):
+            pass
+    # The server has ended, and with it every request.
+    lines = [record for record in caplog.records if record.name == "tickertape.access"]
+    fields = [record.fields for record in lines]  # type: ignore[attr-defined]
+    assert [(one["method"], one["status"]) for one in fields] == [("GET", 200), ("GET", 404), ("SOCKET", 101)]
+    assert fields[0]["path"] == "/v1/models" and fields[0]["bytes"] > 10 and fields[0]["client"] == "127.0.0.1"
+    assert fields[2]["path"] == "/v1/realtime" and fields[2]["close_code"] in (1000, 1005)
+    assert not any("secret-in-a-query" in record.getMessage() for record in lines)
+
+
+async def test_there_is_no_access_log_unless_it_is_wanted(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("INFO", logger="tickertape.access")
+    async with serve() as running, httpx.AsyncClient(base_url=running.http) as client:
+        await client.get("/v1/models")
+    assert not [record for record in caplog.records if record.name == "tickertape.access"]

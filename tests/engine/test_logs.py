@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
 import logging
+import os
 import re
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import logs
-from engine.logs import CONTINUED, MOST_LINES, PERIOD_S, LimitedHandler, LineFormatter, printable
+from engine.logs import CONTINUED, MOST_LINES, PERIOD_S, JsonFormatter, LimitedHandler, LineFormatter, printable
 
 ROOT = Path(__file__).parents[2]
 FORGED = "2026-01-01 00:00:00 ERROR tickertape: the engine is on fire"
@@ -188,3 +191,39 @@ def test_a_process_that_cannot_start_a_thread_goes_on_and_reports_with_the_next_
     assert written.getvalue().count("line ") == MOST_LINES + 1
     assert "5 more like this: line 24" in written.getvalue()
     handler.close()
+
+
+def test_json_lines_are_one_object_each_and_cannot_be_forged() -> None:
+    log = Log()
+    log.handler.setFormatter(JsonFormatter())
+    log.logger.warning("client says %s", f"x\n{FORGED}\u2028\u202e\ud800")
+    try:
+        raise ValueError("a\nb")
+    except ValueError:
+        log.logger.exception("it failed")
+    log.logger.info("GET", extra={"fields": {"path": "/v1", "status": 200}})
+    text = log.stream.getvalue()
+    assert text.isascii()
+    said, failed, request = map(json.loads, text.splitlines())
+    assert said["message"].startswith(f"client says x\n{FORGED}") and said["level"] == "warning"
+    assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", said["time"]) and said["process"] == os.getpid()
+    assert failed["exception"].startswith("Traceback") and failed["logger"] == "test"
+    assert request["path"] == "/v1" and request["status"] == 200
+
+
+@pytest.mark.parametrize("log_format", ["text", "json"])
+def test_processes_that_a_process_starts_log_in_its_format(log_format: str) -> None:
+    """Engines and workers are started before they have a configuration."""
+    child = "import logging; from engine import logs; logs.set_up_logging(); logging.error('from the child')"
+    parent = f"import subprocess, sys; from engine import logs; logs.set_up_logging(log_format={log_format!r})"
+    script = f"{parent}; subprocess.run([sys.executable, '-c', {child!r}])"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert "from the child" in done.stderr and done.stderr.startswith("{") is (log_format == "json")
+
+
+def test_the_access_log_is_not_limited() -> None:
+    log = Log()
+    log.logger.name = logs.ACCESS_LOG
+    for number in range(2 * MOST_LINES):
+        log.logger.info("GET %d", number)
+    assert len(log.stream.getvalue().splitlines()) == 2 * MOST_LINES

@@ -23,6 +23,7 @@ from engine.messages import Closed
 from engine.server.loop import EngineLoop
 from engine.server.main import Build, run_engine, warm_up
 from tests.engine import fakes
+from tests.waiting import until
 
 
 def no_weights() -> EngineLoop:
@@ -55,6 +56,21 @@ async def test_an_engine_process_that_cannot_be_forked_is_one_sentence(
     # The next try is not disturbed by the failed one.
     await engine.start()
     await engine.stop(at_once=True)
+
+
+async def test_the_log_says_how_an_engine_process_ended_and_the_likely_cause(caplog: pytest.LogCaptureFixture) -> None:
+    """Whether the end of the process or of its connection is noticed first."""
+    engine = fakes.process(fakes.build)
+    client = EngineClient([engine])
+    await client.start()
+    try:
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: client.metrics().restarts)
+    finally:
+        await client.close()
+    (said,) = [line for line in caplog.messages if "signal SIGKILL" in line]
+    assert "killed from outside, or by the system for lack of memory" in said
 
 
 def test_an_address_that_is_none_is_refused_before_anything_is_loaded() -> None:

@@ -144,6 +144,28 @@ def test_npm_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         weight_sources.download_npm("some", "1.0", tmp_path)
 
 
+def test_an_environment_without_pip_uses_uv_and_without_both_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As in an environment of `uvx` or `uv venv`."""
+    ran: list[list[str]] = []
+
+    def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
+        ran.append(command)
+        return subprocess.CompletedProcess(command, 1, "", "ERROR: no index\n")
+
+    monkeypatch.setattr(weight_sources.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(weight_sources.subprocess, "run", run)
+    monkeypatch.setattr(weight_sources.shutil, "which", lambda name: None)
+    monkeypatch.setenv("UV", "/opt/uv")
+    with pytest.raises(OSError, match="no index"):
+        weight_sources.download_wheel("some", "1.0", tmp_path)
+    assert ran[0][:5] == ["/opt/uv", "tool", "run", "--quiet", "pip"] and "some==1.0" in ran[0]
+    monkeypatch.delenv("UV")
+    with pytest.raises(OSError, match="neither pip nor uv is installed; .*ensurepip"):
+        weight_sources.download_wheel("some", "1.0", tmp_path)
+
+
 def test_installer_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", "WARNING: slow\nERROR: No matching distribution\n")
@@ -211,6 +233,8 @@ def test_cache_folder_follows_the_environment(monkeypatch: pytest.MonkeyPatch, t
 class _Hub(BaseHTTPRequestHandler):
     digest = ""
     content = CONTENT
+    # Bytes after which the connection is cut.
+    most = len(CONTENT)
 
     def do_GET(self) -> None:
         self.send_response(200)
@@ -218,7 +242,7 @@ class _Hub(BaseHTTPRequestHandler):
         self.send_header("Content-Length", str(len(self.content)))
         self.end_headers()
         with suppress(ConnectionError):
-            self.wfile.write(self.content)
+            self.wfile.write(self.content[: self.most] if self.most < len(CONTENT) else self.content)
 
     def log_message(self, format: str, *args: object) -> None:
         pass
@@ -244,6 +268,20 @@ def test_hub_file_must_match_what_the_hub_states(
     with pytest.raises(weights.WrongDigest):
         weights.pull("small")
     monkeypatch.setattr(_Hub, "digest", stated)
+    assert (weights.pull("small") / "model.bin").read_bytes() == CONTENT
+
+
+def test_a_connection_that_is_cut_in_the_middle_is_said_and_the_next_source_is_tried(
+    register: Callable[..., None], wheel: list[str], hub: str, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is not a wrong digest: the file is right as far as it goes."""
+    monkeypatch.setattr(_Hub, "most", 3)
+    cut = Recipe((Remote("model.bin", DIGEST, (HubFile(hub),)),))
+    register(cut)
+    with pytest.raises(weights.CannotFetch, match=r"connection was cut after .* MB(.|\n)*run `tickertape pull small`"):
+        weights.pull("small")
+    assert everything_in(cache) == []
+    register(cut, Recipe((packaged(),)))
     assert (weights.pull("small") / "model.bin").read_bytes() == CONTENT
 
 

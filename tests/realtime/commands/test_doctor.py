@@ -25,6 +25,18 @@ def test_missing_weights_say_what_to_run(capsys: pytest.CaptureFixture[str]) -> 
     assert shown.endswith("1 problem found; a line with !! says what to do.\n")
 
 
+def test_another_torch_is_a_problem_with_the_way_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert doctor.other_versions() == []
+    found = {"torch": "2.11.1+cpu", "torchaudio": "2.10.0+cpu"}
+    monkeypatch.setattr("importlib.metadata.version", lambda name: found.get(name, "1"))
+    assert cli.main(["doctor", "--model", "whisper-tiny.en"]) == 1
+    shown = capsys.readouterr().out
+    assert "torch 2.11.1+cpu is installed, and this version of Tickertape needs 2.10.0: run `pip install" in shown
+    assert "torchaudio 2.10.0+cpu is installed" not in shown
+
+
 def test_model_too_large_for_the_memory_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
