@@ -29,6 +29,7 @@ NO_BOUNDING_CONSTANTS = {
     "audio.mp4.MAX_MEDIA_BYTES": "stands for a box that lasts to the end",
     "audio.pipes.READ_BYTES": "the size of a read",
     "audio.formats.MAX_RATE": "a range of a setting",
+    "audio.network.MAX_JUMP_S": "tells a gap from a changed clock",
     "engine.boundary.crash_record.RECORD_BYTES": "a file of fixed size",
     "engine.boundary.items.KEY_BYTES": "the length of a hash",
     "engine.boundary.sockets.CURVE_BYTES": "what encryption adds to a frame",

@@ -43,6 +43,8 @@ class KeptAudio:
         return self._most - self._held
 
     def append(self, pcm16: bytes) -> None:
+        if not _length(pcm16):
+            return
         self._chunks.append(pcm16)
         self._held += len(pcm16) // BYTES_PER_SAMPLE
         self.end += len(pcm16) // BYTES_PER_SAMPLE
