@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import BinaryIO
+from typing import Protocol
 from urllib.parse import urlsplit
 
 import av
@@ -28,6 +28,8 @@ SCHEMES = (*HTTP_SCHEMES, "rtmp", "rtmps", "rtmpt", "rtmpts", "rtsp", "rtsps")
 # `crypto` decrypts HLS segments; the others are transports.
 PROTOCOLS = "crypto,http,https,ffrtmphttp,rtmp,rtmps,rtmpt,rtmpts,rtp,srtp,tcp,tls,udp"
 NETWORK_FORMATS = f"{SERVED_FORMATS},aac,flv,hls,live_flv,mpegts,rtsp"
+# Formats that open no connection of their own.
+FETCHED_FORMATS = f"{SERVED_FORMATS},aac,flv,hls,mpegts"
 NETWORK_CODECS = (*SERVED_CODECS, "aac_latm", "g722", "mp2", "mp2float")
 PLAYLIST = b"#EXTM3U"
 # A difference between the times of a stream and its samples beyond which audio is missing or its clock has changed.
@@ -51,14 +53,27 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class StreamKind:
-    """What a stream is. `seconds`: its declared length, None if it is live. `keeps_time`: its times go on where they
+    """What a stream is. `seconds`: its declared length, 0 if that is not
+    known, None if it is live. `keeps_time`: its times go on where they
     were if it is opened again, as those of HLS and of files do."""
 
     seconds: float | None
     keeps_time: bool
 
 
-Fetch = Callable[[str], BinaryIO]
+class Fetched(Protocol):
+    """The body of a response. `length`: its declared bytes, None for a live stream."""
+
+    name: str
+    length: int | None
+    fault: OSError | None
+
+    def peek(self, size: int) -> bytes: ...
+
+    def read(self, size: int = -1) -> bytes: ...
+
+
+Fetch = Callable[[str], Fetched]
 
 
 def scheme_of(url: str) -> str:
@@ -74,30 +89,44 @@ def read_network(url: str, open_s: float, read_s: float, fetch: Fetch | None = N
     if scheme_of(url) not in (SCHEMES if fetch is None else HTTP_SCHEMES):
         raise UnsupportedFormat(f"addresses that begin with '{scheme_of(url)}:' cannot be pulled")
     try:
-        with _open(url, open_s, read_s, fetch) as container:
-            yield from _read(container)
+        if fetch is None:
+            with _open(url, open_s, read_s) as container:
+                yield from _read(container, False)
+            return
+        file = fetch(url)
+        with _open_fetched(file, fetch) as container:
+            yield from _read(container, file.length is not None)
+        if file.fault is not None:
+            raise file.fault
     except av.error.FFmpegError as error:
         raise CorruptAudio(f"the stream cannot be read: {error.strerror}") from error
 
 
-def _open(url: str, open_s: float, read_s: float, fetch: Fetch | None) -> InputContainer:
-    options = {
-        "format_whitelist": NETWORK_FORMATS,
+def _open(url: str, open_s: float, read_s: float) -> InputContainer:
+    options = _options(NETWORK_FORMATS, PROTOCOLS)
+    if scheme_of(url) in ("rtsp", "rtsps"):
+        options["rtsp_transport"] = "tcp"
+    return av.open(url, mode="r", options=options, metadata_errors="ignore", timeout=(open_s, read_s))
+
+
+def _options(formats: str, protocols: str) -> dict[str, str]:
+    return {
+        "format_whitelist": formats,
         "codec_whitelist": ",".join(NETWORK_CODECS),
-        "protocol_whitelist": PROTOCOLS if fetch is None else "none",
+        "protocol_whitelist": protocols,
         "max_streams": "64",
         # Microseconds of audio that libav reads to find the tracks of a live stream.
         "analyzeduration": "1000000",
     }
-    if fetch is None:
-        if scheme_of(url) in ("rtsp", "rtsps"):
-            options["rtsp_transport"] = "tcp"
-        return av.open(url, mode="r", options=options, metadata_errors="ignore", timeout=(open_s, read_s))
-    file = fetch(url)
-    head = file.peek(len(PLAYLIST))  # type: ignore[attr-defined]
-    kind = "hls" if head.startswith(PLAYLIST) else None
-    # The HLS demuxer keeps connections of libav's own HTTP client open, which is not used here.
-    options |= {"http_persistent": "0", "http_multiple": "0"} if kind else {}
+
+
+def _open_fetched(file: Fetched, fetch: Fetch) -> InputContainer:
+    options = _options(FETCHED_FORMATS, "none")
+    kind = None
+    if file.peek(len(PLAYLIST)).startswith(PLAYLIST):
+        kind = "hls"
+        # The HLS demuxer would keep connections of libav's own HTTP client open, which is not used here.
+        options |= {"http_persistent": "0", "http_multiple": "0"}
     return av.open(
         file,
         mode="r",
@@ -108,7 +137,7 @@ def _open(url: str, open_s: float, read_s: float, fetch: Fetch | None) -> InputC
     )
 
 
-def _read(container: InputContainer) -> Iterator[StreamKind | Block]:
+def _read(container: InputContainer, has_length: bool) -> Iterator[StreamKind | Block]:
     if not container.streams.audio:
         raise NoAudioTrack("the stream has no audio track") if container.streams else NotAudio("this is not a stream")
     track = container.streams.audio[0]
@@ -121,24 +150,26 @@ def _read(container: InputContainer) -> Iterator[StreamKind | Block]:
         named = "an unknown codec" if decoder is None else f"the codec {decoder.name!r}"
         raise UnsupportedFormat(f"the stream has {named}, which is not supported")
     decoder.options = {"max_samples": str(MAX_PACKET_SAMPLES)}
-    kind = _kind(container)
+    kind = _kind(container, has_length)
     yield kind
     end = None
     for block in _blocks(_frames(container, track)):
         end = block.start + len(block.samples) / MODEL_RATE
         yield block
-    if kind.seconds is not None and end is not None:
+    if kind.seconds and end is not None:
         begin = (container.start_time or 0) / av.time_base
         missing = begin + kind.seconds - end
         if missing > MISSING_S + MISSING_SHARE * kind.seconds:
             raise CorruptAudio(f"the last {missing:.0f} s of the file are missing")
 
 
-def _kind(container: InputContainer) -> StreamKind:
+def _kind(container: InputContainer, has_length: bool) -> StreamKind:
     live_formats = ("rtsp", "flv", "live_flv")
-    is_live = container.duration is None or container.duration <= 0 or container.format.name in live_formats
-    seconds = None if is_live else (container.duration or 0) / av.time_base
-    return StreamKind(seconds, seconds is not None or container.format.name == "hls")
+    has_duration = container.duration is not None and container.duration > 0
+    is_hls = container.format.name == "hls"
+    is_file = container.format.name not in live_formats and (has_duration or (has_length and not is_hls))
+    seconds = (container.duration or 0) / av.time_base if is_file else None
+    return StreamKind(seconds, is_file or is_hls)
 
 
 def _frames(container: InputContainer, track: AudioStream) -> Iterator[av.AudioFrame]:

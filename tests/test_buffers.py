@@ -41,6 +41,7 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.dialects.deepgram.MAX_PAUSE_S": "a range of a setting",
     "realtime.dialects.deepgram.MAX_UTTERANCE_END_MS": "a range of a setting",
     "realtime.http.websocket_routes.MAX_SEQUENCE": "a range of a parameter",
+    "realtime.http.stream_routes.MAX_EVENT_NUMBER": "a range of a parameter",
     "realtime.http.websocket_routes.SAMPLE_BYTES": "the size of a sample",
     "realtime.http.file_transcription.READ_BYTES": "the size of a read",
     "realtime.serving.inbox.FED_BYTES": "how much is decoded at once",

@@ -24,10 +24,12 @@ from realtime.http.deepgram_file_route import ListenRoute
 from realtime.http.info_routes import Answers
 from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.prepared_audio_routes import PrepareRoutes
+from realtime.http.stream_routes import STREAMS, StreamRoutes
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader
 from realtime.http.websocket_routes import FLUX, LISTEN, WebSocketRoutes, refusal_response
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.pulled_streams import PulledStreams
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.websocket import clean_headers
@@ -69,6 +71,8 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     sessions = Sessions(engine, config, time.monotonic, time.time, services)
     context = Context(engine, config, services.metrics, authenticator, sessions)
     gateway = WebSocketRoutes(context)
+    gateway.streams = PulledStreams(sessions, config, time.time)
+    streams = StreamRoutes(context, gateway.streams, services.claimants is None)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
         ClientFault: _on_fault,
@@ -80,7 +84,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
     guard = Middleware(BrowserGuard, rules, services.metrics)
     app = Starlette(
-        routes=[*_sockets(gateway), *_answers(context), *page_routes()],
+        routes=[*_sockets(gateway), *_answers(context), *_streams(streams), *page_routes()],
         middleware=[Middleware(_CleanHeaders), Middleware(RefusedBodies), guard, Middleware(Cors, rules)],
         exception_handlers=handlers,
         lifespan=gateway.lifespan,
@@ -134,6 +138,16 @@ def _answers(context: Context) -> list[Route]:
         Route("/ready", answers.ready),
         Route("/capacity", answers.capacity),
         Route("/metrics", answers.prometheus),
+    ]
+
+
+def _streams(streams: StreamRoutes) -> list[Route]:
+    return [
+        Route(STREAMS, streams.all, methods=["GET"]),
+        Route(STREAMS, streams.create, methods=["POST"]),
+        Route(f"{STREAMS}/{{id}}", streams.one, methods=["GET"]),
+        Route(f"{STREAMS}/{{id}}", streams.delete, methods=["DELETE"]),
+        Route(f"{STREAMS}/{{id}}/events", streams.events, methods=["GET"]),
     ]
 
 

@@ -18,6 +18,7 @@ import numpy as np
 from audio.errors import AudioError, NoAudioTrack, UnsupportedFormat
 from audio.formats import MODEL_RATE, PCM16_SCALE
 from audio.network import BLOCK_SAMPLES, Block, StreamKind, read_network, scheme_of
+from realtime.serving.checked_fetch import CheckedFetch
 from realtime.serving.pull_protocol import BLOCK, DONE, FAULT, FRAME, MAX_JOB_BYTES, OPENED, START
 
 SRT = "srt"
@@ -47,11 +48,12 @@ def pull(line: socket.socket, set_bounds: Callable[[], None]) -> None:
 
 def _parts(job: dict[str, Any], set_bounds: Callable[[], None]) -> Iterator[StreamKind | Block]:
     url, open_s, read_s = job["url"], job["open_s"], job["read_s"]
-    if scheme_of(url) == SRT:
+    if scheme_of(url) == SRT and job["hosts"] is None:
         # ffmpeg needs more memory than a decoder. Only the user's own command gets here.
         return _srt(url)
     set_bounds()
-    return read_network(url, open_s, read_s)
+    fetch = None if job["hosts"] is None else CheckedFetch(job["hosts"], read_s)
+    return read_network(url, open_s, read_s, fetch)
 
 
 def _srt(url: str) -> Iterator[StreamKind | Block]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import struct
 
-# To the process: the job, one line of JSON with `url`, `open_s` and `read_s`, the longest waits for the network.
+# To the process: the job, one line of JSON with `url`, `open_s` and `read_s`, the longest waits for the network;
+# and `hosts`, the allowed hosts, or null for the command of a user, who may contact any host.
 MAX_JOB_BYTES = 64 * 1024
 # From the process: kind, length in bytes of the content that follows.
 FRAME = struct.Struct("<cI")

@@ -1,14 +1,14 @@
 """A stream that is pulled from the network and lasts: it reconnects, and tells what is missing as gaps.
 
-`PulledAudio` is used by `tickertape listen`. Each connection is a process of its own (`pull_process.py`), so a stream
-that makes libav crash, hang or grow costs one connection and not the server or the command.
+`PulledAudio` is used by `tickertape listen` and by the streams that a server pulls. Each connection is a process of its
+own (`pull_process.py`), so a stream that makes libav crash, hang or grow costs one connection.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
 
@@ -56,12 +56,15 @@ class PulledAudio:
         self,
         url: str,
         *,
+        hosts: Sequence[str] | None = None,
         on_line: Callable[[str], None] = lambda text: None,
         give_up_s: float | None = None,
     ) -> None:
-        """`on_line` gets a text when the connection is lost, and an empty one when audio comes again. After
-        `give_up_s` seconds without audio the stream has failed; None: it is tried for ever."""
+        """`hosts`: the hosts that may be contacted (`checked_fetch.py`); None: any. `on_line` gets a text when the
+        connection is lost, and an empty one when audio comes again. After `give_up_s` seconds without audio the stream
+        has failed; None: it is tried for ever."""
         self._url = url
+        self._hosts = hosts
         self._on_line = on_line
         self._give_up_s = give_up_s
         # The stream's time at the end of the audio so far, and when that audio came; None before the first audio.
@@ -98,7 +101,7 @@ class PulledAudio:
         """The audio of one connection. Ends at the end of a file; raises PullFailed at any other end."""
         kind: _Kind | None = None
         is_first = True
-        async with _pulling(self._url) as messages:
+        async with _pulling(self._url, self._hosts) as messages:
             async for name, content in messages:
                 if name == OPENED:
                     kind = _Kind(**json.loads(content))
@@ -175,9 +178,9 @@ class _Pace:
 
 
 @asynccontextmanager
-async def _pulling(url: str) -> AsyncIterator[AsyncIterator[tuple[bytes, bytes]]]:
+async def _pulling(url: str, hosts: Sequence[str] | None) -> AsyncIterator[AsyncIterator[tuple[bytes, bytes]]]:
     """The messages of a pulling process, which is killed at the end of the block. Raises PullFailed."""
-    job = {"url": url, "open_s": OPEN_S, "read_s": STALL_S}
+    job = {"url": url, "open_s": OPEN_S, "read_s": STALL_S, "hosts": None if hosts is None else list(hosts)}
     try:
         line, kill = await begin_pulling()
     except AudioError as error:

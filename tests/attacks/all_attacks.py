@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from tests.attacks import frames, handshake, messages, sound, timing, tokens, uploads, websites
+from tests.attacks import frames, handshake, messages, pulled_streams, sound, timing, tokens, uploads, websites
 from tests.attacks.target import ATTACKS
 
-__all__ = ["ATTACKS", "frames", "handshake", "messages", "sound", "timing", "tokens", "uploads", "websites"]
+__all__ = [
+    *("ATTACKS", "frames", "handshake", "messages", "pulled_streams", "sound", "timing", "tokens", "uploads"),
+    "websites",
+]

@@ -160,7 +160,7 @@ async def test_hls_that_is_interrupted_misses_exactly_the_segments_that_are_gone
         web.pages["/live.m3u8"] = playlist(segments, 5, 8, ended=True)
         await hearing
     lost = segments[3][0] + segments[4][0]
-    assert len(heard.gaps) == 1 and abs(heard.gaps[0] / 16_000 - lost) < 0.1
+    assert len(heard.gaps) == 1 and abs(heard.gaps[0] / 16_000 - lost) < 0.25
     assert abs(heard.seconds + lost - 16) < 0.3
     # The gap stands where it belongs, and nothing is heard twice.
     placed = np.concatenate([np.zeros(part, np.float32) if isinstance(part, int) else part for part in heard.parts])
