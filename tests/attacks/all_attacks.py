@@ -6,6 +6,14 @@ from tests.attacks import frames, handshake, messages, pulled_streams, sound, ti
 from tests.attacks.target import ATTACKS
 
 __all__ = [
-    *("ATTACKS", "frames", "handshake", "messages", "pulled_streams", "sound", "timing", "tokens", "uploads"),
+    "ATTACKS",
+    "frames",
+    "handshake",
+    "messages",
+    "pulled_streams",
+    "sound",
+    "timing",
+    "tokens",
+    "uploads",
     "websites",
 ]
