@@ -22,6 +22,7 @@ from realtime.commands import (
     serve,
     status,
     transcribe,
+    wyoming,
 )
 from realtime.commands.terminal import (
     DEBUG_VARIABLE,
@@ -48,7 +49,22 @@ Exit codes: 0 success, 1 failure, 2 error in the command line or the configurati
 TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE is the folder for models.
 """
 
-_COMMANDS = (serve, engine, fleet, status, transcribe, mic, listen, bench, demo, pull, doctor, check_config, completion)
+_COMMANDS = (
+    serve,
+    engine,
+    fleet,
+    status,
+    transcribe,
+    mic,
+    listen,
+    wyoming,
+    bench,
+    demo,
+    pull,
+    doctor,
+    check_config,
+    completion,
+)
 
 
 class _Parser(argparse.ArgumentParser):
