@@ -136,3 +136,51 @@ def playlist(segments: list[tuple[float, bytes]], first: int, last: int, *, ende
 def serve_segments(web: WebServer, segments: list[tuple[float, bytes]]) -> None:
     for number, (_, data) in enumerate(segments):
         web.pages[f"/segment{number}.ts"] = data
+
+
+RTP_S = 0.02
+
+
+class RtspServer:
+    """A camera: serves G.711 as RTP inside the RTSP connection, at the pace of speech, to each client from the start."""
+
+    def __init__(self, mulaw: bytes) -> None:
+        self._mulaw = mulaw
+        self.asked: list[str] = []
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        try:
+            while True:
+                lines = (await reader.readuntil(b"\r\n\r\n")).decode().splitlines()
+                method = lines[0].split()[0]
+                fields = dict(line.split(": ", 1) for line in lines[1:] if ": " in line)
+                self.asked.append(f"{method} {fields.get('Transport', '')}".strip())
+                writer.write(self._answer(method, fields, lines[0].split()[1]))
+                if method == "PLAY":
+                    return await self._play(writer)
+        except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
+            pass
+        finally:
+            writer.transport.abort()
+
+    def _answer(self, method: str, fields: dict[str, str], url: str) -> bytes:
+        lines, body = ["RTSP/1.0 200 OK", f"CSeq: {fields['CSeq']}", "Session: 1"], ""
+        if method == "OPTIONS":
+            lines.append("Public: OPTIONS, DESCRIBE, SETUP, PLAY, TEARDOWN")
+        elif method == "DESCRIBE":
+            media = "m=audio 0 RTP/AVP 0\r\na=rtpmap:0 PCMU/8000\r\na=control:track1\r\n"
+            body = f"v=0\r\no=- 0 0 IN IP4 127.0.0.1\r\ns=x\r\nc=IN IP4 127.0.0.1\r\nt=0 0\r\n{media}"
+            lines += [f"Content-Base: {url}/", "Content-Type: application/sdp", f"Content-Length: {len(body)}"]
+        elif method == "SETUP":
+            lines.append("Transport: RTP/AVP/TCP;unicast;interleaved=0-1")
+        return "\r\n".join([*lines, "", body]).encode()
+
+    async def _play(self, writer: asyncio.StreamWriter) -> None:
+        size, clock = round(8000 * RTP_S), asyncio.get_running_loop().time
+        began = clock()
+        for number, at in enumerate(range(0, len(self._mulaw), size)):
+            head = b"\x80\x00" + number.to_bytes(2, "big") + at.to_bytes(4, "big") + b"tape"
+            packet = head + self._mulaw[at : at + size]
+            writer.write(b"$\x00" + len(packet).to_bytes(2, "big") + packet)
+            await writer.drain()
+            await asyncio.sleep(max(0.0, began + number * RTP_S - clock()))

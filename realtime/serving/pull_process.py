@@ -7,6 +7,7 @@ written files. `pull_protocol.py` has the messages; `pulled_audio.py` is the oth
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import socket
 import subprocess
@@ -28,6 +29,10 @@ FINAL = (NoAudioTrack, UnsupportedFormat)
 
 def pull(line: socket.socket, set_bounds: Callable[[], None]) -> None:
     """Read the job and send the audio until the stream ends. Raises OSError if the other side has left."""
+    # PyAV prints errors of `fetch` that it drops. With the limit on written files that fails if it goes to a log file.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 2)
+    os.close(nowhere)
     with line.makefile("rb") as reader:
         job: dict[str, Any] = json.loads(reader.readline(MAX_JOB_BYTES))
     fault: dict[str, Any] | None = None

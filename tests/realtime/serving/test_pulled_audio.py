@@ -16,6 +16,7 @@ from realtime.serving import pulled_audio
 from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from tests.media_streams import (
     FFMPEG,
+    RtspServer,
     encode,
     free_port,
     head_of,
@@ -223,6 +224,26 @@ async def test_publisher_that_comes_back_is_heard_again(protocol: str, tmp_path:
             process.wait()
     assert first > 1.5 and len(heard.gaps) == 1 and heard.gaps[0] > 0
     assert any(heard.lines)
+
+
+@needs_ffmpeg
+async def test_camera_that_cuts_the_connection_is_heard_again_after_a_gap() -> None:
+    """RTSP, with the audio inside the connection (TCP)."""
+    camera = RtspServer(encode(spoken(3.0), "-ar", "8000", "-f", "mulaw"))
+    server = await asyncio.start_server(camera.serve, "127.0.0.1", 0)
+    heard = Heard(f"rtsp://127.0.0.1:{server.sockets[0].getsockname()[1]}/stream")
+    hearing = asyncio.create_task(heard.all())
+    try:
+        await until(lambda: any(heard.lines))
+        first = heard.seconds
+        await until(lambda: heard.seconds > first + 1)
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        server.close()
+    assert 2 < first < 3.2 and len(heard.gaps) == 1 and heard.gaps[0] > 0
+    assert tones(heard.samples)[1:2] == [1]
+    assert all("RTP/AVP/TCP" in asked for asked in camera.asked if asked.startswith("SETUP")), camera.asked
 
 
 @pytest.mark.parametrize(
