@@ -112,24 +112,26 @@ def _ebml_length(size: bytes) -> int | None:
 
 def _ogg(pipe: ByteReader) -> Iterator[bytes]:
     """The pages of audio streams; pages of other streams are left out."""
-    codecs: dict[bytes, bytes] = {}
-    packets: dict[bytes, int] = {}
+    # Of each audio stream that has not ended: its codec, and the number of its packets so far.
+    streams: dict[bytes, tuple[bytes, int]] = {}
     while len(head := pipe.read_all(27)) == 27:
         segments = pipe.read_all(head[26])
         body = pipe.read_all(sum(segments))
         stream, goes_on, begins, ends = head[14:18], head[5] & 1, head[5] & 2, head[5] & 4
         if begins and (codec := next((magic for magic in OGG_SOUND if body.startswith(magic)), None)):
-            codecs[stream], packets[stream] = codec, 0
-        if head[:4] != b"OggS" or len(codecs) > MAX_OGG_STREAMS:
+            streams[stream] = codec, 0
+        if head[:4] != b"OggS" or len(streams) > MAX_OGG_STREAMS:
             raise CorruptAudio(f"the Ogg stream is damaged after {pipe.bytes_read} bytes; send it again from there")
-        if stream not in codecs:
+        if stream not in streams:
             continue
+        codec, number = streams[stream]
         for packet in _begun_packets(segments, body, bool(goes_on)):
-            _check_ogg_tags(codecs[stream], packet, packets[stream])
-            packets[stream] += 1
+            _check_ogg_tags(codec, packet, number)
+            number += 1
+        streams[stream] = codec, number
         yield head + segments + body
         if ends:
-            del codecs[stream]
+            del streams[stream]
     if head:
         yield head
 

@@ -41,6 +41,8 @@ DEVICE = re.compile(r"auto|cpu|cuda(?::(?:0|[1-9][0-9]{0,2}))?")
 MOST_WORKERS = 64
 # Longer than the delay of any model between speech and its text.
 MIN_CUT_SILENCE_S = 3.0
+# Largest share of the free host memory for parked streams.
+MAX_PARKED_SHARE = 0.9
 # The least values of settings for which 0 does not mean "no limit": with less, the server would accept clients and fail
 # each of them.
 LEAST = {
@@ -265,6 +267,9 @@ class ModelConfig:
     # Frame-synchronous models: after this many seconds of silence a stream skips the model until there is speech again;
     # 0: all silence is computed.
     cut_silence_s: float = 3.0
+    # Frame-synchronous models on a GPU: streams whose silence is skipped are parked in host memory, so that more
+    # sessions fit. The share of the memory free at the start that they may use; 0: they stay on the device.
+    parked_share: float = 0.6
     # Offer labels that say who speaks, if `tickertape pull speakers` has fetched their weights.
     speakers: bool = True
     # Ask the learnt turn detector in the pauses of semantic turn detection and Deepgram Flux, if its weights are there.
@@ -477,6 +482,8 @@ def _check_model(config: Config) -> None:
         raise ConfigError(
             f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: text may arrive that long after speech"
         )
+    if not 0 <= model.parked_share <= MAX_PARKED_SHARE:
+        raise ConfigError(f"model.parked_share must be 0 to {MAX_PARKED_SHARE:g}: the system needs memory, too")
 
 
 def _check_fleet(fleet: FleetConfig) -> None:

@@ -21,7 +21,7 @@ from engine.messages import Message
 from engine.spec import ModelSpec
 
 # Raise it whenever an older peer could misread a message.
-WIRE_VERSION = 16
+WIRE_VERSION = 17
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -43,6 +43,9 @@ class Status(Message):
 
     slots_used: int = 0
     slots_total: int = 0
+    # Of `slots_total`, how many can be active at once; the others are silent and parked. And how many are parked now.
+    active_total: int = 0
+    parked: int = 0
     speaking: int = 0
     load: float = 0.0
     lag_ms: float = 0.0

@@ -49,6 +49,8 @@ class EngineShare:
     version: str = ""
     # Seconds since its last message.
     silent_s: float = 0.0
+    # Silent streams whose state is in host memory.
+    parked: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,7 @@ class Capacity:
     speaking: int
     load: float
     retry_after_s: float
+    parked: int = 0
     counted: int = 0
     holds: int = 0
     free: int = 0
@@ -99,11 +102,11 @@ class Capacity:
 def streams_held(status: Status, max_load: float) -> int:
     """Active streams that an engine can hold within `max_load`; a `max_load` of 0 is no limit."""
     if not max_load:
-        return status.slots_total
+        return status.active_total
     if not status.load_per_stream:
-        return min(status.slots_total, STREAMS_TO_BEGIN_WITH)
+        return min(status.active_total, STREAMS_TO_BEGIN_WITH)
     # At least one: without a stream nothing would ever be measured again.
-    return min(status.slots_total, max(1, int((max_load - status.load_per_step) / status.load_per_stream)))
+    return min(status.active_total, max(1, int((max_load - status.load_per_step) / status.load_per_stream)))
 
 
 def streams_free(status: Status, max_load: float) -> int:
@@ -123,6 +126,7 @@ def share_of(status: Status, max_load: float) -> EngineShare:
         status.lag_ms,
         streams_free(status, max_load),
         draining=status.draining,
+        parked=status.parked,
     )
 
 
@@ -134,6 +138,7 @@ def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
         speaking=sum(state.speaking for state in states),
         load=min((state.load for state in states), default=1.0),
         retry_after_s=RETRY_LATER_S if states and not free else RETRY_SOON_S,
+        parked=sum(state.parked for state in states),
         counted=sum(state.counted for state in states),
         holds=sum(streams_held(state, max_load) for state in states),
         free=free,

@@ -3,7 +3,8 @@
 A group is a set of layers that share one attention window. A block is a run of consecutive positions of a stream; a
 page is the place where a block is stored. A ring holds one window and the page being written. Once it is full, the page
 that leaves the window is reused for the next block, so a table never grows. The pages of a whole ring are reserved when
-a stream is admitted, so an admitted stream never waits for a page.
+a stream gets its place on the device, so a stream that computes never waits for a page. A silent stream can be parked:
+its pages go to host memory, and its reservation to another stream.
 """
 
 from __future__ import annotations
@@ -43,14 +44,15 @@ class PagePool:
 class RingTable:
     """The pages of one stream in one group: block b is at ring index b % ring_pages."""
 
-    __slots__ = ("_page_positions", "_pool", "_ring_pages", "covered", "pages")
+    __slots__ = ("_page_positions", "_pool", "_ring_pages", "covered", "pages", "parked")
 
     def __init__(self, group: KvGroup, pool: PagePool) -> None:
         self._pool = pool
         self._page_positions = group.page_positions
         self._ring_pages = group.ring_pages
         self.pages: list[int] = []
-        self.covered = 0  # positions before this one have a page
+        self.parked = 0  # number of pages in host memory
+        self.covered = 0  # positions before this one have a page, on the device or in host memory
 
     def extend(self, end: int) -> list[tuple[int, int]]:
         """Allocate pages for all positions before `end`; returns the new ring entries (index, page)."""
@@ -63,6 +65,20 @@ class RingTable:
             self.pages.append(page)
         return added
 
+    def park(self) -> list[int]:
+        """Give up the pages and the reservation; returns the pages, whose contents go to host memory."""
+        pages, self.pages = self.pages, []
+        self.parked = len(pages)
+        self._pool.give_back(pages, self._ring_pages)
+        return pages
+
+    def restore(self) -> list[tuple[int, int]]:
+        """Allocate pages for what was parked, after a reservation; returns the ring entries (index, page)."""
+        self.pages = [self._pool.allocate() for _ in range(self.parked)]
+        self.parked = 0
+        return list(enumerate(self.pages))
+
     def close(self) -> None:
+        """Give back the pages and the reservation of a stream that is on the device."""
         self._pool.give_back(self.pages, self._ring_pages)
         self.pages = []

@@ -66,6 +66,15 @@ class DecodeTask:
 
 
 @dataclass(slots=True)
+class MoveTask:
+    """Move the keys and values of a silent stream to host memory, or back: its slot, and its pages in each group, in
+    ring order. A stream that is brought back is computed by a later plan, whose task has its ring-table entries."""
+
+    slot: int
+    pages: list[list[int]]
+
+
+@dataclass(slots=True)
 class StepPlan:
     step: int
     opened: list[OpenTask] = field(default_factory=list)
@@ -76,6 +85,9 @@ class StepPlan:
     live: int = 0
     # Positions of rebuilds: computed again, with the tokens known from another engine.
     rebuilt_positions: int = 0
+    # Streams to park and streams to bring back, in this order and before anything is computed.
+    parked: list[MoveTask] = field(default_factory=list)
+    restored: list[MoveTask] = field(default_factory=list)
 
 
 @dataclass(slots=True)

@@ -27,6 +27,10 @@ class Limits:
     step_embeds: int = 1024
     # Positions of rebuilds in a step that has nothing else to do.
     rebuild_positions: int = 1024
+    # Of `max_streams`, how many can have their pages on the device at a time; the others are silent and parked in host
+    # memory. None: all of them. `moves`: streams parked, and streams brought back, in one step.
+    resident_streams: int | None = None
+    moves: int = 4
 
 
 def largest_item(spec: ModelSpec, limits: Limits) -> int:

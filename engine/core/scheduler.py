@@ -4,6 +4,10 @@ There are no prefill and decode modes: each stream has *available* and *computed
 lies between them within the budgets. Live streams go first, ordered by the arrival of their oldest uncomputed audio;
 uploads use the rest. A stream without work is in no queue and costs nothing. Everything a stream may need (pages, cache
 rows, a slot) is reserved at admission, so no stream waits for another to end: admission instead of preemption.
+
+With `Limits.resident_streams` there may be more streams than the device has pages for. Then a stream that has been
+silent for a while is parked: its pages go to host memory. It is brought back when it has work, one step before it is
+computed, in place of the stream that has been silent for longest.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ from operator import attrgetter
 
 from engine.core.encoder_cache import EncoderCache
 from engine.core.pages import PagePool
-from engine.core.plan import DecodeResult, DecodeTask, OpenTask, StepPlan
+from engine.core.plan import DecodeResult, DecodeTask, MoveTask, OpenTask, StepPlan
 from engine.core.planner import Limits, Planner, Surprises, largest_item
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.errors import (
@@ -36,11 +40,21 @@ _oldest_first = attrgetter("waiting_since")
 CAUGHT_UP_POSITIONS = 2
 # Positions per step of a late recovered stream, for a model that otherwise computes one.
 MOST_CATCH_UP_POSITIONS = 4
+# A stream may be parked when its last audio to compute arrived this long ago. Skipped silence lasts longer.
+PARKED_AFTER_NS = 1_000_000_000
+# Streams for which pages are kept free, at most and as a part of all, so that a stream that speaks again need not wait
+# until another is parked. Uploads leave them to live streams.
+MOST_KEPT_FREE, KEPT_FREE_PART = 8, 16
 
 
 def _soonest_first(stream: Stream) -> tuple[bool, int]:
     """Sort key of rebuilds: streams with recent speech first, then those with the fewest positions left."""
     return not stream.spoke_lately, stream.forced - stream.computed
+
+
+def _absent_order(stream: Stream) -> tuple[bool, bool, int]:
+    """Sort key of streams that need their pages: live streams before uploads, rebuilds later, then by arrival."""
+    return not stream.live, stream.is_rebuilding, stream.waiting_since
 
 
 class Scheduler:
@@ -66,6 +80,14 @@ class Scheduler:
         self.suspects: dict[str, range] = {}  # crash suspects, and the positions at which an engine died
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
+        # With parking: streams that are not resident but have work, and resident streams without work, the one that has
+        # been without for longest first.
+        self._parks = limits.resident_streams is not None
+        self._kept_free = max(1, min(MOST_KEPT_FREE, (limits.resident_streams or 0) // KEPT_FREE_PART))
+        self._absent: list[Stream] = []
+        self._idle: dict[str, Stream] = {}
+        self.parked = 0  # streams whose pages are in host memory
+        self._now = 0  # time of the last arrival
         self._replies: list[Output] = []
         self.surprises: Surprises = []  # unexpected errors in planning or committing: the loop ends these streams
 
@@ -80,14 +102,18 @@ class Scheduler:
         if not 0 <= delay <= spec.max_delay_positions:
             raise BadOption(name, f"a delay of {delay} positions; this model takes 0 to {spec.max_delay_positions}")
         self._check_capacity(name, message.live)
-        for group, pool in zip(spec.kv_groups, self.pools, strict=True):
-            pool.reserve(group.ring_pages)
+        resident = self._can_reserve(self._kept_free if self._parks and not message.live else 0)
+        if resident:
+            self._reserve()
         self._reserved_embeds += spec.embeds_for(message.live)
         slot = self._free_slots.pop()
         if message.suspect is not None:
             self.suspects[name] = range(*message.suspect)
         held = self.cache.open(name)
-        self.streams[name] = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary)
+        stream = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary, resident)
+        self.streams[name] = stream
+        if self._parks and resident:
+            self._idle[name] = stream
         if message.forced_tokens:
             self.rebuilding.add(name)
             self.recovering.add(name)
@@ -111,6 +137,7 @@ class Scheduler:
     def feed(self, name: str, items: Iterable[Item], now: int) -> None:
         """Append items to a stream; `now` is their time of arrival."""
         stream = self.open_stream(name)
+        self._now = now
         caught_up = stream.computed == stream.available
         for item in items:
             self._append(stream, item, now)
@@ -187,7 +214,12 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would compute something, or open or close slots of the runner."""
-        return bool(self._live or self.uploads_wait or self._opened or self._closed_slots)
+        if self._live or self.uploads_wait or self._opened or self._closed_slots:
+            return True
+        if not self._absent:
+            return False
+        others = 0 if any(stream.live for stream in self._absent) else self._kept_free
+        return self._can_reserve(others) or self._next_to_park() is not None
 
     @property
     def live_waits(self) -> bool:
@@ -240,6 +272,7 @@ class Scheduler:
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened, self._closed_slots = {}, []
+        arriving = self._move_streams(plan) if self._parks else []
         waiting = self._set_suspects_aside() if self.suspects else []
         planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
         if rebuild_positions is None:
@@ -264,7 +297,7 @@ class Scheduler:
             plan.decode, self._unfinished = plan.decode + self._unfinished, []
         elif upload_positions != 0 and self._uploads:
             self._uploads = planner.add_all(self._uploads, upload_positions)
-        for stream in waiting:
+        for stream in waiting + arriving:
             (self._live if stream.live else self._uploads).append(stream)
         self._planned |= {task.slot: task for task in plan.decode}
         return plan
@@ -301,6 +334,8 @@ class Scheduler:
                     self._settle(stream, outputs)
                 elif stream.available - task.end >= stream.stride or stream.pauses:
                     self._queue_if_due(stream)
+                if self._parks and not stream.queued and task.stream in self.streams:
+                    self._idle[task.stream] = stream
             except Exception as error:
                 self.surprises.append((task.stream, error))
         return outputs + self.take_replies()
@@ -312,6 +347,13 @@ class Scheduler:
             pool.check_integrity([page for stream in self.streams.values() for page in stream.rings[group].pages])
         reserved = sum(self.spec.embeds_for(stream.live) for stream in self.streams.values())
         assert self._reserved_embeds == reserved <= self.limits.cache_embeds
+        resident = [stream for stream in self.streams.values() if stream.resident]
+        for kind, pool in zip(self.spec.kv_groups, self.pools, strict=True):
+            assert pool.reserved == len(resident) * kind.ring_pages, "reservations differ from the resident streams"
+        assert self.parked == sum(not stream.resident and stream.covered > 0 for stream in self.streams.values())
+        if self._parks:
+            idle = {stream.id for stream in resident if not stream.queued}
+            assert set(self._idle) == idle, "streams without work are not those that may be parked"
         slots = [stream.slot for stream in self.streams.values()] + self._free_slots
         assert sorted(slots) == list(range(self.limits.max_streams)), "slots were lost or handed out twice"
         for stream in self.streams.values():
@@ -319,7 +361,8 @@ class Scheduler:
             assert stream.base <= stream.computed <= stream.available == stream.timeline.end
             held = sum(len(entry) for entry in stream.held.values())
             assert held == stream.held_embeds <= self.spec.embeds_for(stream.live), "more than was set aside for it"
-            waiting = (self._live if stream.live else self._uploads).count(stream)
+            waiting = (self._live if stream.live else self._uploads).count(stream) if stream.resident else 0
+            waiting += self._absent.count(stream)
             waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
@@ -329,7 +372,7 @@ class Scheduler:
         if not self._free_slots:
             raise AtCapacity(name, f"all {self.limits.max_streams} streams are taken; try again later")
         for group, pool in zip(self.spec.kv_groups, self.pools, strict=True):
-            if not pool.can_reserve(group.ring_pages):
+            if not self._parks and not pool.can_reserve(group.ring_pages):
                 raise AtCapacity(name, f"fewer than {group.ring_pages} {group.name} pages are left; try again later")
         if self._reserved_embeds + self.spec.embeds_for(live) > self.limits.cache_embeds:
             raise AtCapacity(name, "the encoder cache is set aside for other streams; try again later")
@@ -395,7 +438,70 @@ class Scheduler:
         stream.queued = True
         if arrival is not None:
             stream.waiting_since = arrival
+        if not stream.resident:
+            self._absent.append(stream)
+            return
+        if self._parks:
+            self._idle.pop(stream.id, None)
         (self._live if stream.live else self._uploads).append(stream)
+
+    # Parking.
+
+    def _can_reserve(self, kept_free: int = 0) -> bool:
+        """Whether pages for one more resident stream are free, beside those for `kept_free` others."""
+        groups = self.spec.kv_groups
+        return all(
+            pool.can_reserve(group.ring_pages * (1 + kept_free)) for group, pool in zip(groups, self.pools, strict=True)
+        )
+
+    def _reserve(self) -> None:
+        for group, pool in zip(self.spec.kv_groups, self.pools, strict=True):
+            pool.reserve(group.ring_pages)
+
+    def _next_to_park(self) -> Stream | None:
+        """Return the stream that has been without work for longest, or None if it had some a moment ago."""
+        stream = next(iter(self._idle.values()), None)
+        return stream if stream is not None and self._now - stream.waiting_since >= PARKED_AFTER_NS else None
+
+    def _move_streams(self, plan: StepPlan) -> list[Stream]:
+        """Bring back streams that have work, the longest waiting first, and park silent ones for them and for the
+        next ones. Returns the streams that the next plan can compute; new streams can be computed by this plan."""
+        arriving: list[Stream] = []
+        waiting: list[Stream] = []
+        for stream in sorted(self._absent, key=_absent_order) if len(self._absent) > 1 else self._absent:
+            others = 0 if stream.live else self._kept_free
+            if len(plan.restored) == self.limits.moves or not self._make_room(plan, others):
+                waiting.append(stream)
+                continue
+            self._reserve()
+            pages = stream.restore()
+            if pages is None:
+                (self._live if stream.live else self._uploads).append(stream)
+            else:
+                self.parked -= 1
+                plan.restored.append(MoveTask(stream.slot, pages))
+                arriving.append(stream)
+        self._absent = waiting
+        self._make_room(plan, self._kept_free - 1)
+        return arriving
+
+    def _make_room(self, plan: StepPlan, others: int) -> bool:
+        """Park silent streams until there are pages for one more stream and `others`; False if they are too few."""
+        while not (room := self._can_reserve(others)) and self._park_one(plan):
+            pass
+        return room
+
+    def _park_one(self, plan: StepPlan) -> bool:
+        """Park the stream that has been silent for longest; False if none has been for long enough."""
+        stream = self._next_to_park() if len(plan.parked) < self.limits.moves else None
+        if stream is None:
+            return False
+        del self._idle[stream.id]
+        pages = stream.park()
+        if pages is not None:
+            self.parked += 1
+            plan.parked.append(MoveTask(stream.slot, pages))
+        return True
 
     def _queue_if_due(self, stream: Stream) -> None:
         if not stream.queued and stream.is_due(self.spec):
@@ -463,12 +569,16 @@ class Scheduler:
         self.recovering.discard(stream.id)
         del stream.text  # breaks the reference cycle, so that no garbage collection is needed
         self.cache.close(stream.id)
-        for ring in stream.rings:
-            ring.close()
+        if stream.resident:
+            for ring in stream.rings:
+                ring.close()
+        elif stream.covered:
+            self.parked -= 1
+        self._idle.pop(stream.id, None)
         self._reserved_embeds -= self.spec.embeds_for(stream.live)
         self._free_slots.append(stream.slot)
         if stream.queued:
-            queue = self._live if stream.live else self._uploads
+            queue = self._absent if not stream.resident else self._live if stream.live else self._uploads
             queue[:] = [other for other in queue if other is not stream]
             self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
             self._planned.pop(stream.slot, None)

@@ -152,7 +152,8 @@ class Stream:
     __slots__ = (
         "available", "base", "catch_up_until", "clock", "computed", "covered", "delay", "encoded", "finished",
         "flushes", "forced", "held", "held_embeds", "holding", "id", "live", "new_pages", "pauses", "prune_at",
-        "queued", "released", "rings", "slot", "spoke_lately", "stride", "text", "timeline", "waiting_since",
+        "queued", "released", "resident", "rings", "slot", "spoke_lately", "stride", "text", "timeline",
+        "waiting_since",
     )  # fmt: skip
 
     def __init__(
@@ -164,6 +165,7 @@ class Stream:
         held: Held,
         pools: list[PagePool],
         vocabulary: Vocabulary,
+        resident: bool = True,
     ) -> None:
         self.id = opened.stream
         self.slot = slot
@@ -194,7 +196,9 @@ class Stream:
         self.new_pages: list[tuple[int, int, int]] = []
         self.covered = 0 if self.rings else UNPAGED  # positions below this have a page in every group
         self.prune_at = start + PRUNE_EVERY_POSITIONS
-        self.cover(start)
+        self.resident = resident  # its pages are reserved on the device
+        if resident:
+            self.cover(start)
         self.text = StreamText(self, vocabulary)
 
     @property
@@ -209,6 +213,27 @@ class Stream:
         for group, ring in enumerate(self.rings):
             self.new_pages = self.new_pages + [(group, index, page) for index, page in ring.extend(end)]
         self.covered = min(ring.covered for ring in self.rings)
+
+    def park(self) -> list[list[int]] | None:
+        """Give up the pages on the device; returns them by group. None: no plan has used them yet, so that nothing of
+        them is needed again."""
+        self.resident = False
+        pages = [ring.park() for ring in self.rings]
+        if not self.new_pages:
+            return pages
+        for ring in self.rings:
+            ring.parked = ring.covered = 0
+        self.new_pages, self.covered = [], 0
+        return None
+
+    def restore(self) -> list[list[int]] | None:
+        """Take pages on the device, which are reserved; returns those of parked contents by group, None without."""
+        self.resident = True
+        if not self.covered:
+            self.cover(self.computed)
+            return None
+        self.new_pages = [(group, *entry) for group, ring in enumerate(self.rings) for entry in ring.restore()]
+        return [ring.pages[:] for ring in self.rings]
 
     def is_due(self, spec: ModelSpec) -> bool:
         """Whether a step would have something to do for the stream."""

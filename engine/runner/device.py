@@ -105,7 +105,8 @@ def staging(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy values to the device without waiting for its work."""
+    """Copy values to the device without waiting for its work. The copy reads pinned memory that torch keeps until it is
+    done: the device may read memory that is not pinned after this returns."""
     host = staging(values.shape, torch.from_numpy(values).dtype, device)
     np.copyto(host.numpy(), values)
     return host.to(device, non_blocking=True)

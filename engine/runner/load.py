@@ -25,7 +25,7 @@ from engine.options import PIECE_SAMPLES, EngineConfig
 from engine.runner.base import Runner
 from engine.runner.bias import KeywordTrees
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
-from engine.runner.frames.memory import MemoryPlan
+from engine.runner.frames.memory import MOVES, MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
 from engine.runner.speakers import SpeakerEmbedder
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
@@ -139,6 +139,8 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
         decoder_window=config.decoder_window,
         max_streams=config.max_streams or None,
         share_of=config.share_of,
+        # Without skipped silence every stream computes all the time.
+        parked_share=config.parked_share if config.cut_silence_s else 0.0,
         blank_guard=config.blank_guard,
     )
     runner = VoxtralRunner.from_checkpoint(path, settings)
@@ -155,6 +157,8 @@ def frames_limits(memory: MemoryPlan) -> Limits:
         step_positions=positions,
         step_embeds=positions,
         rebuild_positions=REBUILD_POSITIONS,
+        resident_streams=memory.resident if memory.parked else None,
+        moves=MOVES,
     )
 
 

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from math import ceil, sqrt
 from typing import Any
 
 import msgspec
@@ -47,13 +48,29 @@ from engine.server.peer import HostedStream, HostedStreams, Peer
 # Seconds over which the load is measured: the share of time spent on live streams, in steps and, between steps, on
 # messages.
 LOAD_SECONDS = 1.0
+# From this many recently active streams on, it is counted how many are active at a time; with fewer, chance decides.
+MANY_STREAMS = 64
+# A stream is active if it had something to compute within this time. Until it has been open for NEW_SECONDS, it counts
+# as active.
+ACTIVE_NS = 1_000_000_000
+NEW_SECONDS = 5.0
+UNLIKELY_DEVIATIONS = 3
+
+
+def active_at_once(recent: int, active: int) -> int:
+    """How many of `recent` streams must be expected to be active at once, if `active` are now: three standard
+    deviations more, as for speakers who do not know of each other."""
+    spread = sqrt(active * (recent - active) / recent) if recent else 0.0
+    return min(recent, ceil(active + UNLIKELY_DEVIATIONS * max(spread, 1.0)))
 
 
 class LoadReport:
     """Keeps one `Status` up to date from the loop's counters."""
 
     def __init__(self, loop: EngineLoop, now: float) -> None:
-        self.status = Status(slots_total=loop.scheduler.limits.max_streams)
+        limits = loop.scheduler.limits
+        active = limits.max_streams if limits.resident_streams is None else limits.resident_streams
+        self.status = Status(slots_total=limits.max_streams, active_total=active)
         self.status.load_per_step, self.status.load_per_stream = loop.meter.live_cost.shares()
         # The warm-up's cache lookups are not reported.
         self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
@@ -70,7 +87,7 @@ class LoadReport:
     def count(self, loop: EngineLoop) -> None:
         """Update the values that change with every step."""
         cache, status = loop.scheduler.cache, self.status
-        status.slots_used = len(loop.scheduler.streams)
+        status.slots_used, status.parked = len(loop.scheduler.streams), loop.scheduler.parked
         status.encoder_queries = cache.queries - self._queries_at_start
         status.encoder_hits = cache.hits - self._hits_at_start
 
@@ -81,8 +98,8 @@ class LoadReport:
         lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
         status.lag_ms = 1000 * (max(lags, default=0) * spec.samples_per_position / spec.sample_rate + waited_s)
         status.speaking = sum(stream.speaking for stream in streams)
-        counted_since = now - COUNTED_SECONDS
-        status.counted = sum(stream.live and stream.last_active_at > counted_since for stream in streams)
+        recent = [stream for stream in streams if stream.live and stream.last_active_at > now - COUNTED_SECONDS]
+        status.counted = len(recent) if len(recent) < MANY_STREAMS else self._expected(recent, loop, now)
         status.steps = totals.steps
         status.step_ns = {
             "speech": totals.speech_ns,
@@ -94,6 +111,16 @@ class LoadReport:
         revisions = loop.revisions
         status.revised, status.revisions_skipped = revisions.done, revisions.skipped
         status.words_revised = revisions.words_changed
+
+    @staticmethod
+    def _expected(recent: Collection[HostedStream], loop: EngineLoop, now: float) -> int:
+        """How many of many recently active streams will be active at once: the new ones, of which nothing is known yet,
+        and of the others as many as are now, with a margin for chance."""
+        known = [stream for stream in recent if stream.opened_at < now - NEW_SECONDS]
+        found = (loop.scheduler.streams.get(stream.loop_name) for stream in known)
+        since = time.monotonic_ns() - ACTIVE_NS
+        active = sum(stream is not None and (stream.queued or stream.waiting_since > since) for stream in found)
+        return len(recent) - len(known) + active_at_once(len(known), active)
 
     def _measure_load(self, loop: EngineLoop, now: float) -> None:
         elapsed = now - self._load_since
@@ -294,9 +321,11 @@ class CommandIntake:
 ACK_SECONDS = 0.02
 PROGRESS_SECONDS = 0.02
 STATUS_SECONDS = 0.08
-# Commands taken in before the next step: per position that a step reads of a stream, its audio and a saved handoff.
-COMMANDS_A_POSITION = 2
-LEAST_COMMANDS = 256
+# Items of audio taken in before the next step, per position that a step reads of a stream, and the fewest. The number
+# of other commands that count as one item: with appends of 20 ms a position comes with four saved handoffs.
+ITEMS_A_POSITION = 2
+LEAST_ITEMS = 256
+COMMANDS_AN_ITEM = 4
 # Longest time spent on taking in commands. Opening a stream with many keywords takes a third of a second; an engine
 # that opened many at once would be taken for dead.
 TAKE_SECONDS = 0.1
@@ -528,11 +557,13 @@ class EngineHost:
         everything at once would never catch up.
         """
         positions = len(self._hosted.streams) * self._loop.scheduler.spec.stride_positions
-        left = max(LEAST_COMMANDS, COMMANDS_A_POSITION * positions)
+        left = float(max(LEAST_ITEMS, ITEMS_A_POSITION * positions))
         peers = list(self._peers.values())
         while peers and left > 0 and self._clock() <= now + TAKE_SECONDS:
             for peer in peers:
-                left -= len(peer.inbox[0][0].commands) if peer.waits_for_a_turn else 0
+                if peer.waits_for_a_turn:
+                    batch = peer.inbox[0][0]
+                    left -= max(len(batch.data), len(batch.commands) / COMMANDS_AN_ITEM)
             peers = [peer for peer in peers if self._take_batch(peer, now)]
 
     def _take_batch(self, peer: Peer, now: float) -> bool:

@@ -10,6 +10,7 @@ or the scheduler's bookkeeping is inconsistent after an error, the engine stops.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import time
@@ -79,6 +80,20 @@ def calm_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(50_000, 50, 50)
+
+
+# Parameters of glibc's mallopt: the free memory at the top of the heap that is not returned, and the size of blocks
+# that are mapped one by one (32 MiB is the most that it accepts).
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 256 * 1024 * 1024), (-3, 32 * 1024 * 1024)
+
+
+def keep_freed_memory() -> None:
+    """Let the allocator keep what a step has freed for the next one, instead of returning it to the system: the audio
+    of a step is megabytes, and every page that comes back from the system is cleared first."""
+    library = ctypes.CDLL(None)
+    if hasattr(library, "mallopt"):
+        library.mallopt(*_TRIM_THRESHOLD)
+        library.mallopt(*_MMAP_THRESHOLD)
 
 
 @dataclass(slots=True)

@@ -29,7 +29,7 @@ from engine.logs import WITHOUT_TIME, set_up_logging
 from engine.options import EngineConfig
 from engine.runner.load import load_detector, load_embedder, load_runner, load_turns
 from engine.server.host import DrainRequest, EngineHost
-from engine.server.loop import EngineLoop, calm_collector
+from engine.server.loop import EngineLoop, calm_collector, keep_freed_memory
 from engine.server.skipped_silence import skip_settings
 from engine.server.speech_track import GateSettings
 from engine.spec import ModelSpec
@@ -90,6 +90,7 @@ def run_engine(
             warm_up(loop)
             logger.info("the model is warm after %.1f s", time.perf_counter() - began)
         calm_collector()
+        keep_freed_memory()
         keys = None if fleet_secret is None else LinkKeys.from_secret(fleet_secret)
         with closing(EngineSocket(zmq.Context.instance(), address, keys)) as socket:
             logger.info("%s listens on %s", loop.scheduler.spec.name, socket.bound_to)

@@ -32,6 +32,7 @@ class HostedStream:
     live: bool
     # When it last caused work (clock seconds); the opening counts as work.
     last_active_at: float
+    opened_at: float
     loop_name: str
     opening: messages.Open
     # End of its audio (position and sample), and the sample at which the current segment began.
@@ -168,7 +169,7 @@ class HostedStreams:
         stream = opening.stream
         name = f"{peer.gateway}/{self._openings}/{stream}"
         state, first_position = opening.state, spec.prefix_positions
-        hosted = HostedStream(peer, stream, opening.live, now, name, opening, first_position)
+        hosted = HostedStream(peer, stream, opening.live, now, now, name, opening, first_position)
         hosted.end = first_position if state is None else state.position
         hosted.end_sample, hosted.segment = opening.sample, opening.segment
         hosted.tokens = first_position + len(opening.forced_tokens)

@@ -58,6 +58,7 @@ def engine_collector(
         for name, text, value in (
             ("engine_streams", "Streams open on the engines", room.used),
             ("engine_streams_max", "Streams the engines have room for", room.total),
+            ("engine_streams_parked", "Silent streams whose state is in host memory", room.parked),
             ("engine_speaking", "Engine streams with speech now", room.speaking),
             ("engine_streams_counted", "Live streams with speech now or recently", room.counted),
             ("engine_streams_that_hold", "Live streams that could have speech at once, by measured cost", room.holds),

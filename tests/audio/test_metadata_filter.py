@@ -6,6 +6,7 @@ import itertools
 import string
 import struct
 import time
+import tracemalloc
 from collections.abc import Callable
 
 import numpy as np
@@ -14,7 +15,7 @@ import pytest
 from audio.containers import ContainerDecoder
 from audio.errors import CorruptAudio
 from audio.metadata_filter import MAX_ELEMENT_BYTES, MAX_OGG_STREAMS, MAX_OGG_TAGS, without_tags
-from audio.pipes import BytePipe
+from audio.pipes import BytePipe, ByteReader
 from tests.audio.test_containers import KINDS, decode, decode_until_error, write
 from tests.audio.test_pipes import run
 
@@ -110,6 +111,31 @@ def test_ogg_with_many_tags_is_refused(head: bytes, prefix: bytes) -> None:
         through("ogg", many)
     with pytest.raises(CorruptAudio, match="tags"):
         through("ogg", ogg_page(2, 1, head) + ogg_page(0, 1, prefix + struct.pack("<I", 10_000) + bytes(100)))
+
+
+def test_ended_ogg_streams_leave_nothing_behind() -> None:
+    """A radio station starts a stream for each song, for years."""
+
+    class Radio(ByteReader):
+        serial, rest = 0, b""
+
+        def read(self, size: int) -> bytes:
+            if not self.rest and self.serial < 20_000:
+                self.serial += 1
+                self.rest = ogg_page(2, self.serial, b"OpusHead") + ogg_page(4, self.serial, b"sound")
+            part, self.rest = self.rest[:size], self.rest[size:]
+            return part
+
+    pieces = iter(without_tags("ogg", Radio()))
+    for _ in range(1_000):
+        next(pieces)
+    tracemalloc.start()
+    try:
+        before = tracemalloc.get_traced_memory()[0]
+        assert sum(1 for _ in itertools.islice(pieces, 30_000)) == 30_000
+        assert tracemalloc.get_traced_memory()[0] - before < 64 * 1024
+    finally:
+        tracemalloc.stop()
 
 
 def test_ogg_streams_of_something_else_are_left_out() -> None:

@@ -50,6 +50,19 @@ def make_runner(
     return runner
 
 
+def parking_runner(kv_dtype: torch.dtype, streams: int, resident: int) -> VoxtralRunner:
+    """A shallow model of full width with pages for `resident` of its streams."""
+    config = voxtral_mini_4b()
+    config = replace(config, audio=replace(config.audio, layers=2), text=replace(config.text, layers=2))
+    model, vocabulary = random_voxtral(config, torch.bfloat16, torch.device("cuda"))
+    settings = RunnerSettings(kv_dtype=kv_dtype, decoder_window=64, max_streams=streams)
+    memory = plan_memory(
+        config, 1 << 40, decoder_window=64, dtype=settings.dtype, kv_dtype=kv_dtype, max_streams=streams
+    )
+    pages = tuple(count // streams * resident for count in memory.group_pages)
+    return VoxtralRunner(model, vocabulary, replace(memory, group_pages=pages, parked=streams - resident), settings)
+
+
 def transcribe(runner: VoxtralRunner, positions: int, forced: dict[str, list[int]]) -> dict[str, list[int]]:
     """Tokens of one stream per delay over the same noise, one position per step; `forced` ones are repeated."""
     memory = runner.memory

@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,7 +15,15 @@ from benchmarks.kernels import KeywordChoice, attention_inputs, stacks
 from engine.models.attention import attend_reference
 from engine.models.layers import add_norm_reference, inverse_frequencies, rotary_angles, swiglu_reference
 from engine.models.operands import KvPages, RowScale
-from tests.gpu.steps import compare_choices, compare_overlap, compare_paths, detection_error, rebuilding_errors
+from tests.engine.runner.frames.test_parking import RESIDENT, STREAMS, tokens_of
+from tests.gpu.steps import (
+    compare_choices,
+    compare_overlap,
+    compare_paths,
+    detection_error,
+    parking_runner,
+    rebuilding_errors,
+)
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -115,3 +125,16 @@ def test_angles_on_the_device_are_exact_at_position_50_000_000() -> None:
     found = rotary_angles(rows.cuda(), inverse_frequencies(128, 1e6, "cuda"))
     for mine, reference in zip(found, wanted, strict=True):
         assert (mine.cpu() - reference).abs().max() < 1e-6
+
+
+@pytest.mark.parametrize("kv_dtype", KV_TYPES)
+def test_parked_streams_say_what_they_would_have_said(kv_dtype: torch.dtype) -> None:
+    """With copies beside the computation, and streams that move in nearly every step."""
+    turns = [(turn * 3 % STREAMS, 3 + turn * 7 % 41) for turn in range(60)]
+    with closing(parking_runner(kv_dtype, STREAMS, STREAMS)) as runner:
+        expected, none = tokens_of(runner, turns)
+    with closing(parking_runner(kv_dtype, STREAMS, RESIDENT)) as runner:
+        found, moves = tokens_of(runner, turns)
+    print(f"{moves} moves")
+    assert none == 0 < 60 < moves
+    assert found == expected

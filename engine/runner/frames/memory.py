@@ -33,6 +33,9 @@ from engine.spec import FeatureShape, KvGroup, ModelSpec
 PAGE_ROWS = 64
 # Openings copied at once; each takes about 40 MB of scratch memory with the full-size model.
 STREAMS_PER_COPY = 4
+# Streams that are parked, and streams that are brought back, in one step. Each needs a buffer on the device, and two on
+# the way back.
+MOVES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,7 +169,9 @@ FIXED_WORKSPACE_BYTES = 2 * GIB
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the memory of a device is used. `group_pages` is for the scheduler, in the order of `spec.kv_groups`."""
+    """How the memory of a device is used. `group_pages` is for the scheduler, in the order of `spec.kv_groups`.
+
+    `streams` includes the `parked` ones, whose pages are in host memory."""
 
     streams: int
     group_pages: tuple[int, ...]
@@ -174,10 +179,16 @@ class MemoryPlan:
     weight_bytes: int
     stream_bytes: int
     workspace_bytes: int
+    parked: int = 0
+
+    @property
+    def resident(self) -> int:
+        """Number of streams whose pages fit into the device's memory."""
+        return self.streams - self.parked
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.workspace_bytes + self.streams * self.stream_bytes
+        return self.weight_bytes + self.workspace_bytes + self.resident * self.stream_bytes
 
 
 def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout], name: str) -> ModelSpec:
@@ -212,9 +223,14 @@ def plan_memory(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     max_streams: int | None,
+    parked_bytes: int = 0,
 ) -> MemoryPlan:
     """Fit `max_streams` streams (None: as many as possible) into `free_bytes`, weights included. Raises
-    NotEnoughMemory."""
+    NotEnoughMemory.
+
+    With `parked_bytes` of host memory there can be more streams than fit, at most twice as many: silent streams are
+    parked there.
+    """
     layouts = stack_layouts(config, decoder_window, kv_dtype)
     spec = voxtral_spec(config, layouts, "voxtral")
     per_stream = stream_bytes(spec) + _activation_bytes(config, dtype, spec) + BYTES_PER_SLOT + BYTES_PER_ROW
@@ -226,20 +242,30 @@ def plan_memory(
             f"the model needs {gib(weights)} for its weights, {gib(shared)} to work in and {gib(per_stream)} for "
             f"each stream; {gib(free_bytes)} are free"
         )
+    parked, beside = 0, 0
+    if parked_bytes and (max_streams is None or max_streams > fits):
+        parked = max(0, min(parked_bytes // stream_bytes(spec), fits) - MOVES)
+        # Buffers of the moves, and what a parked stream has on the device beside its pages.
+        beside = 3 * MOVES * stream_bytes(spec) + parked * (per_stream - stream_bytes(spec))
+        if parked == 0 or beside + per_stream > room:
+            parked, beside = 0, 0
+    fits = (room - beside) // per_stream + parked
     streams = fits if max_streams is None else max_streams
     if streams > fits:
         raise NotEnoughMemory(
             f"{streams} streams need {gib(weights + shared + streams * per_stream)}, {gib(free_bytes)} are free: "
-            f"{fits} streams fit with a decoder window of {decoder_window} tokens; "
-            "a smaller window or 8-bit keys and values make room for more"
+            f"{fits} streams fit with a decoder window of {decoder_window} tokens; a smaller window, 8-bit keys and "
+            "values or host memory for silent streams (model.parked_share) make room for more"
         )
+    resident = min(streams, fits - parked)
     return MemoryPlan(
         streams=streams,
-        group_pages=tuple(streams * group.ring_pages for group in spec.kv_groups),
+        group_pages=tuple(resident * group.ring_pages for group in spec.kv_groups),
         cache_embeds=streams * spec.embeds_per_stream + SPARE_EMBEDS,
         weight_bytes=weights,
         stream_bytes=per_stream,
-        workspace_bytes=shared,
+        workspace_bytes=shared + beside,
+        parked=streams - resident,
     )
 
 
@@ -253,6 +279,7 @@ def plan_share(
     dtype: torch.dtype,
     kv_dtype: torch.dtype,
     max_streams: int | None,
+    parked_bytes: int = 0,
 ) -> MemoryPlan:
     """Return the plan of one of `share_of` engines on a device. Raises NotEnoughMemory.
 
@@ -262,7 +289,13 @@ def plan_share(
     room = free_bytes if share_of == 1 else total_bytes // share_of
     try:
         plan = plan_memory(
-            config, room, decoder_window=decoder_window, dtype=dtype, kv_dtype=kv_dtype, max_streams=max_streams
+            config,
+            room,
+            decoder_window=decoder_window,
+            dtype=dtype,
+            kv_dtype=kv_dtype,
+            max_streams=max_streams,
+            parked_bytes=parked_bytes // share_of,
         )
     except NotEnoughMemory as error:
         if share_of == 1:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -43,7 +43,17 @@ from engine.runner.frames.batch import (
     StepRows,
     outcome_of,
 )
-from engine.runner.frames.memory import MemoryPlan, StackCache, StackLayout, plan_share, stack_layouts, voxtral_spec
+from engine.runner.frames.memory import (
+    MOVES,
+    MemoryPlan,
+    StackCache,
+    StackLayout,
+    plan_share,
+    stack_layouts,
+    stream_bytes,
+    voxtral_spec,
+)
+from engine.runner.frames.parking import HostMemory, ParkedPages, available_host_memory
 from engine.runner.frames.passes import Chunk, ChunkBuffers, ModelPasses
 from engine.spec import Vocabulary
 from engine.weights.checkpoint import read_config, read_tensors
@@ -74,6 +84,8 @@ class RunnerSettings:
     max_streams: int | None = None
     # Number of engines that share the device.
     share_of: int = 1
+    # Host memory for the keys and values of silent streams, as a share of what is free.
+    parked_share: float = 0.0
     blank_guard: bool = True
     graphs: bool = True
 
@@ -134,6 +146,10 @@ class VoxtralRunner(Runner):
         layouts = stack_layouts(model.config, settings.decoder_window, settings.kv_dtype)
         self.spec = voxtral_spec(model.config, layouts, "voxtral-realtime")
         self.vocabulary = vocabulary
+        if memory.parked:
+            host = HostMemory(memory.parked + MOVES, stream_bytes(self.spec), model.device.type == "cuda")
+            parked = max(0, len(host.buffers) - MOVES)
+            memory = replace(memory, streams=memory.resident + parked, parked=parked)
         self.memory = memory
         self.device = model.device
         # Number of tokens changed by the guard against endless blanks.
@@ -143,6 +159,7 @@ class VoxtralRunner(Runner):
             StackCache(layout, pages, memory.streams, openings, prefix, settings.kv_dtype, model.device)
             for layout, pages, openings in zip(layouts, memory.group_pages, (1, MAX_DELAY_POSITIONS), strict=True)
         ]
+        self._parked = ParkedPages([cache.pages for cache in self._caches], host, MOVES) if memory.parked else None
         self._state = SlotState(memory.streams, model.device)
         self._keywords = KeywordTrees(vocabulary)
         self._bias = BiasTables(memory.streams + 1, self._keywords.spelling, model.device)
@@ -199,6 +216,7 @@ class VoxtralRunner(Runner):
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,
             max_streams=settings.max_streams,
+            parked_bytes=int(settings.parked_share * available_host_memory()),
         )
         vocabulary = read_tekken(directory / "tekken.json", config.vocabulary)
         tied = {"lm_head.weight": "model.language_model.embed_tokens.weight"} if config.tied else None
@@ -250,6 +268,8 @@ class VoxtralRunner(Runner):
         if not self._caches:
             return
         self._graphs = self._chunk_graphs = self._chunk_buffers = None
+        if self._parked is not None:
+            self._parked.close()
         del self._passes, self._slab, self._state, self._buffers, self._bias
         self._caches.clear()
         self._slots.clear()
@@ -263,6 +283,8 @@ class VoxtralRunner(Runner):
         for slot in plan.closed:
             self._slots.pop(slot, None)
             self._unready.discard(slot)
+        if self._parked is not None:
+            self._parked.begin_step(plan.closed, plan.parked, plan.restored)
         if plan.opened:
             self._open(plan.opened)
         self._update_tables(plan.decode)

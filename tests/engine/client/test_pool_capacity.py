@@ -13,7 +13,7 @@ from engine.client.stream import EngineStream
 
 
 def status(counted: int = 0, per_step: float = 0.0, per_stream: float = 0.0, used: int | None = None) -> Status:
-    state = Status(slots_total=64, slots_used=counted if used is None else used)
+    state = Status(slots_total=64, active_total=64, slots_used=counted if used is None else used)
     state.counted, state.load_per_step, state.load_per_stream = counted, per_step, per_stream
     return state
 

@@ -8,7 +8,9 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from pytest import MonkeyPatch
 
+import engine.core.scheduler as scheduler_module
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan, TimedToken
 from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
@@ -83,7 +85,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.engine.admit(Open(name, live))
         except AtCapacity:
-            assert len(self.engine.streams) == 3
+            assert len(self.engine.streams) == self.engine.limits.max_streams
         else:
             self.ends[name] = self.spec.prefix_positions
 
@@ -220,10 +222,61 @@ class OverlapMachine(SchedulerMachine):
         super().teardown()
 
 
+class ParkingMachine(OverlapMachine):
+    """Five streams, and pages for two: what a stream has written is there whenever it is computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        spec, resident = self.spec, 2
+        pages = tuple(group.ring_pages * resident for group in spec.kv_groups)
+        limits = Limits(5, spec.embeds_per_stream * 5, pages, 12, 7, resident_streams=resident, moves=2)
+        self.engine = Scheduler(spec, limits, VOCABULARY)
+        # Owner of each page by group, pages in host memory by slot, and pages that come back with the next plan.
+        self.device: list[dict[int, int]] = [{}, {}]
+        self.host: dict[int, list[int]] = {}
+        self.coming: dict[int, list[list[int]]] = {}
+        self.patch = MonkeyPatch()
+        self.patch.setattr(scheduler_module, "PARKED_AFTER_NS", -(1 << 62))
+
+    def plan(self) -> None:
+        super().plan()
+        plan = self.plans[-1]
+        for slot in plan.closed:
+            self.coming.pop(slot, None)
+            self.host.pop(slot, None)
+        for slot, groups in self.coming.items():
+            for owners, pages in zip(self.device, groups, strict=True):
+                owners.update(dict.fromkeys(pages, slot))
+        self.coming = {}
+        for task in plan.parked:
+            for owners, pages in zip(self.device, task.pages, strict=True):
+                assert all(owners[page] == task.slot for page in pages), "another stream has written to its pages"
+            assert task.slot not in self.host
+            self.host[task.slot] = [len(pages) for pages in task.pages]
+        for task in plan.restored:
+            assert self.host.pop(task.slot) == [len(pages) for pages in task.pages]
+            self.coming[task.slot] = task.pages
+        assert max(len(plan.parked), len(plan.restored)) <= 2
+        assert len(self.host) <= 3 + 2, "more host memory than there is"
+        for task in plan.decode:
+            assert task.slot not in self.coming and task.slot not in self.host, "its pages are not on the device"
+            for group, _, page in task.new_pages:
+                self.device[group][page] = task.slot
+            rings = self.engine.streams[task.stream].rings
+            for owners, ring in zip(self.device, rings, strict=True):
+                assert all(owners[page] == task.slot for page in ring.pages)
+
+    def teardown(self) -> None:
+        super().teardown()
+        self.patch.undo()
+
+
 SchedulerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 WindowMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 OverlapMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+ParkingMachine.TestCase.settings = settings(max_examples=100, stateful_step_count=60, deadline=None)
 TestFrames = SchedulerMachine.TestCase
+TestParking = ParkingMachine.TestCase
 TestOverlap = OverlapMachine.TestCase
 TestWindows = WindowMachine.TestCase
 

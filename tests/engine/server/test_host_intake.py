@@ -9,7 +9,7 @@ import pytest
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Batch, PayloadPlace
-from engine.server.host import LEAST_COMMANDS
+from engine.server.host import COMMANDS_AN_ITEM, LEAST_ITEMS
 from engine.server.loop import EngineLoop
 from tests.engine import fakes
 from tests.engine.server.test_host import SAMPLES, Host, audio, calm, command, feed
@@ -26,7 +26,7 @@ def test_an_engine_that_is_late_takes_in_no_more_than_it_computes(calm: str) -> 
         host.send(name, command(messages.Open("good")))
     for position in range(20):
         for name in (b"g", b"h"):
-            idle = [command(messages.Adopt("", "nobody's", 1)) for _ in range(LEAST_COMMANDS // 4)]
+            idle = [command(messages.Adopt("", "nobody's", 1)) for _ in range(COMMANDS_AN_ITEM * LEAST_ITEMS // 4)]
             host.post(name, feed("good", position), *idle, audio=(audio(position),))
     host.host.tick()
     taken = [peer.numbering.taken - 1 for peer in host.host._peers.values()]
@@ -53,9 +53,24 @@ def test_an_engine_of_a_windowed_model_takes_in_a_stride_of_every_stream() -> No
     host.greet(b"g")
     host.send(b"g", *(command(messages.Open(f"s{number}")) for number in range(streams)))
     for _ in range(2 * stride):
-        host.post(b"g", *(command(messages.Adopt("", "nobody's", 1)) for _ in range(streams)))
+        host.post(b"g", *(command(messages.Adopt("", "nobody's", 1)) for _ in range(COMMANDS_AN_ITEM * streams)))
     host.host.tick()
-    assert 2 * stride * streams > LEAST_COMMANDS and not host.host._peers[b"g"].inbox
+    assert 2 * stride * streams > LEAST_ITEMS and not host.host._peers[b"g"].inbox
+
+
+def test_short_appends_do_not_keep_an_engine_late() -> None:
+    """A position of 20 ms appends comes with four saved handoffs. An engine that counted commands would take in one
+    position before each step, and never catch up."""
+    streams = 100
+    host = Host(fakes.build(max_streams=streams, detects=True))
+    host.greet(b"g")
+    host.send(b"g", *(command(messages.Open(f"s{number}")) for number in range(streams)))
+    for _ in range(6):
+        others = [command(messages.Adopt("", "nobody's", 1)) for _ in range(5 * streams)]
+        host.post(b"g", *others)
+    before = host.host._peers[b"g"].numbering.taken
+    host.host.tick()
+    assert host.host._peers[b"g"].numbering.taken - before >= 2
 
 
 def test_a_gateway_that_is_waited_for_keeps_no_room_from_the_others() -> None:
@@ -64,7 +79,9 @@ def test_a_gateway_that_is_waited_for_keeps_no_room_from_the_others() -> None:
     for name in (b"g", b"h"):
         host.greet(name)
         host.send(name, command(messages.Open("a")))
-    missing = Batch(2, 0, [PayloadPlace(b"k" * 16, None, 4 * SAMPLES, None)], [feed("a", 0)] * (LEAST_COMMANDS + 1))
+    missing = Batch(
+        2, 0, [PayloadPlace(b"k" * 16, None, 4 * SAMPLES, None)], [feed("a", 0)] * (COMMANDS_AN_ITEM * LEAST_ITEMS + 1)
+    )
     host.line.arriving.append((b"g", codec.encode(missing)))
     host.host.tick()
     for position in range(5):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine.messages import Open
-from engine.server.host import LoadReport
+from engine.server.host import LoadReport, active_at_once
 from engine.server.loop import EngineLoop
 from engine.server.metering import ENOUGH_STEPS
 from tests.engine import fakes
@@ -58,3 +58,11 @@ def test_a_clock_that_stands_takes_nothing_back(loop: EngineLoop) -> None:
     report.spend_beside_steps(-0.001)
     report.measure(loop, [], 0.0, 2.0)
     assert report.status.load == 0.0
+
+
+@pytest.mark.parametrize(
+    ("recent", "active", "expected"),
+    [(0, 0, 0), (100, 0, 3), (100, 50, 65), (100, 100, 100), (1200, 600, 652), (64, 63, 64)],
+)
+def test_of_many_conversations_only_some_are_active_at_once(recent: int, active: int, expected: int) -> None:
+    assert active_at_once(recent, active) == expected
