@@ -142,7 +142,7 @@ RTP_S = 0.02
 
 
 class RtspServer:
-    """A camera: serves G.711 as RTP inside the RTSP connection, at the pace of speech, to each client from the start."""
+    """A camera: serves G.711 as RTP inside the RTSP connection, at the pace of speech, to each client anew."""
 
     def __init__(self, mulaw: bytes) -> None:
         self._mulaw = mulaw
