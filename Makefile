@@ -62,12 +62,14 @@ $(CHART)/.installed: deploy/chart_tools.py
 		|| $(APT) install -y -qq --no-install-recommends qemu-user-static >/dev/null
 	touch $@
 
-# The browser tests need two browsers, the audio tests a voice. Where one cannot be installed, its tests say so and skip.
+# The browser tests need two browsers, the audio tests a voice, the tests of streams ffmpeg. Where one cannot be
+# installed, its tests say so and skip.
 system:
 	@missing=""; \
 	command -v chromium >/dev/null || missing="$$missing chromium"; \
 	command -v firefox-esr >/dev/null || command -v firefox >/dev/null || missing="$$missing firefox-esr"; \
 	command -v espeak-ng >/dev/null || missing="$$missing espeak-ng"; \
+	command -v ffmpeg >/dev/null || missing="$$missing ffmpeg"; \
 	if [ -n "$$missing" ] && [ -n "$(APT)" ]; then \
 		echo "installing$$missing"; \
 		{ $(APT) update -qq && $(APT) install -y -qq --no-install-recommends $$missing; } >/dev/null 2>&1 \

@@ -414,7 +414,7 @@ def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float
             elif resampler.rate != frame.sample_rate:
                 yield resampler.flush()
                 resampler = Resampler(frame.sample_rate)
-            yield resampler.resample(_mix_down(frame))
+            yield resampler.resample(mix_down(frame))
     except AudioError as error:
         fault = error
     if resampler is not None:
@@ -425,7 +425,7 @@ def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float
         raise EmptyAudio("the audio track has no samples; send one that has sound in it")
 
 
-def _mix_down(frame: av.AudioFrame) -> NDArray[np.float32]:
+def mix_down(frame: av.AudioFrame) -> NDArray[np.float32]:
     """Mono samples: the mean of all channels. Raises NotAudio and BadSamples."""
     channels = frame.layout.nb_channels
     if channels > MAX_CHANNELS:

@@ -16,12 +16,14 @@ from realtime.commands import (
     doctor,
     engine,
     fleet,
+    listen,
     mic,
     plan,
     pull,
     serve,
     status,
     transcribe,
+    wyoming,
 )
 from realtime.commands.terminal import (
     DEBUG_VARIABLE,
@@ -48,7 +50,23 @@ Exit codes: 0 success, 1 failure, 2 error in the command line or the configurati
 TICKERTAPE_DEBUG=1 shows a stack trace with every error; TICKERTAPE_CACHE is the folder for models.
 """
 
-_COMMANDS = (serve, engine, fleet, status, transcribe, mic, bench, plan, demo, pull, doctor, check_config, completion)
+_COMMANDS = (
+    serve,
+    engine,
+    fleet,
+    status,
+    transcribe,
+    mic,
+    listen,
+    wyoming,
+    bench,
+    plan,
+    demo,
+    pull,
+    doctor,
+    check_config,
+    completion,
+)
 
 
 class _Parser(argparse.ArgumentParser):

@@ -154,6 +154,9 @@ class ServerConfig:
     allowed_origins: tuple[str, ...] = ()
     # Host names that a server without keys accepts in the Host header, beside those of this machine; `*` accepts any.
     allowed_hosts: tuple[str, ...] = ()
+    # Hosts from which the server may pull streams for clients (POST /v1/streams): names, `*.example.org`, `*` for any
+    # public host; addresses and networks (10.0.0.0/8), which also allow private addresses. Empty: the route is off.
+    stream_hosts: tuple[str, ...] = ()
     # Lowest level of log lines: debug, info, warning or error.
     log_level: str = "info"
     # Format of log lines: text, or json with an object in each line.
@@ -218,6 +221,8 @@ class LimitsConfig:
     # Largest uploaded file, and seconds for it to arrive, and again to be transcribed.
     upload_bytes: int = 512 * 1024 * 1024
     upload_s: float = 3600.0
+    # Streams that the server pulls at once.
+    streams: int = 8
     # Bytes of items that all inject requests together may hold in memory.
     inject_bytes: int = 16 * 1024 * 1024
     # Files transcribed at once, and files that may wait; further ones are refused.
@@ -404,6 +409,18 @@ def _check_browsers(server: ServerConfig) -> None:
         if host != "*" and not HOST.fullmatch(host):
             text = "must be a name such as captions.example.org, without scheme and port; or *"
             raise ConfigError(f"server.allowed_hosts: {shown(host)} {text}")
+    for host in server.stream_hosts:
+        if host != "*" and not HOST.fullmatch(host.removeprefix("*.")) and not _is_network(host):
+            text = "must be a name such as radio.example.org or *.example.org, an address, a network (10.0.0.0/8), or *"
+            raise ConfigError(f"server.stream_hosts: {shown(host)} {text}")
+
+
+def _is_network(text: str) -> bool:
+    try:
+        ip_network(text)
+    except ValueError:
+        return False
+    return True
 
 
 def check_tls(server: ServerConfig) -> None:

@@ -1,8 +1,8 @@
 """A realtime session that outlives its connections: it reconnects, resumes, and resends audio. Used by the commands.
 
 Audio that the server has not acknowledged is kept, up to `KEEP_S`. Beyond that the oldest audio is dropped, and the
-server gets a gap of the same length, so that times stay right. If a session cannot be resumed, a new one begins with
-the kept audio, and the times of its words are shifted.
+server gets a gap of the same length, so that times stay right. Audio that the source itself misses is a gap too. If a
+session cannot be resumed, a new one begins with the kept audio, and the times of its words are shifted.
 """
 
 from __future__ import annotations
@@ -22,7 +22,10 @@ BYTES_PER_SAMPLE = 2
 
 
 class KeptAudio:
-    """16-bit samples `first` to `end` of the audio. When `most_samples` are kept, the oldest are dropped."""
+    """16-bit samples `first` to `end` of the audio. When `most_samples` are kept, the oldest are dropped.
+
+    A chunk is bytes, or the number of samples of a gap, which takes no room.
+    """
 
     def __init__(self, most_samples: int) -> None:
         self.first = 0
@@ -30,32 +33,53 @@ class KeptAudio:
         # Samples dropped without a confirmation of the server.
         self.lost = 0
         self._most = most_samples
-        self._chunks: deque[bytes] = deque()
+        self._chunks: deque[bytes | int] = deque()
+        # Samples in the chunks, without gaps.
+        self._held = 0
 
     @property
     def room(self) -> int:
         """Samples that can be appended before the oldest are dropped."""
-        return self._most - (self.end - self.first)
+        return self._most - self._held
 
     def append(self, pcm16: bytes) -> None:
+        if not _length(pcm16):
+            return
         self._chunks.append(pcm16)
+        self._held += len(pcm16) // BYTES_PER_SAMPLE
         self.end += len(pcm16) // BYTES_PER_SAMPLE
-        excess = self.end - self.first - self._most
-        if excess > 0:
+        while self._held > self._most:
+            oldest = self._chunks[0]
+            if isinstance(oldest, int):
+                self._drop(oldest)
+                continue
+            excess = min(self._held - self._most, _length(oldest))
             self.lost += excess
             self._drop(excess)
+
+    def append_gap(self, samples: int) -> None:
+        if self._chunks and isinstance(last := self._chunks[-1], int):
+            self._chunks[-1] = last + samples
+        else:
+            self._chunks.append(samples)
+        self.end += samples
 
     def confirm(self, sample: int) -> None:
         """The server has everything before this sample: drop it."""
         self._drop(min(sample, self.end) - self.first)
 
-    def since(self, sample: int, most_samples: int) -> bytes:
-        """Up to `most_samples` samples as bytes, from `sample` on, which must not be before `first`."""
+    def since(self, sample: int, most_samples: int) -> bytes | int:
+        """Up to `most_samples` samples as bytes, from `sample` on, which must not be before `first`; or the length of
+        the gap that begins or continues there."""
         found = bytearray()
         at = self.first
         for chunk in self._chunks:
-            length = len(chunk) // BYTES_PER_SAMPLE
+            length = _length(chunk)
             if at + length > sample:
+                if isinstance(chunk, int):
+                    if found:
+                        break
+                    return at + length - sample
                 found += chunk[BYTES_PER_SAMPLE * max(0, sample - at) :]
                 if len(found) >= BYTES_PER_SAMPLE * most_samples:
                     break
@@ -66,17 +90,26 @@ class KeptAudio:
         """Drop the oldest samples."""
         while samples > 0:
             chunk = self._chunks.popleft()
-            length = len(chunk) // BYTES_PER_SAMPLE
+            length = _length(chunk)
             if length > samples:
-                self._chunks.appendleft(chunk[BYTES_PER_SAMPLE * samples :])
+                rest = chunk - samples if isinstance(chunk, int) else chunk[BYTES_PER_SAMPLE * samples :]
+                self._chunks.appendleft(rest)
                 length = samples
+            if not isinstance(chunk, int):
+                self._held -= length
             self.first += length
             samples -= length
+
+
+def _length(chunk: bytes | int) -> int:
+    return chunk if isinstance(chunk, int) else len(chunk) // BYTES_PER_SAMPLE
 
 
 KEEP_S = 120
 # Samples in one append.
 SEND_SAMPLES = 16_000
+# The longest gap in one event, in seconds; a server takes a day unless it is configured otherwise.
+SEND_GAP_S = 600
 # Seconds before a reconnect; doubles with each attempt.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
 # Seconds without an answer to a ping after which the connection is given up.
@@ -112,6 +145,11 @@ class LastingSession:
 
     def append(self, pcm16: bytes) -> None:
         self.kept.append(pcm16)
+        self._news.set()
+
+    def append_gap(self, samples: int) -> None:
+        """Audio of this length is missing."""
+        self.kept.append_gap(samples)
         self._news.set()
 
     async def wait_for_room(self, samples: int) -> None:
@@ -215,17 +253,24 @@ class LastingSession:
         """Send all audio that was not sent yet, until the audio is finished."""
         while True:
             if (first := self.kept.first) > self._sent:
-                await session.send("input_audio_buffer.gap", samples=first - self._sent)
-                self._sent = first
+                await self._send_gap(session, first - self._sent)
             elif data := self.kept.since(self._sent, SEND_SAMPLES):
-                await session.append(data)
-                self._sent += len(data) // BYTES_PER_SAMPLE
+                if isinstance(data, int):
+                    await self._send_gap(session, data)
+                else:
+                    await session.append(data)
+                    self._sent += len(data) // BYTES_PER_SAMPLE
                 self._believe_what_was_sent()
             elif self._finished:
                 return await session.finish()
             else:
                 self._news.clear()
                 await self._news.wait()
+
+    async def _send_gap(self, session: WireSession, samples: int) -> None:
+        samples = min(samples, SEND_GAP_S * self._options.rate)
+        await session.send("input_audio_buffer.gap", samples=samples)
+        self._sent += samples
 
 
 def shifted(event: dict[str, Any], seconds: float) -> dict[str, Any]:

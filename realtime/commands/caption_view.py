@@ -104,6 +104,12 @@ class CaptionView:
             self._print(Text(text, "yellow"))
         self._note = text
 
+    def gap(self, start: float, end: float) -> None:
+        """Show that audio is missing between these seconds, below the line of the words before it."""
+        if self._words and self._words[-1].start < start:
+            self.end_line()
+        self._print(Text(f"{clock(start)}  [no sound until {clock(end)}]", "yellow"))
+
     def end_line(self) -> None:
         line, words = self._line.strip(), self._words
         self._line, self._words = "", []

@@ -1,6 +1,6 @@
-"""Live captions in the terminal, of a microphone or of a file in real time, by a local engine or by a server.
+"""Live captions in the terminal, of a microphone, a stream or a file in real time, by a local engine or by a server.
 
-Used by `tickertape mic`, `tickertape demo` and `tickertape transcribe --live`.
+Used by `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live`.
 """
 
 from __future__ import annotations
@@ -59,8 +59,13 @@ class AudioClock:
         self._received += samples
 
     @property
+    def heard_s(self) -> float:
+        """Seconds of audio so far, with gaps."""
+        return self._received / MODEL_RATE
+
+    @property
     def now(self) -> float:
-        return 0.0 if self._began is None else max(self._time() - self._began, self._received / MODEL_RATE)
+        return 0.0 if self._began is None else max(self._time() - self._began, self.heard_s)
 
 
 class Listener:
@@ -79,6 +84,8 @@ class Listener:
         self._clock = clock
         self._file = file
         self._troubles: dict[str, str] = {}
+        # Gaps in the audio (start, end in seconds) that wait for the first word after them.
+        self._gaps: deque[tuple[float, float]] = deque(maxlen=MAX_GAPS)
         # Text of the open turn, if none of its words had times so far.
         self._untimed = ""
         self._timed = False
@@ -90,6 +97,8 @@ class Listener:
     def on_text(self, delta: str, words: Sequence[ShownWord]) -> None:
         """Take final text, and the words that it completes."""
         self.last_news = asyncio.get_running_loop().time()
+        while self._gaps and words and words[0].end > self._gaps[0][1]:
+            self._show_gap()
         self._captions.add(delta, words, self._clock.now)
         self._timed |= bool(words)
         self._words += len(words)
@@ -102,6 +111,21 @@ class Listener:
         now = self._clock.now
         self._save([ShownWord(text, now, now) for text in self._untimed.split()])
         self._untimed, self._timed, self._words = "", False, 0
+
+    def on_gap(self, start: float, end: float) -> None:
+        """Audio is missing between these seconds. It is shown before the first word that comes after it."""
+        self._gaps.append((start, end))
+
+    def show_gaps(self) -> None:
+        """Show the gaps after the last word: no more words come."""
+        while self._gaps:
+            self._show_gap()
+
+    def _show_gap(self) -> None:
+        start, end = self._gaps.popleft()
+        self._captions.gap(start, end)
+        if self._file is not None:
+            self._file.add_gap(start, end)
 
     def trouble(self, kind: str, text: str) -> None:
         """Show a problem of this kind; an empty text removes it."""
@@ -173,8 +197,11 @@ TURNS = {"type": "server_vad", "silence_duration_ms": 500}
 # Seconds without text after the end of the audio before the command gives up.
 LAST_WORDS_S = 15.0
 
-# Chunks of 16 kHz mono in real time.
-Sound = AsyncIterator[Samples]
+# Gaps that wait for the first word after them; beyond that the oldest marks are dropped.
+MAX_GAPS = 1000
+
+# Chunks of 16 kHz mono in real time. A number is a gap: so many samples are missing.
+Sound = AsyncIterator[Samples | int]
 
 
 async def play_file(path: Path, options: argparse.Namespace) -> None:
@@ -261,10 +288,18 @@ async def _through_engine(
                     elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                         raise EngineError(output.message)
 
+            async def send(audio: Samples | int) -> None:
+                if isinstance(audio, int):
+                    listener.on_gap(clock.heard_s - audio / MODEL_RATE, clock.heard_s)
+                    await stream.gap(audio)
+                else:
+                    await stream.feed(audio)
+
             try:
-                feeding = _feed(sound, clock, captions, stream.feed, stream.finish)
+                feeding = _feed(sound, clock, captions, send, stream.finish)
                 await _both(feeding, listen(), lambda: listener.last_news)
             finally:
+                listener.show_gaps()
                 await stream.abort()
 
 
@@ -296,7 +331,10 @@ async def _through_server(
         with CaptionView(Console(), show_words=options.words) as captions:
             listener = Listener(captions, clock, file, transcription_options.speakers)
 
-            async def send(samples: Samples) -> None:
+            async def send(samples: Samples | int) -> None:
+                if isinstance(samples, int):
+                    listener.on_gap(clock.heard_s - samples / MODEL_RATE, clock.heard_s)
+                    return session.append_gap(samples)
                 if can_wait:
                     await session.wait_for_room(len(samples))
                 session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
@@ -307,7 +345,10 @@ async def _through_server(
                 session.finish()
 
             talking = session.run(listener.on_event, partial(listener.trouble, "line"))
-            await _both(_feed(sound, clock, captions, send, finish), talking, lambda: listener.last_news)
+            try:
+                await _both(_feed(sound, clock, captions, send, finish), talking, lambda: listener.last_news)
+            finally:
+                listener.show_gaps()
     except CannotConnect as error:
         raise CommandFailed(str(error)) from error
 
@@ -316,13 +357,13 @@ async def _feed(
     sound: Sound,
     clock: AudioClock,
     captions: CaptionView,
-    send: Callable[[Samples], Awaitable[None]],
+    send: Callable[[Samples | int], Awaitable[None]],
     finish: Callable[[], Awaitable[None]],
 ) -> None:
     """Send the audio, and finish the session even if the source of the audio fails."""
     try:
         async for samples in sound:
-            clock.advance(len(samples))
+            clock.advance(samples if isinstance(samples, int) else len(samples))
             captions.heard(clock.now)
             await send(samples)
     except asyncio.CancelledError:

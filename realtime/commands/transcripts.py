@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from audio.formats import MODEL_RATE
+from realtime.commands.caption_view import clock
 from realtime.commands.terminal import CommandFailed, UsageError, note
 from realtime.session.events import TimedWord
 from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
@@ -132,6 +133,22 @@ def _vtt(caption: Subtitle, number: int, words: bool) -> str:
     return "\n" + to_vtt([caption]).removeprefix("WEBVTT\n\n")
 
 
+def _gap_line(start: float, end: float) -> str:
+    return f"[no sound from {clock(start)} to {clock(end)}]\n"
+
+
+def _gap_json(start: float, end: float) -> str:
+    return json.dumps({"gap": True, "start": round(start, 3), "end": round(end, 3)}) + "\n"
+
+
+# Extension -> function that writes a gap in the audio. SubRip has no comments: its captions only lack there.
+GAPS: dict[str, Callable[[float, float], str]] = {
+    "txt": _gap_line,
+    "json": _gap_json,
+    "srt": lambda start, end: "",
+    "vtt": lambda start, end: f"\nNOTE {_gap_line(start, end)}",
+}
+
 # Extension -> function that writes a caption, and the header of the file.
 LIVE_FORMATS: dict[str, tuple[Callable[[Subtitle, int, bool], str], str]] = {
     "txt": (_text, ""),
@@ -151,6 +168,7 @@ class TranscriptFile:
     def __init__(self, path: Path, extension: str, words: bool) -> None:
         self.on_trouble: Callable[[str], None] = note
         self._write_caption, head = LIVE_FORMATS[extension]
+        self._write_gap = GAPS[extension]
         self._path = path
         self._words = words
         self._open: list[TimedWord] = []
@@ -181,11 +199,20 @@ class TranscriptFile:
         self._open = [word for caption in spoken for word in caption.words]
         self._save("".join(self._write_caption(caption, self._captions + 1, self._words) for caption in spoken))
 
-    def close(self) -> None:
-        """Save the rest. A file without captions is removed. Raises CommandFailed if something could not be saved."""
+    def add_gap(self, start: float, end: float) -> None:
+        """Mark missing audio, in seconds, after the words so far."""
+        self._complete_open()
+        self._keep(self._write_gap(start, end))
+        self._save("")
+
+    def _complete_open(self) -> None:
         for caption in subtitles(self._open, MODEL_RATE):
             self._complete(caption)
         self._open = []
+
+    def close(self) -> None:
+        """Save the rest. A file without captions is removed. Raises CommandFailed if something could not be saved."""
+        self._complete_open()
         self._save("")
         os.close(self._fd)
         if not self._captions:

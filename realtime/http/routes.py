@@ -26,12 +26,14 @@ from realtime.http.deepgram_file_route import ListenRoute
 from realtime.http.info_routes import Answers
 from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.prepared_audio_routes import PrepareRoutes
+from realtime.http.stream_routes import STREAMS, StreamRoutes
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader
 from realtime.http.viewer_routes import ViewerRoutes
 from realtime.http.websocket_routes import FLUX, LISTEN, WebSocketRoutes, refusal_response
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.publishing import Publisher
+from realtime.serving.pulled_streams import PulledStreams
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.viewer_links import ViewerLinks
@@ -84,6 +86,8 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     gateway.audience = Audience(publisher, services.metrics)
     links = ViewerLinks(services.link_signer, publisher.revocations, authenticator.vouches_for)
     viewers = ViewerRoutes(context, gateway.audience, publisher, links)
+    gateway.streams = PulledStreams(sessions, config, time.time)
+    streams = StreamRoutes(context, gateway.streams, services.claimants is None)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
         ClientFault: _on_fault,
@@ -95,7 +99,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
     guard = Middleware(BrowserGuard, rules, services.metrics)
     app = Starlette(
-        routes=[*_sockets(gateway), *_viewers(viewers), *_answers(context), *page_routes()],
+        routes=[*_sockets(gateway), *_viewers(viewers), *_answers(context), *_streams(streams), *page_routes()],
         middleware=[
             Middleware(AccessLog, config.server),
             Middleware(_CleanHeaders),
@@ -168,6 +172,16 @@ def _answers(context: Context) -> list[Route]:
         Route("/ready", answers.ready),
         Route("/capacity", answers.capacity),
         Route("/metrics", answers.prometheus),
+    ]
+
+
+def _streams(streams: StreamRoutes) -> list[Route]:
+    return [
+        Route(STREAMS, streams.all, methods=["GET"]),
+        Route(STREAMS, streams.create, methods=["POST"]),
+        Route(f"{STREAMS}/{{id}}", streams.one, methods=["GET"]),
+        Route(f"{STREAMS}/{{id}}", streams.delete, methods=["DELETE"]),
+        Route(f"{STREAMS}/{{id}}/events", streams.events, methods=["GET"]),
     ]
 
 

@@ -31,6 +31,7 @@ from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
+from realtime.serving.pulled_streams import PulledStreams
 from realtime.serving.quota import Caller
 from realtime.serving.session_factory import OpenSession
 from realtime.serving.throttle import FairTurns, Pace
@@ -79,6 +80,8 @@ class WebSocketRoutes:
         self.audience: Audience | None = None
         self._context = context
         self._fair_turns = FairTurns()
+        # Streams that this gateway pulls, which end with it.
+        self.streams: PulledStreams | None = None
 
     async def realtime(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The endpoint of OpenAI's and vLLM's clients. Plain ASGI: Starlette's wrapper costs time per message."""
@@ -242,6 +245,8 @@ class WebSocketRoutes:
         try:
             yield
         finally:
+            if self.streams is not None:
+                await self.streams.close()
             await self.sessions.drain(0.0)
             for ticker in tickers:
                 ticker.cancel()

@@ -1,4 +1,5 @@
 """The program that decodes untrusted container audio outside the gateway, in one process for each file or stream.
+Processes that pull a stream from the network are its forks too (`pull_process.py`).
 
     python -m realtime.serving.decoder_process FD
 
@@ -26,7 +27,8 @@ from numpy.typing import NDArray
 from audio.containers import STEP_SAMPLES, read_stream, read_upload
 from audio.errors import AudioError, TooLargeToDecode
 from audio.pipes import ByteReader
-from realtime.serving.decoder_protocol import ANSWER, BEGIN, DONE, END, FAULT, HUNGRY, MORE, NO_MORE, ORDER, PIECE
+from realtime.serving.decoder_protocol import ANSWER, BEGIN, DONE, END, FAULT, HUNGRY, MORE, NO_MORE, ORDER, PIECE, PULL
+from realtime.serving.pull_process import pull
 
 # Address space of a fork beyond the shared part. The index of a six-hour file takes 100 MB.
 MAX_DECODER_BYTES = 256 * 1024 * 1024
@@ -68,8 +70,8 @@ class _Forks:
         if len(order) < ORDER.size:
             return False
         kind, number = ORDER.unpack(order)
-        if kind == BEGIN and descriptors:
-            self._begin(number, descriptors)
+        if kind in (BEGIN, PULL) and descriptors:
+            self._begin(number, descriptors, kind == PULL)
         elif kind == END and number in self._children:
             # The process id cannot have been reused: only `_reap` waits for children, and it forgets their ids.
             os.kill(self._children[number], signal.SIGKILL)
@@ -77,7 +79,7 @@ class _Forks:
             os.close(descriptor)
         return True
 
-    def _begin(self, number: int, descriptors: list[int]) -> None:
+    def _begin(self, number: int, descriptors: list[int], pulls: bool) -> None:
         try:
             pid = os.fork()
         except OSError:
@@ -85,7 +87,7 @@ class _Forks:
         if pid == 0:
             self._orders.close()
             line, *files = descriptors
-            _live(socket.socket(fileno=line), os.fdopen(files[0], "rb") if files else None)
+            _live(socket.socket(fileno=line), os.fdopen(files[0], "rb") if files else None, pulls)
         self._children[number] = pid
 
     def _reap(self) -> None:
@@ -94,9 +96,11 @@ class _Forks:
                 del self._children[number]
 
 
-def _live(line: socket.socket, file: BinaryIO | None) -> None:
-    """Decode one file or stream, then exit: the whole life of a forked process."""
+def _live(line: socket.socket, file: BinaryIO | None, pulls: bool) -> None:
+    """Decode one file or stream, or pull one, then exit: the whole life of a forked process."""
     try:
+        if pulls:
+            return pull(line, _set_bounds)
         _set_bounds()
         _decode(_Line(line), file)
     except (OSError, EOFError):

@@ -8,9 +8,9 @@ import struct
 PROGRAM = "realtime.serving.decoder_process"
 
 # Gateway to program: kind, decoder number. BEGIN comes with file descriptors: the decoder's socket, and for an upload
-# the file.
+# the file. PULL comes with the socket of a process that pulls a stream from the network (`pull_protocol.py`).
 ORDER = struct.Struct("<cQ")
-BEGIN, END = b"b", b"e"
+BEGIN, PULL, END = b"b", b"p", b"e"
 # Gateway to decoder: the number of bytes that follow. 0 asks for the next samples, NO_MORE says that the stream ends.
 PIECE = struct.Struct("<I")
 NO_MORE = 0xFFFF_FFFF

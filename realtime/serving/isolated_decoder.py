@@ -14,8 +14,9 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
+from functools import partial
 from threading import Lock
 from typing import BinaryIO, cast
 from weakref import WeakKeyDictionary
@@ -24,7 +25,19 @@ import numpy as np
 
 from audio import errors
 from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecoders
-from realtime.serving.decoder_protocol import ANSWER, BEGIN, DONE, END, FAULT, MORE, NO_MORE, ORDER, PIECE, PROGRAM
+from realtime.serving.decoder_protocol import (
+    ANSWER,
+    BEGIN,
+    DONE,
+    END,
+    FAULT,
+    MORE,
+    NO_MORE,
+    ORDER,
+    PIECE,
+    PROGRAM,
+    PULL,
+)
 from realtime.session.events import Samples
 
 # Decoders that may work at the same time; more of them would take CPU time from live audio.
@@ -136,8 +149,8 @@ class _Beginning:
         self._given_up = False
         self._begun: tuple[socket.socket, int] | None = None
 
-    def run(self, file: BinaryIO | None) -> tuple[socket.socket, int]:
-        begun = _begin(file)
+    def run(self, file: BinaryIO | None, kind: bytes = BEGIN) -> tuple[socket.socket, int]:
+        begun = _begin(file, kind)
         with self._lock:
             self._begun = begun
             if self._given_up:
@@ -149,6 +162,18 @@ class _Beginning:
             self._given_up = True
             if self._begun is not None:
                 IsolatedDecoder(*self._begun).end()
+
+
+async def begin_pulling() -> tuple[socket.socket, Callable[[], None]]:
+    """Start a process that pulls a stream; returns the socket to it, and a function that kills it. Raises
+    TooManyDecoders."""
+    beginning = _Beginning()
+    try:
+        line, number = await asyncio.to_thread(beginning.run, None, PULL)
+    except BaseException:
+        beginning.give_up()
+        raise
+    return line, partial(_forks.end, number)
 
 
 async def decoded_file(file: BinaryIO) -> AsyncGenerator[Samples]:
@@ -177,7 +202,7 @@ def _fault(said: str) -> AudioError:
     return kind(text) if isinstance(kind, type) and issubclass(kind, AudioError) else CorruptAudio(text)
 
 
-def _begin(file: BinaryIO | None) -> tuple[socket.socket, int]:
+def _begin(file: BinaryIO | None, kind: bytes) -> tuple[socket.socket, int]:
     """Start a decoder; returns the socket to it and its number. Blocks, and raises TooManyDecoders."""
     try:
         ours, theirs = socket.socketpair()
@@ -185,9 +210,9 @@ def _begin(file: BinaryIO | None) -> tuple[socket.socket, int]:
             try:
                 ours.setblocking(False)
                 if file is None:
-                    return ours, _forks.begin([theirs.fileno()])
+                    return ours, _forks.begin([theirs.fileno()], kind)
                 with _shared(file) as shared:
-                    return ours, _forks.begin([theirs.fileno(), shared.fileno()])
+                    return ours, _forks.begin([theirs.fileno(), shared.fileno()], kind)
             except BaseException:
                 ours.close()
                 raise
@@ -226,11 +251,11 @@ class _DecoderProgram:
         self._orders: socket.socket | None = None
         self._owner = 0
 
-    def begin(self, descriptors: list[int]) -> int:
+    def begin(self, descriptors: list[int], kind: bytes) -> int:
         """Start a decoder that gets these descriptors; returns its number. Raises OSError."""
         with self._lock:
             number = next(self._numbers)
-            order = ORDER.pack(BEGIN, number)
+            order = ORDER.pack(kind, number)
             with suppress(ConnectionError):
                 if self._orders is not None and self._owner == os.getpid():
                     socket.send_fds(self._orders, [order], descriptors)

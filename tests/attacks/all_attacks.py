@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.attacks import frames, handshake, messages, sound, timing, tokens, uploads, viewers, websites
+from tests.attacks import frames, handshake, messages, pulled_streams, sound, timing, tokens, uploads, viewers, websites
 from tests.attacks.target import ATTACKS
 
-__all__ = ["ATTACKS", "frames", "handshake", "messages", "sound", "timing", "tokens", "uploads", "viewers", "websites"]
+__all__ = [
+    "ATTACKS",
+    "frames",
+    "handshake",
+    "messages",
+    "pulled_streams",
+    "sound",
+    "timing",
+    "tokens",
+    "uploads",
+    "viewers",
+    "websites",
+]

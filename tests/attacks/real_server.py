@@ -33,6 +33,7 @@ SETTINGS = {
     "auth.keys": ",".join((GOOD_KEY, BAD_KEY, OTHER_KEY)),
     "auth.secret": SIGNING_SECRET,
     "server.handshake_s": "2",
+    "server.stream_hosts": "127.0.0.1",
     "session.resume_s": "3",
     "limits.max_load": "0",
     "session.stall_s": "0",

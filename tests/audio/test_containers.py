@@ -313,7 +313,7 @@ def test_a_fault_of_ours_is_not_blamed_on_the_audio(files: dict[str, bytes], mon
     def broken(frame: av.AudioFrame) -> NDArray[np.float32]:
         raise ZeroDivisionError
 
-    monkeypatch.setattr("audio.containers._mix_down", broken)
+    monkeypatch.setattr("audio.containers.mix_down", broken)
     decoder = ContainerDecoder()
     with pytest.raises(ZeroDivisionError):
         list(decoder.decode(files["webm"]))

@@ -257,3 +257,29 @@ async def test_sound_that_can_wait_waits_for_the_server(token: str | None) -> No
         session.finish()
         await running
     assert session.kept.lost == 0
+
+
+async def test_gap_of_the_source_is_sent_in_its_place_and_again_after_a_lost_connection(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(lasting_session, "SEND_GAP_S", 8)
+
+    async def first(wire: Wire) -> None:
+        await wire.greet()
+        await wire.hear_samples(50 + 800)
+        assert wire.gaps == [800]  # a long gap is sent in parts
+        wire.cut()
+
+    async def second(wire: Wire) -> None:
+        await wire.say("session.resumed", session={}, received_samples=350)
+        await wire.end()
+        assert wire.gaps == [700] and wire.samples == 700 + 20
+
+    async with server(first, second) as url:
+        session = LastingSession(url, None, WISHES)
+        session.append(pcm(50))
+        session.append_gap(1000)
+        session.append(pcm(20))
+        session.finish()
+        await talk(session)
+    assert session.kept.lost == 0

@@ -56,3 +56,29 @@ def test_what_is_kept_is_always_the_sound_between_first_and_end(steps: list[tupl
         for start in (kept.first, (kept.first + end) // 2):
             assert kept.since(start, 1000) == pcm(start, end)
             assert kept.since(start, 7) == pcm(start, min(end, start + 7))
+
+
+def test_gap_keeps_its_place_and_takes_no_room() -> None:
+    kept = KeptAudio(100)
+    kept.append(pcm(0, 40))
+    kept.append_gap(1_000_000)
+    kept.append_gap(500)
+    kept.append(pcm(0, 60))
+    assert (kept.end, kept.room, kept.lost) == (1_000_600, 0, 0)
+    assert kept.since(10, 1000) == pcm(10, 40)
+    assert kept.since(40, 1000) == 1_000_500 and kept.since(500, 10) == 1_000_040
+    assert kept.since(1_000_540, 1000) == pcm(0, 60)
+    # The oldest audio is dropped, and a gap at the front with it; only audio is lost.
+    kept.append(pcm(60, 110))
+    assert (kept.first, kept.lost) == (1_000_550, 50) and kept.since(1_000_550, 9) == pcm(10, 19)
+
+
+def test_confirmation_within_a_gap_leaves_its_rest() -> None:
+    kept = KeptAudio(100)
+    kept.append(pcm(0, 10))
+    kept.append_gap(30)
+    kept.append(pcm(0, 5))
+    kept.confirm(25)
+    assert (kept.first, kept.room) == (25, 95) and kept.since(25, 100) == 15
+    kept.confirm(45)
+    assert (kept.first, kept.room) == (45, 100) and kept.since(45, 100) == b""

@@ -146,3 +146,24 @@ def test_file_in_which_nothing_was_said_is_not_left_behind(tmp_path: Path) -> No
     assert (tmp_path / "talk.vtt").read_text() == "WEBVTT\n"
     file.close()
     assert not (tmp_path / "talk.vtt").exists()
+
+
+@pytest.mark.parametrize(
+    "extension,mark",
+    [
+        ("txt", "[no sound from 00:02.0 to 00:09.5]\n"),
+        ("json", '{"gap": true, "start": 2.0, "end": 9.5}\n'),
+        ("vtt", "\nNOTE [no sound from 00:02.0 to 00:09.5]\n"),
+        ("srt", ""),
+    ],
+)
+def test_gap_is_marked_in_every_format_that_can(extension: str, mark: str, tmp_path: Path) -> None:
+    path = tmp_path / "talk"
+    file = TranscriptFile(path, extension, False)
+    file.add([TimedWord("Before", 0, 16_000)])
+    file.add_gap(2.0, 9.5)
+    file.add([TimedWord("after.", 160_000, 170_000)])
+    file.close()
+    text = path.read_text()
+    assert mark in text and text.index("Before") <= text.index(mark or "Before") < text.index("after.")
+    assert extension != "srt" or text.count(" --> ") == 2

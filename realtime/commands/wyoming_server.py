@@ -1,0 +1,410 @@
+"""Serves the Wyoming protocol of Home Assistant: events as lines of JSON over TCP, with audio as their payload.
+
+A client sends `transcribe`, `audio-start`, `audio-chunk`s and `audio-stop`, and gets a `transcript`; `describe` is
+answered with `info`, `ping` with `pong`, and other events are ignored. An utterance is transcribed while it is spoken,
+by a stream of an engine in this process (`LocalBackend`) or by a session of a running server (`ServerBackend`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Coroutine
+from contextlib import AsyncExitStack
+from typing import Any, Protocol
+
+import numpy as np
+
+from audio.errors import AudioError
+from audio.formats import MAX_RATE, MIN_RATE, MODEL_RATE, Resampler
+from engine import messages
+from engine.errors import EngineError
+from engine.spec import language_code
+from realtime.client.http_client import HttpServer
+from realtime.client.wire_client import (
+    COMPLETED,
+    FAILED,
+    CannotConnect,
+    SessionOptions,
+    WireSession,
+    is_expected,
+    open_session,
+    realtime_url,
+)
+from realtime.commands.terminal import KEY_VARIABLE, CommandFailed
+from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.session.events import Samples
+from realtime.session.settings import Settings
+
+NAME, VERSION = "tickertape", "1"
+ATTRIBUTION = {"name": "Tickertape", "url": "https://www.home-assistant.io/integrations/wyoming"}
+# Clients at once; further ones are told so and disconnected.
+MAX_CLIENTS = 16
+# An event: its line and its data, and its audio.
+MAX_LINE_BYTES = 64 * 1024
+MAX_PAYLOAD_BYTES = 1024 * 1024
+MAX_CHANNELS = 8
+# The longest utterance in seconds; audio beyond it is ignored.
+MAX_UTTERANCE_S = 600
+# Seconds without an event after which a client is disconnected, and seconds for the text after the end of the audio.
+IDLE_S = 300.0
+LAST_WORDS_S = 60.0
+# Types of samples by their width in bytes, and what full scale is.
+WIDTHS: dict[int, tuple[np.dtype[Any], float]] = {
+    1: (np.dtype(np.uint8), 128.0),
+    2: (np.dtype("<i2"), 32768.0),
+    4: (np.dtype("<i4"), 2147483648.0),
+}
+
+
+class BadEvent(Exception):
+    """The client's event cannot be used; the text says why."""
+
+
+class Utterance(Protocol):
+    """One utterance while it is transcribed."""
+
+    async def feed(self, samples: Samples) -> None:
+        """Take samples at 16 kHz."""
+
+    async def text(self) -> str:
+        """End the audio; the whole text."""
+
+    async def close(self) -> None:
+        """Give it up, or clean up after `text`."""
+
+
+class Backend(Protocol):
+    """What transcribes utterances."""
+
+    model: str
+    languages: list[str]
+
+    async def begin(self, language: str | None) -> Utterance:
+        """Raises EngineError, CannotConnect and BadEvent."""
+
+
+class LocalBackend:
+    """An engine in this process."""
+
+    def __init__(self, engine: EngineApi, language: str | None) -> None:
+        self.model = engine.spec.name
+        self.languages = list(engine.spec.options.languages) or [language or "en"]
+        self._engine = engine
+        self._language = language
+        self._begun = 0
+
+    async def begin(self, language: str | None) -> Utterance:
+        self._begun += 1
+        spec = self._engine.spec
+        wanted = _known(language, self.languages) or self._language
+        # A model of one language cannot be set to it.
+        settings = Settings(language=wanted if spec.options.languages else None)
+        stream = await self._engine.open(f"wyoming-{self._begun}", options=settings.in_force(spec).engine_options())
+        return _LocalUtterance(stream)
+
+
+class _LocalUtterance:
+    def __init__(self, stream: StreamApi) -> None:
+        self._stream = stream
+        self._said: list[str] = []
+        self._hearing = asyncio.create_task(self._hear())
+
+    async def _hear(self) -> None:
+        async for output in self._stream:
+            if isinstance(output, messages.Text):
+                self._said.append(output.delta)
+            elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
+                raise EngineError(output.message)
+
+    async def feed(self, samples: Samples) -> None:
+        await self._stream.feed(samples)
+
+    async def text(self) -> str:
+        await self._stream.finish()
+        await self._hearing
+        return "".join(self._said).strip()
+
+    async def close(self) -> None:
+        self._hearing.cancel()
+        await asyncio.gather(self._hearing, return_exceptions=True)
+        await self._stream.abort()
+
+
+class ServerBackend:
+    """A running server."""
+
+    def __init__(self, url: str, model: str, languages: list[str], language: str | None) -> None:
+        self.model = model
+        self.languages = languages
+        self._url = url
+        self._language = language
+
+    @classmethod
+    async def of(cls, address: str, language: str | None) -> ServerBackend:
+        """Ask the server for its model. Raises CommandFailed."""
+        try:
+            url = realtime_url(address)
+            answer = await asyncio.to_thread(HttpServer(address, os.environ.get(KEY_VARIABLE)).get, "/v1/models")
+            served: dict[str, Any] = answer.json()["data"][0]
+        except CannotConnect as error:
+            raise CommandFailed(str(error)) from error
+        except (ValueError, KeyError, TypeError, IndexError):
+            raise CommandFailed(f"{address} does not list its model; is it a Tickertape server?") from None
+        return cls(url, str(served["id"]), list(served.get("languages") or [language or "en"]), language)
+
+    async def begin(self, language: str | None) -> Utterance:
+        wanted = _known(language, self.languages) or self._language
+        asked = SessionOptions(MODEL_RATE, None, language=wanted if len(self.languages) > 1 else None)
+        stack = AsyncExitStack()
+        session = await stack.enter_async_context(open_session(self._url, os.environ.get(KEY_VARIABLE)))
+        try:
+            await session.configure(asked)
+        except BaseException:
+            await stack.aclose()
+            raise
+        return _ServerUtterance(session, stack)
+
+
+class _ServerUtterance:
+    def __init__(self, session: WireSession, stack: AsyncExitStack) -> None:
+        self._session = session
+        self._stack = stack
+        self._said: list[str] = []
+        self._hearing = asyncio.create_task(self._hear())
+
+    async def _hear(self) -> None:
+        async for event in self._session.events():
+            kind = event.get("type")
+            if kind == COMPLETED:
+                self._said.append(event["transcript"])
+            elif kind == FAILED or (kind == "error" and not is_expected(event)):
+                raise CannotConnect(f"the server says: {event['error'].get('message')}")
+            if self._session.is_over:
+                return
+
+    async def feed(self, samples: Samples) -> None:
+        if self._hearing.done():
+            await self._hearing
+            raise CannotConnect("the server closed the session")
+        await self._session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
+
+    async def text(self) -> str:
+        await self._session.finish()
+        await self._hearing
+        return " ".join(self._said).strip()
+
+    async def close(self) -> None:
+        self._hearing.cancel()
+        await asyncio.gather(self._hearing, return_exceptions=True)
+        await self._stack.aclose()
+
+
+def _known(language: str | None, languages: list[str]) -> str | None:
+    """The language that a client asks for, if the model has it. Raises BadEvent."""
+    if not language:
+        return None
+    try:
+        code = language_code(language)
+    except ValueError:
+        code = ""
+    if code is not None and code not in languages:
+        raise BadEvent(f"the model has no language {language[:40]!r}; it has {', '.join(languages)}")
+    return code
+
+
+class _Sound:
+    """Converts the audio of one utterance to 16 kHz mono."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        """Raises BadEvent."""
+        rate, width, channels = (_whole(data.get(name)) for name in ("rate", "width", "channels"))
+        if not MIN_RATE <= rate <= MAX_RATE or width not in WIDTHS or not 1 <= channels <= MAX_CHANNELS:
+            text = f"rate {MIN_RATE} to {MAX_RATE}, width 1, 2 or 4, and 1 to {MAX_CHANNELS} channels"
+            raise BadEvent(f"audio of this format is not supported; send {text}")
+        self._channels = channels
+        self._kind, self._scale = WIDTHS[width]
+        self._resampler = Resampler(rate)
+        self._rest = b""
+        self.samples = 0
+
+    def convert(self, payload: bytes) -> Samples:
+        data = self._rest + payload
+        frame = self._kind.itemsize * self._channels
+        whole = len(data) // frame * frame
+        self._rest = data[whole:]
+        samples = np.frombuffer(data[:whole], self._kind).reshape(-1, self._channels).mean(axis=1, dtype=np.float32)
+        if self._kind.itemsize == 1:
+            samples = samples - np.float32(self._scale)
+        return self._counted(self._resampler.resample((samples / np.float32(self._scale)).astype(np.float32)))
+
+    def flush(self) -> Samples:
+        return self._counted(self._resampler.flush())
+
+    def _counted(self, samples: Samples) -> Samples:
+        room = max(0, MAX_UTTERANCE_S * MODEL_RATE - self.samples)
+        self.samples += len(samples)
+        return samples[:room]
+
+
+class WyomingServer:
+    """Serves clients; `serve` is the callback for their connections."""
+
+    MAX_LINE_BYTES = MAX_LINE_BYTES
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend = backend
+        self._clients = 0
+
+    async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        client = _Client(self._backend, reader, writer)
+        self._clients += 1
+        try:
+            if self._clients > MAX_CLIENTS:
+                raise BadEvent(f"at most {MAX_CLIENTS} clients may be connected at once; try again")
+            await client.run()
+        except (OSError, TimeoutError, asyncio.IncompleteReadError):
+            pass  # the client has left, or says nothing
+        except BadEvent as error:
+            await client.fail(error)
+        finally:
+            self._clients -= 1
+            await client.end()
+            writer.close()
+
+
+class _Client:
+    """One connection. A mistake in an utterance is answered; one in the framing ends the connection."""
+
+    def __init__(self, backend: Backend, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._backend = backend
+        self._reader = reader
+        self._writer = writer
+        self._language: str | None = None
+        self._sound: _Sound | None = None
+        self._utterance: Utterance | None = None
+
+    async def run(self) -> None:
+        """Handle events until the client leaves. Raises OSError, TimeoutError, IncompleteReadError and BadEvent."""
+        while True:
+            async with asyncio.timeout(IDLE_S):
+                event = await self._read()
+            if event is None:
+                return
+            kind, data, payload = event
+            try:
+                await self._handle(kind, data, payload)
+            except (BadEvent, AudioError, EngineError, CannotConnect) as error:
+                await self.end()
+                await self.fail(error)
+
+    async def _read(self) -> tuple[str, dict[str, Any], bytes] | None:
+        try:
+            line = await self._reader.readline()
+        except ValueError:
+            raise BadEvent(f"a line has more than {MAX_LINE_BYTES} bytes") from None
+        if not line:
+            return None
+        head = _object(line)
+        kind, data = head.get("type"), head.get("data") or {}
+        if not isinstance(kind, str) or not isinstance(data, dict):
+            raise BadEvent("an event needs a 'type' and its 'data' is an object")
+        if length := _length(head, "data_length", MAX_LINE_BYTES):
+            data = data | _object(await self._reader.readexactly(length))
+        length = _length(head, "payload_length", MAX_PAYLOAD_BYTES)
+        return kind, data, await self._reader.readexactly(length) if length else b""
+
+    async def _handle(self, kind: str, data: dict[str, Any], payload: bytes) -> None:
+        match kind:
+            case "describe":
+                await self.send("info", self._info())
+            case "ping":
+                await self.send("pong", {"text": data.get("text")})
+            case "transcribe":
+                await self.end()
+                language = data.get("language")
+                self._language = language if isinstance(language, str) else None
+            case "audio-start":
+                await self.end()
+                await self._begin(data)
+            case "audio-chunk":
+                if self._utterance is None or self._sound is None:
+                    await self._begin(data)
+                assert self._utterance is not None and self._sound is not None
+                if len(samples := self._sound.convert(payload)):
+                    await self._utterance.feed(samples)
+            case "audio-stop":
+                await self._finish()
+
+    async def _begin(self, data: dict[str, Any]) -> None:
+        self._sound = _Sound(data)
+        self._utterance = await self._backend.begin(self._language)
+
+    async def _finish(self) -> None:
+        """Send the transcript; without audio it is empty."""
+        text = ""
+        if self._utterance is not None and self._sound is not None:
+            utterance = self._utterance
+            if len(rest := self._sound.flush()):
+                await utterance.feed(rest)
+            if self._sound.samples:
+                text = await _soon(utterance.text())
+        await self.end()
+        language = {"language": self._language} if self._language else {}
+        await self.send("transcript", {"text": text, **language})
+
+    async def end(self) -> None:
+        """Give the current utterance up."""
+        utterance, self._utterance, self._sound = self._utterance, None, None
+        if utterance is not None:
+            await utterance.close()
+
+    def _info(self) -> dict[str, Any]:
+        backend = self._backend
+        same = {"attribution": ATTRIBUTION, "installed": True, "version": VERSION}
+        model = {"name": backend.model, "description": backend.model, "languages": backend.languages, **same}
+        program = {"name": NAME, "description": "Tickertape, realtime transcription", "models": [model], **same}
+        return {"asr": [program], "tts": [], "handle": [], "intent": [], "wake": [], "mic": [], "snd": []}
+
+    async def fail(self, error: Exception) -> None:
+        try:
+            await self.send("error", {"text": str(error), "code": type(error).__name__})
+        except OSError:
+            pass  # the client has left
+
+    async def send(self, kind: str, data: dict[str, Any]) -> None:
+        body = json.dumps(data, ensure_ascii=False).encode()
+        head = json.dumps({"type": kind, "data_length": len(body), "payload_length": 0}).encode()
+        self._writer.write(head + b"\n" + body)
+        await self._writer.drain()
+
+
+async def _soon(text: Coroutine[Any, Any, str]) -> str:
+    try:
+        async with asyncio.timeout(LAST_WORDS_S):
+            return await text
+    except TimeoutError:
+        raise EngineError(f"no text came for {LAST_WORDS_S:g} s after the audio") from None
+
+
+def _object(data: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        raise BadEvent("an event is not valid JSON") from None
+    if not isinstance(value, dict):
+        raise BadEvent("an event must be a JSON object")
+    return value
+
+
+def _whole(value: Any) -> int:
+    """The value if it is a whole number, else -1."""
+    return value if isinstance(value, int) and not isinstance(value, bool) else -1
+
+
+def _length(head: dict[str, Any], name: str, most: int) -> int:
+    value = _whole(head.get(name) or 0)
+    if not 0 <= value <= most:
+        raise BadEvent(f"'{name}' must be between 0 and {most}")
+    return value

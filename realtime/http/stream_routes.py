@@ -1,0 +1,119 @@
+"""The routes of streams that the server pulls: create, list, read and delete them, and their events as server-sent
+events."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+
+from realtime.dialects.base import decode_body, encode_json
+from realtime.errors import Refusal
+from realtime.http.authentication import Context
+from realtime.http.info_routes import MAX_JSON_BODY, read_body
+from realtime.numbers import whole_number
+from realtime.serving.pulled_streams import PulledStream, PulledStreams
+from realtime.serving.quota import Caller
+from realtime.session.settings import INCLUDE_WORDS, AudioFormat, Settings
+
+STREAMS = "/v1/streams"
+MAX_READERS = 100
+MAX_EVENT_NUMBER = 10**15
+# Events in one write.
+EVENTS_AT_ONCE = 64
+# Seconds between comments that keep a quiet connection open, and between looks at a server that stops.
+QUIET_S, LOOK_S = 15.0, 1.0
+FIELDS = ("url", "language")
+
+
+class StreamRoutes:
+    """Answers requests about pulled streams. Off unless `server.stream_hosts` lists a host."""
+
+    def __init__(self, context: Context, streams: PulledStreams, is_alone: bool) -> None:
+        """`is_alone`: this gateway is the only one of its server; other gateways would not know its streams."""
+        self._context = context
+        self._streams = streams
+        self._is_alone = is_alone
+
+    async def create(self, request: Request) -> Response:
+        caller = self._caller(request)
+        body = decode_body(await read_body(request, MAX_JSON_BODY))
+        for name in body:
+            if name not in FIELDS:
+                text = f"'{name[:100]}' is not known; send {' and '.join(map(repr, FIELDS))}."
+                raise Refusal(400, "invalid_value", text, param=name[:100])
+        url, language = body.get("url"), body.get("language")
+        if not isinstance(url, str) or not (language is None or isinstance(language, str)):
+            raise Refusal(400, "invalid_value", "'url' must be a string, and 'language' too.", param="url")
+        asked = Settings(format=AudioFormat("audio/pcm", 16_000), language=language, include=(INCLUDE_WORDS,))
+        engine = self._context.engine
+        stream = self._streams.begin(url, caller, asked.in_force(engine.spec) if engine.ready else asked)
+        return _json(stream.described(), 201)
+
+    async def all(self, request: Request) -> Response:
+        caller = self._caller(request)
+        return _json({"object": "list", "data": [stream.described() for stream in self._streams.of(caller)]})
+
+    async def one(self, request: Request) -> Response:
+        return _json(self._find(request).described())
+
+    async def delete(self, request: Request) -> Response:
+        stream = self._find(request)
+        await self._streams.delete(stream)
+        return _json({"id": stream.id, "object": "stream", "deleted": True})
+
+    async def events(self, request: Request) -> Response:
+        """The kept events after `Last-Event-ID` (or `after`), then new ones as they come."""
+        stream = self._find(request)
+        given = request.headers.get("last-event-id") or request.query_params.get("after") or "0"
+        try:
+            after = whole_number("after", given, 0, MAX_EVENT_NUMBER)
+        except ValueError as error:
+            raise Refusal(400, "invalid_value", str(error), param="after") from None
+        if stream.readers >= MAX_READERS:
+            text = f"A stream has at most {MAX_READERS} readers at once."
+            raise Refusal(503, "too_many_readers", text, retry_after_s=10)
+        headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        return StreamingResponse(self._tell(stream, after), media_type="text/event-stream", headers=headers)
+
+    async def _tell(self, stream: PulledStream, after: int) -> AsyncIterator[bytes]:
+        log, clock = stream.events, asyncio.get_running_loop().time
+        stream.readers += 1
+        try:
+            yield b": events of a stream\n\n"
+            told_at = clock()
+            while not self._context.draining:
+                # No await between these two: an event that comes later wakes the wait below.
+                found = log.after(after, EVENTS_AT_ONCE)
+                if not found and log.is_closed:
+                    return
+                if found:
+                    after, told_at = found[-1][0], clock()
+                    yield "".join(f"id: {number}\ndata: {frame}\n\n" for number, frame in found).encode()
+                    continue
+                if clock() - told_at >= QUIET_S:
+                    told_at = clock()
+                    yield b": quiet\n\n"
+                await log.wait(LOOK_S)
+        finally:
+            stream.readers -= 1
+
+    def _find(self, request: Request) -> PulledStream:
+        return self._streams.find(request.path_params["id"], self._caller(request))
+
+    def _caller(self, request: Request) -> Caller:
+        """The caller. Raises Refusal if there is none, or streams are off."""
+        caller = self._context.caller_of(request)
+        if not self._context.config.server.stream_hosts:
+            text = "This server pulls no streams; its operator can allow hosts with server.stream_hosts."
+            raise Refusal(403, "streams_not_allowed", text)
+        if not self._is_alone:
+            text = "Streams need a server with one gateway process (server.workers = 1, and no fleet)."
+            raise Refusal(403, "streams_not_allowed", text)
+        return caller
+
+
+def _json(body: dict[str, object], status: int = 200) -> Response:
+    return Response(encode_json(body), status, media_type="application/json")

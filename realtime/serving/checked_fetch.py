@@ -1,0 +1,207 @@
+"""Fetches http and https addresses for streams that the server pulls, from allowed hosts only.
+
+Server-side request forgery is the attack: a client names a URL, and the server has access to networks that the client
+has not. So every request, also of a redirect and of a segment of a playlist, is checked here: the host is listed by
+the operator, and the address that its name resolves to is public or listed itself. The connection goes to the address
+that was checked, so a name cannot change its meaning in between. Used in the pulling process; libav has no network.
+"""
+
+from __future__ import annotations
+
+import http.client
+import io
+import socket
+import ssl
+from collections.abc import Sequence
+from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from urllib.parse import SplitResult, urljoin, urlsplit
+
+from audio.errors import UnsupportedFormat
+
+HTTP_SCHEMES = ("http", "https")
+# The first bytes of an HLS playlist.
+PLAYLIST = b"#EXTM3U"
+ANY_HOST = "*"
+MAX_REDIRECTS = 5
+# A playlist, and a segment of one. The body of a file or of a live stream has no bound: it is decoded as it comes.
+MAX_PLAYLIST_BYTES = 1024 * 1024
+MAX_SEGMENT_BYTES = 64 * 1024 * 1024
+REDIRECTS = (301, 302, 303, 307, 308)
+NAT64 = ip_network("64:ff9b::/96")
+
+Address = IPv4Address | IPv6Address
+
+
+class NotAllowed(UnsupportedFormat):
+    """The operator does not allow this address."""
+
+    code = "host_not_allowed"
+
+
+def check_url(url: str, hosts: Sequence[str]) -> SplitResult:
+    """The parts of a URL whose host is listed. Raises NotAllowed. Addresses are checked when they are known."""
+    try:
+        split = urlsplit(url)
+        host, _ = split.hostname, split.port
+    except ValueError:
+        raise NotAllowed("the URL is not valid") from None
+    if split.scheme not in HTTP_SCHEMES:
+        raise NotAllowed("the server pulls http and https only; use `tickertape listen URL --server` for other streams")
+    if not host or not url.isascii() or not url.isprintable() or " " in url:
+        raise NotAllowed("the URL is not valid; write http://HOST/PATH with letters, digits and percent codes")
+    if split.username is not None or split.password is not None:
+        raise NotAllowed("the URL must not contain a user name or password")
+    if not any(_matches(host, listed) for listed in hosts):
+        raise NotAllowed(f"the host {host[:100]!r} is not listed in server.stream_hosts")
+    return split
+
+
+def _matches(host: str, listed: str) -> bool:
+    listed, address = listed.lower(), _as_address(host)
+    if address is not None:
+        return listed == ANY_HOST or _is_in(address, listed)
+    return listed in (ANY_HOST, host) or (listed.startswith("*.") and host.endswith(listed[1:]))
+
+
+def _as_address(host: str) -> Address | None:
+    try:
+        return ip_address(host)
+    except ValueError:
+        return None
+
+
+def _is_in(address: Address, listed: str) -> bool:
+    try:
+        return address in ip_network(listed, strict=False)
+    except (ValueError, TypeError):
+        return False
+
+
+def check_address(text: str, hosts: Sequence[str]) -> None:
+    """Raise NotAllowed unless the address is public or listed itself, as an address or in a network."""
+    address = _embedded(ip_address(text.partition("%")[0]))
+    if address.is_global and not address.is_multicast:
+        return
+    if not any(_is_in(address, listed) for listed in hosts):
+        raise NotAllowed(f"the host has the address {address}, which is not public and not in server.stream_hosts")
+
+
+def _embedded(address: Address) -> Address:
+    """The IPv4 address that an IPv6 address leads to, if there is one."""
+    if isinstance(address, IPv4Address):
+        return address
+    if address in NAT64:
+        return IPv4Address(int(address) & 0xFFFF_FFFF)
+    return address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1] or address
+
+
+class _Connection(http.client.HTTPConnection):
+    """An HTTP or HTTPS connection to an address that was checked."""
+
+    def __init__(self, split: SplitResult, hosts: Sequence[str], timeout_s: float) -> None:
+        assert split.hostname is not None
+        secure = split.scheme == "https"
+        super().__init__(split.hostname, split.port or (443 if secure else 80), timeout=timeout_s)
+        self._secure = secure
+        self._hosts = hosts
+
+    def connect(self) -> None:
+        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        failure: OSError = OSError("the host has no address")
+        for entry in found:
+            # Every address is checked before the first connection: one that is not allowed spoils the name.
+            check_address(str(entry[4][0]), self._hosts)
+        for family, kind, protocol, _, address in found:
+            line = socket.socket(family, kind, protocol)
+            try:
+                line.settimeout(self.timeout)
+                line.connect(address)
+                self.sock = self._secured(line)
+                return
+            except OSError as error:
+                line.close()
+                failure = error
+        raise failure
+
+    def _secured(self, line: socket.socket) -> socket.socket:
+        return ssl.create_default_context().wrap_socket(line, server_hostname=self.host) if self._secure else line
+
+
+class Body(io.RawIOBase):
+    """The body of a response as a file that cannot be seeked. `name` is its URL, to which a playlist refers."""
+
+    def __init__(self, url: str, response: http.client.HTTPResponse, most_bytes: int | None) -> None:
+        self.name = url
+        self.length = response.length
+        # Why the body ended too early; libav does not expect an exception from `read`.
+        self.fault: OSError | None = None
+        self._response = response
+        self._most = most_bytes
+        self._count = 0
+        self._head = b""
+
+    def peek(self, size: int) -> bytes:
+        while len(self._head) < size and (data := self._response.read1(size)):
+            self._head += data
+        if self._head.startswith(PLAYLIST):
+            self._most = MAX_PLAYLIST_BYTES
+        return self._head[:size]
+
+    def read(self, size: int = -1) -> bytes:
+        if self.fault is not None:
+            return b""
+        try:
+            data, self._head = (self._head, b"") if self._head else (self._response.read1(max(size, 1)), b"")
+            if len(data) > size > 0:
+                data, self._head = data[:size], data[size:]
+            self._count += len(data)
+            if not data and self.length is not None and self._count < self.length:
+                raise OSError("the connection was closed within the response")
+            if self._most is not None and self._count > self._most:
+                raise OSError(f"the response has more than {self._most} bytes")
+        except (OSError, http.client.HTTPException) as error:
+            self.fault = error if isinstance(error, OSError) else OSError(str(error))
+            return b""
+        return data
+
+    def readable(self) -> bool:
+        return True
+
+    def close(self) -> None:
+        self._response.close()
+        super().close()
+
+
+class CheckedFetch:
+    """Opens URLs of allowed hosts. The first one is the stream; later ones are playlists and segments."""
+
+    def __init__(self, hosts: Sequence[str], timeout_s: float) -> None:
+        self.first: Body | None = None
+        self._hosts = hosts
+        self._timeout_s = timeout_s
+
+    def __call__(self, url: str) -> Body:
+        """The body of the response. Raises NotAllowed and OSError."""
+        body = self._open(url, None if self.first is None else MAX_SEGMENT_BYTES)
+        self.first = self.first or body
+        return body
+
+    def _open(self, url: str, most_bytes: int | None) -> Body:
+        for _ in range(MAX_REDIRECTS + 1):
+            split = check_url(url, self._hosts)
+            connection = _Connection(split, self._hosts, self._timeout_s)
+            target = f"{split.path or '/'}{'?' + split.query if split.query else ''}"
+            try:
+                connection.request("GET", target, headers={"Accept-Encoding": "identity", "Connection": "close"})
+                response = connection.getresponse()
+            except http.client.HTTPException as error:
+                raise OSError(f"the server's response is not HTTP ({type(error).__name__})") from error
+            if response.status in REDIRECTS and (location := response.getheader("Location")):
+                response.close()
+                url = urljoin(url, location)
+                continue
+            if response.status != http.client.OK:
+                response.close()
+                raise OSError(f"the server answered with {response.status}")
+            return Body(url, response, most_bytes)
+        raise OSError(f"the server redirects more than {MAX_REDIRECTS} times")

@@ -1,0 +1,216 @@
+"""A stream that is pulled from the network and lasts: it reconnects, and tells what is missing as gaps.
+
+`PulledAudio` is used by `tickertape listen` and by the streams that a server pulls. Each connection is a process of its
+own (`pull_process.py`), so a stream that makes libav crash, hang or grow costs one connection.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import aclosing, asynccontextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from audio.errors import AudioError
+from audio.formats import MODEL_RATE
+from realtime.serving.isolated_decoder import begin_pulling
+from realtime.serving.pull_protocol import BLOCK, DONE, FAULT, FRAME, MAX_FRAME_BYTES, OPENED, START
+from realtime.session.events import Samples
+
+# Seconds for opening a stream, and without audio after which a connection is given up. HLS segments have up to 10 s.
+OPEN_S = 30.0
+STALL_S = 30.0
+# Seconds before a reconnect; doubles with each attempt, until audio comes again.
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
+# Seconds of audio that may come ahead of real time: HLS comes in segments, and Icecast sends some audio at once.
+LIVE_AHEAD_S, FILE_AHEAD_S = 30.0, 2.0
+# How far the times of a stream that keeps time may differ from the clock after a reconnect: players of HLS begin some
+# segments before the live edge.
+BEHIND_S, AHEAD_S = 600.0, 60.0
+# A difference in seconds that is not worth a gap.
+SMALL_S = 0.05
+
+
+class PullFailed(Exception):
+    """The stream cannot be pulled; the text says why."""
+
+    def __init__(self, text: str, final: bool = False) -> None:
+        super().__init__(text)
+        # Another attempt would fail too.
+        self.final = final
+
+
+@dataclass(frozen=True, slots=True)
+class _Kind:
+    seconds: float | None
+    keeps_time: bool
+
+
+class PulledAudio:
+    """One stream. `audio()` yields samples, and a number of samples (int) where audio is missing."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        hosts: Sequence[str] | None = None,
+        on_line: Callable[[str], None] = lambda text: None,
+        give_up_s: float | None = None,
+    ) -> None:
+        """`hosts`: the hosts that may be contacted (`checked_fetch.py`); None: any. `on_line` gets a text when the
+        connection is lost, and an empty one when audio comes again. After `give_up_s` seconds without audio the stream
+        has failed; None: it is tried for ever."""
+        self._url = url
+        self._hosts = hosts
+        self._on_line = on_line
+        self._give_up_s = give_up_s
+        # The stream's time at the end of the audio so far, and when that audio came; None before the first audio.
+        self._end: float | None = None
+        self._came_at = 0.0
+        # Audio of this connection that was heard on an earlier one, in samples.
+        self._repeated = 0
+        self._pace = _Pace()
+
+    async def audio(self) -> AsyncGenerator[Samples | int]:
+        """Raises PullFailed if the first connection fails, or at last when the stream is given up."""
+        clock = asyncio.get_running_loop().time
+        wait_s, silent_since = FIRST_WAIT_S, clock()
+        while True:
+            came_before = self._came_at
+            try:
+                async with aclosing(self._one_connection()) as parts:
+                    async for part in parts:
+                        wait_s, silent_since = FIRST_WAIT_S, clock()
+                        yield part
+                        await self._pace.wait()
+                return
+            except PullFailed as error:
+                if error.final or self._end is None:
+                    raise
+                silent_since = max(silent_since, self._came_at) if self._came_at != came_before else silent_since
+                if self._give_up_s is not None and clock() - silent_since >= self._give_up_s:
+                    raise
+                self._on_line(f"{error}; trying again")
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def _one_connection(self) -> AsyncGenerator[Samples | int]:
+        """The audio of one connection. Ends at the end of a file; raises PullFailed at any other end."""
+        kind: _Kind | None = None
+        is_first = True
+        async with _pulling(self._url, self._hosts) as messages:
+            async for name, content in messages:
+                if name == OPENED:
+                    kind = _Kind(**json.loads(content))
+                elif name == FAULT:
+                    fault = json.loads(content)
+                    raise PullFailed(fault["text"], fault["final"])
+                elif name == BLOCK and kind is not None:
+                    (start,) = START.unpack_from(content)
+                    samples = np.frombuffer(content, np.float32, offset=START.size)
+                    for part in self._placed(kind, start, samples, is_first):
+                        yield part
+                    is_first = False
+                elif name == DONE:
+                    break
+        if kind is None or kind.seconds is None:
+            raise PullFailed("the stream has ended")
+
+    def _placed(self, kind: _Kind, start: float, samples: Samples, is_first: bool) -> list[Samples | int]:
+        """The gap before these samples if there is one, and what of them was not heard before."""
+        now = asyncio.get_running_loop().time()
+        if self._end is None:
+            self._end = start
+            self._pace.begin(FILE_AHEAD_S if kind.seconds is not None else LIVE_AHEAD_S)
+        elif is_first:
+            self._on_line("")
+        missing = start - self._end
+        if is_first and self._came_at:
+            missing = self._after_reconnect(kind, start, len(samples) / MODEL_RATE, now)
+        end = start + len(samples) / MODEL_RATE
+        parts: list[Samples | int] = []
+        if missing > SMALL_S:
+            parts.append(round(missing * MODEL_RATE))
+        elif missing < 0 and self._repeated:
+            known = min(len(samples), self._repeated)
+            self._repeated -= known
+            samples = samples[known:]
+        if len(samples):
+            parts.append(samples)
+            self._end, self._came_at = end, now
+        self._pace.came(sum(part if isinstance(part, int) else len(part) for part in parts))
+        return parts
+
+    def _after_reconnect(self, kind: _Kind, start: float, seconds: float, now: float) -> float:
+        """Seconds missing before the first audio of a new connection; negative: so much of it was heard before."""
+        assert self._end is not None
+        away, missing = max(0.0, now - self._came_at - seconds), start - self._end
+        self._repeated = 0
+        is_same_clock = kind.keeps_time and -BEHIND_S <= missing - away <= AHEAD_S
+        if kind.seconds is not None or is_same_clock:
+            self._repeated = round(max(0.0, -missing) * MODEL_RATE)
+            return missing
+        return away
+
+
+class _Pace:
+    """Audio comes at most `ahead` seconds before its time."""
+
+    def __init__(self) -> None:
+        self._ahead_s = 0.0
+        self._time = asyncio.get_running_loop().time
+        # When the audio that comes next would have been spoken, if none is early.
+        self._due = 0.0
+
+    def begin(self, ahead_s: float) -> None:
+        self._ahead_s, self._due = ahead_s, self._time()
+
+    def came(self, samples: int) -> None:
+        self._due = max(self._due, self._time() - self._ahead_s) + samples / MODEL_RATE
+
+    async def wait(self) -> None:
+        early_s = self._due - self._time() - self._ahead_s
+        if early_s > 0:
+            await asyncio.sleep(early_s)
+
+
+@asynccontextmanager
+async def _pulling(url: str, hosts: Sequence[str] | None) -> AsyncIterator[AsyncIterator[tuple[bytes, bytes]]]:
+    """The messages of a pulling process, which is killed at the end of the block. Raises PullFailed."""
+    job = {"url": url, "open_s": OPEN_S, "read_s": STALL_S, "hosts": None if hosts is None else list(hosts)}
+    try:
+        line, kill = await begin_pulling()
+    except AudioError as error:
+        raise PullFailed(str(error)) from error
+    try:
+        reader, writer = await asyncio.open_connection(sock=line)
+        try:
+            writer.write(json.dumps(job).encode() + b"\n")
+            yield _messages(reader)
+        finally:
+            writer.close()
+    finally:
+        kill()
+        line.close()
+
+
+async def _messages(reader: asyncio.StreamReader) -> AsyncIterator[tuple[bytes, bytes]]:
+    patience = OPEN_S
+    while True:
+        try:
+            async with asyncio.timeout(patience):
+                kind, length = FRAME.unpack(await reader.readexactly(FRAME.size))
+                if length > MAX_FRAME_BYTES:
+                    raise PullFailed("the pulling process sent a message that is too long")
+                content = await reader.readexactly(length)
+        except TimeoutError:
+            raise PullFailed(f"no audio came for {patience:g} s") from None
+        except (asyncio.IncompleteReadError, OSError):
+            raise PullFailed("the pulling process crashed on this stream") from None
+        patience = STALL_S
+        yield kind, content
+        if kind in (DONE, FAULT):
+            return

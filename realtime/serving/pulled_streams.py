@@ -1,0 +1,266 @@
+"""The streams that the server pulls for clients (`POST /v1/streams`): each is a session fed by a `PulledAudio`.
+
+A stream goes on until it is deleted, its file ends, or it can never be pulled. If its session ends (no capacity, an
+internal error), another one is opened. Its events are those of a session of the OpenAI API, and some of its own; the
+newest are kept in an `EventLog`, which any number of readers share. Streams end with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from collections import deque
+from collections.abc import Callable
+from contextlib import aclosing, suppress
+from typing import Any
+
+from audio.formats import MODEL_RATE
+from realtime.config import Config
+from realtime.dialects.base import encode_json
+from realtime.dialects.openai import OpenAIDialect
+from realtime.errors import Refusal
+from realtime.serving.checked_fetch import NotAllowed, check_url
+from realtime.serving.live_session import LiveSession
+from realtime.serving.pulled_audio import PulledAudio, PullFailed
+from realtime.serving.quota import Caller
+from realtime.serving.registry import Sessions
+from realtime.session.events import Append, End, Gap, Hangup, Samples
+from realtime.session.settings import Settings
+
+log = logging.getLogger("tickertape.streams")
+
+# Events of one stream that are kept for readers, and their bytes.
+MAX_KEPT_EVENTS = 2000
+MAX_KEPT_BYTES = 1024 * 1024
+MAX_URL_CHARACTERS = 2000
+# Ended streams that are still listed.
+MAX_ENDED_STREAMS = 32
+# Seconds before a session is opened again; doubles with each attempt.
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+
+CONNECTING, LIVE, WAITING, ENDED, FAILED = "connecting", "live", "waiting", "ended", "failed"
+
+
+class EventLog:
+    """The newest events of a stream as JSON, numbered from 1. Readers wait for the next one."""
+
+    def __init__(self) -> None:
+        self.last = 0
+        self.is_closed = False
+        self._events: deque[str] = deque()
+        self._bytes = 0
+        self._news = asyncio.Event()
+
+    def add(self, frame: str) -> None:
+        self.last += 1
+        self._events.append(frame)
+        self._bytes += len(frame)
+        while len(self._events) > MAX_KEPT_EVENTS or self._bytes > MAX_KEPT_BYTES:
+            self._bytes -= len(self._events.popleft())
+        self._wake()
+
+    def close(self) -> None:
+        self.is_closed = True
+        self._wake()
+
+    def after(self, number: int, most: int) -> list[tuple[int, str]]:
+        """Up to `most` events after the one with this number, with their numbers; dropped ones are left out."""
+        first = self.last - len(self._events) + 1
+        start = max(number + 1, first)
+        return [(at, self._events[at - first]) for at in range(start, min(self.last, start + most - 1) + 1)]
+
+    async def wait(self, seconds: float) -> None:
+        """Wait for another event, or for this time."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._news.wait()
+
+    def _wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+
+class PulledStream:
+    """One stream: its state, its events, and the task that runs it."""
+
+    def __init__(self, url: str, caller: Caller, settings: Settings, created: int) -> None:
+        self.id = f"stream_{secrets.token_hex(12)}"
+        self.url = url
+        self.caller = caller
+        self.settings = settings
+        self.created = created
+        self.status = CONNECTING
+        # Why the stream waits or has failed.
+        self.message: str | None = None
+        self.seconds = 0.0
+        self.missing_seconds = 0.0
+        self.events = EventLog()
+        self.readers = 0
+        self.task: asyncio.Task[None] | None = None
+        self._live: LiveSession | None = None
+        self._has_session = asyncio.Event()
+        self._reading: asyncio.Task[None] | None = None
+        self._is_fed = False
+
+    def described(self) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "stream",
+            "url": self.url,
+            "created_at": self.created,
+            "status": self.status,
+            "message": self.message,
+            "seconds": round(self.seconds, 3),
+            "missing_seconds": round(self.missing_seconds, 3),
+            "last_event": self.events.last,
+        }
+
+    def set_status(self, status: str, message: str | None = None) -> None:
+        if (status, message) != (self.status, self.message):
+            self.status, self.message = status, message
+            self.tell("stream.status", status=status, message=message)
+
+    def tell(self, kind: str, **fields: Any) -> None:
+        self.events.add(encode_json({"type": kind, "stream_id": self.id, **fields}))
+
+    async def run(self, sessions: Sessions, hosts: tuple[str, ...]) -> None:
+        """Pull the stream until it ends or fails."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                serving = group.create_task(self._keep_a_session(sessions), name=f"session of {self.id}")
+                failure = await self._feed(hosts)
+                # The words of the audio so far come, and then the session ends.
+                self._is_fed = True
+                if self._live is not None:
+                    self._live.submit(End())
+                else:
+                    serving.cancel()
+            if failure is not None:
+                log.info("stream %s failed: %s", self.id, failure)
+            self.set_status(ENDED if failure is None else FAILED, None if failure is None else str(failure))
+        except* Exception:
+            log.exception("stream %s failed", self.id)
+            self.set_status(FAILED, "internal error")
+        finally:
+            if self.status not in (ENDED, FAILED):
+                self.set_status(ENDED, "deleted")
+            self.events.close()
+
+    async def _feed(self, hosts: tuple[str, ...]) -> PullFailed | None:
+        """Give the session the audio, until it ends or fails."""
+        pulled = PulledAudio(self.url, hosts=hosts, on_line=self._on_line)
+        try:
+            async with aclosing(pulled.audio()) as audio:
+                async for part in audio:
+                    await self._has_session.wait()
+                    assert self._live is not None
+                    self.set_status(LIVE)
+                    self._take(part, self._live)
+                    await self._live.room()
+        except PullFailed as error:
+            return error
+        return None
+
+    def _take(self, part: Samples | int, live: LiveSession) -> None:
+        samples = part if isinstance(part, int) else len(part)
+        milliseconds = samples * 1000 / MODEL_RATE
+        if isinstance(part, int):
+            start = live.session.source_ms
+            self.missing_seconds += samples / MODEL_RATE
+            self.tell("stream.gap", audio_start_ms=round(start), audio_end_ms=round(start + milliseconds))
+            live.submit(Gap(samples, samples, milliseconds))
+        else:
+            live.submit(Append(part, samples, milliseconds))
+        self.seconds += samples / MODEL_RATE
+        if live.session.closed and not live.outbox.has_next and self._reading is not None:
+            # The registry has ended the session without a word to its reader.
+            self._reading.cancel()
+
+    def _on_line(self, text: str) -> None:
+        self.set_status(WAITING, text) if text else self.set_status(LIVE)
+
+    async def _keep_a_session(self, sessions: Sessions) -> None:
+        """Serve sessions one after the other, until the audio has ended."""
+        wait_s = FIRST_WAIT_S
+        while not self._is_fed:
+            try:
+                async with sessions.open(self.caller, self.settings, [OpenAIDialect]) as (entry,):
+                    wait_s = FIRST_WAIT_S
+                    self.tell("stream.session", session_id=entry.live.id, stream_seconds=round(self.seconds, 3))
+                    self._live = entry.live
+                    self._has_session.set()
+                    self._reading = asyncio.create_task(self._read(entry.live), name=f"events of {self.id}")
+                    try:
+                        await asyncio.wait((self._reading,))
+                    finally:
+                        self._live = None
+                        self._has_session.clear()
+                        self._reading.cancel()
+                        await asyncio.gather(self._reading, return_exceptions=True)
+            except Refusal as refusal:
+                self.set_status(WAITING, refusal.message)
+            if not self._is_fed:
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+
+    async def _read(self, live: LiveSession) -> None:
+        while not isinstance(frames := await live.next_frames(), Hangup):
+            for frame in frames:
+                self.events.add(frame)
+
+
+class PulledStreams:
+    """All streams of this gateway."""
+
+    def __init__(self, sessions: Sessions, config: Config, wall_clock: Callable[[], float]) -> None:
+        self._sessions = sessions
+        self._config = config
+        self._wall_clock = wall_clock
+        self._streams: dict[str, PulledStream] = {}
+
+    def begin(self, url: str, caller: Caller, settings: Settings) -> PulledStream:
+        """Begin to pull a stream. Raises Refusal."""
+        hosts = self._config.server.stream_hosts
+        if len(url) > MAX_URL_CHARACTERS:
+            text = f"'url' may have at most {MAX_URL_CHARACTERS} characters."
+            raise Refusal(400, "invalid_value", text, param="url")
+        try:
+            check_url(url, hosts)
+        except NotAllowed as error:
+            raise Refusal(400, error.code, error.sentence, param="url") from None
+        most = self._config.limits.streams
+        if sum(not stream.events.is_closed for stream in self._streams.values()) >= most:
+            text = f"The server pulls at most {most} streams at once (limits.streams); delete one."
+            raise Refusal(429, "too_many_streams", text, retry_after_s=60)
+        stream = PulledStream(url, caller, settings, int(self._wall_clock()))
+        self._streams[stream.id] = stream
+        stream.task = asyncio.create_task(stream.run(self._sessions, hosts), name=f"stream {stream.id}")
+        ended = [other for other in self._streams.values() if other.events.is_closed]
+        for other in ended[: max(0, len(ended) - MAX_ENDED_STREAMS)]:
+            del self._streams[other.id]
+        return stream
+
+    def of(self, caller: Caller) -> list[PulledStream]:
+        return [stream for stream in self._streams.values() if stream.caller.name == caller.name]
+
+    def find(self, stream_id: str, caller: Caller) -> PulledStream:
+        """The stream of this caller. Raises a 404 Refusal, also for a stream of another caller."""
+        stream = self._streams.get(stream_id)
+        if stream is None or stream.caller.name != caller.name:
+            raise Refusal(404, "stream_not_found", "There is no such stream.", param="id")
+        return stream
+
+    async def delete(self, stream: PulledStream) -> None:
+        self._streams.pop(stream.id, None)
+        await self._stop(stream)
+
+    async def close(self) -> None:
+        """End all streams: the server stops."""
+        for stream in list(self._streams.values()):
+            await self._stop(stream)
+
+    async def _stop(self, stream: PulledStream) -> None:
+        if stream.task is not None:
+            stream.task.cancel()
+            await asyncio.gather(stream.task, return_exceptions=True)

@@ -1,0 +1,319 @@
+"""Streams pulled from loopback: what arrives is what was sent, and what is missing is a gap of its length."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+from collections.abc import Iterator
+from contextlib import aclosing
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from realtime.serving import pulled_audio
+from realtime.serving.pulled_audio import PulledAudio, PullFailed
+from tests.media_streams import (
+    FFMPEG,
+    RtspServer,
+    encode,
+    free_port,
+    head_of,
+    hls_segments,
+    needs_ffmpeg,
+    playlist,
+    serve_segments,
+    spoken,
+    wav_bytes,
+    web_server,
+)
+from tests.waiting import forever, stays, until
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture(autouse=True)
+def blockbuster() -> Iterator[None]:
+    """Starting ffmpeg blocks a little; that is the test's doing."""
+    yield
+
+
+@pytest.fixture(autouse=True)
+def fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reconnects come soon, and audio as fast as it is sent."""
+    monkeypatch.setattr(pulled_audio, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(pulled_audio, "LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(pulled_audio, "FILE_AHEAD_S", 1e6)
+
+
+class Heard:
+    """What a stream has given so far."""
+
+    def __init__(self, url: str, give_up_s: float | None = 20.0) -> None:
+        self.parts: list[NDArray[np.float32] | int] = []
+        self.lines: list[str] = []
+        self._pulled = PulledAudio(url, on_line=self.lines.append, give_up_s=give_up_s)
+
+    async def all(self) -> None:
+        async with asyncio.timeout(PATIENCE_S), aclosing(self._pulled.audio()) as audio:
+            async for part in audio:
+                self.parts.append(part)
+
+    @property
+    def gaps(self) -> list[int]:
+        return [part for part in self.parts if isinstance(part, int)]
+
+    @property
+    def samples(self) -> NDArray[np.float32]:
+        audio = [part for part in self.parts if not isinstance(part, int)]
+        return np.concatenate(audio) if audio else np.empty(0, np.float32)
+
+    @property
+    def seconds(self) -> float:
+        return len(self.samples) / 16_000
+
+
+def tones(samples: NDArray[np.float32]) -> list[int]:
+    """The number of each second of `spoken`, by its frequency."""
+    found = []
+    for start in range(0, len(samples) - 15_999, 16_000):
+        spectrum = np.abs(np.fft.rfft(samples[start + 4000 : start + 12_000]))
+        found.append(round((2 * float(np.argmax(spectrum)) - 300) / 60))
+    return found
+
+
+async def test_file_over_http_is_heard_whole_and_ends() -> None:
+    sent = spoken(3.0)
+    async with web_server() as web:
+        web.pages["/talk.wav"] = wav_bytes(sent)
+        heard = Heard(web.url("/talk.wav"))
+        await heard.all()
+    assert not heard.gaps and len(heard.samples) == len(sent)
+    assert np.allclose(heard.samples, sent, atol=1e-3)
+
+
+async def test_file_that_breaks_off_is_continued_where_it_was() -> None:
+    whole, cuts = wav_bytes(spoken(6.0)), [60_000, 150_000]
+
+    async def broken(writer: asyncio.StreamWriter) -> None:
+        end = cuts.pop(0) if cuts else len(whole)
+        writer.write(head_of(len(whole)) + whole[:end])
+        await writer.drain()
+
+    async with web_server() as web:
+        web.pages["/talk.wav"] = broken
+        heard = Heard(web.url("/talk.wav"))
+        await heard.all()
+    assert not cuts and not heard.gaps
+    assert np.allclose(heard.samples, spoken(6.0), atol=1e-3)
+    assert len([line for line in heard.lines if line]) == 2
+
+
+@needs_ffmpeg
+async def test_broadcast_that_breaks_off_has_a_gap_by_the_clock() -> None:
+    """As Icecast serves it: without a length, and from now on at each connection."""
+    sound, let_in = encode(spoken(2.0), "-c:a", "libmp3lame", "-f", "mp3"), asyncio.Event()
+    connections = 0
+
+    async def broadcast(writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        if connections > 1:
+            await let_in.wait()
+        writer.write(head_of(None, "audio/mpeg") + sound)
+        await writer.drain()
+        if connections > 1:
+            await forever()
+
+    async with web_server() as web:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        web.pages["/live"] = broadcast
+        heard = Heard(web.url("/live"))
+        hearing = asyncio.create_task(heard.all())
+        await until(lambda: connections == 2)
+        before, away_s = heard.seconds, 1.0
+        await stays(lambda: heard.seconds == before, away_s)
+        let_in.set()
+        await until(lambda: heard.seconds > before + 1.5)
+        took = clock() - began
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+    # The gap is about as long as the server was away (its first block was spoken meanwhile), and shorter than the test.
+    assert 1.9 < before < 2.2 and len(heard.gaps) == 1 and away_s - 0.25 <= heard.gaps[0] / 16_000 <= took
+
+
+@needs_ffmpeg
+async def test_hls_that_is_interrupted_misses_exactly_the_segments_that_are_gone(tmp_path: Path) -> None:
+    segments = hls_segments(tmp_path, 16)
+    async with web_server() as web:
+        serve_segments(web, segments)
+        web.pages["/live.m3u8"] = playlist(segments, 0, 3)
+        heard = Heard(web.url("/live.m3u8"))
+        hearing = asyncio.create_task(heard.all())
+        await until(lambda: heard.seconds > 5.5)
+        # Off air, and when it is back, the segments 3 and 4 have left the playlist; 5 of it were heard by nobody.
+        del web.pages["/live.m3u8"]
+        await until(lambda: any(heard.lines))
+        web.pages["/live.m3u8"] = playlist(segments, 5, 7)
+        await until(lambda: heard.gaps)
+        web.pages["/live.m3u8"] = playlist(segments, 5, 8, ended=True)
+        await hearing
+    lost = segments[3][0] + segments[4][0]
+    assert len(heard.gaps) == 1 and abs(heard.gaps[0] / 16_000 - lost) < 0.25
+    assert abs(heard.seconds + lost - 16) < 0.3
+    # The gap stands where it belongs, and nothing is heard twice.
+    placed = np.concatenate([np.zeros(part, np.float32) if isinstance(part, int) else part for part in heard.parts])
+    known = [0, 1, 2, 3, 4, 11, 12, 13, 14]
+    assert [tones(placed)[second] for second in known] == known
+
+
+@needs_ffmpeg
+async def test_hls_that_is_back_soon_misses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
+    segments = hls_segments(tmp_path, 10)
+    async with web_server() as web:
+        serve_segments(web, segments)
+        web.pages["/live.m3u8"] = playlist(segments, 0, 3)
+        heard = Heard(web.url("/live.m3u8"))
+        hearing = asyncio.create_task(heard.all())
+        await until(lambda: heard.seconds > 5.5)
+        del web.pages["/live.m3u8"]
+        await until(lambda: any(heard.lines))
+        web.pages["/live.m3u8"] = playlist(segments, 1, 5, ended=True)
+        await hearing
+    assert not heard.gaps and abs(heard.seconds - 10) < 0.2
+    assert tones(heard.samples)[:9] == list(range(9))
+
+
+@needs_ffmpeg
+@pytest.mark.parametrize("protocol", ["rtmp", "srt"])
+async def test_publisher_that_comes_back_is_heard_again(protocol: str, tmp_path: Path) -> None:
+    """ffmpeg serves one listener and ends; then it serves another one."""
+    sound = tmp_path / "sound.wav"
+    sound.write_bytes(wav_bytes(spoken(2.0)))
+    port = free_port()
+    url = f"rtmp://127.0.0.1:{port}/live/studio" if protocol == "rtmp" else f"srt://127.0.0.1:{port}"
+    target = ["-f", "flv", "-listen", "1", url] if protocol == "rtmp" else ["-f", "mpegts", f"{url}?mode=listener"]
+
+    def publish() -> subprocess.Popen[bytes]:
+        assert FFMPEG is not None
+        command = [FFMPEG, "-nostdin", "-v", "error", "-re", "-i", str(sound), "-c:a", "aac", *target]
+        return subprocess.Popen(command, stderr=subprocess.DEVNULL)
+
+    heard, running = Heard(url), [publish()]
+
+    async def hear() -> None:
+        while True:
+            try:
+                return await heard.all()
+            except PullFailed:
+                await asyncio.sleep(0.1)  # ffmpeg does not listen yet
+
+    hearing = asyncio.create_task(hear())
+    try:
+        await until(lambda: any(heard.lines))
+        first = heard.seconds
+        running.append(publish())
+        await until(lambda: heard.seconds > first + 1)
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        for process in running:
+            process.kill()
+            process.wait()
+    assert first > 1.5 and len(heard.gaps) == 1 and heard.gaps[0] > 0
+    assert any(heard.lines)
+
+
+@needs_ffmpeg
+async def test_camera_that_cuts_the_connection_is_heard_again_after_a_gap() -> None:
+    """RTSP, with the audio inside the connection (TCP)."""
+    camera = RtspServer(encode(spoken(3.0), "-ar", "8000", "-f", "mulaw"))
+    server = await asyncio.start_server(camera.serve, "127.0.0.1", 0)
+    heard = Heard(f"rtsp://127.0.0.1:{server.sockets[0].getsockname()[1]}/stream")
+    hearing = asyncio.create_task(heard.all())
+    try:
+        await until(lambda: any(heard.lines))
+        first = heard.seconds
+        await until(lambda: heard.seconds > first + 1)
+    finally:
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        server.close()
+    assert 2 < first < 3.2 and len(heard.gaps) == 1 and heard.gaps[0] > 0
+    assert tones(heard.samples)[1:2] == [1]
+    assert all("RTP/AVP/TCP" in asked for asked in camera.asked if asked.startswith("SETUP")), camera.asked
+
+
+@pytest.mark.parametrize(
+    "named", ["file:///etc/hostname", "/etc/hostname", "concat:/etc/hostname|/etc/passwd", "data:audio/wav;base64,UklG",
+              "subfile,,start,0,end,9,,:/etc/hostname", "unix:/run/x", "gopher://127.0.0.1:1/x"]
+)  # fmt: skip
+async def test_playlist_cannot_name_files_of_this_machine(named: str) -> None:
+    lines = ["#EXTM3U", "#EXT-X-TARGETDURATION:2", "#EXTINF:2.0,", named, "#EXT-X-ENDLIST", ""]
+    async with web_server() as web:
+        web.pages["/evil.m3u8"] = "\n".join(lines).encode()
+        heard = Heard(web.url("/evil.m3u8"), 0.0)
+        with pytest.raises(PullFailed):
+            await heard.all()
+    assert not heard.parts
+
+
+async def test_what_is_no_stream_is_refused_with_a_reason() -> None:
+    async with web_server() as web:
+        web.pages["/page"] = b"<html>no audio here</html>" * 100
+        for url, text in (
+            (web.url("/page"), "cannot be read"),
+            (web.url("/missing"), "404"),
+            (f"http://127.0.0.1:{free_port()}/", "refused"),
+            ("file:///etc/hostname", "cannot be pulled"),
+            ("concat:/etc/hostname", "cannot be pulled"),
+        ):
+            with pytest.raises(PullFailed, match=text):
+                await Heard(url).all()
+
+
+async def test_server_that_says_nothing_or_never_ends_its_playlist_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulled_audio, "OPEN_S", 2.0)
+
+    async def silent(writer: asyncio.StreamWriter) -> None:
+        await forever()
+
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        writer.write(head_of(None) + b"#EXTM3U\n#EXT-X-TARGETDURATION:2\n")
+        while True:
+            writer.write(b"#EXTINF:2.0,\n/segment.ts\n" * 100)
+            await writer.drain()
+
+    async with web_server() as web:
+        web.pages |= {"/silent": silent, "/endless.m3u8": endless}
+        for path in ("/silent", "/endless.m3u8"):
+            with pytest.raises(PullFailed):
+                await Heard(web.url(path)).all()
+
+
+async def test_stream_that_stays_away_is_given_up() -> None:
+    async def once(writer: asyncio.StreamWriter) -> None:
+        del web.pages["/talk.wav"]
+        writer.write(head_of(200_000) + wav_bytes(spoken(4.0))[:60_000])
+
+    async with web_server() as web:
+        web.pages["/talk.wav"] = once
+        heard = Heard(web.url("/talk.wav"), give_up_s=0.5)
+        with pytest.raises(PullFailed, match="404"):
+            await heard.all()
+    assert heard.seconds > 1
+
+
+async def test_file_comes_at_the_pace_of_speech(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulled_audio, "FILE_AHEAD_S", 1.0)
+    async with web_server() as web:
+        web.pages["/talk.wav"] = wav_bytes(spoken(30.0))
+        heard = Heard(web.url("/talk.wav"))
+        began = asyncio.get_running_loop().time()
+        hearing = asyncio.create_task(heard.all())
+        await until(lambda: heard.seconds > 2)
+        assert heard.seconds < asyncio.get_running_loop().time() - began + 1.5
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
