@@ -671,8 +671,7 @@ class _Scanner:
         return year if year is not None and not self._adjoins_number(year[1]) and self._is_whole(year[1]) else None
 
     def _parted_year(self, at: int) -> tuple[int, int] | None:
-        """A year after a day or the word, with a comma between its halves, as models write a slow speaker: `nineteen,
-        twenty`."""
+        """A year with a comma between its halves, as models write a slow speaker: `nineteen, twenty`."""
         first = self._below_hundred(at)
         if first is None or not 17 <= first[0] <= 19 or self._tokens[first[1] - 1].mark != ",":
             return None
