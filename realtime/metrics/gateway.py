@@ -123,7 +123,7 @@ def build_collector() -> Callable[[], Iterable[Metric]]:
     labels = {"version": version("tickertape"), "python": platform.python_version()}
 
     def collect() -> Iterable[Metric]:
-        info = GaugeMetricFamily("tickertape_build_info", "The versions of the server and of Python", labels=labels)
+        info = GaugeMetricFamily("tickertape_build_info", "Versions of the server and of Python", labels=list(labels))
         info.add_metric(list(labels.values()), 1)
         yield info
 

@@ -535,7 +535,7 @@ class LiveSession:
         match effect:
             case Send(event):
                 self.outbox.put(event)
-                self.publication.tell(event)
+                self.publication.tell(event, self.session.settings.formatting)
             case Hangup():
                 self.outbox.hang_up(effect)
                 self.runner.queue.wake()

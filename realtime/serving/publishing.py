@@ -19,6 +19,8 @@ import msgspec
 from realtime.errors import ClientFault
 from realtime.serving.viewer_links import Revocation, Revocations
 from realtime.session.events import Cleared, Committed, Completed, Delta, ItemFailed, ServerEvent, TimedWord
+from realtime.session.formatting import format_final
+from realtime.session.text_options import NO_FORMATTING, Formatting
 
 log = logging.getLogger("tickertape.viewers")
 
@@ -480,17 +482,17 @@ class SessionPublication:
             self._publisher.post(key, self._session, update)
         return None
 
-    def tell(self, event: ServerEvent) -> None:
-        """An event was sent to the client; viewers get its words."""
+    def tell(self, event: ServerEvent, formatting: Formatting = NO_FORMATTING) -> None:
+        """An event was sent to the client; viewers get its words, written as the client asked for."""
         if self._publisher is None or (self._key is None and self._held is None):
             return
-        for update in self._updates(event):
+        for update in self._updates(event, formatting):
             if self._key is not None:
                 self._publisher.post(self._key, self._session, update)
             if self._held is not None and len(self._held) < MAX_HELD:
                 self._held.append(update)
 
-    def _updates(self, event: ServerEvent) -> Iterator[Update]:
+    def _updates(self, event: ServerEvent, formatting: Formatting) -> Iterator[Update]:
         match event:
             case Delta():
                 self._open.setdefault(event.item_id, False)
@@ -500,7 +502,7 @@ class SessionPublication:
                     self._open[event.item_id] = True
             case Completed():
                 self._open.pop(event.item_id, None)
-                yield Finished(self._line(event)) if event.transcript.strip() else Removed(event.item_id)
+                yield Finished(self._line(event, formatting)) if event.transcript.strip() else Removed(event.item_id)
             case ItemFailed():
                 self._open.pop(event.item_id, None)
                 yield Removed(event.item_id)
@@ -509,9 +511,10 @@ class SessionPublication:
                     del self._open[item]
                     yield Removed(item)
 
-    def _line(self, event: Completed) -> Line:
+    def _line(self, event: Completed, formatting: Formatting) -> Line:
         start, end = round(event.start / self._rate, 2), round(event.end / self._rate, 2)
-        return Line(event.item_id, _cut(event.transcript), start, end, self._words(event.words))
+        final = format_final(event.transcript, event.words, formatting)
+        return Line(event.item_id, _cut(final.text), start, end, self._words(final.words))
 
     def _words(self, words: tuple[TimedWord, ...]) -> list[Word]:
         rate = self._rate
