@@ -29,7 +29,7 @@ from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
 from engine.runner.device import free_memory, require_device
 from engine.runner.frames.memory import plan_memory
-from engine.runner.frames.parking import available_host_memory
+from engine.runner.frames.parking import host_memory_to_plan_with
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import DEVICE_DTYPE, frames_limits, load_detector, windowed_on_device
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
@@ -104,7 +104,7 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         max_streams=settings.max_streams,
-        parked_bytes=0 if small else int(EngineConfig().parked_share * available_host_memory()),
+        parked_bytes=0 if small else int(EngineConfig().parked_share * host_memory_to_plan_with(1)),
     )
     model, vocabulary = random_voxtral(config, settings.dtype, device)
     runner = SpeakingRunner(model, vocabulary, memory, settings)

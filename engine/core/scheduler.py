@@ -137,7 +137,7 @@ class Scheduler:
     def feed(self, name: str, items: Iterable[Item], now: int) -> None:
         """Append items to a stream; `now` is their time of arrival."""
         stream = self.open_stream(name)
-        self._now = now
+        self.set_time(now)
         caught_up = stream.computed == stream.available
         for item in items:
             self._append(stream, item, now)
@@ -211,6 +211,11 @@ class Scheduler:
         self._replies.append(Failed(error.stream, type(error).__name__, str(error)))
         if (stream := self.streams.get(error.stream)) is not None:
             self._close(stream)
+
+    def set_time(self, now: int) -> None:
+        """It is `now`, on the clock of arrivals: streams become silent although no audio comes."""
+        if now > self._now:
+            self._now = now
 
     def has_work(self) -> bool:
         """Whether a step would compute something, or open or close slots of the runner."""

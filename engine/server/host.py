@@ -98,6 +98,11 @@ class LoadReport:
         lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
         status.lag_ms = 1000 * (max(lags, default=0) * spec.samples_per_position / spec.sample_rate + waited_s)
         status.speaking = sum(stream.speaking for stream in streams)
+        limits = loop.scheduler.limits
+        if limits.resident_streams is not None:
+            # An upload keeps its place on the device as long as it has something to compute.
+            uploads = sum(not stream.live for stream in loop.scheduler.streams.values())
+            status.active_total = max(0, limits.resident_streams - uploads)
         recent = [stream for stream in streams if stream.live and stream.last_active_at > now - COUNTED_SECONDS]
         status.counted = len(recent) if len(recent) < MANY_STREAMS else self._expected(recent, loop, now)
         status.steps = totals.steps
@@ -118,7 +123,10 @@ class LoadReport:
         and of the others as many as are now, with a margin for chance."""
         known = [stream for stream in recent if stream.opened_at < now - NEW_SECONDS]
         found = (loop.scheduler.streams.get(stream.loop_name) for stream in known)
-        since = time.monotonic_ns() - ACTIVE_NS
+        spec = loop.scheduler.spec
+        # Between two steps the oldest audio that waits becomes as old as two strides.
+        strides_ns = 2 * spec.stride_positions * spec.samples_per_position * 1_000_000_000 // spec.sample_rate
+        since = time.monotonic_ns() - ACTIVE_NS - strides_ns
         active = sum(stream is not None and (stream.queued or stream.waiting_since > since) for stream in found)
         return len(recent) - len(known) + active_at_once(len(known), active)
 
@@ -592,6 +600,7 @@ class EngineHost:
     def _step(self) -> str | None:
         """Run one step if there is work; returns the reason if the engine died of it, else None."""
         dead = None
+        self._loop.scheduler.set_time(time.monotonic_ns())
         if self._loop.has_work():
             result = self._loop.step()
             for output in [] if result is None else result.outputs:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from engine.core.scheduler import MOST_KEPT_FREE
 from engine.models.attention import PagedAttention
 from engine.models.layers import rotary_angles
 from engine.models.operands import Heads, KvPages, Span
@@ -36,6 +37,9 @@ STREAMS_PER_COPY = 4
 # Streams that are parked, and streams that are brought back, in one step. Each needs a buffer on the device, and two on
 # the way back.
 MOVES = 4
+# Host buffers beside those of the parked streams: pages are kept free for live streams and for one upload, and a step
+# parks streams before it frees the buffers of those that it brings back.
+SPARE_HOST_BUFFERS = MOST_KEPT_FREE + 1 + MOVES
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +248,7 @@ def plan_memory(
         )
     parked, beside = 0, 0
     if parked_bytes and (max_streams is None or max_streams > fits):
-        parked = max(0, min(parked_bytes // stream_bytes(spec), fits) - MOVES)
+        parked = max(0, min(parked_bytes // stream_bytes(spec) - SPARE_HOST_BUFFERS, fits))
         # Buffers of the moves, and what a parked stream has on the device beside its pages.
         beside = 3 * MOVES * stream_bytes(spec) + parked * (per_stream - stream_bytes(spec))
         if parked == 0 or beside + per_stream > room:

@@ -11,6 +11,7 @@ import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import prod
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -24,16 +25,39 @@ logger = logging.getLogger(__name__)
 
 # Host memory is pinned in pieces of this many bytes: one that cannot be had costs no more than itself.
 PIECE_BYTES = 1 << 30
+# Host memory that is left to everything else.
+KEPT_FREE_BYTES = 1 << 30
 
 
-def available_host_memory() -> int:
-    """Bytes of host memory that can be used without swapping; 0 if the system does not say."""
+# Files with the limit and the use of a container's memory, in bytes: control groups, version 2 and 1.
+CONTAINER_FILES = (
+    ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
+    ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
+)
+
+
+def host_memory_to_plan_with(share_of: int) -> int:
+    """Bytes of host memory that an engine plans with. Engines that share a device start one after the other, and plan
+    with the same number, so that each can replace another: the memory of the whole machine, used or not."""
+    total, available = host_memory()
+    return available if share_of == 1 else min(total, available * share_of)
+
+
+def host_memory() -> tuple[int, int]:
+    """Bytes of host memory, in all and not in use, within the limit of the container; 0 if the system does not say."""
     try:
-        with open("/proc/meminfo") as lines:
-            found = [line.split()[1] for line in lines if line.startswith("MemAvailable:")]
-        return int(found[0]) * 1024
-    except (OSError, IndexError, ValueError):
-        return 0
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        sizes = {name: int(rest.split()[0]) * 1024 for name, _, rest in (line.partition(":") for line in lines)}
+        total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    except (OSError, KeyError, IndexError, ValueError):
+        return 0, 0
+    for limit_file, use_file in CONTAINER_FILES:
+        try:
+            limit, use = int(Path(limit_file).read_text()), int(Path(use_file).read_text())
+        except (OSError, ValueError):
+            continue  # no such file, or "max": no limit
+        total, available = min(total, limit), min(available, max(0, limit - use))
+    return total, available
 
 
 class HostMemory:
@@ -47,6 +71,9 @@ class HostMemory:
         while len(self.buffers) < buffers:
             count = min(per_piece, buffers - len(self.buffers))
             try:
+                # The system promises memory that it does not have, and ends the process that uses it.
+                if host_memory()[1] < count * buffer_bytes + KEPT_FREE_BYTES:
+                    raise RuntimeError("it would use up the memory of the machine or the container")
                 piece = torch.empty(count, buffer_bytes, dtype=torch.uint8)
                 piece.zero_()
                 if pinned:
@@ -128,6 +155,9 @@ class ParkedPages:
             self._send_for(task)
 
     def close(self) -> None:
+        """Free the host memory. Waits for copies that are under way."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
         self._free, self._views = [], []
         self._parked.clear()
         self._arriving.clear()

@@ -45,6 +45,7 @@ from engine.runner.frames.batch import (
 )
 from engine.runner.frames.memory import (
     MOVES,
+    SPARE_HOST_BUFFERS,
     MemoryPlan,
     StackCache,
     StackLayout,
@@ -53,7 +54,7 @@ from engine.runner.frames.memory import (
     stream_bytes,
     voxtral_spec,
 )
-from engine.runner.frames.parking import HostMemory, ParkedPages, available_host_memory
+from engine.runner.frames.parking import HostMemory, ParkedPages, host_memory_to_plan_with
 from engine.runner.frames.passes import Chunk, ChunkBuffers, ModelPasses
 from engine.spec import Vocabulary
 from engine.weights.checkpoint import read_config, read_tensors
@@ -147,9 +148,12 @@ class VoxtralRunner(Runner):
         self.spec = voxtral_spec(model.config, layouts, "voxtral-realtime")
         self.vocabulary = vocabulary
         if memory.parked:
-            host = HostMemory(memory.parked + MOVES, stream_bytes(self.spec), model.device.type == "cuda")
-            parked = max(0, len(host.buffers) - MOVES)
+            wanted = memory.parked + SPARE_HOST_BUFFERS
+            host = HostMemory(wanted, stream_bytes(self.spec), model.device.type == "cuda")
+            parked = max(0, len(host.buffers) - SPARE_HOST_BUFFERS)
             memory = replace(memory, streams=memory.resident + parked, parked=parked)
+            if not parked:
+                host.close()
         self.memory = memory
         self.device = model.device
         # Number of tokens changed by the guard against endless blanks.
@@ -216,7 +220,7 @@ class VoxtralRunner(Runner):
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,
             max_streams=settings.max_streams,
-            parked_bytes=int(settings.parked_share * available_host_memory()),
+            parked_bytes=int(settings.parked_share * host_memory_to_plan_with(settings.share_of)),
         )
         vocabulary = read_tekken(directory / "tekken.json", config.vocabulary)
         tied = {"lm_head.weight": "model.language_model.embed_tokens.weight"} if config.tied else None

@@ -16,6 +16,7 @@ from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.errors import AtCapacity
 from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
+from engine.runner.frames.memory import SPARE_HOST_BUFFERS
 from engine.spec import KvGroup, ModelSpec, Vocabulary
 
 VOCABULARY = Vocabulary([b"", b"", *(b" w%d" % index for index in range(50))], word_marker=1)
@@ -401,3 +402,70 @@ def test_no_budget_changes_the_words_of_an_upload(
     assert all(alone)
     # One plan in so many lets a whole window in: without that no upload could end.
     assert uploaded(spec, [*budgets, spec.window_positions], laid_aside, live) == alone
+
+
+def full_engine(resident: int, streams: int, uploads: int = 0) -> Scheduler:
+    """A scheduler with this many open live streams, room for uploads, and pages for some of them."""
+    pages = tuple(group.ring_pages * resident for group in FRAMES.kv_groups)
+    slots = streams + uploads
+    limits = Limits(slots, FRAMES.embeds_per_stream * slots, pages, 4096, 4096, resident_streams=resident)
+    engine = Scheduler(FRAMES, limits, VOCABULARY)
+    for number in range(streams):
+        engine.admit(Open(f"s{number}"))
+    return engine
+
+
+def one_item(name: str, position: int) -> Item:
+    return Item(FRAMES.prefix_positions + position, 1, position * 10, b"%s%d" % (name.encode(), position), b"pcm")
+
+
+def test_a_full_engine_parks_no_more_streams_than_the_host_has_buffers_for() -> None:
+    """Pages are kept free, also for uploads, so more streams are parked than are too many for the device; and a step
+    parks before it brings back."""
+    resident, streams, uploads = 160, 300, 18
+    engine, parked, most = full_engine(resident, streams, uploads), set[int](), 0
+    second = scheduler_module.PARKED_AFTER_NS
+
+    def run() -> None:
+        nonlocal most
+        while engine.has_work():
+            plan = engine.plan()
+            parked.difference_update(plan.closed)
+            parked.update(task.slot for task in plan.parked)
+            most = max(most, len(parked))
+            parked.difference_update(task.slot for task in plan.restored)
+            engine.commit(plan, [execute(FRAMES, task, 0) for task in plan.decode])
+            engine.check_integrity()
+            assert engine.parked == len(parked)
+
+    for turn in range(3 * streams):
+        name = f"s{turn * 7 % streams}"
+        position = engine.streams[name].available - FRAMES.prefix_positions
+        engine.feed(name, [one_item(name, position)], turn * 2 * second)
+        if turn % 50 == 0:
+            engine.admit(Open(f"u{turn}", live=False))
+            engine.feed(f"u{turn}", [one_item(f"u{turn}", 0)], turn * 2 * second)
+        if turn % 4 == 0:
+            run()
+    run()
+    assert len(engine.streams) == streams + uploads
+    too_many = streams + uploads - resident
+    assert too_many + engine.limits.moves < most <= too_many + SPARE_HOST_BUFFERS
+
+
+def test_streams_without_pages_get_them_when_the_others_have_fallen_silent() -> None:
+    """All clients send at once and wait for their text: no further audio tells the time."""
+    engine = full_engine(32, 48)
+    now = 10 * scheduler_module.PARKED_AFTER_NS
+    for name in list(engine.streams):
+        engine.feed(name, [one_item(name, 0)], now)
+        engine.flush(name, 1)
+    flushed: set[str] = set()
+    for _ in range(2):
+        while engine.has_work():
+            plan = engine.plan()
+            outputs = engine.commit(plan, [execute(FRAMES, task, 0) for task in plan.decode])
+            flushed |= {output.stream for output in outputs if isinstance(output, Flushed)}
+        now += 2 * scheduler_module.PARKED_AFTER_NS
+        engine.set_time(now)
+    assert len(flushed) == 48

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import time
+from types import SimpleNamespace
+from typing import Any, cast
+
 import pytest
 
 from engine.messages import Open
@@ -66,3 +70,16 @@ def test_a_clock_that_stands_takes_nothing_back(loop: EngineLoop) -> None:
 )
 def test_of_many_conversations_only_some_are_active_at_once(recent: int, active: int, expected: int) -> None:
     assert active_at_once(recent, active) == expected
+
+
+def test_a_stream_of_a_windowed_model_is_active_between_its_strides() -> None:
+    """Its audio waits for a whole stride, and then for the step."""
+    spec = fakes.WINDOWED
+    stride_ns = spec.stride_positions * spec.samples_per_position * 1_000_000_000 // spec.sample_rate
+    waits = SimpleNamespace(queued=False, waiting_since=time.monotonic_ns() - 2 * stride_ns)
+    silent = SimpleNamespace(queued=False, waiting_since=time.monotonic_ns() - 10 * stride_ns - 10_000_000_000)
+    streams = {f"s{number}": waits if number < 100 else silent for number in range(120)}
+    recent = [SimpleNamespace(loop_name=name, opened_at=0.0) for name in streams]
+    loop = SimpleNamespace(scheduler=SimpleNamespace(streams=streams, spec=spec))
+    found = LoadReport._expected(cast(Any, recent), cast(Any, loop), 100.0)
+    assert found == active_at_once(120, 100) > 100

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,8 +15,8 @@ from engine.core.scheduler import PARKED_AFTER_NS, Scheduler
 from engine.messages import Item, Open
 from engine.models.voxtral_realtime import STREAMING_WORD, VoxtralRealtime
 from engine.runner.device import NotEnoughMemory
-from engine.runner.frames.memory import MOVES, plan_memory, stack_layouts, stream_bytes, voxtral_spec
-from engine.runner.frames.parking import HostMemory
+from engine.runner.frames.memory import SPARE_HOST_BUFFERS, plan_memory, stack_layouts, stream_bytes, voxtral_spec
+from engine.runner.frames.parking import HostMemory, host_memory, host_memory_to_plan_with
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.load import frames_limits
 from engine.spec import Vocabulary
@@ -140,14 +141,14 @@ def test_host_memory_makes_room_for_streams() -> None:
     one = stream_bytes(voxtral_spec(SMALL, stack_layouts(SMALL, WINDOW, torch.float32), "small"))
     assert 0 < resident < fits
     assert fits < resident + parked <= 2 * fits
-    assert plan(free, (10 + MOVES) * one)[1] == 10
-    assert plan(free, MOVES * one) == (fits, 0)
+    assert plan(free, (10 + SPARE_HOST_BUFFERS) * one)[1] == 10
+    assert plan(free, SPARE_HOST_BUFFERS * one) == (fits, 0)
     # Fewer streams than fit are not parked, and more than fit only as far as the host's memory goes.
     assert plan(free, 1 << 62, streams=fits - 1) == (fits - 1, 0)
     few = plan(free, 1 << 62, streams=fits + 1)
     assert sum(few) == fits + 1
     with pytest.raises(NotEnoughMemory, match="parked_share"):
-        plan(free, (10 + MOVES) * one, streams=fits + 11)
+        plan(free, (10 + SPARE_HOST_BUFFERS) * one, streams=fits + 11)
 
 
 def test_host_memory_that_cannot_be_had_parks_fewer_streams(
@@ -166,3 +167,26 @@ def test_host_memory_that_cannot_be_had_parks_fewer_streams(
     assert len(host.buffers) == 8
     assert np.all([buffer.numel() == 1024 for buffer in host.buffers])
     assert "8 parked streams, not for 100" in caplog.text
+
+
+def test_host_memory_ends_at_the_limit_of_the_container(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The system would end the engine that takes what is promised."""
+    limit, use = tmp_path / "memory.max", tmp_path / "memory.current"
+    monkeypatch.setattr("engine.runner.frames.parking.CONTAINER_FILES", [(str(limit), str(use))])
+    total, available = host_memory()
+    limit.write_text("max\n")
+    use.write_text("1000\n")
+    assert host_memory()[0] == total > 0 < available
+    limit.write_text("1_000_000".replace("_", ""))
+    use.write_text("400000")
+    assert host_memory() == (1_000_000, 600_000)
+    # Engines that share a device plan with the same memory, whichever of them starts first.
+    assert (host_memory_to_plan_with(1), host_memory_to_plan_with(2)) == (600_000, 1_000_000)
+    monkeypatch.setattr("engine.runner.frames.parking.KEPT_FREE_BYTES", 100_000)
+    monkeypatch.setattr("engine.runner.frames.parking.PIECE_BYTES", 100_000)
+    assert len(HostMemory(10, 400_000, pinned=False).buffers) == 10
+    use.write_text("900000")
+    assert not HostMemory(10, 400_000, pinned=False).buffers
+    assert "0 parked streams, not for 10" in caplog.text
