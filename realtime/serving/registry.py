@@ -113,6 +113,7 @@ class Sessions:
         At the end of the block, also after an exception, sessions that never got a socket are ended, and the quota of
         sessions that were not made is released.
         """
+        self._check_name(caller, settings)
         admission = Admission(self._quota, caller.name)
         entries: list[OpenSession] = []
         try:
@@ -129,6 +130,13 @@ class Sessions:
         finally:
             admission.release()
             await self.end(*(entry for entry in entries if entry.connection is None and entry.left_at is None))
+
+    def _check_name(self, caller: Caller, settings: Settings) -> None:
+        """Raise Refusal if a client secret asks for another name than its own."""
+        if caller.settings is not None and settings.publish != caller.settings.publish:
+            self._metrics.refused.labels("publish").inc()
+            text = "A session of a client secret is published only under the name that its secret was made with."
+            raise Refusal(403, "publish_not_allowed", text, param="publish")
 
     async def _publish(self, entry: OpenSession, name: str) -> None:
         """Publish a new session. Raises Refusal."""

@@ -260,6 +260,29 @@ async def test_client_secrets_publish_under_their_own_name_and_read_nothing(serv
         assert answer.status_code == 403
 
 
+async def test_client_secrets_of_deepgram_clients_publish_under_no_other_name(serve: Serve) -> None:
+    async with serve(auth={"keys": (KEY,)}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
+        secrets = []
+        for session in ({"publish": "talk"}, {}):
+            answer = await http.post(
+                f"{running.base_url}/realtime/client_secrets", json={"session": session}, headers=BEARER
+            )
+            secrets.append({"Authorization": f"Bearer {answer.json()['value']}"})
+        for path in ("v1/listen?encoding=linear16&sample_rate=16000", "v2/listen?model=flux-general-en"):
+            url = f"ws://127.0.0.1:{running.port}/{path}"
+            others = ((secrets[0], "&publish=board-meeting"), (secrets[1], "&publish=talk"), (secrets[0], ""))
+            for secret, name in others:
+                with pytest.raises(InvalidStatus) as refused:
+                    async with connect(url + name, proxy=None, additional_headers=secret):
+                        pass
+                assert refused.value.response.status_code == 403
+                assert b"only under the name that its secret" in (refused.value.response.body or b"")
+            for secret, name in ((secrets[0], "&publish=talk"), (secrets[1], "")):
+                async with connect(url + name, proxy=None, additional_headers=secret):
+                    pass
+                await until_so(lambda: len(running.gateway.sessions) == 0)
+
+
 async def test_a_page_of_another_website_reads_nothing_without_keys(serve: Serve) -> None:
     async with serve() as running:
         evil = {"Origin": "https://evil.example"}
