@@ -114,7 +114,7 @@ class Transcript:
         self.number, self.is_live = state.number, state.is_live
         self.lines = {line.id: line for line in state.lines}
         self.open = {line.id: line for line in state.open}
-        self._characters = sum(len(line.text) for line in self.lines.values())
+        self._characters = sum(_size(line) for line in self.lines.values())
 
     def apply(self, update: Update) -> bool:
         """Take an update. Returns False, with nothing changed, for text of a turn that is finished: a process that
@@ -134,7 +134,7 @@ class Transcript:
             case Added(item, text, words):
                 line = self.open.setdefault(item, Line(item, "", words[0][1] if words else 0.0))
                 line.text = _cut(line.text + text)
-                line.words = [*line.words, *words][-MAX_TURN_WORDS:]
+                line.words = _newest([*line.words, *words])
                 if len(self.open) > MAX_OPEN_TURNS:
                     del self.open[next(iter(self.open))]
             case Finished(line):
@@ -148,14 +148,33 @@ class Transcript:
 
     def _append(self, line: Line) -> None:
         known = self.lines.get(line.id)
-        self._characters += len(line.text) - (0 if known is None else len(known.text))
+        self._characters += _size(line) - (0 if known is None else _size(known))
         self.lines[line.id] = line
         while len(self.lines) > MAX_LINES or self._characters > MAX_CHARACTERS:
-            self._characters -= len(self.lines.pop(next(iter(self.lines))).text)
+            self._characters -= _size(self.lines.pop(next(iter(self.lines))))
 
 
 def _cut(text: str) -> str:
     return text[-MAX_LINE_CHARACTERS:]
+
+
+def _newest(words: list[Word]) -> list[Word]:
+    """The last words of a turn: bounded in number, and in characters like its text. A client that replaces words can
+    make each of them long."""
+    kept: list[Word] = []
+    room = MAX_LINE_CHARACTERS
+    for text, start, end in reversed(words[-MAX_TURN_WORDS:]):
+        text = _cut(text)
+        room -= len(text)
+        if room < 0:
+            break
+        kept.append((text, start, end))
+    return kept[::-1]
+
+
+def _size(line: Line) -> int:
+    """Characters of a turn; its words usually have those of its text."""
+    return max(len(line.text), sum(max(1, len(text)) for text, _, _ in line.words))
 
 
 # Messages between a gateway process and the coordinator. `owner` and `name` together identify a published session.
@@ -518,10 +537,12 @@ class SessionPublication:
 
     def _words(self, words: tuple[TimedWord, ...]) -> list[Word]:
         rate = self._rate
-        return [
-            (word.text.strip(), round(word.start / rate, 2), round(word.end / rate, 2))
-            for word in words[-MAX_TURN_WORDS:]
-        ]
+        return _newest(
+            [
+                (word.text.strip(), round(word.start / rate, 2), round(word.end / rate, 2))
+                for word in words[-MAX_TURN_WORDS:]
+            ]
+        )
 
     def end(self, moves: bool = False) -> None:
         """The session is not published any more. `moves`: another process is about to continue it."""

@@ -16,6 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -232,18 +233,28 @@ class Parent:
         return False
 
     async def _hear(self, worker: Worker) -> None:
-        async for message in worker.line:
-            if isinstance(message, Ready):
-                if not worker.ready.done():
-                    worker.ready.set_result(None)
-            elif isinstance(message, Enter | Leave | Own):
-                self._quota.on_message(worker.number, message)
-            elif isinstance(message, ToCoordinator):
-                self._coordinator.on_message(worker.number, message)
-            elif isinstance(message, Counted | Scrape):
-                self.totals.add_report(worker.number, message.report)
-                if isinstance(message, Scrape):
-                    worker.line.send(Scraped(message.number, self._exposition()))
+        """Take the messages of a worker. A worker that cannot be heard any more is told to stop, and is replaced."""
+        try:
+            async for message in worker.line:
+                self._take(worker, message)
+        except Exception:
+            log.exception("a message of worker %d failed; the worker is replaced", worker.number)
+        finally:
+            worker.line.send(Retire())
+            worker.line.close()
+
+    def _take(self, worker: Worker, message: Any) -> None:
+        if isinstance(message, Ready):
+            if not worker.ready.done():
+                worker.ready.set_result(None)
+        elif isinstance(message, Enter | Leave | Own):
+            self._quota.on_message(worker.number, message)
+        elif isinstance(message, ToCoordinator):
+            self._coordinator.on_message(worker.number, message)
+        elif isinstance(message, Counted | Scrape):
+            self.totals.add_report(worker.number, message.report)
+            if isinstance(message, Scrape):
+                worker.line.send(Scraped(message.number, self._exposition()))
 
     def _exposition(self) -> str:
         if self._engine_counters is not None:

@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import uvloop
 from prometheus_client.core import Metric
@@ -102,20 +103,28 @@ async def work(end: socket.socket) -> None:
         shared = SharedMetrics(line, gateway.metrics.families)
         gateway.metrics.of_all = shared.of_all
 
+        def take(message: Any) -> None:
+            if isinstance(message, Retire):
+                gateway.sessions.hands_over = True
+                server.server.should_exit = True
+            elif isinstance(message, Entered | Others):
+                quota.on_message(message)
+            elif isinstance(message, Scraped):
+                shared.on_message(message)
+            elif isinstance(message, FromCoordinator):
+                publisher.on_message(message)
+            elif isinstance(message, Reload):
+                _reload(server.server, share_of(decode_config(message.config)))
+
         async def hear() -> None:
-            async for message in messages:
-                if isinstance(message, Retire):
-                    gateway.sessions.hands_over = True
-                    server.server.should_exit = True
-                elif isinstance(message, Entered | Others):
-                    quota.on_message(message)
-                elif isinstance(message, Scraped):
-                    shared.on_message(message)
-                elif isinstance(message, FromCoordinator):
-                    publisher.on_message(message)
-                elif isinstance(message, Reload):
-                    _reload(server.server, share_of(decode_config(message.config)))
-            log.warning("the parent process has ended; this worker stops")
+            try:
+                async for message in messages:
+                    take(message)
+                log.warning("the connection to the parent process has ended; this worker stops")
+            except Exception:
+                log.exception("a message of the parent process failed; this worker stops and is replaced")
+                gateway.sessions.hands_over = True
+            # A worker that does not hear its parent admits no session and cannot be stopped by it.
             server.server.should_exit = True
 
         hearing = asyncio.create_task(hear(), name="what the parent says")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -14,8 +15,10 @@ from realtime.config import Config, Secret
 from realtime.serving.publishing import FromCoordinator, ToCoordinator
 from realtime.serving.quota import Figures, QuotaDecision
 
-# Bytes of the longest message, which is the configuration.
-LONGEST_LINE = 1024 * 1024
+log = logging.getLogger("tickertape.workers")
+
+# Bytes of the longest message. The words of a published session (`Current`) are bounded well below it.
+LONGEST_LINE = 4 * 1024 * 1024
 
 
 class Start(msgspec.Struct, tag="start"):
@@ -146,11 +149,14 @@ class Line:
             self._writer.write(_encoder.encode(message) + b"\n")
 
     async def __aiter__(self) -> AsyncIterator[Any]:
-        """Messages until the other side is gone."""
+        """Messages until the other side is gone, or sends a message that is too long to read."""
         while True:
             try:
                 line = await self._reader.readline()
             except OSError:
+                return
+            except ValueError:
+                log.error("a message between the parent and a worker has more than %d bytes", LONGEST_LINE)
                 return
             if not line:
                 return

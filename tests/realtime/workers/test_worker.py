@@ -22,6 +22,7 @@ from engine.client.engine_handles import EngineProcess
 from realtime.config import AuthConfig, Config, LimitsConfig, ServerConfig
 from realtime.workers import parent as parents
 from realtime.workers.parent import Parent, WorkerFailed, reserved_port
+from realtime.workers.worker_link import LONGEST_LINE
 from tests.e2e.raw_client import greeted_client
 from tests.engine import fakes
 from tests.realtime.workers import engines
@@ -187,6 +188,25 @@ async def test_a_worker_ends_with_its_parent() -> None:
         )
     ours.close()
     assert await process.wait() != 0
+
+
+@pytest.mark.parametrize("side", ["worker", "parent"])
+@pytest.mark.parametrize(
+    "message", [b"x" * (LONGEST_LINE + 1) + b"\n", b'{"type": "unknown"}\n'], ids=["long", "unknown"]
+)
+async def test_a_worker_that_is_not_heard_or_hears_nothing_is_replaced(side: str, message: bytes) -> None:
+    async with workers(replace(CONFIG, server=replace(CONFIG.server, workers=1))) as parent:
+        (number,) = parent.workers
+        line = parent.workers[number].line
+        if side == "worker":
+            line._writer.write(message)
+        else:
+            line._reader.feed_data(message)
+        await fakes.until(lambda: len(parent.workers) == 1 and number not in parent.workers)
+        (worker,) = parent.workers.values()
+        await worker.wait_until_ready()
+        async with greeted_client(url_of(parent)):
+            pass
 
 
 async def test_a_worker_that_cannot_be_started_for_a_while_is_started_later(
