@@ -86,7 +86,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     gateway.audience = Audience(publisher, services.metrics)
     links = ViewerLinks(services.link_signer, publisher.revocations, authenticator.vouches_for)
     viewers = ViewerRoutes(context, gateway.audience, publisher, links)
-    gateway.streams = PulledStreams(sessions, config, time.time)
+    gateway.streams = PulledStreams(sessions, config, time.time, authenticator.vouches_for)
     streams = StreamRoutes(context, gateway.streams, services.claimants is None)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,

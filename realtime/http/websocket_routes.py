@@ -232,6 +232,8 @@ class WebSocketRoutes:
     def reloaded(self) -> None:
         """Apply a configuration that was read again."""
         self._context.authenticator.use_keys(key.reveal() for key in self.config.auth.keys)
+        if self.streams is not None:
+            self.streams.end_without_key()
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:

@@ -38,6 +38,7 @@ MAX_URL_CHARACTERS = 2000
 MAX_ENDED_STREAMS = 32
 # Seconds before a session is opened again; doubles with each attempt.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+KEY_REMOVED = "the key that began the stream was removed"
 
 CONNECTING, LIVE, WAITING, ENDED, FAILED = "connecting", "live", "waiting", "ended", "failed"
 
@@ -102,6 +103,7 @@ class PulledStream:
         self._has_session = asyncio.Event()
         self._reading: asyncio.Task[None] | None = None
         self._is_fed = False
+        self._has_lost_key = False
 
     def described(self) -> dict[str, Any]:
         return {
@@ -124,11 +126,17 @@ class PulledStream:
     def tell(self, kind: str, **fields: Any) -> None:
         self.events.add(encode_json({"type": kind, "stream_id": self.id, **fields}))
 
-    async def run(self, sessions: Sessions, hosts: tuple[str, ...]) -> None:
-        """Pull the stream until it ends or fails."""
+    def end_without_key(self) -> None:
+        """The caller's key is not valid any more: end the stream."""
+        if self.task is not None and not self.events.is_closed:
+            self._has_lost_key = True
+            self.task.cancel()
+
+    async def run(self, sessions: Sessions, hosts: tuple[str, ...], vouches_for: Callable[[str], bool]) -> None:
+        """Pull the stream until it ends or fails. `vouches_for` says whether a caller's key is still valid."""
         try:
             async with asyncio.TaskGroup() as group:
-                serving = group.create_task(self._keep_a_session(sessions), name=f"session of {self.id}")
+                serving = group.create_task(self._keep_a_session(sessions, vouches_for), name=f"session of {self.id}")
                 failure = await self._feed(hosts)
                 # The words of the audio so far come, and then the session ends.
                 self._is_fed = True
@@ -143,7 +151,10 @@ class PulledStream:
             log.exception("stream %s failed", self.id)
             self.set_status(FAILED, "internal error")
         finally:
-            if self.status not in (ENDED, FAILED):
+            if self._has_lost_key:
+                log.info("stream %s has ended: %s", self.id, KEY_REMOVED)
+                self.set_status(FAILED, KEY_REMOVED)
+            elif self.status not in (ENDED, FAILED):
                 self.set_status(ENDED, "deleted")
             self.events.close()
 
@@ -180,10 +191,13 @@ class PulledStream:
     def _on_line(self, text: str) -> None:
         self.set_status(WAITING, text) if text else self.set_status(LIVE)
 
-    async def _keep_a_session(self, sessions: Sessions) -> None:
-        """Serve sessions one after the other, until the audio has ended."""
+    async def _keep_a_session(self, sessions: Sessions, vouches_for: Callable[[str], bool]) -> None:
+        """Serve sessions one after the other, until the audio has ended or the caller has no key any more."""
         wait_s = FIRST_WAIT_S
         while not self._is_fed:
+            if not vouches_for(self.caller.name):
+                self.end_without_key()
+                return
             try:
                 async with sessions.open(self.caller, self.settings, [OpenAIDialect]) as (entry,):
                     wait_s = FIRST_WAIT_S
@@ -213,8 +227,16 @@ class PulledStream:
 class PulledStreams:
     """All streams of this gateway."""
 
-    def __init__(self, sessions: Sessions, config: Config, wall_clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        sessions: Sessions,
+        config: Config,
+        wall_clock: Callable[[], float],
+        vouches_for: Callable[[str], bool],
+    ) -> None:
+        """`vouches_for` says whether the key of a caller, by its name, is still valid."""
         self._sessions = sessions
+        self._vouches_for = vouches_for
         self._config = config
         self._wall_clock = wall_clock
         self._streams: dict[str, PulledStream] = {}
@@ -235,7 +257,9 @@ class PulledStreams:
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
         stream = PulledStream(url, caller, settings, int(self._wall_clock()))
         self._streams[stream.id] = stream
-        stream.task = asyncio.create_task(stream.run(self._sessions, hosts), name=f"stream {stream.id}")
+        stream.task = asyncio.create_task(
+            stream.run(self._sessions, hosts, self._vouches_for), name=f"stream {stream.id}"
+        )
         ended = [other for other in self._streams.values() if other.events.is_closed]
         for other in ended[: max(0, len(ended) - MAX_ENDED_STREAMS)]:
             del self._streams[other.id]
@@ -250,6 +274,12 @@ class PulledStreams:
         if stream is None or stream.caller.name != caller.name:
             raise Refusal(404, "stream_not_found", "There is no such stream.", param="id")
         return stream
+
+    def end_without_key(self) -> None:
+        """End the streams of keys that were removed."""
+        for stream in self._streams.values():
+            if not self._vouches_for(stream.caller.name):
+                stream.end_without_key()
 
     async def delete(self, stream: PulledStream) -> None:
         self._streams.pop(stream.id, None)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +174,41 @@ async def test_deleted_stream_ends_at_once_and_its_places_are_free(serve: Serve)
         assert (await reading)[-1]["message"] == "deleted"
         assert len(running.gateway.sessions) == 0 and (await client.http.get("/v1/streams")).json()["data"] == []
         await client.begin(web.url("/live"))
+
+
+async def test_reload_that_removes_a_key_ends_its_streams(serve: Serve) -> None:
+    async with serve(server=HOSTS, auth={"keys": ("a-long-secret", "another-secret")}) as running, web_server() as web:
+        web.pages["/live"] = endless
+        removed, kept = Client(running, "a-long-secret"), Client(running, "another-secret")
+        ended, goes_on = await removed.begin(web.url("/live")), await kept.begin(web.url("/live"))
+        await until(lambda: len(running.gateway.sessions) == 2)
+        reading = asyncio.create_task(removed.all_events(ended["id"]))
+        await until(lambda: running.gateway.streams._streams[ended["id"]].readers)
+        config = running.gateway.config
+        keys = tuple(key for key in config.auth.keys if key.reveal() == "another-secret")
+        running.server.reload(replace(config, auth=replace(config.auth, keys=keys)))
+        async with asyncio.timeout(60):
+            last = (await reading)[-1]
+        assert (last["status"], last["message"]) == ("failed", "the key that began the stream was removed")
+        await until(lambda: len(running.gateway.sessions) == 1)
+        assert (await kept.http.get(f"/v1/streams/{goes_on['id']}")).json()["status"] in ("connecting", "live")
+
+
+async def test_stream_whose_key_was_removed_opens_no_further_session(serve: Serve) -> None:
+    limits = {"max_sessions": 1}
+    keys = {"keys": ("a-long-secret", "another-secret")}
+    async with serve(server=HOSTS, limits=limits, auth=keys) as running, web_server() as web:
+        web.pages["/live"] = endless
+        first = await Client(running, "another-secret").begin(web.url("/live"))
+        await until(lambda: len(running.gateway.sessions) == 1)
+        second = running.gateway.streams._streams[
+            (await Client(running, "a-long-secret").begin(web.url("/live")))["id"]
+        ]
+        await until(lambda: second.status == "waiting")
+        running.gateway._context.authenticator.use_keys(["another-secret"])
+        await Client(running, "another-secret").http.delete(f"/v1/streams/{first['id']}")
+        await until(lambda: second.events.is_closed)
+        assert second.status == "failed" and len(running.gateway.sessions) == 0
 
 
 async def test_refused_session_is_opened_when_there_is_room(serve: Serve) -> None:
