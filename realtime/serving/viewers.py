@@ -307,7 +307,7 @@ class Channel:
         """Serve viewers that are behind, cut off those that read nothing, and end those that may not read any more."""
         for viewer in tuple(self.viewers):
             if not viewer.is_allowed():
-                viewer.close("the link has expired or was revoked")
+                viewer.close("the link has expired or was revoked, or the key was removed")
             elif viewer.behind_since is not None:
                 if self.is_current:
                     self._catch_up(viewer, NEWEST_LINES if viewer.number >= 0 else None)

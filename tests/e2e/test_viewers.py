@@ -348,6 +348,24 @@ async def test_a_reload_that_removes_a_key_ends_its_links(serve: Serve) -> None:
                 await viewer.event()
 
 
+async def test_a_reload_that_removes_a_key_ends_viewers_that_came_with_it(serve: Serve) -> None:
+    async with serve(auth={"keys": (KEY, OTHER)}) as running:
+        other = {"Authorization": f"Bearer {OTHER}"}
+        async with (
+            socket_viewer(running.port, "talk", additional_headers=BEARER) as viewer,
+            stream_viewer(running.port, "talk", headers=f"Authorization: Bearer {KEY}\r\n") as stream,
+            socket_viewer(running.port, "talk", additional_headers=other) as stays,
+        ):
+            for one in (viewer, stream, stays):
+                await one.event()
+            running.gateway._context.authenticator.use_keys([OTHER])
+            with pytest.raises(ConnectionClosed):
+                await viewer.event()
+            assert viewer.socket.close_code == 1008 and "key was removed" in (viewer.socket.close_reason or "")
+            assert "key was removed" in (await until(stream, "closed"))[-1]["reason"]
+            await until_so(lambda: running.metric("viewers") == 1)
+
+
 async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> None:
     async with serve(auth={"keys": (KEY, OTHER)}) as running:
         revocations = running.gateway.audience._publisher.revocations
