@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
+from starlette.types import Receive, Scope, Send
 
 from realtime.dialects.base import decode_body, encode_json
 from realtime.errors import Refusal
@@ -26,6 +28,22 @@ EVENTS_AT_ONCE = 64
 # Seconds between comments that keep a quiet connection open, and between looks at a server that stops.
 QUIET_S, LOOK_S = 15.0, 1.0
 FIELDS = ("url", "language")
+
+
+class _EventResponse(StreamingResponse):
+    """The events of a stream for one reader, which is counted from here to the end of the response, also if the reader
+    leaves before the first event."""
+
+    def __init__(self, stream: PulledStream, events: AsyncIterator[bytes], **options: Any) -> None:
+        super().__init__(events, **options)
+        self._stream = stream
+        stream.readers += 1
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._stream.readers -= 1
 
 
 class StreamRoutes:
@@ -76,29 +94,25 @@ class StreamRoutes:
             text = f"A stream has at most {MAX_READERS} readers at once."
             raise Refusal(503, "too_many_readers", text, retry_after_s=10)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return StreamingResponse(self._tell(stream, after), media_type="text/event-stream", headers=headers)
+        return _EventResponse(stream, self._tell(stream, after), media_type="text/event-stream", headers=headers)
 
     async def _tell(self, stream: PulledStream, after: int) -> AsyncIterator[bytes]:
         log, clock = stream.events, asyncio.get_running_loop().time
-        stream.readers += 1
-        try:
-            yield b": events of a stream\n\n"
-            told_at = clock()
-            while not self._context.draining:
-                # No await between these two: an event that comes later wakes the wait below.
-                found = log.after(after, EVENTS_AT_ONCE)
-                if not found and log.is_closed:
-                    return
-                if found:
-                    after, told_at = found[-1][0], clock()
-                    yield "".join(f"id: {number}\ndata: {frame}\n\n" for number, frame in found).encode()
-                    continue
-                if clock() - told_at >= QUIET_S:
-                    told_at = clock()
-                    yield b": quiet\n\n"
-                await log.wait(LOOK_S)
-        finally:
-            stream.readers -= 1
+        yield b": events of a stream\n\n"
+        told_at = clock()
+        while not self._context.draining:
+            # No await between these two: an event that comes later wakes the wait below.
+            found = log.after(after, EVENTS_AT_ONCE)
+            if not found and log.is_closed:
+                return
+            if found:
+                after, told_at = found[-1][0], clock()
+                yield "".join(f"id: {number}\ndata: {frame}\n\n" for number, frame in found).encode()
+                continue
+            if clock() - told_at >= QUIET_S:
+                told_at = clock()
+                yield b": quiet\n\n"
+            await log.wait(LOOK_S)
 
     def _find(self, request: Request) -> PulledStream:
         return self._streams.find(request.path_params["id"], self._caller(request))

@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from realtime.http import stream_routes
 from realtime.serving import pulled_audio, pulled_streams
 from tests.e2e.conftest import Running, Serve
 from tests.media_streams import (
@@ -209,6 +210,29 @@ async def test_stream_whose_key_was_removed_opens_no_further_session(serve: Serv
         await Client(running, "another-secret").http.delete(f"/v1/streams/{first['id']}")
         await until(lambda: second.events.is_closed)
         assert second.status == "failed" and len(running.gateway.sessions) == 0
+
+
+async def test_readers_that_come_at_once_are_bounded_and_their_places_are_free_when_they_leave(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream_routes, "MAX_READERS", 3)
+    async with serve(server=HOSTS) as running, web_server() as web:
+        web.pages["/live"] = endless
+        stream = await Client(running).begin(web.url("/live"))
+        kept = running.gateway.streams._streams[stream["id"]]
+        head = f"GET /v1/streams/{stream['id']}/events HTTP/1.1\r\nHost: 127.0.0.1:{running.port}\r\n\r\n".encode()
+        for _ in range(2):
+            readers = [await asyncio.open_connection("127.0.0.1", running.port) for _ in range(30)]
+            try:
+                for _, writer in readers:
+                    writer.write(head)
+                async with asyncio.timeout(60):
+                    answers = [int((await reader.readline()).split()[1]) for reader, _ in readers]
+                assert sorted(answers) == [200] * 3 + [503] * 27 and kept.readers == 3
+            finally:
+                for _, writer in readers:
+                    writer.transport.abort()
+            await until(lambda: kept.readers == 0)
 
 
 async def test_refused_session_is_opened_when_there_is_room(serve: Serve) -> None:
