@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import time
+from urllib.parse import quote, quote_from_bytes
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -16,8 +17,11 @@ from engine.logs import ACCESS_LOG
 from realtime.config import ServerConfig
 
 log = logging.getLogger(ACCESS_LOG)
-# Characters of a path that are logged.
-MOST_PATH = 200
+# Characters of a path, and of the address of a client, that are logged.
+MOST_PATH, MOST_CLIENT = 200, 64
+# Characters that stay as they are in a path and in an address; all others are percent-encoded, so that a client cannot
+# forge a field or a line.
+PATH_CHARACTERS, CLIENT_CHARACTERS = "/%:@!$&'()*+,;=", ":%[]"
 
 
 class AccessLog:
@@ -55,8 +59,10 @@ class _Entry:
         self._began = time.monotonic()
         self._is_socket = scope["type"] == "websocket"
         self._method = "SOCKET" if self._is_socket else str(scope["method"])
-        self._path = str(scope["path"])[:MOST_PATH]
-        self._client = str((scope.get("client") or ("-",))[0])
+        # As it was sent: decoded it could contain spaces and line breaks.
+        raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
+        self._path = quote_from_bytes(raw.partition(b"?")[0], PATH_CHARACTERS)[:MOST_PATH]
+        self._client = quote(str((scope.get("client") or ("-",))[0]), CLIENT_CHARACTERS)[:MOST_CLIENT]
         self._status = 0
         self._code = 0
         self._bytes = 0

@@ -13,8 +13,11 @@ from typing import Any
 import httpx
 import pytest
 from openai import AsyncOpenAI
+from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from realtime.config import ServerConfig
+from realtime.http.access_log import AccessLog
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
 from tests.e2e.test_openai_client import send_audio, wav
@@ -384,6 +387,31 @@ async def test_the_access_log_has_a_line_for_requests_and_sockets_without_their_
     assert fields[0]["path"] == "/v1/models" and fields[0]["bytes"] > 10 and fields[0]["client"] == "127.0.0.1"
     assert fields[2]["path"] == "/v1/realtime" and fields[2]["close_code"] in (1000, 1005)
     assert not any("secret-in-a-query" in record.getMessage() for record in lines)
+
+
+async def test_a_client_cannot_forge_a_line_or_a_field_of_the_access_log(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", logger="tickertape.access")
+    async with serve(server={"access_log": True}) as running, httpx.AsyncClient(base_url=running.http) as client:
+        forged = "/a%0A2026-01-01%20GET%20/admin%20200%20%E2%80%A8%1B%5B2J"
+        await client.get(f"{forged}?token=secret-in-a-query")
+        with pytest.raises(InvalidStatus):
+            async with connect(f"ws://127.0.0.1:{running.port}{forged}?token=secret-in-a-query", proxy=None):
+                pass
+    scope = {"type": "http", "method": "GET", "path": "/b c", "client": ("1.2.3.4 GET /admin\x85" + "9" * 500, 1)}
+
+    async def nothing(*_: object) -> None:
+        pass
+
+    await AccessLog(nothing, ServerConfig(access_log=True))(scope, nothing, nothing)  # type: ignore[arg-type]
+    lines = [record for record in caplog.records if record.name == "tickertape.access"]
+    fields = [record.fields for record in lines]  # type: ignore[attr-defined]
+    assert [one["path"] for one in fields] == [forged, forged, "/b%20c"]
+    assert len(fields[2]["client"]) == 64 and fields[2]["client"].startswith("1.2.3.4%20GET%20%2Fadmin%C2%85999")
+    for record in lines:
+        text = record.getMessage()
+        assert text.isascii() and text.isprintable() and "secret" not in text and len(text.split(" ")) == 8
 
 
 async def test_there_is_no_access_log_unless_it_is_wanted(serve: Serve, caplog: pytest.LogCaptureFixture) -> None:
