@@ -7,8 +7,7 @@ redacting the parts gives the same as redacting the whole.
 
 A speaker may pause within a number, and the pause may end a turn. The `carry` is the number of digits at the end of
 the words before; the start of the next turn is judged together with them. At the end of a turn three digits or more
-are redacted, because more may follow, except a lone year and an amount with `hundred`. At most two digits at the end
-of a turn are shown.
+are redacted, because more may follow, except a lone year and an amount with `hundred` (`eight hundred and five`).
 
 Times are those of the audio: a redaction begins with its first word and ends with its last one.
 """
@@ -247,12 +246,28 @@ def _is_year(word: _Heard) -> bool:
 def _is_year_or_amount(heard: list[_Heard]) -> bool:
     words = [word.bare for word in heard]
     if "hundred" in words:
-        return True
+        return _is_amount(words)
     if len(words) == 1 and words[0].isdigit():
         return _is_year(heard[0])
     if len(words) not in (2, 3) or words[0] not in (*TEENS, "twenty") or words[1] not in (*TEENS, *TENS, *ZEROS):
         return False
     return len(words) == 2 or words[2] in ONES
+
+
+def _is_amount(words: list[str]) -> bool:
+    """`eight hundred and twenty five`: one number at most before and after `hundred`. More numbers are digits."""
+    spoken = [part for word in words if word not in FILLERS | {"", AND} for part in word.split("-")]
+    at = spoken.index("hundred")
+    return _is_below_hundred(spoken[:at]) and _is_below_hundred(spoken[at + 1 :])
+
+
+def _is_below_hundred(words: list[str]) -> bool:
+    """Nothing, or one number below a hundred."""
+    if len(words) == 2:
+        return words[0] in TENS and words[1] in ONES
+    if len(words) == 1:
+        return len(words[0]) <= 2 if words[0].isdigit() else words[0] in (*ONES, *TEENS, *TENS)
+    return not words
 
 
 def _addresses(heard: list[_Heard]) -> list[tuple[int, int]]:

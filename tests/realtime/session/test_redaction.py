@@ -63,6 +63,9 @@ def redacted(text: str, redactor: Redactor = ALL, carry: int = 0, *, ends: bool 
         ("It was in 1999.", "It was in 1999."),
         ("It was in nineteen ninety nine.", "It was in nineteen ninety nine."),
         ("We sold five hundred.", "We sold five hundred."),
+        ("We sold eight hundred and twenty five.", "We sold eight hundred and twenty five."),
+        ("We sold fifteen hundred.", "We sold fifteen hundred."),
+        ("We sold a hundred and twenty-five.", "We sold a hundred and twenty-five."),
         ("We sold 5,300,200 of them.", "We sold 5,300,200 of them."),
         ("It costs $1234567 today.", "It costs $1234567 today."),
         ("There are 25 people at 3 tables.", "There are 25 people at 3 tables."),
@@ -99,6 +102,25 @@ def test_a_number_goes_on_in_the_next_turn() -> None:
     assert shown == ["My card is 41", REDACTED, REDACTED, f"{REDACTED}. Thanks."]
     words, carry = card.redact(timed("It was 1999."), 0, ends=True)
     assert redacted("25 people came.", card, carry) == "25 people came."
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "eight hundred five five five",
+        "hundred twenty five five",
+        "eight hundred double five",
+        "8 hundred 555",
+        "four one five eight hundred",
+        "one hundred two hundred",
+    ],
+)
+def test_an_amount_with_hundred_has_at_most_one_number_on_each_side(said: str) -> None:
+    """`call eight hundred five five five` and, in the next turn, `one two three four`: the start of a phone number."""
+    phone = Redactor(("phone",), ())
+    shown, carry = phone.redact(timed(f"call {said}"), 0, ends=True)
+    assert [word.text for word in shown] == ["call", REDACTED]
+    assert redacted("one two three four", phone, carry) == REDACTED
 
 
 def test_a_redaction_has_the_times_of_its_words() -> None:
