@@ -45,6 +45,9 @@ MAX_FILLERS = 3
 MISHEARD = frozenset(("for", "to", "too", "won", "ate", "tree", "sex"))
 # Joins two numbers, unless one is a year: `in 2019 and 2020`.
 AND = "and"
+# At the end and at the start of a turn these do not interrupt a number; `it` stands for `it's` too.
+AT_TURN_END = FILLERS | MISHEARD | {AND, ""}
+AT_TURN_START = AT_TURN_END | {"so", "it"}
 AT_SIGNS = frozenset(("at", "@"))
 # `at the rate` and `at sign` are other names of the at sign.
 AT_WORDS = frozenset(("rate", "sign"))
@@ -138,9 +141,8 @@ class Redactor:
         spans: list[tuple[int, int]] = []
         if not heard:
             return spans, carry
-        silent = FILLERS | {""}
-        first = next((place for place, word in enumerate(heard) if word.bare not in silent), len(heard))
-        last = next((place for place in range(len(heard), 0, -1) if heard[place - 1].bare not in silent), 0)
+        first = next((place for place, word in enumerate(heard) if word.bare not in AT_TURN_START), len(heard))
+        last = next((place for place in range(len(heard), 0, -1) if heard[place - 1].bare not in AT_TURN_END), 0)
         if first == len(heard):
             # A turn of fillers does not end a number.
             return spans, carry

@@ -123,6 +123,31 @@ def test_an_amount_with_hundred_has_at_most_one_number_on_each_side(said: str) -
     assert redacted("one two three four", phone, carry) == REDACTED
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ("call 555 123", "and 4567 is it thanks", "and [REDACTED] is it thanks"),
+        ("call 555 123", "so it's 4567 thanks", "so it's [REDACTED] thanks"),
+        ("call 555 123", "to 4567 thanks", "to [REDACTED] thanks"),
+        ("call 555 123 and", "4567 thanks", "[REDACTED] thanks"),
+        ("call 555 123 to", "4567 thanks", "[REDACTED] thanks"),
+        ("call 555 123", "but 4567 thanks", "but 4567 thanks"),
+    ],
+)
+def test_words_that_join_a_number_across_turns(before: str, after: str, shown: str) -> None:
+    phone = Redactor(("phone",), ())
+    words, carry = phone.redact(timed(before), 0, ends=True)
+    assert [word.text for word in words][:2] == ["call", REDACTED]
+    assert redacted(after, phone, carry) == shown
+
+
+def test_a_turn_of_joining_words_does_not_end_a_number() -> None:
+    phone = Redactor(("phone",), ())
+    _, carry = phone.redact(timed("call 555 123"), 0, ends=True)
+    _, carry = phone.redact(timed("and so"), carry, ends=True)
+    assert redacted("it's 4567 thanks", phone, carry) == "it's [REDACTED] thanks"
+
+
 def test_a_redaction_has_the_times_of_its_words() -> None:
     words, _ = ALL.redact(timed("call 555 123 4567 now"), 0, ends=True)
     assert [(one.start, one.end) for one in words] == [(0, 90), (100, 390), (400, 490)]
