@@ -14,11 +14,22 @@ Times are those of the audio: a redaction begins with its first word and ends wi
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from unicodedata import normalize
 
-from realtime.session.english import MAGNITUDES, ONES, REPEATS, TEENS, TENS, TOP_DOMAINS, ZEROS, split_marks
+from realtime.session.english import (
+    MAGNITUDES,
+    NUMBER_WORDS,
+    ONES,
+    REPEATS,
+    TEENS,
+    TENS,
+    TOP_DOMAINS,
+    ZEROS,
+    split_marks,
+)
 from realtime.session.events import TimedWord
 from realtime.session.text_options import EMAIL, LEAST_DIGITS, REDACTED, bare_word
 
@@ -55,13 +66,13 @@ AT_WORDS = frozenset(("rate", "sign"))
 COMMON_ENDS = frozenset(("com", "net", "org"))
 JOINERS = frozenset(("dot", "underscore", "dash", "hyphen", "plus", "minus", ".", "_", "-", "+"))
 MONEY = ("$", "€", "£", "¥")
-# All words that the rules for numbers and for addresses look at, beside digits.
+# The words for numbers; and all words that the rules for numbers and for addresses look at, beside digits.
+SPOKEN = OTHER_DIGITS | NUMBER_WORDS | {*ZEROS, *REPEATS}
 DIGIT_WORDS = FILLERS | MISHEARD | OTHER_DIGITS | {AND, *MAGNITUDES, *ZEROS, *REPEATS}
 ADDRESS_WORDS = AT_SIGNS | JOINERS | AT_WORDS | COMMON_ENDS
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
+class _Heard(NamedTuple):
     """A word as the rules see it."""
 
     bare: str
@@ -96,7 +107,9 @@ class Redactor:
     def redact(self, words: Sequence[TimedWord], carry: int, *, ends: bool) -> tuple[list[TimedWord], int]:
         """The words with redactions, and the digits at their end. `carry`: the digits at the end of the words before.
         `ends`: the turn ends here, or more words follow than can be held."""
-        heard = [self._hear(word.text) for word in words]
+        # Most words of a long turn were said before in it.
+        known = {text: self._hear(text) for text in {word.text for word in words}}
+        heard = [known[word.text] for word in words]
         spans, carry = self._numbers(heard, carry, ends) if self._least else ([], 0)
         if self._emails:
             spans += _addresses(heard)
@@ -109,7 +122,9 @@ class Redactor:
             # Redacted before: digits beside it belong to it.
             return _Heard(REDACTED, self._least, 0, is_single=True)
         bare = _bare(text)
-        written = 0 if bare.isalpha() else sum(map(str.isdigit, bare))
+        if bare.isalpha() and bare not in SPOKEN:
+            return _Heard(bare, 0, 0, is_single=False)
+        written = sum(map(str.isdigit, bare))
         if written:
             is_amount = text.strip().startswith(MONEY) or text.rstrip(".,;:!?").endswith("%") or _has_thousands(bare)
             return _Heard(bare, 0 if is_amount and not self._all_numbers else written, 0, written == 1)
@@ -195,7 +210,7 @@ class Redactor:
         bare = [word.bare for word in heard]
         while at < len(bare):
             step = 1
-            for length in self._lengths:
+            for length in self._lengths if bare[at] in self._name_words else ():
                 if at + length <= len(bare) and tuple(bare[at : at + length]) in self._names:
                     spans.append((at, at + length))
                     step = length
@@ -352,6 +367,19 @@ def _joined_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, end))
     return joined
+
+
+def without_hidden(words: Sequence[TimedWord]) -> list[TimedWord]:
+    """The words without those that were said within a redaction of another one."""
+    hidden = _joined_spans([(word.start, word.end) for word in words if is_redacted(word)])
+    starts = [start for start, _ in hidden]
+    shown = []
+    for word in words:
+        middle = (word.start + word.end) // 2
+        place = bisect_right(starts, middle)
+        if is_redacted(word) or not place or middle >= hidden[place - 1][1]:
+            shown.append(word)
+    return shown
 
 
 def is_redacted(word: TimedWord) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_q
 from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import SavedSession, Session
 from realtime.session.events import Commit, Completed, Configure, Delta, End, TimedWord
-from realtime.session.redaction import MAX_HELD, REDACTED, RedactedStream, Redactor, is_redacted
+from realtime.session.redaction import MAX_HELD, REDACTED, RedactedStream, Redactor, is_redacted, without_hidden
 from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
 from realtime.session.text_options import make_formatting
 from tests.realtime.session.test_core import RATE, Driver, append, counter
@@ -285,6 +287,22 @@ def test_the_words_of_a_second_pass_are_redacted_too() -> None:
     (final,) = [event for event in events if isinstance(event, Completed)]
     assert not any(group in repr(events) for group in SECRET)
     assert final.transcript == f"card {REDACTED} yes sir"
+
+
+def test_words_within_redactions_are_found_without_a_scan() -> None:
+    """A final with many redactions: calls are counted. The order and the overlaps of the words do not matter."""
+
+    def calls(count: int) -> int:
+        words = [TimedWord(REDACTED if at % 2 else "well", 100 * at, 100 * at + 90) for at in range(count)]
+        profile = cProfile.Profile()
+        assert profile.runcall(without_hidden, words) == words
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert calls(4000) < 5 * calls(1000)
+    places = [(0, 100), (90, 112), (98, 100), (20, 20), (40, 60), (101, 103), (130, 150), (139, 141)]
+    texts = [REDACTED, "shown", "a", "b", REDACTED, "shown", REDACTED, "c"]
+    words = [TimedWord(text, *place) for text, place in zip(texts, places, strict=True)]
+    assert [word.text for word in without_hidden(words)] == [REDACTED, "shown", REDACTED, "shown", REDACTED]
 
 
 def test_a_saved_session_goes_on_redacting() -> None:
