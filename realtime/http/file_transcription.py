@@ -11,6 +11,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, BinaryIO
 
 from audio.errors import AudioError, TooManyDecoders
@@ -378,7 +379,7 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[Iterat
         case "text" if request.settings.speakers:
             return text_pieces(spoken_lines(transcript.words, names)), PLAIN
         case "text":
-            return text_pieces((*_shown_text(transcript, request), "\n")), PLAIN
+            return text_pieces(chain(_shown_text(transcript, request), ("\n",))), PLAIN
         case "srt":
             return text_pieces(srt_blocks(lines, names)), PLAIN
         case "vtt":
