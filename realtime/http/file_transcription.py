@@ -192,7 +192,8 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
 def _read_format(form: Form) -> Formatting:
     """The field `format`: the same object as in a session, as JSON. Raises Refusal."""
     written = _field(form, "format", MAX_FORMAT_CHARACTERS)
-    if not written:
+    if not written.lstrip().startswith("{"):
+        # Clients send other things by this name, such as the container of the audio; they have no effect.
         return NO_FORMATTING
     try:
         return read_formatting(decode_json(written), "format")
