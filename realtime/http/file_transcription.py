@@ -11,6 +11,7 @@ import zlib
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Any, BinaryIO
 
 from audio.errors import AudioError, TooManyDecoders
@@ -191,7 +192,8 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
 def _read_format(form: Form) -> Formatting:
     """The field `format`: the same object as in a session, as JSON. Raises Refusal."""
     written = _field(form, "format", MAX_FORMAT_CHARACTERS)
-    if not written:
+    if not written.lstrip().startswith("{"):
+        # Clients send other things by this name, such as the container of the audio; they have no effect.
         return NO_FORMATTING
     try:
         return read_formatting(decode_json(written), "format")
@@ -378,7 +380,7 @@ def write_answer(transcript: Transcript, request: UploadRequest) -> tuple[Iterat
         case "text" if request.settings.speakers:
             return text_pieces(spoken_lines(transcript.words, names)), PLAIN
         case "text":
-            return text_pieces((*_shown_text(transcript, request), "\n")), PLAIN
+            return text_pieces(chain(_shown_text(transcript, request), ("\n",))), PLAIN
         case "srt":
             return text_pieces(srt_blocks(lines, names)), PLAIN
         case "vtt":

@@ -19,6 +19,9 @@ from realtime.session.redaction import Redactor, is_redacted
 from realtime.session.text_options import Formatting, bare_word, words_of
 from realtime.session.words import spelled, text_of
 
+# A final of more words stays as it was spoken, because a final is formatted within one step of the event loop. Turns
+# that are formatted are ended before; only one during which formatting was turned on, or of very fast speech, has more.
+MAX_FORMATTED_WORDS = 600
 # Words of a long text that are formatted at once; the cut is at the next end of a sentence, or at twice as many.
 WORDS_AT_ONCE = 64
 
@@ -86,8 +89,8 @@ def _formatter_of(formatting: Formatting) -> _Formatter:
 
 
 def format_final(text: str, words: Sequence[TimedWord], formatting: Formatting) -> Final:
-    """Format a final. Without a change the text stays exactly as it is."""
-    if not formatting.changes_finals or not words:
+    """Format a final. Without a change, and with too many words, the text stays exactly as it is."""
+    if not formatting.changes_finals or not words or len(words) > MAX_FORMATTED_WORDS:
         return Final(text, tuple(words), text)
     parts = _formatter_of(formatting).parts(words)
     if all(part.text is None for part in parts):

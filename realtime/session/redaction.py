@@ -7,19 +7,29 @@ redacting the parts gives the same as redacting the whole.
 
 A speaker may pause within a number, and the pause may end a turn. The `carry` is the number of digits at the end of
 the words before; the start of the next turn is judged together with them. At the end of a turn three digits or more
-are redacted, because more may follow, except a lone year and an amount with `hundred`. At most two digits at the end
-of a turn are shown.
+are redacted, because more may follow, except a lone year and an amount with `hundred` (`eight hundred and five`).
 
 Times are those of the audio: a redaction begins with its first word and ends with its last one.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 from unicodedata import normalize
 
-from realtime.session.english import MAGNITUDES, ONES, REPEATS, TEENS, TENS, TOP_DOMAINS, ZEROS, split_marks
+from realtime.session.english import (
+    MAGNITUDES,
+    NUMBER_WORDS,
+    ONES,
+    REPEATS,
+    TEENS,
+    TENS,
+    TOP_DOMAINS,
+    ZEROS,
+    split_marks,
+)
 from realtime.session.events import TimedWord
 from realtime.session.text_options import EMAIL, LEAST_DIGITS, REDACTED, bare_word
 
@@ -46,6 +56,9 @@ MAX_FILLERS = 3
 MISHEARD = frozenset(("for", "to", "too", "won", "ate", "tree", "sex"))
 # Joins two numbers, unless one is a year: `in 2019 and 2020`.
 AND = "and"
+# At the end and at the start of a turn these do not interrupt a number; `it` stands for `it's` too.
+AT_TURN_END = FILLERS | MISHEARD | {AND, ""}
+AT_TURN_START = AT_TURN_END | {"so", "it"}
 AT_SIGNS = frozenset(("at", "@"))
 # `at the rate` and `at sign` are other names of the at sign.
 AT_WORDS = frozenset(("rate", "sign"))
@@ -53,13 +66,13 @@ AT_WORDS = frozenset(("rate", "sign"))
 COMMON_ENDS = frozenset(("com", "net", "org"))
 JOINERS = frozenset(("dot", "underscore", "dash", "hyphen", "plus", "minus", ".", "_", "-", "+"))
 MONEY = ("$", "€", "£", "¥")
-# All words that the rules for numbers and for addresses look at, beside digits.
+# The words for numbers; and all words that the rules for numbers and for addresses look at, beside digits.
+SPOKEN = OTHER_DIGITS | NUMBER_WORDS | {*ZEROS, *REPEATS}
 DIGIT_WORDS = FILLERS | MISHEARD | OTHER_DIGITS | {AND, *MAGNITUDES, *ZEROS, *REPEATS}
 ADDRESS_WORDS = AT_SIGNS | JOINERS | AT_WORDS | COMMON_ENDS
 
 
-@dataclass(frozen=True, slots=True)
-class _Heard:
+class _Heard(NamedTuple):
     """A word as the rules see it."""
 
     bare: str
@@ -94,7 +107,9 @@ class Redactor:
     def redact(self, words: Sequence[TimedWord], carry: int, *, ends: bool) -> tuple[list[TimedWord], int]:
         """The words with redactions, and the digits at their end. `carry`: the digits at the end of the words before.
         `ends`: the turn ends here, or more words follow than can be held."""
-        heard = [self._hear(word.text) for word in words]
+        # Most words of a long turn were said before in it.
+        known = {text: self._hear(text) for text in {word.text for word in words}}
+        heard = [known[word.text] for word in words]
         spans, carry = self._numbers(heard, carry, ends) if self._least else ([], 0)
         if self._emails:
             spans += _addresses(heard)
@@ -107,7 +122,9 @@ class Redactor:
             # Redacted before: digits beside it belong to it.
             return _Heard(REDACTED, self._least, 0, is_single=True)
         bare = _bare(text)
-        written = 0 if bare.isalpha() else sum(map(str.isdigit, bare))
+        if bare.isalpha() and bare not in SPOKEN:
+            return _Heard(bare, 0, 0, is_single=False)
+        written = sum(map(str.isdigit, bare))
         if written:
             is_amount = text.strip().startswith(MONEY) or text.rstrip(".,;:!?").endswith("%") or _has_thousands(bare)
             return _Heard(bare, 0 if is_amount and not self._all_numbers else written, 0, written == 1)
@@ -139,9 +156,8 @@ class Redactor:
         spans: list[tuple[int, int]] = []
         if not heard:
             return spans, carry
-        silent = FILLERS | {""}
-        first = next((place for place, word in enumerate(heard) if word.bare not in silent), len(heard))
-        last = next((place for place in range(len(heard), 0, -1) if heard[place - 1].bare not in silent), 0)
+        first = next((place for place, word in enumerate(heard) if word.bare not in AT_TURN_START), len(heard))
+        last = next((place for place in range(len(heard), 0, -1) if heard[place - 1].bare not in AT_TURN_END), 0)
         if first == len(heard):
             # A turn of fillers does not end a number.
             return spans, carry
@@ -194,7 +210,7 @@ class Redactor:
         bare = [word.bare for word in heard]
         while at < len(bare):
             step = 1
-            for length in self._lengths:
+            for length in self._lengths if bare[at] in self._name_words else ():
                 if at + length <= len(bare) and tuple(bare[at : at + length]) in self._names:
                     spans.append((at, at + length))
                     step = length
@@ -247,12 +263,28 @@ def _is_year(word: _Heard) -> bool:
 def _is_year_or_amount(heard: list[_Heard]) -> bool:
     words = [word.bare for word in heard]
     if "hundred" in words:
-        return True
+        return _is_amount(words)
     if len(words) == 1 and words[0].isdigit():
         return _is_year(heard[0])
     if len(words) not in (2, 3) or words[0] not in (*TEENS, "twenty") or words[1] not in (*TEENS, *TENS, *ZEROS):
         return False
     return len(words) == 2 or words[2] in ONES
+
+
+def _is_amount(words: list[str]) -> bool:
+    """`eight hundred and twenty five`: one number at most before and after `hundred`. More numbers are digits."""
+    spoken = [part for word in words if word not in FILLERS | {"", AND} for part in word.split("-")]
+    at = spoken.index("hundred")
+    return _is_below_hundred(spoken[:at]) and _is_below_hundred(spoken[at + 1 :])
+
+
+def _is_below_hundred(words: list[str]) -> bool:
+    """Nothing, or one number below a hundred."""
+    if len(words) == 2:
+        return words[0] in TENS and words[1] in ONES
+    if len(words) == 1:
+        return len(words[0]) <= 2 if words[0].isdigit() else words[0] in (*ONES, *TEENS, *TENS)
+    return not words
 
 
 def _addresses(heard: list[_Heard]) -> list[tuple[int, int]]:
@@ -335,6 +367,19 @@ def _joined_spans(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
         else:
             joined.append((start, end))
     return joined
+
+
+def without_hidden(words: Sequence[TimedWord]) -> list[TimedWord]:
+    """The words without those that were said within a redaction of another one."""
+    hidden = _joined_spans([(word.start, word.end) for word in words if is_redacted(word)])
+    starts = [start for start, _ in hidden]
+    shown = []
+    for word in words:
+        middle = (word.start + word.end) // 2
+        place = bisect_right(starts, middle)
+        if is_redacted(word) or not place or middle >= hidden[place - 1][1]:
+            shown.append(word)
+    return shown
 
 
 def is_redacted(word: TimedWord) -> bool:

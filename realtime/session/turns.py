@@ -28,7 +28,7 @@ from realtime.session.events import (
     WordsLabelled,
 )
 from realtime.session.formatting import redactor_of
-from realtime.session.redaction import Redactor, is_redacted
+from realtime.session.redaction import Redactor, without_hidden
 from realtime.session.speakers import SpeakerTimeline
 from realtime.session.text_options import Formatting
 from realtime.session.words import WordCutter, first_word, spelled, text_of
@@ -42,7 +42,7 @@ REVISION_SECONDS = 20.0
 # A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
 # A turn whose final is formatted or redacted is ended after this time: the work for one final is bounded.
-MAX_FORMATTED_SECONDS = 300
+MAX_FORMATTED_SECONDS = 120
 
 
 class TurnState(Enum):
@@ -495,9 +495,7 @@ class Turns:
     def _redacted_final(self, turn: Turn, final: list[TimedWord], redactor: Redactor, is_new: bool) -> list[TimedWord]:
         """The words of a final; `is_new`: some of them were not redacted as they were sent."""
         if is_new:
-            hidden = [(word.start, word.end) for word in final if is_redacted(word)]
-            final = [word for word in final if is_redacted(word) or not _is_hidden(word, hidden)]
-            final, turn.digits = redactor.redact(final, self._digits, ends=True)
+            final, turn.digits = redactor.redact(without_hidden(final), self._digits, ends=True)
         if final:
             self._digits = turn.digits
         return final
@@ -541,11 +539,6 @@ class Turns:
 def _within(word: TimedWord, turn: Turn) -> bool:
     end = turn.end if turn.words_until is None else turn.words_until
     return end is None or (word.start + word.end) // 2 < end
-
-
-def _is_hidden(word: TimedWord, hidden: list[tuple[int, int]]) -> bool:
-    """Whether a word was said within one of these redactions."""
-    return any(start <= (word.start + word.end) // 2 < end for start, end in hidden)
 
 
 def _is_in(part: RevisedPart, word: TimedWord) -> bool:

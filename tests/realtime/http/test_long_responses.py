@@ -25,9 +25,11 @@ from realtime.http.long_responses import (
 )
 from realtime.session.events import TimedWord
 from realtime.session.settings import Settings
+from realtime.session.text_options import NO_FORMATTING, Formatting, make_formatting
 
 RATE = 16_000
 SHORT, LONG = 8_000, 32_000
+PARAGRAPHS = make_formatting(paragraphs=True)
 
 
 class Watched(list[TimedWord]):
@@ -55,8 +57,9 @@ def transcript(words: int, spoken: str = "Word,") -> Transcript:
     return made
 
 
-def openai(response_format: str, logprobs: bool = False) -> UploadRequest:
-    return UploadRequest(response_format, Settings(), stream=False, words=True, logprobs=logprobs)
+def openai(response_format: str, logprobs: bool = False, formatting: Formatting = NO_FORMATTING) -> UploadRequest:
+    settings = Settings(formatting=formatting)
+    return UploadRequest(response_format, settings, stream=False, words=True, logprobs=logprobs)
 
 
 def deepgram(**query: str) -> Any:
@@ -68,6 +71,7 @@ def deepgram(**query: str) -> Any:
 ANSWERS = {
     **{name: lambda made, name=name: write_answer(made, openai(name))[0] for name in ("text", "srt", "vtt")},
     "verbose_json": lambda made: write_answer(made, openai("verbose_json"))[0],
+    "paragraphs": lambda made: write_answer(made, openai("text", formatting=PARAGRAPHS))[0],
     "logprobs": lambda made: write_answer(made, openai("json", logprobs=True))[0],
     "events": lambda made: sse_done(made, openai("json", logprobs=True)),
     "deepgram": deepgram(),

@@ -11,10 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine import messages
+from realtime.dialects.base import SessionFacts
+from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import Session
 from realtime.session.english import is_plain
-from realtime.session.events import Completed, TimedWord
+from realtime.session.events import Commit, Completed, Configure, TimedWord
 from realtime.session.formatting import (
+    MAX_FORMATTED_WORDS,
     ends_sentence,
     format_final,
     format_words,
@@ -161,7 +165,7 @@ def test_a_long_text_is_formatted_in_parts_with_the_same_result() -> None:
     assert [start for start, _ in parts[1:]] == [end for _, end in parts[:-1]] and parts[-1][1] == len(words)
     assert max(end - start for start, end in parts) <= 128
     texts = [format_words(words[start:end], SMART)[0] for start, end in parts]
-    assert "".join(texts).lstrip() == formatted(said)
+    assert "".join(texts).lstrip() == format_words(words, SMART)[0].lstrip()
 
 
 def test_a_result_is_not_cut_within_a_number() -> None:
@@ -207,3 +211,28 @@ def test_the_work_for_one_final_is_bounded(formatting: Formatting, finals: int) 
         drive(append(1.0), word("well", second, second + 0.5))
     done = [event for event in drive.sent if isinstance(event, Completed)]
     assert len(done) == finals and all(event.goes_on for event in done)
+
+
+@pytest.mark.parametrize(
+    ("words", "is_formatted"), [(MAX_FORMATTED_WORDS - 60, True), (4 * MAX_FORMATTED_WORDS, False)]
+)
+def test_formatting_that_is_turned_on_in_a_long_turn(words: int, is_formatted: bool) -> None:
+    """Its final is made in one step of the event loop: a long one is redacted, but not formatted. Calls are counted."""
+    sentence = "call five five five one two three four now and pay twenty dollars to him please "
+    said = (sentence * (words // 15)).split()
+    seconds = len(said) // 2
+    drive = Driver(Session(Settings(turn_detection=None), RATE, counter()))
+    drive(append(seconds), *(word(text, at * 0.5, at * 0.5 + 0.4) for at, text in enumerate(said)))
+    new = Settings(turn_detection=None, formatting=make_formatting(smart=True, redact=["phone"]))
+    drive(Configure(new))
+    profile = cProfile.Profile()
+    with profile:
+        events = drive(Commit(), messages.Flushed("s", 1, seconds * RATE, False))
+        (done,) = [event for event in events if isinstance(event, Completed)]
+        facts = SessionFacts("sess", 0, RATE, "m", frozenset({"m"}), lambda: "event")
+        (shown,) = OpenAIDialect(facts).write(done, new)
+    pay = "$20" if is_formatted else "twenty dollars"
+    expected = " ".join([f"call [REDACTED] now and pay {pay} to him please"] * (words // 15))
+    assert shown["transcript"] == expected
+    if not is_formatted:
+        assert pstats.Stats(profile).total_calls < 20 * len(said)  # type: ignore[attr-defined]

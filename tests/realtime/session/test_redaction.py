@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from typing import Any
 
 import msgspec
@@ -15,7 +17,7 @@ from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_q
 from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import SavedSession, Session
 from realtime.session.events import Commit, Completed, Configure, Delta, End, TimedWord
-from realtime.session.redaction import MAX_HELD, REDACTED, RedactedStream, Redactor, is_redacted
+from realtime.session.redaction import MAX_HELD, REDACTED, RedactedStream, Redactor, is_redacted, without_hidden
 from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
 from realtime.session.text_options import make_formatting
 from tests.realtime.session.test_core import RATE, Driver, append, counter
@@ -63,6 +65,9 @@ def redacted(text: str, redactor: Redactor = ALL, carry: int = 0, *, ends: bool 
         ("It was in 1999.", "It was in 1999."),
         ("It was in nineteen ninety nine.", "It was in nineteen ninety nine."),
         ("We sold five hundred.", "We sold five hundred."),
+        ("We sold eight hundred and twenty five.", "We sold eight hundred and twenty five."),
+        ("We sold fifteen hundred.", "We sold fifteen hundred."),
+        ("We sold a hundred and twenty-five.", "We sold a hundred and twenty-five."),
         ("We sold 5,300,200 of them.", "We sold 5,300,200 of them."),
         ("It costs $1234567 today.", "It costs $1234567 today."),
         ("There are 25 people at 3 tables.", "There are 25 people at 3 tables."),
@@ -99,6 +104,50 @@ def test_a_number_goes_on_in_the_next_turn() -> None:
     assert shown == ["My card is 41", REDACTED, REDACTED, f"{REDACTED}. Thanks."]
     words, carry = card.redact(timed("It was 1999."), 0, ends=True)
     assert redacted("25 people came.", card, carry) == "25 people came."
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        "eight hundred five five five",
+        "hundred twenty five five",
+        "eight hundred double five",
+        "8 hundred 555",
+        "four one five eight hundred",
+        "one hundred two hundred",
+    ],
+)
+def test_an_amount_with_hundred_has_at_most_one_number_on_each_side(said: str) -> None:
+    """`call eight hundred five five five` and, in the next turn, `one two three four`: the start of a phone number."""
+    phone = Redactor(("phone",), ())
+    shown, carry = phone.redact(timed(f"call {said}"), 0, ends=True)
+    assert [word.text for word in shown] == ["call", REDACTED]
+    assert redacted("one two three four", phone, carry) == REDACTED
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "shown"),
+    [
+        ("call 555 123", "and 4567 is it thanks", "and [REDACTED] is it thanks"),
+        ("call 555 123", "so it's 4567 thanks", "so it's [REDACTED] thanks"),
+        ("call 555 123", "to 4567 thanks", "to [REDACTED] thanks"),
+        ("call 555 123 and", "4567 thanks", "[REDACTED] thanks"),
+        ("call 555 123 to", "4567 thanks", "[REDACTED] thanks"),
+        ("call 555 123", "but 4567 thanks", "but 4567 thanks"),
+    ],
+)
+def test_words_that_join_a_number_across_turns(before: str, after: str, shown: str) -> None:
+    phone = Redactor(("phone",), ())
+    words, carry = phone.redact(timed(before), 0, ends=True)
+    assert [word.text for word in words][:2] == ["call", REDACTED]
+    assert redacted(after, phone, carry) == shown
+
+
+def test_a_turn_of_joining_words_does_not_end_a_number() -> None:
+    phone = Redactor(("phone",), ())
+    _, carry = phone.redact(timed("call 555 123"), 0, ends=True)
+    _, carry = phone.redact(timed("and so"), carry, ends=True)
+    assert redacted("it's 4567 thanks", phone, carry) == "it's [REDACTED] thanks"
 
 
 def test_a_redaction_has_the_times_of_its_words() -> None:
@@ -238,6 +287,22 @@ def test_the_words_of_a_second_pass_are_redacted_too() -> None:
     (final,) = [event for event in events if isinstance(event, Completed)]
     assert not any(group in repr(events) for group in SECRET)
     assert final.transcript == f"card {REDACTED} yes sir"
+
+
+def test_words_within_redactions_are_found_without_a_scan() -> None:
+    """A final with many redactions: calls are counted. The order and the overlaps of the words do not matter."""
+
+    def calls(count: int) -> int:
+        words = [TimedWord(REDACTED if at % 2 else "well", 100 * at, 100 * at + 90) for at in range(count)]
+        profile = cProfile.Profile()
+        assert profile.runcall(without_hidden, words) == words
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert calls(4000) < 5 * calls(1000)
+    places = [(0, 100), (90, 112), (98, 100), (20, 20), (40, 60), (101, 103), (130, 150), (139, 141)]
+    texts = [REDACTED, "shown", "a", "b", REDACTED, "shown", REDACTED, "c"]
+    words = [TimedWord(text, *place) for text, place in zip(texts, places, strict=True)]
+    assert [word.text for word in without_hidden(words)] == [REDACTED, "shown", REDACTED, "shown", REDACTED]
 
 
 def test_a_saved_session_goes_on_redacting() -> None:
