@@ -378,7 +378,7 @@ class _Client:
             pass  # the client has left
 
     async def send(self, kind: str, data: dict[str, Any]) -> None:
-        body = json.dumps(data, ensure_ascii=False).encode()
+        body = json.dumps(data).encode()
         head = json.dumps({"type": kind, "data_length": len(body), "payload_length": 0}).encode()
         self._writer.write(head + b"\n" + body)
         await self._in_time(self._writer.drain())

@@ -132,6 +132,22 @@ async def test_broken_events_are_answered_and_harm_nobody() -> None:
         assert await say(good, 1.0) == "w1 w2"
 
 
+async def test_half_a_surrogate_pair_is_echoed_as_it_came() -> None:
+    """JSON can say it, UTF-8 cannot."""
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    async with serving(LocalBackend(FakeEngine(), None)) as port:
+        answer = await raw(port, b'{"type": "ping", "data": {"text": "\\ud83d \xc3\xa4"}}\n')
+        assert answer is not None and answer["data"] == {"text": "\ud83d \u00e4"}
+        say_nothing = b'{"type": "transcribe", "data": {"language": "\\udc00"}}\n{"type": "audio-stop"}\n'
+        answer = await raw(port, say_nothing)
+        assert answer is not None and answer["data"] == {"text": "", "language": "\udc00"}
+        begin = b'{"type": "audio-start", "data": {"rate": 16000, "width": 2, "channels": 1}}\n'
+        answer = await raw(port, b'{"type": "transcribe", "data": {"language": "\\udc00"}}\n' + begin)
+        assert answer is not None and answer["type"] == "error"
+    assert not failures
+
+
 async def test_clients_that_leave_or_are_too_many_give_their_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wyoming_server, "MAX_CLIENTS", 3)
     engine = FakeEngine()
