@@ -11,7 +11,7 @@ import asyncio
 import json
 import os
 from collections.abc import Coroutine
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Any, Protocol
 
 import numpy as np
@@ -50,6 +50,8 @@ MAX_UTTERANCE_S = 600
 # Seconds without an event after which a client is disconnected, and seconds for the text after the end of the audio.
 IDLE_S = 300.0
 LAST_WORDS_S = 60.0
+# Seconds in which a client must read an answer, and what is left when the connection is closed.
+SEND_S = 10.0
 # Types of samples by their width in bytes, and what full scale is.
 WIDTHS: dict[int, tuple[np.dtype[Any], float]] = {
     1: (np.dtype(np.uint8), 128.0),
@@ -269,9 +271,11 @@ class WyomingServer:
         except BadEvent as error:
             await client.fail(error)
         finally:
-            self._clients -= 1
-            await client.end()
-            writer.close()
+            try:
+                await client.end()
+            finally:
+                await client.close()
+                self._clients -= 1
 
 
 class _Client:
@@ -374,10 +378,25 @@ class _Client:
             pass  # the client has left
 
     async def send(self, kind: str, data: dict[str, Any]) -> None:
-        body = json.dumps(data, ensure_ascii=False).encode()
+        body = json.dumps(data).encode()
         head = json.dumps({"type": kind, "data_length": len(body), "payload_length": 0}).encode()
         self._writer.write(head + b"\n" + body)
-        await self._writer.drain()
+        await self._in_time(self._writer.drain())
+
+    async def close(self) -> None:
+        """Close the connection when the client has read its answers, or soon."""
+        self._writer.close()
+        with suppress(OSError):
+            await self._in_time(self._writer.wait_closed())
+
+    async def _in_time(self, sending: Coroutine[Any, Any, None]) -> None:
+        """Disconnect a client that does not read. Raises OSError and TimeoutError."""
+        try:
+            async with asyncio.timeout(SEND_S):
+                await sending
+        except BaseException:
+            self._writer.transport.abort()
+            raise
 
 
 async def _soon(text: Coroutine[Any, Any, str]) -> str:

@@ -23,8 +23,9 @@ from realtime.session.settings import INCLUDE_WORDS, AudioFormat, Settings
 STREAMS = "/v1/streams"
 MAX_READERS = 100
 MAX_EVENT_NUMBER = 10**15
-# Events in one write.
+# Events in one write, and their bytes; an event that is larger itself is written alone.
 EVENTS_AT_ONCE = 64
+MAX_WRITE_BYTES = 64 * 1024
 # Seconds between comments that keep a quiet connection open, and between looks at a server that stops.
 QUIET_S, LOOK_S = 15.0, 1.0
 FIELDS = ("url", "language")
@@ -106,8 +107,9 @@ class StreamRoutes:
             if not found and log.is_closed:
                 return
             if found:
-                after, told_at = found[-1][0], clock()
-                yield "".join(f"id: {number}\ndata: {frame}\n\n" for number, frame in found).encode()
+                after, write = _write_of(found)
+                told_at = clock()
+                yield write
                 continue
             if clock() - told_at >= QUIET_S:
                 told_at = clock()
@@ -127,6 +129,17 @@ class StreamRoutes:
             text = "Streams need a server with one gateway process (server.workers = 1, and no fleet)."
             raise Refusal(403, "streams_not_allowed", text)
         return caller
+
+
+def _write_of(events: list[tuple[int, str]]) -> tuple[int, bytes]:
+    """The number of the last event that one write has room for, and the write."""
+    last, write = 0, b""
+    for number, frame in events:
+        event = f"id: {number}\ndata: {frame}\n\n".encode()
+        if write and len(write) + len(event) > MAX_WRITE_BYTES:
+            break
+        last, write = number, write + event
+    return last, write
 
 
 def _json(body: dict[str, object], status: int = 200) -> Response:

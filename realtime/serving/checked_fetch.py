@@ -28,6 +28,13 @@ MAX_PLAYLIST_BYTES = 1024 * 1024
 MAX_SEGMENT_BYTES = 64 * 1024 * 1024
 REDIRECTS = (301, 302, 303, 307, 308)
 NAT64 = ip_network("64:ff9b::/96")
+# Public IPv6 addresses are assigned from this network only.
+GLOBAL_UNICAST = ip_network("2000::/3")
+# Not public, whatever the tables of this version of Python say: addresses for protocols, relays of 6to4 and Teredo,
+# documentation, and Azure's service for its virtual machines.
+NOT_PUBLIC = tuple(
+    map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "2001::/23", "2002::/16", "3fff::/20"))
+)
 
 Address = IPv4Address | IPv6Address
 
@@ -80,19 +87,23 @@ def _is_in(address: Address, listed: str) -> bool:
 def check_address(text: str, hosts: Sequence[str]) -> None:
     """Raise NotAllowed unless the address is public or listed itself, as an address or in a network."""
     address = _embedded(ip_address(text.partition("%")[0]))
-    if address.is_global and not address.is_multicast:
-        return
-    if not any(_is_in(address, listed) for listed in hosts):
+    if not _is_public(address) and not any(_is_in(address, listed) for listed in hosts):
         raise NotAllowed(f"the host has the address {address}, which is not public and not in server.stream_hosts")
 
 
+def _is_public(address: Address) -> bool:
+    if isinstance(address, IPv6Address) and address not in GLOBAL_UNICAST:
+        return False
+    return address.is_global and not address.is_multicast and not any(address in network for network in NOT_PUBLIC)
+
+
 def _embedded(address: Address) -> Address:
-    """The IPv4 address that an IPv6 address leads to, if there is one."""
+    """The IPv4 address that a mapped or NAT64 address stands for. 6to4 and Teredo are not public themselves."""
     if isinstance(address, IPv4Address):
         return address
     if address in NAT64:
         return IPv4Address(int(address) & 0xFFFF_FFFF)
-    return address.ipv4_mapped or address.sixtofour or (address.teredo or (None, None))[1] or address
+    return address.ipv4_mapped or address
 
 
 class _Connection(http.client.HTTPConnection):

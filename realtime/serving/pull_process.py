@@ -6,13 +6,19 @@ written files. `pull_protocol.py` has the messages; `pulled_audio.py` is the oth
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import resource
 import shutil
+import signal
 import socket
 import subprocess
+import sys
+import tempfile
 from collections.abc import Callable, Iterator
-from typing import Any
+from contextlib import suppress
+from typing import IO, Any
 
 import numpy as np
 
@@ -23,6 +29,10 @@ from realtime.serving.checked_fetch import CheckedFetch
 from realtime.serving.pull_protocol import BLOCK, DONE, FAULT, FRAME, MAX_JOB_BYTES, OPENED, START
 
 SRT = "srt"
+# Bytes of ffmpeg's messages that are kept in a file, and bytes at their end that are read.
+MAX_KEPT_BYTES = 64 * 1024
+MAX_SAID_BYTES = 4096
+PR_SET_PDEATHSIG = 1
 # Faults that another attempt does not repair.
 FINAL = (NoAudioTrack, UnsupportedFormat)
 
@@ -68,21 +78,53 @@ def _srt(url: str) -> Iterator[StreamKind | Block]:
         raise UnsupportedFormat("SRT needs the program ffmpeg; install it (apt-get install ffmpeg)")
     command = [program, "-nostdin", "-loglevel", "error", "-protocol_whitelist", "srt", "-i", url]
     command += ["-vn", "-ac", "1", "-ar", str(MODEL_RATE), "-f", "s16le", "pipe:1"]
-    with subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as ffmpeg:
-        assert ffmpeg.stdout is not None and ffmpeg.stderr is not None
-        at = 0
-        try:
-            while data := ffmpeg.stdout.read(2 * BLOCK_SAMPLES):
-                if not at:
-                    yield StreamKind(None, False)
-                samples = np.frombuffer(data, "<i2", len(data) // 2) * PCM16_SCALE
-                yield Block(at / MODEL_RATE, samples.astype(np.float32))
-                at += len(samples)
-        finally:
-            ffmpeg.kill()
-        said = ffmpeg.stderr.read().decode(errors="replace").strip().splitlines()
-    if not at:
-        raise OSError(said[-1] if said else "ffmpeg ended without a message")
+    at = 0
+    # The messages go into a file: ffmpeg would stop at a full pipe.
+    with tempfile.TemporaryFile() as messages:
+        with subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=messages,
+            preexec_fn=_bounds_of_ffmpeg(),
+        ) as ffmpeg:
+            assert ffmpeg.stdout is not None
+            try:
+                while data := ffmpeg.stdout.read(2 * BLOCK_SAMPLES):
+                    if not at:
+                        yield StreamKind(None, False)
+                    samples = np.frombuffer(data, "<i2", len(data) // 2) * PCM16_SCALE
+                    yield Block(at / MODEL_RATE, samples.astype(np.float32))
+                    at += len(samples)
+            finally:
+                ffmpeg.kill()
+        if not at:
+            raise OSError(_last_line(messages) or "ffmpeg ended without a message")
+
+
+def _bounds_of_ffmpeg() -> Callable[[], None]:
+    """What the new process does before it becomes ffmpeg: it ends with this process, and bounds its messages."""
+    parent = os.getpid()
+    library = ctypes.CDLL(None) if sys.platform == "linux" else None
+
+    def bound() -> None:
+        # Writes beyond the limit fail; without this line they would end ffmpeg.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        with suppress(ValueError, OSError):
+            resource.setrlimit(resource.RLIMIT_FSIZE, (MAX_KEPT_BYTES, MAX_KEPT_BYTES))
+        if library is not None:
+            library.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+            if os.getppid() != parent:
+                os._exit(1)  # the parent ended before the line above
+
+    return bound
+
+
+def _last_line(messages: IO[bytes]) -> str:
+    size = messages.seek(0, os.SEEK_END)
+    messages.seek(max(0, size - MAX_SAID_BYTES))
+    lines = messages.read(MAX_SAID_BYTES).decode(errors="replace").strip().splitlines()
+    return lines[-1] if lines else ""
 
 
 def _tell(line: socket.socket, kind: bytes, content: bytes) -> None:

@@ -7,13 +7,17 @@ import json
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from realtime.http import stream_routes
+from realtime.http.stream_routes import StreamRoutes
 from realtime.serving import pulled_audio, pulled_streams
+from realtime.serving.quota import Caller
+from realtime.session.settings import Settings
 from tests.e2e.conftest import Running, Serve
 from tests.media_streams import (
     WebServer,
@@ -332,3 +336,21 @@ async def test_kept_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = log.after(0, 100_000)
     assert log.last == 10_000 and kept[-1][0] == 10_000 and len(kept) < 1100
     assert log.after(9_998, 1) == [kept[-2]] and log.after(10_000, 5) == []
+
+
+async def test_one_write_to_a_reader_is_bounded_in_bytes() -> None:
+    """A reader that does not read holds one write, and there are hundreds of readers."""
+    stream = pulled_streams.PulledStream("http://127.0.0.1/", Caller("a"), Settings(), 0)
+    texts = ["x" * 20_000] * 20 + ["\u20ac" * 20_000] * 10 + ["x" * 100_000, "short", "short"]
+    sent = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
+    for frame in sent:
+        stream.events.add(frame)
+    stream.events.close()
+    context: Any = SimpleNamespace(draining=False)
+    streams: Any = None
+    writes = [write async for write in StreamRoutes(context, streams, True)._tell(stream, 0)][1:]
+    whole = "".join(f"id: {number}\ndata: {frame}\n\n" for number, frame in enumerate(sent, 1))
+    assert b"".join(writes).decode() == whole
+    # An event that is larger itself is written alone.
+    assert all(len(write) <= 65_536 or write.count(b"id: ") == 1 for write in writes)
+    assert len(writes) < len(sent)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -131,6 +132,22 @@ async def test_broken_events_are_answered_and_harm_nobody() -> None:
         assert await say(good, 1.0) == "w1 w2"
 
 
+async def test_half_a_surrogate_pair_is_echoed_as_it_came() -> None:
+    """JSON can say it, UTF-8 cannot."""
+    failures: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: failures.append(context))
+    async with serving(LocalBackend(FakeEngine(), None)) as port:
+        answer = await raw(port, b'{"type": "ping", "data": {"text": "\\ud83d \xc3\xa4"}}\n')
+        assert answer is not None and answer["data"] == {"text": "\ud83d \u00e4"}
+        say_nothing = b'{"type": "transcribe", "data": {"language": "\\udc00"}}\n{"type": "audio-stop"}\n'
+        answer = await raw(port, say_nothing)
+        assert answer is not None and answer["data"] == {"text": "", "language": "\udc00"}
+        begin = b'{"type": "audio-start", "data": {"rate": 16000, "width": 2, "channels": 1}}\n'
+        answer = await raw(port, b'{"type": "transcribe", "data": {"language": "\\udc00"}}\n' + begin)
+        assert answer is not None and answer["type"] == "error"
+    assert not failures
+
+
 async def test_clients_that_leave_or_are_too_many_give_their_places_back(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(wyoming_server, "MAX_CLIENTS", 3)
     engine = FakeEngine()
@@ -152,6 +169,39 @@ async def test_clients_that_leave_or_are_too_many_give_their_places_back(monkeyp
             while not await has_room():  # noqa: ASYNC110 - the server tells nobody
                 await asyncio.sleep(0.05)
         assert engine.capacity().used == 0
+
+
+LONG_PING = b'{"type": "ping", "data": {"text": "%s"}}\n' % (b"x" * 60_000)
+
+
+@pytest.mark.parametrize("last", [LONG_PING, b"no json\n"], ids=["answered", "closed"])
+async def test_client_that_does_not_read_is_disconnected(last: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an answer is sent, and when the connection is closed with answers that were not read."""
+    monkeypatch.setattr(wyoming_server, "SEND_S", 0.3, raising=False)
+    monkeypatch.setattr(wyoming_server, "MAX_CLIENTS", 1)
+    server = WyomingServer(LocalBackend(FakeEngine(), None))
+    writers: list[asyncio.StreamWriter] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writers.append(writer)
+        await server.serve(reader, writer)
+
+    # Small buffers of the kernel, so that a part of the first answer stays in the server.
+    with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as deaf:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+        deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        port = listening.getsockname()[1]
+        async with await asyncio.start_server(serve, sock=listening, limit=server.MAX_LINE_BYTES):
+            deaf.setblocking(False)
+            loop = asyncio.get_running_loop()
+            await loop.sock_connect(deaf, ("127.0.0.1", port))
+            await loop.sock_sendall(deaf, LONG_PING)
+            await until(lambda: writers and writers[0].transport.get_write_buffer_size())
+            line = writers[0].get_extra_info("socket")
+            await loop.sock_sendall(deaf, last)
+            await until(lambda: line.fileno() == -1, 20)
+            answer = await raw(port, b'{"type": "describe"}\n')
+            assert answer is not None and answer["type"] == "info"
 
 
 async def test_utterance_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,6 +53,11 @@ PRIVATE = [
     "127.0.0.1", "127.8.8.8", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0",
     "224.0.0.1", "255.255.255.255", "::1", "::", "fe80::1", "fe80::1%eth0", "fd00::1", "ff02::1", "::ffff:127.0.0.1",
     "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a00:1", "2002:7f00:1::", "2002:a00:1::", "2001:db8::1",
+    # Local NAT64, site-local, IPv4-compatible, IPv4-translated, protocol assignments, documentation, segment routing,
+    # 6to4 and Teredo with a public IPv4 address, relays of 6to4, Azure's service for its virtual machines.
+    "64:ff9b:1::7f00:1", "fec0::1", "::127.0.0.1", "::93.184.216.34", "::ffff:0:127.0.0.1", "192.0.0.192", "192.0.0.9",
+    "3fff::1", "3fff:fff::1", "5f00::1", "4000::1", "2002:5db8:d822::1", "2001:0:5db8:d822::1", "2001:20::1",
+    "192.88.99.1", "168.63.129.16", "::ffff:168.63.129.16", "64:ff9b::a83f:8110", "100::1",
 ]  # fmt: skip
 
 
@@ -65,6 +70,12 @@ def test_address_that_is_not_public_is_refused_even_for_any_host(address: str) -
 def test_address_that_is_public_or_listed_is_taken() -> None:
     check_address("93.184.216.34", ["radio.example"])
     check_address("2606:2800:220:1::1", ["radio.example"])
+    check_address("2001:4860:4860::8888", ["radio.example"])
+    check_address("64:ff9b::5db8:d822", ["radio.example"])
+    check_address("168.63.129.17", ["radio.example"])
+    check_address("192.0.1.1", ["radio.example"])
+    check_address("3fff:1000::1", ["radio.example"])
+    check_address("fec0::1", ["fec0::/10"])
     check_address("10.1.2.3", ["radio.example", "10.1.0.0/16"])
     check_address("::ffff:10.1.2.3", ["10.1.2.3"])
     with pytest.raises(NotAllowed):

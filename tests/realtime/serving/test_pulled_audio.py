@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
 import subprocess
+import sys
 from collections.abc import Iterator
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from realtime.serving import pulled_audio
+from realtime.serving.pull_process import MAX_SAID_BYTES
 from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from tests.media_streams import (
     FFMPEG,
@@ -224,6 +228,56 @@ async def test_publisher_that_comes_back_is_heard_again(protocol: str, tmp_path:
             process.wait()
     assert first > 1.5 and len(heard.gaps) == 1 and heard.gaps[0] > 0
     assert any(heard.lines)
+
+
+@needs_ffmpeg
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with its parent")
+async def test_ffmpeg_ends_with_the_process_that_pulls() -> None:
+    """The gateway kills that process (SIGKILL), so it cannot end ffmpeg itself."""
+    url = f"srt://127.0.0.1:{free_port()}?mode=listener"
+
+    def running() -> list[int]:
+        found = []
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with suppress(OSError):
+                if url.encode() in path.read_bytes():
+                    found.append(int(path.parent.name))
+        return found
+
+    hearing = asyncio.create_task(Heard(url).all())
+    try:
+        await until(running)
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+        await until(lambda: not running(), 20)
+    finally:
+        for left in running():
+            os.kill(left, signal.SIGKILL)
+
+
+def srt_with(script: str, folder: Path) -> str:
+    """What a pull from SRT says at its end if ffmpeg is this script."""
+    program = folder / "ffmpeg"
+    program.write_text(f"#!/bin/sh\n{script}\n")
+    program.chmod(0o755)
+    code = """
+from realtime.serving.pull_process import _srt
+try:
+    print("samples", sum(len(part.samples) for part in _srt("srt://studio.example") if hasattr(part, "samples")))
+except OSError as error:
+    print(error)
+"""
+    environment = {**os.environ, "PATH": f"{folder}:{os.environ['PATH']}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, stdout=subprocess.PIPE, timeout=30, check=True)
+    return done.stdout.decode().strip()
+
+
+def test_messages_of_ffmpeg_do_not_stop_its_audio_and_are_bounded(tmp_path: Path) -> None:
+    flood = "head -c 3000000 /dev/zero | tr '\\0' x >&2"
+    assert srt_with(f"{flood}; head -c 32000 /dev/zero", tmp_path) == "samples 16000"
+    assert 0 < len(srt_with(flood, tmp_path)) <= MAX_SAID_BYTES
+    assert srt_with("echo first >&2; echo the last words >&2", tmp_path) == "the last words"
+    assert srt_with("true", tmp_path) == "ffmpeg ended without a message"
 
 
 @needs_ffmpeg
