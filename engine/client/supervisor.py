@@ -319,7 +319,8 @@ class Supervisor:
         exited = asyncio.create_task(pooled.engine.exited())
         try:
             await asyncio.wait({pooled.lost, exited}, return_when=asyncio.FIRST_COMPLETED)
-            return pooled.lost.result() if pooled.lost.done() else exited.result()
+            # The end of the connection says nothing of the cause; the end of the process does.
+            return "; ".join(task.result() for task in (pooled.lost, exited) if task.done())
         finally:
             exited.cancel()
             await asyncio.gather(exited, return_exceptions=True)

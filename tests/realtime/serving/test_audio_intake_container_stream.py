@@ -246,15 +246,15 @@ async def test_a_decoder_whose_beginning_is_not_waited_for_ends(monkeypatch: pyt
     begin, begun = isolated_decoder._begin, []
     entered, go_on = threading.Event(), threading.Event()
 
-    def seen(file: BinaryIO | None) -> Any:
+    def seen(file: BinaryIO | None, kind: bytes) -> Any:
         entered.set()
-        go_on.wait()
-        begun.append(begin(file))
+        go_on.wait(60)
+        begun.append(begin(file, kind))
         return begun[-1]
 
     monkeypatch.setattr(isolated_decoder, "_begin", seen)
     beginning = asyncio.ensure_future(IsolatedDecoder.begin())
-    await asyncio.to_thread(entered.wait)
+    assert await asyncio.to_thread(entered.wait, 60)
     beginning.cancel()
     await asyncio.gather(beginning, return_exceptions=True)
     go_on.set()
