@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import gc
 import json
+import logging
 import os
 import random
 import resource
