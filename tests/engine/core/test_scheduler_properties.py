@@ -101,7 +101,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             mask = data.draw(
                 st.sampled_from([None, None, [False] * length, [index % 2 == 0 for index in range(length)]])
             )
-            key = data.draw(st.sampled_from([b"silence%d" % length, b"%s%d" % (name.encode(), offset)]))
+            key = data.draw(st.sampled_from([b"silence%d" % length, b"%s at %d" % (name.encode(), offset)]))
             key += b"" if mask is None else b"m%d" % sum(mask)
             items.append(Item(offset, length, sample, key, b"pcm", mask))
             self.ends[name] = offset + length
