@@ -14,6 +14,8 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
+from realtime.serving import pulled_audio
+
 FFMPEG = shutil.which("ffmpeg")
 needs_ffmpeg = pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed (apt-get install ffmpeg)")
 
@@ -184,3 +186,10 @@ class RtspServer:
             writer.write(b"$\x00" + len(packet).to_bytes(2, "big") + packet)
             await writer.drain()
             await asyncio.sleep(max(0.0, began + number * RTP_S - clock()))
+
+
+def reconnect_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reconnects come soon, and audio as fast as it is sent."""
+    monkeypatch.setattr(pulled_audio, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(pulled_audio, "LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(pulled_audio, "FILE_AHEAD_S", 1e6)

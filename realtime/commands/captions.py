@@ -35,9 +35,16 @@ from realtime.client.wire_client import (
 from realtime.commands import file_transcription
 from realtime.commands.caption_view import CaptionView, ShownWord
 from realtime.commands.file_transcription import FileFailed, read_pieces, warn_unsupported_options
-from realtime.commands.terminal import KEY_VARIABLE, STANDARD_INPUT, CommandFailed
+from realtime.commands.terminal import (
+    INTERRUPTED,
+    KEY_VARIABLE,
+    STANDARD_INPUT,
+    CommandFailed,
+    EndOnInterrupt,
+    note,
+)
 from realtime.commands.transcription_options import TranscriptionOptions
-from realtime.commands.transcripts import TranscriptFile
+from realtime.commands.transcripts import TranscriptFile, chosen_extension
 from realtime.session.events import Samples, TimedWord
 from realtime.session.speakers import SpeakerTimeline, speaker_number
 from realtime.session.speakers import shown_name as speaker_name
@@ -202,6 +209,28 @@ MAX_GAPS = 1000
 
 # Chunks of 16 kHz mono in real time. A number is a gap: so many samples are missing.
 Sound = AsyncIterator[Samples | int]
+
+
+def run(options: argparse.Namespace, doing: str, sound: Callable[[EndOnInterrupt], Sound]) -> int:
+    """Show live captions of `sound`, which is made when the captions begin, until it ends or Ctrl-C. Returns the exit
+    code."""
+    file = None
+    if options.output:
+        file = TranscriptFile(options.output, chosen_extension(options.output, options.format), options.words)
+    note(f"{doing}; Ctrl-C stops")
+
+    async def show() -> None:
+        await caption(sound(interrupt), options, file, can_wait=False)
+
+    try:
+        with EndOnInterrupt() as interrupt:
+            asyncio.run(show())
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    finally:
+        if file is not None:
+            file.close()
+    return 0
 
 
 async def play_file(path: Path, options: argparse.Namespace) -> None:

@@ -5,16 +5,19 @@ from __future__ import annotations
 import argparse
 import asyncio
 from contextlib import aclosing
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realtime.commands.terminal import decimal
 from realtime.commands.transcribe import add_model_options
-from realtime.commands.transcription_options import add_transcription_options
+from realtime.commands.transcription_options import (
+    add_caption_options,
+    add_transcription_options,
+    check_caption_options,
+)
 
 if TYPE_CHECKING:
     from realtime.commands.captions import Sound
-    from realtime.commands.transcripts import TranscriptFile
+    from realtime.commands.terminal import EndOnInterrupt
 
 EPILOG = """\
 Examples:
@@ -47,12 +50,7 @@ def add(commands: Any) -> None:
     parser.add_argument(
         "--give-up", type=decimal, metavar="S", help="end after S seconds without audio (default: try for ever)"
     )
-    parser.add_argument("--words", action="store_true", help="also show the times of every word")
-    parser.add_argument(
-        "--speakers", action="store_true", help="say who speaks; words are shown when that is known, about 2 s later"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions to this file as they arrive")
-    parser.add_argument("--format", choices=("txt", "json", "srt", "vtt"), help="the format of --output")
+    add_caption_options(parser)
     add_model_options(parser)
     add_transcription_options(parser)
     parser.set_defaults(run=run)
@@ -60,42 +58,25 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from realtime.client.wire_client import without_secrets
-    from realtime.commands.terminal import INTERRUPTED, EndOnInterrupt, UsageError, check_server, note
-    from realtime.commands.transcripts import TranscriptFile, chosen_extension
+    from realtime.commands import captions
+    from realtime.commands.terminal import UsageError, check_server, note
+    from realtime.serving.pulled_audio import PulledAudio
 
-    if options.format and not options.output:
-        raise UsageError("--format is the format of --output; add --output FILE")
+    check_caption_options(options)
     if options.url.partition("://")[0].lower() not in SCHEMES:
         schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
         raise UsageError(f"{without_secrets(options.url)!r} is not the address of a stream; it begins with {schemes}")
     check_server(options.server)
-    file = None
-    if options.output:
-        file = TranscriptFile(options.output, chosen_extension(options.output, options.format), options.words)
-    note(f"listening to {without_secrets(options.url)}; Ctrl-C stops")
-    try:
-        with EndOnInterrupt() as interrupt:
-            asyncio.run(_listen(options, file, interrupt))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    finally:
-        if file is not None:
-            file.close()
-    return 0
-
-
-async def _listen(options: argparse.Namespace, file: TranscriptFile | None, interrupt: Any) -> None:
-    from realtime.commands import captions
-    from realtime.commands.terminal import note
-    from realtime.serving.pulled_audio import PulledAudio
 
     def on_line(text: str) -> None:
         if text:
             note(text)
 
-    pulled = PulledAudio(options.url, on_line=on_line, give_up_s=options.give_up)
-    sound = _until_interrupted(pulled.audio(), interrupt)
-    await captions.caption(sound, options, file, can_wait=False)
+    def sound(interrupt: EndOnInterrupt) -> Sound:
+        pulled = PulledAudio(options.url, on_line=on_line, give_up_s=options.give_up)
+        return _until_interrupted(pulled.audio(), interrupt)
+
+    return captions.run(options, f"listening to {without_secrets(options.url)}", sound)
 
 
 async def _until_interrupted(audio: Any, interrupt: Any) -> Sound:

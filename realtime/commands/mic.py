@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
-import asyncio
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from realtime.commands.transcribe import add_model_options
-from realtime.commands.transcription_options import add_transcription_options
+from realtime.commands.transcription_options import (
+    add_caption_options,
+    add_transcription_options,
+    check_caption_options,
+)
 
 if TYPE_CHECKING:
     from realtime.commands.microphone import Recorder
@@ -39,12 +41,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--server", metavar="URL", help="use this server instead of a local engine")
     parser.add_argument("--input", metavar="DEVICE", help="the microphone to use (default: the system's default)")
     parser.add_argument("--list", action="store_true", help="list the microphones and exit")
-    parser.add_argument("--words", action="store_true", help="also show the times of every word")
-    parser.add_argument(
-        "--speakers", action="store_true", help="say who speaks; words are shown when that is known, about 2 s later"
-    )
-    parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions to this file as they arrive")
-    parser.add_argument("--format", choices=("txt", "json", "srt", "vtt"), help="the format of --output")
+    add_caption_options(parser)
     add_model_options(parser)
     add_transcription_options(parser)
     parser.set_defaults(run=run)
@@ -52,10 +49,9 @@ def add(commands: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     from realtime.commands import microphone
-    from realtime.commands.terminal import UsageError, check_server, out
+    from realtime.commands.terminal import check_server, out
 
-    if options.format and not options.output:
-        raise UsageError("--format is the format of --output; add --output FILE")
+    check_caption_options(options)
     check_server(options.server)
     recorder = microphone.find_recorder()
     if options.list:
@@ -66,20 +62,9 @@ def run(options: argparse.Namespace) -> int:
 
 def _record(recorder: Recorder, options: argparse.Namespace) -> int:
     from realtime.commands import captions
-    from realtime.commands.terminal import INTERRUPTED, EndOnInterrupt, note
-    from realtime.commands.transcripts import TranscriptFile, chosen_extension
 
-    file = None
-    if options.output:
-        file = TranscriptFile(options.output, chosen_extension(options.output, options.format), options.words)
-    note(f"recording with {recorder.name}; Ctrl-C stops")
-    try:
-        with EndOnInterrupt() as interrupt:
-            sound = captions.until(recorder.record(options.input), lambda: interrupt.ended)
-            asyncio.run(captions.caption(sound, options, file, can_wait=False))
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    finally:
-        if file is not None:
-            file.close()
-    return 0
+    return captions.run(
+        options,
+        f"recording with {recorder.name}",
+        lambda interrupt: captions.until(recorder.record(options.input), lambda: interrupt.ended),
+    )

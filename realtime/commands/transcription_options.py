@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.options import TRANSLATE
 from engine.spec import ModelSpec
 from realtime.commands.pull import model_name
-from realtime.commands.terminal import CommandFailed, note
+from realtime.commands.terminal import CommandFailed, UsageError, note
 from realtime.errors import ClientFault
 from realtime.session.settings import Settings, listed_words
 
@@ -22,6 +22,22 @@ def add_transcription_options(parser: argparse.ArgumentParser) -> None:
         "--keyword", metavar="WORD", action="append", default=[], help="a word to expect; may be given several times"
     )
     group.add_argument("--translate", action="store_true", help="translate speech in other languages to English")
+
+
+def add_caption_options(parser: argparse.ArgumentParser) -> None:
+    """What live captions show, and the file that they are saved to."""
+    parser.add_argument("--words", action="store_true", help="also show the times of every word")
+    parser.add_argument(
+        "--speakers", action="store_true", help="say who speaks; words are shown when that is known, about 2 s later"
+    )
+    parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions to this file as they arrive")
+    parser.add_argument("--format", choices=("txt", "json", "srt", "vtt"), help="the format of --output")
+
+
+def check_caption_options(options: argparse.Namespace) -> None:
+    """Raises UsageError."""
+    if options.format and not options.output:
+        raise UsageError("--format is the format of --output; add --output FILE")
 
 
 def has_speakers() -> bool:

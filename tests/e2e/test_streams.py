@@ -25,6 +25,7 @@ from tests.media_streams import (
     hls_segments,
     needs_ffmpeg,
     playlist,
+    reconnect_soon,
     redirect,
     serve_segments,
     spoken,
@@ -45,9 +46,7 @@ def blockbuster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulled_audio, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(pulled_audio, "LONGEST_WAIT_S", 0.2)
-    monkeypatch.setattr(pulled_audio, "FILE_AHEAD_S", 1e6)
+    reconnect_soon(monkeypatch)
     monkeypatch.setattr(pulled_streams, "FIRST_WAIT_S", 0.05)
 
 

@@ -27,6 +27,7 @@ from tests.media_streams import (
     hls_segments,
     needs_ffmpeg,
     playlist,
+    reconnect_soon,
     serve_segments,
     spoken,
     wav_bytes,
@@ -45,10 +46,7 @@ def blockbuster() -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def fast(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reconnects come soon, and audio as fast as it is sent."""
-    monkeypatch.setattr(pulled_audio, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(pulled_audio, "LONGEST_WAIT_S", 0.2)
-    monkeypatch.setattr(pulled_audio, "FILE_AHEAD_S", 1e6)
+    reconnect_soon(monkeypatch)
 
 
 class Heard:
