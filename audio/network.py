@@ -53,9 +53,8 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class StreamKind:
-    """What a stream is. `seconds`: its declared length, 0 if that is not
-    known, None if it is live. `keeps_time`: its times go on where they
-    were if it is opened again, as those of HLS and of files do."""
+    """What a stream is. `seconds`: its declared length, 0 if that is not known, None if it is live. `keeps_time`: its
+    times go on where they were if it is opened again, as those of HLS and of files do."""
 
     seconds: float | None
     keeps_time: bool

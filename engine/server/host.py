@@ -119,8 +119,8 @@ class LoadReport:
 
     @staticmethod
     def _expected(recent: Collection[HostedStream], loop: EngineLoop, now: float) -> int:
-        """How many of many recently active streams will be active at once: the new ones, of which nothing is known yet,
-        and of the others as many as are now, with a margin for chance."""
+        """Expected number of streams that compute at the same time. All new streams count, because their share of
+        speech is not known yet. Of the others those count that compute now, with a margin for chance."""
         known = [stream for stream in recent if stream.opened_at < now - NEW_SECONDS]
         found = (loop.scheduler.streams.get(stream.loop_name) for stream in known)
         spec = loop.scheduler.spec
