@@ -16,7 +16,7 @@ from typing import Any, BinaryIO
 
 from audio.errors import AudioError, TooManyDecoders
 from engine import messages
-from engine.errors import AtCapacity, EngineError
+from engine.errors import AtCapacity, EngineError, StreamFinished
 from engine.options import MAX_PROMPT_CHARACTERS
 from engine.spec import NAMES, ModelSpec
 from realtime.dialects.base import decode_json, encode_json
@@ -346,6 +346,9 @@ class Transcriber:
                     transcript.samples += len(samples)
                     await stream.feed(samples)
             await stream.finish()
+        except StreamFinished:
+            # The stream has failed meanwhile; its last output says why.
+            return
         except EngineError as error:
             raise _engine_gone() from error
 

@@ -100,9 +100,12 @@ async def test_upload_whose_client_has_left_gives_up_its_place(serve: Serve) -> 
         assert response.status_code == 200
 
 
-async def test_failing_engine_fails_the_upload_and_the_stream_of_events(serve: Serve) -> None:
+@pytest.mark.parametrize("output_delay_s", [0.0, 0.3])
+async def test_failing_engine_fails_the_upload(serve: Serve, output_delay_s: float) -> None:
     engine = FakeEngine()
     engine.feed_delay_s = 0.01
+    # With a delay the next piece of audio is refused before the failure is read.
+    engine.output_delay_s = output_delay_s
     async with serve(engine) as running, httpx.AsyncClient(timeout=10) as http:
 
         async def fail_soon() -> None:
