@@ -28,8 +28,9 @@ BEHIND_MS = 1000
 # Longest call.
 MAX_MS = 7 * 24 * 3600 * 1000
 SAMPLES_PER_MS = G711_RATE // 1000
-# The parameter with the API key or client secret.
-KEY = "key"
+# The parameters with the API key or client secret. Twilio takes 500 characters for the name and value of a parameter;
+# a client secret has more and continues in the second one.
+KEYS = ("key", "key2")
 # Options that are given by the protocol itself.
 FIXED = ("encoding", "sample_rate", "channels", "multichannel")
 # Options with several values, which a parameter has with commas between them: parameters cannot be repeated.
@@ -53,7 +54,7 @@ def read_start(message: Json) -> CallStart:
         raise _fault("start", "'start' must be an object, as Twilio sends it.")
     _check_format(start.get("mediaFormat"))
     tracks, parameters = _tracks(start.get("tracks")), _parameters(start.get("customParameters"))
-    key = parameters.pop(KEY, None)
+    key = "".join(parameters.pop(name, "") for name in KEYS)
     options = {name: value for name, value in parameters.items() if name not in (*FIXED, "publish")}
     pairs = [(name, part) for name, value in options.items() for part in _values(name, value)]
     settings = read_socket_query({**options, "encoding": "mulaw"}, pairs).settings
@@ -61,7 +62,7 @@ def read_start(message: Json) -> CallStart:
     for track in tracks:
         if not PUBLISHED_NAME.fullmatch(track_name(name, track, tracks)):
             raise _fault("publish", f"'publish' must be a name, with '-{track}' for each of two tracks. {NAME_RULE}")
-    return CallStart(key, tracks, replace(settings, format=AudioFormat("audio/pcmu", G711_RATE), publish=name))
+    return CallStart(key or None, tracks, replace(settings, format=AudioFormat("audio/pcmu", G711_RATE), publish=name))
 
 
 def track_name(name: str, track: str, tracks: tuple[str, ...]) -> str:

@@ -235,6 +235,10 @@ class WebSocketRoutes:
         except (Refusal, ClientFault):
             self.metrics.refused.labels("start").inc()
             raise
+        if caller is None and start.key is None and self._context.authenticator.asks_for_keys:
+            self.metrics.refused.labels("auth").inc()
+            text = "A key is required: give the stream the custom parameter 'key'."
+            raise Refusal(401, "invalid_api_key", text)
         caller = caller or self._context.caller_with(start.key, address)
         settings = self._in_force(start.settings)
         dialects = [partial(TwilioDialect, track=track, tracks=start.tracks) for track in start.tracks]
