@@ -181,7 +181,7 @@ async def test_home_assistant(serve: Serve, tmp_path: Path, unused_tcp_port: int
             while True:
                 try:
                     async with client(unused_tcp_port) as connection:
-                        assert await say(connection, 1.2) == "w1 w2 w3"
+                        assert await say(connection, 2.1) == "w1 w2 w3 w4 w5"
                         break
                 except OSError:
                     await asyncio.sleep(0.1)
