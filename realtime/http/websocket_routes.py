@@ -29,7 +29,7 @@ from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.numbers import whole_number
 from realtime.serving.channels import ChannelGroup, ChannelInbox
-from realtime.serving.connection import Connection
+from realtime.serving.connection import CLOSE_GRACE_S, Connection
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_streams import PulledStreams
@@ -357,8 +357,13 @@ async def _close_refused(websocket: WebSocket, error: Refusal | ClientFault) -> 
     log.warning("%s: refused after the upgrade: %s", websocket.url.path, error.message)
     later = isinstance(error, Refusal) and error.status in (429, 503)
     reason = error.message.encode()[:REASON_BYTES].decode(errors="ignore")
-    with suppress(OSError, RuntimeError):
-        await websocket.close(CloseCode.TRY_LATER if later else CloseCode.POLICY, reason)
+    closing = websocket.close(CloseCode.TRY_LATER if later else CloseCode.POLICY, reason)
+    try:
+        await asyncio.wait_for(closing, CLOSE_GRACE_S)
+    except TimeoutError:
+        _extras(websocket.scope).abort()
+    except (OSError, RuntimeError):
+        log.debug("%s: the client left before it was refused", websocket.url.path)
 
 
 def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGroup, Inbox | ChannelInbox]:
