@@ -1,8 +1,9 @@
 """The shapes of all events of the wire, and the JSON schema that is made from them (`GET /events.schema.json`).
 
 The dialects read and write plain dictionaries; these classes describe them and are not used to serve clients. They are
-complete: the tests decode every event of their sockets with them, and a field that is missing here fails. Where the code
-has a table of values, the schema has that table. The published schema allows more fields, because later versions add some.
+complete: the tests decode every event of their sockets with them, and a field that is missing here fails. Where the
+code has a table of values, the schema has that table. The published schema allows more fields, because later versions
+add some.
 """
 
 from __future__ import annotations

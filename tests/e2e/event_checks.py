@@ -1,5 +1,6 @@
-"""Checks events of the wire against their published shapes (`realtime/dialects/event_schema.py`), strictly: a field that is
-not described fails. The clients of the end-to-end tests call it for everything that they receive."""
+"""Checks events of the wire against their published shapes (`realtime/dialects/event_schema.py`), strictly: a field
+that is not described fails. The clients of the end-to-end tests call it for everything that they receive.
+"""
 
 from __future__ import annotations
 
