@@ -22,6 +22,7 @@ from starlette.responses import Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 
 from audio.errors import AudioError, TooManyDecoders
+from realtime.dialects.deepgram import deepgram_code
 from realtime.dialects.event_schema import schema as event_schema
 from realtime.dialects.event_schema import without_closing
 from realtime.http.api_page import write_page
@@ -32,6 +33,8 @@ REFERENCE = "#/components/schemas/{name}"
 JSON = "application/json"
 SCHEMA = "application/schema+json"
 EVENTS = "text/event-stream"
+# The status is nginx's, and has no phrase in the standard library.
+CLIENT_GONE = 499
 DESCRIPTION = (
     "One port serves HTTP and WebSockets. The messages of the sockets are described in docs/wire.md and by the JSON "
     "schema at /events.schema.json. On a server without configured keys no key is needed. Fields may be added."
@@ -86,14 +89,17 @@ class Operation:
     # The error codes of each status, besides those that every path has.
     refusals: Sequence[Codes] = ()
     needs_key: bool = True
-    # Refusals have Deepgram's shape, without these codes.
+    # A client secret is a key here.
+    takes_secrets: bool = False
+    # Refusals have Deepgram's shape and codes.
     deepgram: bool = False
 
 
 # Refusals that several routes share. Every path may be refused by the rules for browsers and in a lack of file
 # descriptors.
 ALWAYS: Codes = {403: ("origin_not_allowed", "host_not_allowed"), 503: ("server_busy",)}
-KEY: Codes = {401: ("invalid_api_key",), 403: ("client_secret_not_allowed",)}
+KEY: Codes = {401: ("invalid_api_key",)}
+NO_SECRETS: Codes = {403: ("client_secret_not_allowed",)}
 JSON_BODY: Codes = {400: ("invalid_json", "invalid_value"), 413: ("body_too_large",)}
 
 Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
@@ -232,9 +238,8 @@ def _responses(operation: Operation, types: _Types) -> Json:
             shown[str(status)]["content"] = _content(bodies, types)
     codes = codes_of(operation)
     for status in sorted(codes):
-        # 499 is nginx's, and has no phrase.
-        phrase = "Client Closed Request" if status == 499 else HTTPStatus(status).phrase
-        named = ", ".join(codes[status])
+        phrase = "Client gone" if status == CLIENT_GONE else HTTPStatus(status).phrase
+        named = deepgram_code(status) if operation.deepgram else ", ".join(codes[status])
         kind = DeepgramError if operation.deepgram else Error
         answer: Json = {"description": f"{phrase}: {named}", "content": _content({JSON: kind}, types)}
         if status in (429, 503):
@@ -251,7 +256,8 @@ def _responses(operation: Operation, types: _Types) -> Json:
 def codes_of(operation: Operation) -> dict[int, list[str]]:
     """All error codes of an operation by status."""
     found: dict[int, list[str]] = {}
-    for codes in (*((KEY,) if operation.needs_key else ()), *operation.refusals, ALWAYS):
+    keys = (KEY, *(() if operation.takes_secrets else (NO_SECRETS,))) if operation.needs_key else ()
+    for codes in (*keys, *operation.refusals, ALWAYS):
         for status, names in codes.items():
             known = found.setdefault(status, [])
             known += [name for name in names if name not in known]

@@ -141,6 +141,7 @@ def _socket(summary: str, messages: str, parameters: tuple[Parameter, ...], deep
         text,
         parameters=parameters,
         refusals=(REFUSED_SOCKETS,),
+        takes_secrets=True,
         deepgram=deepgram,
     )
 

@@ -165,6 +165,8 @@ class Checked:
         if status >= 400 and "error" in answer.json():
             assert answer.json()["error"]["code"] in re.split(r"[:,; ]+", described["description"])
             assert status not in (429, 503) or "retry-after" in answer.headers
+        if status >= 400 and "err_code" in answer.json():
+            assert described["description"].endswith(f": {answer.json()['err_code']}")
         if status < 400:
             self.used.add((template, method.lower()))
         return answer
