@@ -124,8 +124,10 @@ class Sessions:
                 entry.admission = admission.part()
                 self._entries[entry.live.id] = entry
                 entries.append(entry)
-            if settings.publish is not None:
-                await self._publish(entries[0], settings.publish)
+            for entry in entries:
+                # A dialect with several channels has a name for each of them.
+                if (name := entry.live.session.settings.publish) is not None:
+                    await self._publish(entry, name)
             yield tuple(entries)
         finally:
             admission.release()

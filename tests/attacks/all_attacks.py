@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.attacks import frames, handshake, messages, pulled_streams, sound, timing, tokens, uploads, viewers, websites
+from tests.attacks import (
+    frames,
+    handshake,
+    messages,
+    phone_calls,
+    pulled_streams,
+    sound,
+    timing,
+    tokens,
+    uploads,
+    viewers,
+    websites,
+)
 from tests.attacks.target import ATTACKS
 
 __all__ = [
@@ -10,6 +22,7 @@ __all__ = [
     "frames",
     "handshake",
     "messages",
+    "phone_calls",
     "pulled_streams",
     "sound",
     "timing",
