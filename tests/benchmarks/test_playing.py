@@ -214,5 +214,8 @@ def test_uploads_go_on_beside_live_sessions_and_stop_with_them(sessions: list[Se
     run = Run(make_loop(), streams=1, uploads=1)
     runs = run.play(sessions[:1], uploads, again)
     # How many uploads fit beside the live session depends on the machine.
-    assert runs[-1].session.name == "a" and {played.session.name for played in runs[:-1]} <= {"c"}
+    names = [played.session.name for played in runs]
+    assert names.count("a") == 1 and set(names) <= {"a", "c"}
+    # The upload that was under way when the live session ended may end after it; no other begins.
+    assert len(names) - names.index("a") <= 2
     assert run.computed.keys() == {"c"}

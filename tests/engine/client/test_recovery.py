@@ -99,9 +99,15 @@ async def test_streams_of_a_dead_engine_move_to_the_others() -> None:
     audio = [fakes.speech(10, seed) for seed in range(4)]
     expected = await undisturbed(False, audio)
     engines = [fakes.process(fakes.build), fakes.process(fakes.build)]
+    killed = asyncio.Event()
+
+    async def wait_for_the_kill(piece: int) -> None:
+        if piece == 20:
+            await killed.wait()
+
     async with fakes.running(*engines) as client:
         streams = [
-            asyncio.create_task(fakes.transcribe(client, f"s{i}", samples, between=brief))
+            asyncio.create_task(fakes.transcribe(client, f"s{i}", samples, between=wait_for_the_kill))
             for i, samples in enumerate(audio)
         ]
         pool = client._running.pool.all
@@ -109,6 +115,7 @@ async def test_streams_of_a_dead_engine_move_to_the_others() -> None:
         # Where streams go is drawn: one of the engines has some.
         lost = max(range(2), key=lambda number: len(pool[number].streams))
         fakes.kill(engines[lost].pid)
+        killed.set()
         transcripts = await asyncio.gather(*streams)
         await fakes.until(lambda: client.metrics().restarts == 1)
         metrics = client.metrics()
