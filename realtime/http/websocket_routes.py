@@ -36,6 +36,7 @@ from realtime.serving.quota import Caller
 from realtime.serving.session_factory import OpenSession
 from realtime.serving.throttle import FairTurns, Pace
 from realtime.serving.viewers import Audience
+from realtime.serving.webhooks import Webhooks
 from realtime.serving.websocket import header_text
 from realtime.serving.websocket_extension import EXTENSION, SocketExtras
 from realtime.session.events import Hangup
@@ -82,6 +83,7 @@ class WebSocketRoutes:
         self._fair_turns = FairTurns()
         # Streams that this gateway pulls, which end with it.
         self.streams: PulledStreams | None = None
+        self.webhooks: Webhooks | None = None
 
     async def realtime(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The endpoint of OpenAI's and vLLM's clients. Plain ASGI: Starlette's wrapper costs time per message."""
@@ -226,7 +228,7 @@ class WebSocketRoutes:
         self.metrics.resumed.inc()
         entry.inbox.reconnected()
         entry.inbox.may_inject = entry.inbox.may_inject and not caller.is_secret
-        entry.live.publication.may_change = not caller.is_secret
+        entry.live.publication.may_change = entry.live.webhooks.may_change = not caller.is_secret
         return entry, [entry.live.greeting_again(), *missed]
 
     def reloaded(self) -> None:
@@ -234,6 +236,8 @@ class WebSocketRoutes:
         self._context.authenticator.use_keys(key.reveal() for key in self.config.auth.keys)
         if self.streams is not None:
             self.streams.end_without_key()
+        if self.webhooks is not None:
+            self.webhooks.reloaded()
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -241,6 +245,8 @@ class WebSocketRoutes:
         await asyncio.to_thread(bool)
         async with await open_file(os.devnull):
             pass
+        if self.webhooks is not None:
+            await self.webhooks.start()
         tickers = [asyncio.create_task(self.sessions.run_ticker(), name="ticker")]
         if self.audience is not None:
             tickers.append(asyncio.create_task(self.audience.run(), name="viewers"))
@@ -250,6 +256,8 @@ class WebSocketRoutes:
             if self.streams is not None:
                 await self.streams.close()
             await self.sessions.drain(0.0)
+            if self.webhooks is not None:
+                await self.webhooks.close(0.0)
             for ticker in tickers:
                 ticker.cancel()
             await asyncio.gather(*tickers, return_exceptions=True)
