@@ -122,7 +122,10 @@ class WebhookStore:
             file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
 
     def _take_files(self) -> list[StoredEvent]:
-        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"webhooks.folder: cannot make {str(self._folder)!r}: {error.strerror}") from error
         kept: list[StoredEvent] = []
         problem = f"{MAX_FILES} processes use it"
         for number in range(MAX_FILES):

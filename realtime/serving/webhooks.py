@@ -223,7 +223,7 @@ class Endpoint:
         self._remove(event)
         self._hub.metrics.webhook_delivered.inc()
         if self._fails or self._dropped:
-            log.info("webhook to %s works again; %d events were dropped", self.shown, self._dropped)
+            log.warning("webhook to %s works again; %d events were dropped", self.shown, self._dropped)
         self._fails, self._dropped = False, 0
 
     def _failed(self, problem: str) -> None:
@@ -376,8 +376,22 @@ class Webhooks:
         # By the name of the caller. Without keys all callers are one account.
         self._accounts: dict[str, Account] = {}
         self.reloaded()
-        metrics.webhook_queued.set_function(lambda: sum(map(len, self._endpoints.values())))
-        metrics.webhook_queued_bytes.set_function(lambda: sum(one.bytes for one in self._endpoints.values()))
+        metrics.webhook_queued.set_function(lambda: self.queued)
+        metrics.webhook_queued_bytes.set_function(lambda: self.queued_bytes)
+
+    @property
+    def queued(self) -> int:
+        """Events that wait."""
+        return sum(map(len, self._endpoints.values()))
+
+    @property
+    def queued_bytes(self) -> int:
+        return sum(endpoint.bytes for endpoint in self._endpoints.values())
+
+    @property
+    def endpoints(self) -> int:
+        """URLs that have sessions or events."""
+        return len(self._endpoints)
 
     def reloaded(self) -> None:
         """Take the keys and URLs of the configuration, for sessions that begin from now on."""
@@ -518,13 +532,13 @@ class Webhooks:
         self._stopping.set()
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while any(map(len, self._endpoints.values())):  # noqa: ASYNC110
+                while self.queued:  # noqa: ASYNC110
                     await asyncio.sleep(STOPPING_LOOK_S)
         self._is_closed = True
         tasks = [task for endpoint in self._endpoints.values() for task in endpoint.cancel()]
         store = self._store
         await asyncio.gather(*tasks, return_exceptions=True)
-        left = sum(map(len, self._endpoints.values()))
+        left = self.queued
         if store is not None and await store.close(CLOSE_STORE_S):
             self._store = None
             if left:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from tests.attacks import frames, handshake, messages, pulled_streams, sound, timing, tokens, uploads, viewers, websites
+from tests.attacks import (
+    frames,
+    handshake,
+    messages,
+    pulled_streams,
+    sound,
+    timing,
+    tokens,
+    uploads,
+    viewers,
+    webhooks,
+    websites,
+)
 from tests.attacks.target import ATTACKS
 
 __all__ = [
@@ -16,5 +28,6 @@ __all__ = [
     "tokens",
     "uploads",
     "viewers",
+    "webhooks",
     "websites",
 ]

@@ -77,7 +77,7 @@ async def test_finals_and_the_end_of_a_session_are_sent_signed_and_in_order(serv
         async with greeted_client(running.ws):
             pass
         await until(lambda: len(running.gateway.sessions) == 0)
-        assert len(hook.taken) == 4 and not running.gateway.webhooks._endpoints
+        assert len(hook.taken) == 4 and running.gateway.webhooks.endpoints == 0
 
 
 async def test_webhooks_are_off_by_default(serve: Serve) -> None:
@@ -125,7 +125,7 @@ async def test_session_names_a_url_within_the_list(serve: Serve) -> None:
             assert "on_final" not in await change(client, on_final=None)
             await speak(client)
         await until(lambda: len(running.gateway.sessions) == 0)
-        assert hook.texts == finals and not running.gateway.webhooks._endpoints
+        assert hook.texts == finals and running.gateway.webhooks.endpoints == 0
 
 
 @pytest.mark.parametrize("path", ["/v1/listen", "/v2/listen"])

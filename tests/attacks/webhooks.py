@@ -1,0 +1,123 @@
+"""Attacks with webhooks: the server is to reach what it must not, and to wait for receivers that never answer."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from tests.attacks.target import Client, Target, attack
+from tests.media_streams import spoken
+from tests.waiting import until
+from tests.webhook_receiver import hang, receiver
+
+FORBIDDEN = [
+    *("http://localhost/", "http://[::1]/", "http://169.254.169.254/", "http://0.0.0.0/", "http://2130706434/"),
+    *("http://127.0.0.1@127.0.0.2/", "http://u:p@127.0.0.1/", "file:///etc/passwd", "ftp://127.0.0.1/", "unix:/run/x"),
+    *("http://127.0.0.1/\r\nX: y", "http://127.0.0.1/a b", "", "http://" + "x" * 5000, 5, ["x"], {"a": 1}),
+]
+
+
+async def name(client: Client, url: Any) -> None:
+    await client.send("session.update", session={"type": "transcription", "on_final": url})
+
+
+async def speak(client: Client, turns: int) -> None:
+    """Sound in turns that the client ends; every one of them has a final, with or without words."""
+    sound = (spoken(1.0) * 32767).astype("<i2").tobytes()
+    for _ in range(turns):
+        await client.append(sound)
+        await client.send("input_audio_buffer.commit")
+    for _ in range(turns):
+        await client.until("conversation.item.input_audio_transcription.completed")
+
+
+@attack()
+async def webhooks_to_forbidden_places(target: Target) -> None:
+    """URLs with private addresses, user names, other protocols and line ends, and redirects: never reached."""
+    contacted: list[Any] = []
+    victim = await asyncio.start_server(lambda reader, writer: contacted.append(writer), "127.0.0.2", 0)
+    secret = f"http://127.0.0.2:{victim.sockets[0].getsockname()[1]}/secret"
+
+    async def redirect(writer: asyncio.StreamWriter) -> None:
+        writer.write(f"HTTP/1.1 307 X\r\nLocation: {secret}\r\nContent-Length: 0\r\n\r\n".encode())
+
+    async with target.client() as client, receiver() as hook:
+        for url in (secret, *FORBIDDEN):
+            await name(client, url)
+            error = await client.error()
+            assert error["code"] in ("host_not_allowed", "invalid_value"), (url, error)
+        hook.usual = redirect
+        await name(client, hook.url())
+        await client.until("session.updated")
+        await speak(client, 2)
+    async with receiver() as hook:
+        hook.usual = redirect
+        async with target.client() as client:
+            await name(client, hook.url())
+            await client.until("session.updated")
+            await speak(client, 1)
+        # The end of the session is tried, whether there were words or not.
+        await until(lambda: hook.heads)
+    victim.close()
+    assert not contacted
+
+
+@attack(gateway_mib=40)
+async def webhooks_that_hang_or_fail(target: Target) -> None:
+    """Sessions whose receivers hang, answer 500, never end their answers or reset: bounded, other sessions unharmed."""
+
+    async def endless(writer: asyncio.StreamWriter) -> None:
+        writer.write(b"HTTP/1.1 500 X\r\n")
+        while True:
+            writer.write(b"x" * 65536)
+            await writer.drain()
+
+    async def long_line(writer: asyncio.StreamWriter) -> None:
+        while True:
+            writer.write(b"y" * 65536)
+            await writer.drain()
+
+    async def reset(writer: asyncio.StreamWriter) -> None:
+        writer.transport.abort()
+
+    async with receiver() as hook:
+
+        async def one(reply: Any, path: str) -> None:
+            async with target.client() as client:
+                await name(client, hook.url(path))
+                await client.until("session.updated")
+                await speak(client, 3)
+
+        for number, reply in enumerate((hang, 500, endless, long_line, reset, 302)):
+            hook.usual = reply
+            heads = len(hook.heads)
+            await one(reply, f"/{number}")
+            await until(lambda: len(hook.heads) > heads)  # noqa: B023
+
+
+@attack()
+async def more_webhooks_than_allowed(target: Target) -> None:
+    """A hundred sessions that name a URL each, and change it again and again: bounded, and free again at the end."""
+    async with receiver() as hook:
+        for _ in range(2):
+            taken = refused = 0
+            async with asyncio.TaskGroup() as group:
+
+                async def one(number: int) -> None:
+                    nonlocal taken, refused
+                    async with target.client() as client:
+                        for turn in range(20):
+                            await name(client, hook.url(f"/{number}/{turn}"))
+                            event = await client.receive()
+                            while event["type"] not in ("session.updated", "error"):
+                                event = await client.receive()
+                            if event["type"] == "error":
+                                assert event["error"]["code"] == "too_many_webhooks", event
+                                refused += 1
+                            else:
+                                taken += 1
+
+                for number in range(50):
+                    group.create_task(one(number))
+            assert taken and refused
+        assert hook.connections == 0
