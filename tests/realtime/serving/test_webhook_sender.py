@@ -56,7 +56,7 @@ async def test_status_is_that_of_the_answer_and_redirects_are_not_followed() -> 
 )  # fmt: skip
 async def test_places_that_are_not_listed_are_not_reached(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(WebhookSender, "_connect", forever)
-    with pytest.raises(NotAllowed, match=r"webhooks\.hosts|URL"):
+    with pytest.raises(NotAllowed, match=r"webhooks\.hosts|URL|http and https only"):
         await send(url)
 
 
@@ -214,6 +214,12 @@ def certificate(folder: Path, name: str) -> tuple[str, str]:
     return cert, key
 
 
+def joined(*files: str) -> str:
+    both = Path(files[0]).with_name("both.pem")
+    both.write_text("".join(Path(file).read_text() for file in files))
+    return str(both)
+
+
 def serving(cert: str, key: str) -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(cert, key)
@@ -225,9 +231,7 @@ async def test_tls_is_verified(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     async with receiver(serving(*right)) as hook, receiver(serving(*wrong)) as other, receiver() as plain:
         with pytest.raises(ssl.SSLCertVerificationError):
             await send(hook.url())
-        both = tmp_path / "both.pem"
-        both.write_text(Path(right[0]).read_text() + Path(wrong[0]).read_text())
-        monkeypatch.setenv("SSL_CERT_FILE", str(both))
+        monkeypatch.setenv("SSL_CERT_FILE", joined(right[0], wrong[0]))
         sender = WebhookSender()
         assert await send(hook.url(), sender=sender) == 200
         with pytest.raises(ssl.SSLCertVerificationError):
