@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+from tests.attacks.good_client import speech
 from tests.attacks.target import Client, Target, attack
-from tests.media_streams import spoken
 from tests.waiting import until
 from tests.webhook_receiver import hang, receiver
 
@@ -18,17 +18,15 @@ FORBIDDEN = [
 
 
 async def name(client: Client, url: Any) -> None:
-    await client.send("session.update", session={"type": "transcription", "on_final": url})
+    audio = {"input": {"turn_detection": None}}
+    await client.send("session.update", session={"type": "transcription", "on_final": url, "audio": audio})
 
 
-async def speak(client: Client, turns: int) -> None:
-    """Sound in turns that the client ends; every one of them has a final, with or without words."""
-    sound = (spoken(1.0) * 32767).astype("<i2").tobytes()
-    for _ in range(turns):
-        await client.append(sound)
-        await client.send("input_audio_buffer.commit")
-    for _ in range(turns):
-        await client.until("conversation.item.input_audio_transcription.completed")
+async def speak(client: Client) -> None:
+    """A turn that the client ends."""
+    await client.append(speech(1.5))
+    await client.send("input_audio_buffer.commit")
+    await client.until("conversation.item.input_audio_transcription.completed")
 
 
 @attack()
@@ -49,15 +47,8 @@ async def webhooks_to_forbidden_places(target: Target) -> None:
         hook.usual = redirect
         await name(client, hook.url())
         await client.until("session.updated")
-        await speak(client, 2)
-    async with receiver() as hook:
-        hook.usual = redirect
-        async with target.client() as client:
-            await name(client, hook.url())
-            await client.until("session.updated")
-            await speak(client, 1)
-        # The end of the session is tried, whether there were words or not.
-        await until(lambda: hook.heads)
+        await speak(client)
+        await until(lambda: len(hook.heads) > 1)
     victim.close()
     assert not contacted
 
@@ -80,19 +71,17 @@ async def webhooks_that_hang_or_fail(target: Target) -> None:
     async def reset(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
-    async with receiver() as hook:
-
-        async def one(reply: Any, path: str) -> None:
-            async with target.client() as client:
-                await name(client, hook.url(path))
-                await client.until("session.updated")
-                await speak(client, 3)
-
-        for number, reply in enumerate((hang, 500, endless, long_line, reset, 302)):
+    async def one(reply: Any) -> None:
+        async with receiver() as hook:
             hook.usual = reply
-            heads = len(hook.heads)
-            await one(reply, f"/{number}")
-            await until(lambda: len(hook.heads) > heads)  # noqa: B023
+            async with target.client() as client:
+                await name(client, hook.url())
+                await client.until("session.updated")
+                await speak(client)
+            # It is tried again, also when the session has ended.
+            await until(lambda: hook.connections > 1)
+
+    await asyncio.gather(*map(one, (hang, 500, endless, long_line, reset, 302)))
 
 
 @attack()
