@@ -18,13 +18,13 @@ FORBIDDEN = [
 
 
 async def name(client: Client, url: Any) -> None:
-    audio = {"input": {"turn_detection": None}}
+    audio = {"input": {"turn_detection": None, "format": {"type": "audio/pcm", "rate": 48_000}}}
     await client.send("session.update", session={"type": "transcription", "on_final": url, "audio": audio})
 
 
 async def speak(client: Client) -> None:
     """A turn that the client ends."""
-    await client.append(speech(1.5))
+    await client.append(speech(3.0))
     await client.send("input_audio_buffer.commit")
     await client.until("conversation.item.input_audio_transcription.completed")
 
@@ -39,15 +39,16 @@ async def webhooks_to_forbidden_places(target: Target) -> None:
     async def redirect(writer: asyncio.StreamWriter) -> None:
         writer.write(f"HTTP/1.1 307 X\r\nLocation: {secret}\r\nContent-Length: 0\r\n\r\n".encode())
 
-    async with target.client() as client, receiver() as hook:
-        for url in (secret, *FORBIDDEN):
-            await name(client, url)
-            error = await client.error()
-            assert error["code"] in ("host_not_allowed", "invalid_value"), (url, error)
+    async with receiver() as hook:
         hook.usual = redirect
-        await name(client, hook.url())
-        await client.until("session.updated")
-        await speak(client)
+        async with target.client() as client:
+            for url in (secret, *FORBIDDEN):
+                await name(client, url)
+                error = await client.error()
+                assert error["code"] in ("host_not_allowed", "invalid_value"), (url, error)
+            await name(client, hook.url())
+            await client.until("session.updated")
+            await speak(client)
         await until(lambda: len(hook.heads) > 1)
     victim.close()
     assert not contacted
