@@ -144,10 +144,13 @@ RTP_S = 0.02
 
 
 class RtspServer:
-    """A camera: serves G.711 as RTP inside the RTSP connection, at the pace of speech, to each client anew."""
+    """A camera: serves G.711 as RTP inside the RTSP connection, at the pace of speech, to each client anew. After the
+    first connection it is silent for `away_s` seconds."""
 
-    def __init__(self, mulaw: bytes) -> None:
+    def __init__(self, mulaw: bytes, away_s: float) -> None:
         self._mulaw = mulaw
+        self._away_s = away_s
+        self._has_played = False
         self.asked: list[str] = []
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -179,6 +182,9 @@ class RtspServer:
 
     async def _play(self, writer: asyncio.StreamWriter) -> None:
         size, clock = round(8000 * RTP_S), asyncio.get_running_loop().time
+        if self._has_played:
+            await asyncio.sleep(self._away_s)
+        self._has_played = True
         began = clock()
         for number, at in enumerate(range(0, len(self._mulaw), size)):
             head = b"\x80\x00" + number.to_bytes(2, "big") + at.to_bytes(4, "big") + b"tape"

@@ -49,14 +49,17 @@ async def test_server_that_refuses_fails_the_bench(serve: Serve, tmp_path: Path)
 
 
 async def test_bench_holds_streams_and_scores_their_words(
-    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    serve: Serve, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("TICKERTAPE_API_KEY", "mark-key-5e1f7a")
     async with serve() as running:
         code, result = await bench(
             running.http, tmp_path, "--seconds", "2", "--hold", "2", "--streams", "2", "--alone", "1"
         )
     shown = capsys.readouterr()
     assert code == 0, shown.err
+    written = [file.read_text() for file in (tmp_path / "out").rglob("*") if file.is_file()]
+    assert written and not [text for text in (*written, shown.out, shown.err) if "mark-key-5e1f7a" in text]
     assert result["streams"] == 2 and result["held"]["failures"] == 0  # type: ignore[index]
     assert [run["streams"] for run in result["runs"]] == [2, 1]  # type: ignore[attr-defined]
     assert result["words"] == {

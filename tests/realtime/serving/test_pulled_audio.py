@@ -281,7 +281,7 @@ def test_messages_of_ffmpeg_do_not_stop_its_audio_and_are_bounded(tmp_path: Path
 @needs_ffmpeg
 async def test_camera_that_cuts_the_connection_is_heard_again_after_a_gap() -> None:
     """RTSP, with the audio inside the connection (TCP)."""
-    camera = RtspServer(encode(spoken(3.0), "-ar", "8000", "-f", "mulaw"))
+    camera = RtspServer(encode(spoken(3.0), "-ar", "8000", "-f", "mulaw"), away_s=2.0)
     server = await asyncio.start_server(camera.serve, "127.0.0.1", 0)
     heard = Heard(f"rtsp://127.0.0.1:{server.sockets[0].getsockname()[1]}/stream")
     hearing = asyncio.create_task(heard.all())
