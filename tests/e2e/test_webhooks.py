@@ -170,7 +170,7 @@ async def test_a_receiver_that_hangs_delays_no_session_and_no_other_receiver(ser
             assert bad.connections == 1 and bad.taken == []
             # Twelve finals and the end: five wait, of which one is being sent.
             await until(lambda: running.metric("webhook_dropped_total", reason="queue_full") == 8)
-            assert running.metric("webhook_queue_events") == 5
+            await until(lambda: running.metric("webhook_queue_events") == 5)
 
 
 async def test_what_was_dropped_is_told_at_the_next_delivery_and_once_in_the_log(

@@ -208,7 +208,20 @@ async def test_a_receiver_that_reads_nothing_ends_at_the_deadline() -> None:
 
 def certificate(folder: Path, name: str) -> tuple[str, str]:
     key, cert = str(folder / f"{name}.key"), str(folder / f"{name}.pem")
-    command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=x"]
+    command = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=x",
+    ]
     command += ["-addext", f"subjectAltName={name}", "-keyout", key, "-out", cert]
     subprocess.run(command, check=True, capture_output=True)
     return cert, key
