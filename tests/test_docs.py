@@ -145,3 +145,40 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
 
 def test_the_index_of_files_is_up_to_date() -> None:
     assert file_index.PAGE.read_text() == file_index.page(), "run: python -m tests.file_index"
+
+
+QUOTED = re.compile(r"(?<![*\w])\*([^*\n]+)\*(?![*\w])")
+HOLE = "\0"
+
+
+def sentences_of(path: Path) -> Iterator[str]:
+    """The strings of a module, with a hole for each value that is put in."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(str(part.value) if isinstance(part, ast.Constant) else HOLE for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield re.sub(r"%(?:\.\d)?[sdf]", HOLE, node.value)
+
+
+def is_printed(quoted: str, texts: list[str]) -> bool:
+    """Whether all parts of a quotation are in the code: each in one string. A sentence may be joined from two of them,
+    begin with a small letter there, and have its full stop added."""
+    parts = [part.strip(" ;:.") for part in quoted.split("...")]
+    for part in filter(None, parts):
+        spellings = (part, part[:1].lower() + part[1:])
+        pieces = [[piece.strip() for piece in spelling.split("; ")] for spelling in spellings]
+        if not any(all(any(piece in text for text in texts) for piece in spelled) for spelled in pieces):
+            return False
+    return True
+
+
+def test_sentences_that_troubleshooting_quotes_are_those_of_the_code() -> None:
+    packages = ("realtime", "audio", "engine/client", "engine/boundary", "engine/weights")
+    modules = [path for package in packages for path in (ROOT / package).rglob("*.py")]
+    texts = [text for path in modules for text in sentences_of(path)]
+    texts += [path.read_text() for path in (ROOT / "realtime" / "web").glob("*.js")]
+    page = (ROOT / "docs" / "troubleshooting.md").read_text()
+    quoted = QUOTED.findall(page.partition("## ")[2])
+    missing = [sentence for sentence in quoted if not is_printed(sentence, texts)]
+    assert len(quoted) > 40 and not missing, missing
+    assert not is_printed("the server is sad; try again", texts)

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.core.plan import TimedToken
 from engine.core.stream import words_of
@@ -25,6 +24,7 @@ from engine.errors import BadItem
 from engine.messages import Closed, Flushed, Item, Output, Revised, Saved, Text, Word
 from engine.options import REVISED
 from engine.runner.base import EndedUtterance, Reviser
+from engine.server.recent_audio import RecentAudio
 from engine.server.speech import Listener
 from engine.spec import ModelSpec, Vocabulary
 
@@ -48,48 +48,13 @@ NEAR_SAMPLES = 3 * SAMPLE_RATE
 # A part whose words are all at least this probable is not decoded again. On development speech (docs/models.md) two
 # thirds of the audio has a less probable word, and nearly all errors are there.
 SURE = 0.7
-# Revisions of an engine that may wait.
+# Revisions of an engine that may wait. The last places are for streams that have none waiting, so a client that sends
+# audio faster than it is spoken does not take them all.
 MOST_WAITING = 6
+PLACES_FOR_OTHERS = 2
 # A revision is given up after this time, and a part of the length of its audio: a client waits for its final.
 PATIENCE_SECONDS = 1.0
 PATIENCE_PER_SECOND = 0.1
-
-
-class RecentAudio:
-    """The last audio of a stream, as 16-bit samples. Declared silence is kept as a number of samples."""
-
-    def __init__(self) -> None:
-        self.end = 0
-        self._parts: deque[tuple[int, NDArray[np.int16] | int]] = deque()
-
-    def add(self, start: int, audio: NDArray[np.float32] | int) -> None:
-        kept = audio if isinstance(audio, int) else _to_int16(audio)
-        self._parts.append((start, kept))
-        self.end = start + _length(kept)
-
-    def drop_before(self, sample: int) -> None:
-        while self._parts and self._parts[0][0] + _length(self._parts[0][1]) <= sample:
-            self._parts.popleft()
-
-    def cut(self, start: int, end: int) -> NDArray[np.float32]:
-        """[start, end); silence where nothing is kept."""
-        found = np.zeros(max(0, end - start), np.float32)
-        for first, part in self._parts:
-            low, high = max(start, first), min(end, first + _length(part))
-            if low < high and not isinstance(part, int):
-                found[low - start : high - start] = part[low - first : high - first] / np.float32(32768)
-        return found
-
-    def __len__(self) -> int:
-        return sum(len(part) for _, part in self._parts if not isinstance(part, int))
-
-
-def _to_int16(audio: NDArray[np.float32]) -> NDArray[np.int16]:
-    return np.clip(np.rint(audio * 32768), -32768, 32767).astype(np.int16)
-
-
-def _length(part: NDArray[np.int16] | int) -> int:
-    return part if isinstance(part, int) else len(part)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +107,6 @@ class RevisedStream:
 
     options: Mapping[str, str]
     audio: RecentAudio = field(default_factory=RecentAudio)
-    # (sample, position) of the items whose audio a saved state may need.
-    items: deque[tuple[int, int]] = field(default_factory=deque)
     # The end of the last revision, and the words and tokens that were streamed since.
     start: int = 0
     words: list[StreamedWord] = field(default_factory=list)
@@ -157,13 +120,7 @@ class RevisedStream:
     closed: Closed | None = None
 
     def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
-        for item in items:
-            count = item.covered_samples(spec.samples_per_position)
-            self.items.append((item.sample, item.offset))
-            if item.payload is None or item.payload.ndim > 1:
-                self.audio.add(item.sample, count)
-            else:
-                self.audio.add(item.sample, item.payload[spec.look_back_samples : spec.look_back_samples + count])
+        self.audio.add(items, spec)
         self.audio.drop_before(self.needs_from)
 
     def add_text(self, text: Text) -> None:
@@ -185,11 +142,9 @@ class RevisedStream:
 
     @property
     def needs_position(self) -> int | None:
-        """The position of the item with that sample; None if there is none."""
-        needed = self.needs_from
-        while len(self.items) > 1 and self.items[1][0] <= needed:
-            self.items.popleft()
-        return self.items[0][1] if self.items else None
+        """The position of the item with that sample; None before the first item."""
+        self.audio.drop_before(self.needs_from)
+        return self.audio.position
 
     @property
     def is_silent(self) -> bool:
@@ -303,7 +258,7 @@ class Revisions:
 
     def kept_samples(self, name: str) -> int:
         """Samples of audio that are kept of a stream."""
-        return len(self._streams[name].audio)
+        return self._streams[name].audio.kept_samples
 
     def close(self, name: str) -> Closed | None:
         """Drop a stream. Returns its end, if that was kept back."""
@@ -366,7 +321,8 @@ class Revisions:
         revision, confidence = found
         if confidence >= SURE or revision.audio[1] - revision.audio[0] > MOST_SAMPLES:
             return False
-        if sum(len(other.waiting) for other in self._streams.values()) >= MOST_WAITING:
+        waiting = sum(len(other.waiting) for other in self._streams.values())
+        if waiting >= MOST_WAITING - (PLACES_FOR_OTHERS if stream.waiting else 0):
             self.skipped += 1
             return False
         self._submit(revision, stream)

@@ -23,6 +23,7 @@ from engine.errors import BadItem, BadOption
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
 from engine.options import SPEAKERS, read_speakers
 from engine.runner.base import Embedder
+from engine.server.recent_audio import new_samples
 from engine.server.speakers import (
     FRAME_SAMPLES,
     SAMPLE_RATE,
@@ -114,12 +115,8 @@ class SpeakerTrack:
     def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
         """Keep new audio until the detector has judged it."""
         for item in items:
-            count = item.covered_samples(spec.samples_per_position)
             self._items.append((item.sample, item.offset))
-            if item.payload is None or item.payload.ndim > 1:
-                self._unjudged.add(count)
-            else:
-                self._unjudged.add(item.payload[spec.look_back_samples : spec.look_back_samples + count])
+            self._unjudged.add(new_samples(item, spec))
 
     def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
         """The detector's next frames, and which of them have a voice."""

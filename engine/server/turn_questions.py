@@ -19,55 +19,16 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 import msgspec
-import numpy as np
-from numpy.typing import NDArray
 
 from engine.errors import BadItem
 from engine.messages import Closed, Flushed, Item, Output, Saved, Speech, TurnRule, TurnScored
 from engine.runner.base import TurnDetector
+from engine.server.recent_audio import RecentAudio
 from engine.spec import ModelSpec
-
-Samples = NDArray[np.float32]
 
 # Messages of a stream for which an answer is waited for: 0.8 s of a live stream. The turn detector needs about 0.2 s;
 # on a machine that has no time for it, text and silence end turns.
 WAIT_MESSAGES = 10
-
-
-class RecentAudio:
-    """The last audio of one stream. Declared silence is kept as a number."""
-
-    def __init__(self) -> None:
-        # First sample, samples or None for silence, their count, and the position of the item.
-        self._parts: deque[tuple[int, Samples | None, int, int]] = deque()
-
-    def add(self, items: Iterable[Item], spec: ModelSpec) -> None:
-        for item in items:
-            count = item.covered_samples(spec.samples_per_position)
-            samples = None
-            if item.payload is not None and item.payload.ndim == 1:
-                samples = item.payload[spec.look_back_samples : spec.look_back_samples + count]
-            self._parts.append((item.sample, samples, count, item.offset))
-
-    def before(self, sample: int, count: int) -> Samples:
-        """The last `count` samples before `sample`; fewer if the stream began later."""
-        first = max(sample - count, self._parts[0][0] if self._parts else sample)
-        found = np.zeros(max(0, sample - first), np.float32)
-        for start, samples, length, _ in self._parts:
-            low, high = max(start, first), min(start + length, sample)
-            if samples is not None and low < high:
-                part = samples[low - start : high - start]
-                found[low - first : low - first + len(part)] = part
-        return found
-
-    def forget_before(self, sample: int) -> None:
-        while self._parts and self._parts[0][0] + self._parts[0][2] <= sample:
-            self._parts.popleft()
-
-    @property
-    def position(self) -> int | None:
-        """Position of the first item; None if there is none."""
-        return self._parts[0][3] if self._parts else None
 
 
 @dataclass(slots=True)
@@ -117,7 +78,7 @@ class StreamQuestions:
         self._drop_open(len(self._kept) - WAIT_MESSAGES)
         if self._detector is not None:
             asked = (event.sample for kept in self._kept for event, _ in kept.open)
-            self._audio.forget_before(min([speech.end, *asked]) - self._detector.window_samples)
+            self._audio.drop_before(min([speech.end, *asked]) - self._detector.window_samples)
         return self.answered()
 
     def answered(self) -> list[Speech]:
@@ -152,7 +113,8 @@ class StreamQuestions:
         kept = KeptBack(speech)
         for event in speech.events:
             if isinstance(event, TurnScored) and self._detector is not None:
-                audio = self._audio.before(event.sample, self._detector.window_samples)
+                start = max(event.sample - self._detector.window_samples, self._audio.start)
+                audio = self._audio.cut(start, event.sample)
                 kept.open.append((event, self._detector.submit(audio)))
         return kept
 

@@ -17,7 +17,8 @@ import numpy.typing as npt
 Array = npt.NDArray[np.generic]
 
 # TensorProto.DataType: the element types of weights.
-_DTYPES = {1: np.float32, 2: np.uint8, 3: np.int8, 6: np.int32, 7: np.int64}
+_UINT8, _INT8, _INT32 = 2, 3, 6
+_DTYPES = {1: np.float32, _UINT8: np.uint8, _INT8: np.int8, _INT32: np.int32, 7: np.int64}
 
 
 class BadOnnxFile(ValueError):
@@ -38,10 +39,10 @@ def read_graph(data: bytes) -> Graph:
     try:
         if data[4:8] == b"ORTM":
             session = _Table(data, struct.unpack_from("<I", data, 0)[0])
-            _read_ort_graph(session.table(6).table(18), graph)
+            _read_ort_graph(session.table(_ORT_SESSION_MODEL).table(_ORT_MODEL_GRAPH), graph)
         else:
             for number, value in _fields(data):
-                if number == 7:
+                if number == _MODEL_GRAPH:
                     _read_onnx_graph(value, graph)
     except (struct.error, IndexError, ValueError, KeyError, TypeError) as error:
         raise BadOnnxFile(f"not a readable ONNX or ORT file ({error})") from error
@@ -50,7 +51,20 @@ def read_graph(data: bytes) -> Graph:
     return graph
 
 
-# ONNX: nested protobuf fields
+# ONNX: nested protobuf fields. The numbers are those of the fields in onnx.proto.
+
+_MODEL_GRAPH = 7
+_GRAPH_NODE, _GRAPH_INITIALIZER = 1, 5
+_NODE_INPUT, _NODE_OUTPUT, _NODE_ATTRIBUTE = 1, 2, 5
+_ATTRIBUTE_GRAPH = 6
+_TENSOR_DIMS, _TENSOR_DATA_TYPE, _TENSOR_FLOAT_DATA, _TENSOR_INT32_DATA, _TENSOR_NAME, _TENSOR_RAW_DATA = (
+    1,
+    2,
+    4,
+    5,
+    8,
+    9,
+)
 
 
 def _varint(data: memoryview, at: int) -> tuple[int, int]:
@@ -88,21 +102,21 @@ def _fields(message: bytes | memoryview) -> Iterator[tuple[int, memoryview]]:
 
 def _read_onnx_graph(message: memoryview, graph: Graph) -> None:
     for number, value in _fields(message):
-        if number == 5:
+        if number == _GRAPH_INITIALIZER:
             name, tensor = _onnx_tensor(value)
             if tensor is not None:
                 graph.tensors[name] = tensor
-        elif number == 1:
+        elif number == _GRAPH_NODE:
             inputs, outputs = [], []
             for part, content in _fields(value):
-                if part == 1:
+                if part == _NODE_INPUT:
                     inputs.append(str(content, "utf-8"))
-                elif part == 2:
+                elif part == _NODE_OUTPUT:
                     outputs.append(str(content, "utf-8"))
-                elif part == 5:
-                    # Attribute 6 is a nested graph: the branch of an If node.
+                elif part == _NODE_ATTRIBUTE:
+                    # A nested graph is the branch of an If node.
                     for attribute, body in _fields(content):
-                        if attribute == 6:
+                        if attribute == _ATTRIBUTE_GRAPH:
                             _read_onnx_graph(body, graph)
             graph.nodes.append((inputs, outputs))
 
@@ -112,17 +126,16 @@ def _onnx_tensor(message: memoryview) -> tuple[str, Array | None]:
     dtype, name = 0, ""
     raw: memoryview | None = None
     for number, value in _fields(message):
-        if number == 1:
+        if number == _TENSOR_DIMS:
             dims.append(int.from_bytes(value, "little"))
-        elif number == 2:
+        elif number == _TENSOR_DATA_TYPE:
             dtype = int.from_bytes(value, "little")
-        elif number == 8:
+        elif number == _TENSOR_NAME:
             name = str(value, "utf-8")
-        elif number == 9:
+        elif number in (_TENSOR_RAW_DATA, _TENSOR_FLOAT_DATA):
+            # Both are packed little-endian.
             raw = value
-        elif number == 4:
-            raw = value  # float_data is packed little-endian, like raw_data
-        elif number == 5 and dtype in (2, 3, 6):
+        elif number == _TENSOR_INT32_DATA and dtype in (_UINT8, _INT8, _INT32):
             raw = memoryview(b"".join(_packed(value, np.dtype(_DTYPES[dtype]).itemsize)))
     if raw is None or dtype not in _DTYPES:
         return name, None
@@ -137,7 +150,14 @@ def _packed(values: memoryview, size: int) -> Iterator[bytes]:
         yield (value & ((1 << 8 * size) - 1)).to_bytes(size, "little")
 
 
-# ORT: flatbuffer tables. The numbers are the vtable offsets of the published schema.
+# ORT: flatbuffer tables. The numbers are the vtable offsets of the fields in ort.fbs.
+
+_ORT_SESSION_MODEL = 6
+_ORT_MODEL_GRAPH = 18
+_ORT_GRAPH_INITIALIZERS, _ORT_GRAPH_NODES = 4, 8
+_ORT_TENSOR_NAME, _ORT_TENSOR_DIMS, _ORT_TENSOR_DATA_TYPE, _ORT_TENSOR_RAW_DATA = 4, 8, 10, 12
+_ORT_NODE_INPUTS, _ORT_NODE_OUTPUTS, _ORT_NODE_ATTRIBUTES = 20, 22, 24
+_ORT_ATTRIBUTE_GRAPH = 18
 
 
 class _Table:
@@ -200,15 +220,16 @@ class _Table:
 
 
 def _read_ort_graph(table: _Table, graph: Graph) -> None:
-    for tensor in table.tables(4):
-        dtype = _DTYPES.get(tensor.int32(10))
-        if dtype is not None and len(tensor.raw(12)):
-            graph.tensors[tensor.string(4)] = np.frombuffer(tensor.raw(12), dtype).reshape(tensor.int64s(8))
-    for node in table.tables(8):
-        graph.nodes.append((node.strings(20), node.strings(22)))
-        for attribute in node.tables(24):
-            if attribute.has(18):
-                _read_ort_graph(attribute.table(18), graph)
+    for tensor in table.tables(_ORT_GRAPH_INITIALIZERS):
+        dtype, raw = _DTYPES.get(tensor.int32(_ORT_TENSOR_DATA_TYPE)), tensor.raw(_ORT_TENSOR_RAW_DATA)
+        if dtype is not None and len(raw):
+            shape = tensor.int64s(_ORT_TENSOR_DIMS)
+            graph.tensors[tensor.string(_ORT_TENSOR_NAME)] = np.frombuffer(raw, dtype).reshape(shape)
+    for node in table.tables(_ORT_GRAPH_NODES):
+        graph.nodes.append((node.strings(_ORT_NODE_INPUTS), node.strings(_ORT_NODE_OUTPUTS)))
+        for attribute in node.tables(_ORT_NODE_ATTRIBUTES):
+            if attribute.has(_ORT_ATTRIBUTE_GRAPH):
+                _read_ort_graph(attribute.table(_ORT_ATTRIBUTE_GRAPH), graph)
 
 
 # Moonshine's names

@@ -430,10 +430,14 @@ def seconds(samples: int, sample_rate: int) -> float:
     return round(samples / sample_rate, 3)
 
 
+def deepgram_code(status: int) -> str:
+    """Deepgram's code for a refusal with this status."""
+    return ERROR_CODES.get(status) or HTTPStatus(status).phrase
+
+
 def error_body(refusal: Refusal, request_id: str) -> Json:
     """A refusal in Deepgram's format."""
-    code = ERROR_CODES.get(refusal.status) or HTTPStatus(refusal.status).phrase
-    return {"err_code": code, "err_msg": refusal.message, "request_id": request_id}
+    return {"err_code": deepgram_code(refusal.status), "err_msg": refusal.message, "request_id": request_id}
 
 
 # The dialect of sockets

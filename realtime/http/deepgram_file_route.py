@@ -6,15 +6,17 @@ import asyncio
 import hashlib
 import struct
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Annotated, Any, BinaryIO
 from uuid import uuid4
 
+from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
 from realtime.dates import now_text
 from realtime.dialects.base import Json
 from realtime.dialects.deepgram import (
+    MAX_PAUSE_S,
     READ_ONCE,
     FileQuery,
     mean_confidence,
@@ -26,13 +28,15 @@ from realtime.dialects.deepgram import (
     written_hit,
     written_word,
 )
+from realtime.dialects.event_schema import ListenAlternative, ListenModel, ListenSearch, ListenWord, Shape
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.file_transcription import READ_BYTES, Transcript, UploadRequest
 from realtime.http.long_responses import ENTRIES_AT_ONCE, Entries, LazyValue, PiecesResponse, TextParts, json_pieces
+from realtime.http.openapi import JSON, UPLOADED, Operation, Parameter, described
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader, Upload
-from realtime.http.websocket_routes import check_once
+from realtime.http.websocket_routes import LISTEN_PARAMETERS, Flag, check_once
 from realtime.session.formatting import paragraph_end, sentences_of
 from realtime.session.settings import AudioFormat, Settings
 
@@ -43,6 +47,80 @@ UNKNOWN_LENGTH = 0xFFFF_FFFF
 PARAGRAPHS_AT_ONCE = 4
 
 
+class Sentence(Shape):
+    text: str
+    start: float
+    end: float
+
+
+class Paragraph(Shape):
+    sentences: list[Sentence]
+    num_words: int
+    start: float
+    end: float
+    speaker: int | UnsetType = UNSET
+
+
+class Paragraphs(Shape):
+    transcript: str
+    paragraphs: list[Paragraph]
+
+
+class FileAlternative(ListenAlternative):
+    paragraphs: Paragraphs | UnsetType = UNSET
+
+
+class FileChannel(Shape):
+    alternatives: list[FileAlternative]
+    search: list[ListenSearch] | UnsetType = UNSET
+    detected_language: str | UnsetType = UNSET
+
+
+class Utterance(Shape):
+    start: float
+    channel: int
+    words: list[ListenWord]
+    end: float
+    confidence: float
+    transcript: str
+    id: str
+    speaker: int | UnsetType = UNSET
+    languages: list[str] | UnsetType = UNSET
+
+
+class FileResults(Shape):
+    channels: list[FileChannel]
+    utterances: list[Utterance] | UnsetType = UNSET
+
+
+class FileMetadata(Shape):
+    transaction_key: str
+    request_id: str
+    sha256: str
+    created: str
+    duration: float
+    channels: int
+    models: list[str]
+    model_info: dict[str, ListenModel]
+
+
+class ListenAnswer(Shape):
+    """Deepgram's answer for recorded audio."""
+
+    metadata: FileMetadata
+    results: FileResults
+
+
+PARAMETERS = (
+    *LISTEN_PARAMETERS,
+    Parameter("utterances", "Adds the utterances.", Flag),
+    Parameter(
+        "utt_split", "The pause in seconds between two utterances.", Annotated[float, Meta(ge=0, le=MAX_PAUSE_S)]
+    ),
+)
+Bytes = Annotated[Any, Meta(description="A file in any container, or raw samples with `encoding`.")]
+
+
 class ListenRoute:
     """The endpoint. Its files count as uploads like those of other clients."""
 
@@ -51,6 +129,18 @@ class ListenRoute:
         self._forms = forms
         self._uploads = uploads
 
+    @described(
+        Operation(
+            "Transcribe a file, for Deepgram's clients",
+            "Files",
+            {200: {JSON: ListenAnswer}},
+            "The body is the file itself. The server fetches nothing, so that a JSON body with a `url` is refused.",
+            body={"application/octet-stream": Bytes, "audio/*": Bytes},
+            parameters=PARAMETERS,
+            refusals=(UPLOADED, {400: ("invalid_query_parameter", "url_not_supported")}),
+            deepgram=True,
+        )
+    )
     async def transcribe(self, request: Request) -> Response:
         self._context.caller_of(request)
         check_once(request.query_params, READ_ONCE)

@@ -7,16 +7,20 @@ import json
 import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.client.pool import EngineShare
 from realtime.dialects.base import decode_body
+from realtime.dialects.event_schema import BetaSession, BetaSessionOptions, Session, SessionOptions
 from realtime.dialects.openai import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
+from realtime.http.openapi import JSON, JSON_BODY, Operation, described
 from realtime.session.settings import Settings
 
 
@@ -88,6 +92,97 @@ MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
 MAX_JSON_BODY = 64 * 1024
 
 
+class Model(Struct, forbid_unknown_fields=True):
+    id: str
+    object: Literal["model"]
+    created: int
+    owned_by: str
+    options: Annotated[list[str], Meta(description="The options that the model takes.")]
+    languages: list[str]
+    detects_language: bool
+    turn_detection: Annotated[list[str], Meta(description="What ends turns here.")]
+
+
+class ModelList(Struct, forbid_unknown_fields=True):
+    object: Literal["list"]
+    data: list[Model]
+
+
+class ExpiresAfter(Struct):
+    anchor: str | UnsetType = UNSET
+    seconds: Annotated[int, Meta(ge=MIN_SECRET_S, le=MAX_SECRET_S)] = DEFAULT_SECRET_S
+
+
+class SecretRequest(Struct):
+    expires_after: ExpiresAfter | None = None
+    session: SessionOptions | None = None
+
+
+class ClientSecret(Struct, forbid_unknown_fields=True):
+    value: str
+    expires_at: int
+    session: Session
+
+
+class Status(Struct, forbid_unknown_fields=True):
+    status: Literal["ok", "ready", "starting", "draining"]
+
+
+class EngineFigures(Struct, forbid_unknown_fields=True):
+    name: str
+    address: str
+    state: Literal["serving", "draining"]
+    streams: int
+    streams_used: int
+    streams_total: int
+    streams_free: int
+    streams_parked: int
+    speaking: int
+    load: float
+    lag_ms: int
+    model: str
+    digest: str
+    version: str
+    beat_age_s: float
+
+
+class MissingEngine(Struct, forbid_unknown_fields=True):
+    name: str
+    address: str
+    problem: str
+
+
+class CapacityFigures(Struct, forbid_unknown_fields=True):
+    """How full the server is."""
+
+    gateway: str
+    sessions: int
+    connected: int
+    speaking: int
+    streams_used: int
+    streams_total: int
+    streams_parked: int
+    streams_counted: int
+    streams_that_hold: int
+    streams_free: int
+    load: float
+    load_per_stream: float
+    max_load: float
+    retry_after_s: float
+    draining: bool
+    engines_wanted: int
+    spares_ready: int
+    spares_wanted: int
+    engines: list[EngineFigures]
+    engines_missing: list[MissingEngine]
+    table_number: int | None
+    table_problem: str
+    fleet: dict[str, Any] | None
+
+
+MODELS, SECRETS, OPERATION = "Models", "Client secrets", "Operation"
+
+
 class Answers:
     """The endpoints; one method for each path."""
 
@@ -97,30 +192,43 @@ class Answers:
         self._started = int(time.time())
         self._scrapes = Scrapes(self._context.metrics.scrape, time.monotonic)
 
+    @described(Operation("The served models", MODELS, {200: {JSON: ModelList}}))
     async def models(self, request: Request) -> Response:
         self._context.caller_of(request)
-        return JSONResponse({"object": "list", "data": [self._model(name) for name in self._sessions.listed_models()]})
+        listed = ModelList("list", [self._model(name) for name in self._sessions.listed_models()])
+        return JSONResponse(msgspec.to_builtins(listed))
 
+    @described(Operation("One model", MODELS, {200: {JSON: Model}}, refusals=({404: ("model_not_found",)},)))
     async def model(self, request: Request) -> Response:
         self._context.caller_of(request)
         name = request.path_params["name"]
         if name not in self._sessions.models():
             raise Refusal(404, "model_not_found", f"The model '{name[:200]}' does not exist.", param="model")
-        return JSONResponse(self._model(name))
+        return JSONResponse(msgspec.to_builtins(self._model(name)))
 
-    def _model(self, name: str) -> dict[str, Any]:
+    def _model(self, name: str) -> Model:
         options = self._context.engine.spec.options
-        return {
-            "id": name,
-            "object": "model",
-            "created": self._started,
-            "owned_by": "tickertape",
-            "options": [*options.names, *(["speakers"] if options.speakers else [])],
-            "languages": list(options.languages),
-            "detects_language": options.detects_language,
-            "turn_detection": ["silence", "text", *(["learnt"] if options.turn_detector else [])],
-        }
+        return Model(
+            id=name,
+            object="model",
+            created=self._started,
+            owned_by="tickertape",
+            options=[*options.names, *(["speakers"] if options.speakers else [])],
+            languages=list(options.languages),
+            detects_language=options.detects_language,
+            turn_detection=["silence", "text", *(["learnt"] if options.turn_detector else [])],
+        )
 
+    @described(
+        Operation(
+            "Issue a short-lived key for a browser, with the settings of its sessions",
+            SECRETS,
+            {200: {JSON: ClientSecret}},
+            body={JSON: SecretRequest},
+            body_required=False,
+            refusals=(JSON_BODY, {400: ("settings_too_long",)}),
+        )
+    )
     async def client_secret(self, request: Request) -> Response:
         """Issue a client secret: a short-lived key for a browser, with the initial settings of its sessions."""
         caller = self._context.caller_of(request)
@@ -135,6 +243,16 @@ class Answers:
         shown = ga_session(settings, facts, secret.expires_at)
         return JSONResponse({"value": secret.value, "expires_at": secret.expires_at, "session": shown})
 
+    @described(
+        Operation(
+            "The same in the shape of OpenAI's beta",
+            SECRETS,
+            {200: {JSON: BetaSession}},
+            body={JSON: BetaSessionOptions},
+            body_required=False,
+            refusals=(JSON_BODY, {400: ("settings_too_long",)}),
+        )
+    )
     async def beta_secret(self, request: Request) -> Response:
         """Issue a client secret in the format of OpenAI's beta, where the body is the settings."""
         caller = self._context.caller_of(request)
@@ -148,68 +266,80 @@ class Answers:
         """The settings as the model supports them. Raises ClientFault."""
         return asked.in_force(self._context.engine.spec)
 
+    @described(Operation("Whether the process answers", OPERATION, {200: {JSON: Status}}, needs_key=False))
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
+    @described(
+        Operation(
+            "Whether the server takes sessions", OPERATION, {200: {JSON: Status}, 503: {JSON: Status}}, needs_key=False
+        )
+    )
     async def ready(self, request: Request) -> Response:
         if self._sessions.draining or not self._context.engine.ready:
             reason = "draining" if self._sessions.draining else "starting"
             return JSONResponse({"status": reason}, 503, {"Retry-After": "5"})
         return JSONResponse({"status": "ready"})
 
+    @described(Operation("How full the server is", OPERATION, {200: {JSON: CapacityFigures}}, needs_key=False))
     async def capacity(self, request: Request) -> Response:
         capacity, figures = self._context.engine.capacity(), self._sessions.all_figures()
-        return JSONResponse(
-            {
-                "gateway": self._context.config.gateway_name,
-                "sessions": figures.sessions,
-                "connected": figures.connected,
-                "speaking": figures.speaking,
-                "streams_used": capacity.used,
-                "streams_total": capacity.total,
-                "streams_parked": capacity.parked,
-                "streams_counted": capacity.counted,
-                "streams_that_hold": capacity.holds,
-                "streams_free": capacity.free,
-                "load": round(capacity.load, 3),
-                "load_per_stream": round(capacity.load_per_stream, 4),
-                "max_load": self._context.limits.max_load,
-                "retry_after_s": capacity.retry_after_s,
-                "draining": self._sessions.draining,
-                "engines_wanted": capacity.engines_wanted,
-                "spares_ready": capacity.spares_ready,
-                "spares_wanted": capacity.spares_wanted,
-                "engines": [self._engine(engine) for engine in capacity.engines],
-                "engines_missing": [
-                    {"name": engine.name, "address": engine.address, "problem": engine.problem}
-                    for engine in capacity.missing
-                ],
-                "table_number": None if capacity.table is None else capacity.table.number,
-                "table_problem": "" if capacity.table is None else capacity.table.problem,
-                "fleet": await asyncio.to_thread(fleet_figures, self._context.config.fleet.figures),
-            }
+        shown = CapacityFigures(
+            gateway=self._context.config.gateway_name,
+            sessions=figures.sessions,
+            connected=figures.connected,
+            speaking=figures.speaking,
+            streams_used=capacity.used,
+            streams_total=capacity.total,
+            streams_parked=capacity.parked,
+            streams_counted=capacity.counted,
+            streams_that_hold=capacity.holds,
+            streams_free=capacity.free,
+            load=round(capacity.load, 3),
+            load_per_stream=round(capacity.load_per_stream, 4),
+            max_load=self._context.limits.max_load,
+            retry_after_s=capacity.retry_after_s,
+            draining=self._sessions.draining,
+            engines_wanted=capacity.engines_wanted,
+            spares_ready=capacity.spares_ready,
+            spares_wanted=capacity.spares_wanted,
+            engines=[self._engine(engine) for engine in capacity.engines],
+            engines_missing=[MissingEngine(engine.name, engine.address, engine.problem) for engine in capacity.missing],
+            table_number=None if capacity.table is None else capacity.table.number,
+            table_problem="" if capacity.table is None else capacity.table.problem,
+            fleet=await asyncio.to_thread(fleet_figures, self._context.config.fleet.figures),
+        )
+        return JSONResponse(msgspec.to_builtins(shown))
+
+    def _engine(self, engine: EngineShare) -> EngineFigures:
+        spec = self._context.engine.spec
+        return EngineFigures(
+            name=engine.name,
+            address=engine.address,
+            state="draining" if engine.draining else "serving",
+            streams=engine.used,
+            streams_used=engine.used,
+            streams_total=engine.total,
+            streams_free=engine.free,
+            streams_parked=engine.parked,
+            speaking=engine.speaking,
+            load=round(engine.load, 3),
+            lag_ms=round(engine.lag_ms),
+            model=spec.name,
+            digest=spec.weights,
+            version=engine.version,
+            beat_age_s=round(engine.silent_s, 3),
         )
 
-    def _engine(self, engine: EngineShare) -> dict[str, Any]:
-        spec = self._context.engine.spec
-        return {
-            "name": engine.name,
-            "address": engine.address,
-            "state": "draining" if engine.draining else "serving",
-            "streams": engine.used,
-            "streams_used": engine.used,
-            "streams_total": engine.total,
-            "streams_free": engine.free,
-            "streams_parked": engine.parked,
-            "speaking": engine.speaking,
-            "load": round(engine.load, 3),
-            "lag_ms": round(engine.lag_ms),
-            "model": spec.name,
-            "digest": spec.weights,
-            "version": engine.version,
-            "beat_age_s": round(engine.silent_s, 3),
-        }
-
+    @described(
+        Operation(
+            "The metrics, for Prometheus",
+            OPERATION,
+            {200: {"text/plain": str}},
+            refusals=({503: ("metrics_not_ready",)},),
+            needs_key=False,
+        )
+    )
     async def prometheus(self, request: Request) -> Response:
         try:
             # With several workers the parent makes the sum at each scrape. A scrape cached in one worker could be older

@@ -7,9 +7,10 @@ import re
 from collections.abc import AsyncIterator, Iterator
 from contextlib import aclosing, asynccontextmanager
 from functools import partial
-from typing import Any, BinaryIO
+from typing import Annotated, Any, BinaryIO, Literal
 
 import numpy as np
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -17,10 +18,12 @@ from engine.client.link import ItemRefused
 from engine.client.prepared_audio import Rendered, parse_items
 from engine.messages import Item
 from realtime.dialects.base import decode_body, encode_json
+from realtime.dialects.event_schema import Shape
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.file_transcription import decoded
 from realtime.http.long_responses import Entries, PiecesResponse, json_pieces
+from realtime.http.openapi import JSON, UPLOADED, Operation, Parameter, described
 from realtime.http.upload_forms import FormReader, Upload
 from realtime.session.events import Samples
 
@@ -40,6 +43,51 @@ _BRACKETS = re.compile(rb'["{}\[\]]')
 _WITH_COMMAS = re.compile(rb'["{}\[\],]')
 
 
+class FileForm(Struct):
+    file: Annotated[str, Meta(extra_json_schema={"contentMediaType": "application/octet-stream"})]
+
+
+class PreparedItem(Shape):
+    """Audio for some positions of the model, cut and hashed."""
+
+    offset: int
+    length: int
+    sample: int | None
+    bytes: int
+    cached: bool
+    hash: str | UnsetType = UNSET
+    samples: Annotated[int, Meta(description="Of silence, which needs no data.")] | UnsetType = UNSET
+    mask: list[bool] | UnsetType = UNSET
+    data: Annotated[str, Meta(description="Base64 of float32, of this shape.")] | UnsetType = UNSET
+    shape: list[int] | UnsetType = UNSET
+
+
+class Cost(Shape):
+    bytes_to_send: int
+    positions_to_encode: int
+    positions_to_decode: int
+
+
+class RenderedAudio(Shape):
+    model: str
+    samples: int
+    positions: int
+    payload_bytes: int
+    cost: Cost
+    items: list[PreparedItem]
+
+
+class ItemsToInject(Struct):
+    items: Annotated[list[dict[str, Any] | None], Meta(description="Items of `render`.")]
+
+
+class InjectedItems(Shape):
+    injected: int
+
+
+PREPARED = "Prepared audio"
+
+
 class PrepareRoutes:
     """`POST /v1/audio/render` and `POST /v1/audio/inject`."""
 
@@ -52,6 +100,16 @@ class PrepareRoutes:
         self.rendered_bytes = 0
         self._inject_bytes = 0
 
+    @described(
+        Operation(
+            "Cut a file into items without transcribing it",
+            PREPARED,
+            {200: {JSON: RenderedAudio}},
+            body={"multipart/form-data": FileForm},
+            parameters=(Parameter("data", "`false` leaves out the data of the items.", Literal["true", "false"]),),
+            refusals=(UPLOADED, {403: ("render_not_allowed",), 413: ("audio_too_long",), 503: ("render_busy",)}),
+        )
+    )
     async def render(self, request: Request) -> Response:
         """Answer with the items of a file: positions, hashes, what is cached, and the cost of a transcription.
         `?data=false` leaves out the data of the items."""
@@ -96,6 +154,22 @@ class PrepareRoutes:
                 blocks.append(block)
         return np.concatenate(blocks)
 
+    @described(
+        Operation(
+            "Put items into the caches of the engines",
+            PREPARED,
+            {200: {JSON: InjectedItems}},
+            body={JSON: ItemsToInject},
+            refusals=(
+                {
+                    400: ("invalid_json", "invalid_value", "item_refused"),
+                    403: ("inject_not_allowed",),
+                    413: ("body_too_large", "too_many_items"),
+                    503: ("engine_not_ready", "inject_busy"),
+                },
+            ),
+        )
+    )
     async def inject(self, request: Request) -> Response:
         """Put items from `render` into the engines' caches; later streams with the same hashes send no data."""
         self._context.caller_of(request)

@@ -24,6 +24,7 @@ from realtime.http.access_log import AccessLog
 from realtime.http.authentication import Authenticator, Context
 from realtime.http.deepgram_file_route import ListenRoute
 from realtime.http.info_routes import Answers
+from realtime.http.openapi import ApiDocs
 from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.prepared_audio_routes import PrepareRoutes
 from realtime.http.stream_routes import STREAMS, StreamRoutes
@@ -62,10 +63,10 @@ def page_routes() -> list[Route]:
     named = {f"/{file.name}": file for file in FILES}
     if "/index.html" in named:
         named["/"] = named["/index.html"]
-    routes = [Route(path, _serve(file)) for path, file in named.items()]
+    routes = [Route(path, _serve(file), include_in_schema=False) for path, file in named.items()]
     if "/watch.html" in named:
         # The name is read by the page.
-        routes.append(Route("/watch/{name}", _serve(named["/watch.html"])))
+        routes.append(Route("/watch/{name}", _serve(named["/watch.html"]), include_in_schema=False))
     return routes
 
 
@@ -103,15 +104,11 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     }
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
     guard = Middleware(BrowserGuard, rules, services.metrics)
+    routes = [*_sockets(gateway), *_viewers(viewers), *_answers(context), *_streams(streams), *page_routes()]
+    routes.append(Route(WEBHOOKS, WebhookRoutes(context, webhooks).describe, methods=["GET"]))
+    routes += ApiDocs(routes).routes()
     app = Starlette(
-        routes=[
-            *_sockets(gateway),
-            *_viewers(viewers),
-            *_answers(context),
-            *_streams(streams),
-            Route(WEBHOOKS, WebhookRoutes(context, webhooks).describe, methods=["GET"]),
-            *page_routes(),
-        ],
+        routes=routes,
         middleware=[
             Middleware(AccessLog, config.server),
             Middleware(_CleanHeaders),
@@ -134,7 +131,7 @@ def _sockets(gateway: WebSocketRoutes) -> list[BaseRoute]:
         FLUX: gateway.flux,
     }
     sockets = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
-    return [*sockets, *(Route(path, _upgrade_required, methods=["GET"]) for path in paths)]
+    return [*sockets, *(Route(path, _upgrade_required, methods=["GET"], include_in_schema=False) for path in paths)]
 
 
 def _viewers(viewers: ViewerRoutes) -> list[BaseRoute]:
@@ -272,6 +269,8 @@ class _AsgiEndpoint:
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
+        if hasattr(app, "operation"):
+            self.operation = app.operation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._app(scope, receive, send)

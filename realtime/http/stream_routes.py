@@ -5,16 +5,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Annotated, Any, Literal
 
+from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from realtime.dialects.base import decode_body, encode_json
+from realtime.dialects.event_schema import Shape
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.info_routes import MAX_JSON_BODY, read_body
+from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Operation, Parameter, described
 from realtime.numbers import whole_number
 from realtime.serving.pulled_streams import PulledStream, PulledStreams
 from realtime.serving.quota import Caller
@@ -29,6 +32,43 @@ MAX_WRITE_BYTES = 64 * 1024
 # Seconds between comments that keep a quiet connection open, and between looks at a server that stops.
 QUIET_S, LOOK_S = 15.0, 1.0
 FIELDS = ("url", "language")
+
+
+class StreamRequest(Struct):
+    url: str
+    language: str | None = None
+
+
+class Stream(Shape):
+    """A stream that the server pulls."""
+
+    id: str
+    object: Literal["stream"]
+    url: str
+    created_at: int
+    status: Literal["connecting", "live", "waiting", "ended", "failed"]
+    message: str | None
+    seconds: float
+    missing_seconds: float
+    last_event: int
+
+
+class StreamList(Shape):
+    object: Literal["list"]
+    data: list[Stream]
+
+
+class DeletedStream(Shape):
+    id: str
+    object: Literal["stream"]
+    deleted: Literal[True]
+
+
+PULLED = "Streams that the server pulls"
+OFF = {403: ("streams_not_allowed",)}
+UNKNOWN = {404: ("stream_not_found",)}
+EventNumber = Annotated[int, Meta(ge=0, le=MAX_EVENT_NUMBER)]
+StreamEvents = Annotated[str, Meta(description="The data of each event is a PulledStreamEvent of /events.schema.json.")]
 
 
 class _EventResponse(StreamingResponse):
@@ -56,6 +96,15 @@ class StreamRoutes:
         self._streams = streams
         self._is_alone = is_alone
 
+    @described(
+        Operation(
+            "Pull a stream and transcribe it",
+            PULLED,
+            {201: {JSON: Stream}},
+            body={JSON: StreamRequest},
+            refusals=(JSON_BODY, OFF, {400: ("host_not_allowed",), 429: ("too_many_streams",)}),
+        )
+    )
     async def create(self, request: Request) -> Response:
         caller = self._caller(request)
         body = decode_body(await read_body(request, MAX_JSON_BODY))
@@ -71,18 +120,33 @@ class StreamRoutes:
         stream = self._streams.begin(url, caller, asked.in_force(engine.spec) if engine.ready else asked)
         return _json(stream.described(), 201)
 
+    @described(Operation("The streams of the key", PULLED, {200: {JSON: StreamList}}, refusals=(OFF,)))
     async def all(self, request: Request) -> Response:
         caller = self._caller(request)
         return _json({"object": "list", "data": [stream.described() for stream in self._streams.of(caller)]})
 
+    @described(Operation("One stream", PULLED, {200: {JSON: Stream}}, refusals=(OFF, UNKNOWN)))
     async def one(self, request: Request) -> Response:
         return _json(self._find(request).described())
 
+    @described(Operation("End a stream", PULLED, {200: {JSON: DeletedStream}}, refusals=(OFF, UNKNOWN)))
     async def delete(self, request: Request) -> Response:
         stream = self._find(request)
         await self._streams.delete(stream)
         return _json({"id": stream.id, "object": "stream", "deleted": True})
 
+    @described(
+        Operation(
+            "The events of a stream",
+            PULLED,
+            {200: {EVENTS: StreamEvents}},
+            parameters=(
+                Parameter("after", "Continue after this event.", EventNumber),
+                Parameter("Last-Event-ID", "The same, as browsers send it.", EventNumber, "header"),
+            ),
+            refusals=(OFF, UNKNOWN, {400: ("invalid_value",), 503: ("too_many_readers",)}),
+        )
+    )
     async def events(self, request: Request) -> Response:
         """The kept events after `Last-Event-ID` (or `after`), then new ones as they come."""
         stream = self._find(request)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing, asynccontextmanager
+from typing import Annotated, Literal
 
+import msgspec
+from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.options import TRANSLATE
+from realtime.dialects.event_schema import DurationUsage, Logprob, Search, Shape, Span, TextSegment, Word, one_of
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.file_transcription import (
+    FORMATS,
     SegmentEvents,
     Transcriber,
     Transcript,
@@ -25,7 +30,104 @@ from realtime.http.file_transcription import (
     write_answer,
 )
 from realtime.http.long_responses import PiecesResponse, in_turns, steps
+from realtime.http.openapi import EVENTS, JSON, UPLOADED, Operation, described
 from realtime.http.upload_forms import FormReader, Upload, client_gone
+
+Flag = Annotated[str, one_of(("true", "false", "1", "0"))]
+
+
+class UploadForm(Struct):
+    """The form of a file. Lists are repeated fields, with or without the brackets. Other fields have no effect."""
+
+    file: Annotated[str, Meta(extra_json_schema={"contentMediaType": "application/octet-stream"})]
+    model: str | UnsetType = UNSET
+    response_format: Annotated[str, one_of(FORMATS)] = FORMATS[0]
+    stream: Annotated[Flag, Meta(description="Server-sent events; no effect with the model name whisper-1.")] = "false"
+    language: str | UnsetType = UNSET
+    languages: Annotated[list[str], Meta(description="Languages that may be spoken.")] = msgspec.field(
+        default_factory=list, name="languages[]"
+    )
+    prompt: str | UnsetType = UNSET
+    keywords: Annotated[list[str], Meta(description="Words to expect.")] = msgspec.field(
+        default_factory=list, name="keywords[]"
+    )
+    temperature: Annotated[str, Meta(description="From 0 to 1; has no effect.")] | UnsetType = UNSET
+    timestamp_granularities: list[Literal["word", "segment"]] = msgspec.field(
+        default_factory=list, name="timestamp_granularities[]"
+    )
+    include: list[Literal["logprobs"]] = msgspec.field(default_factory=list, name="include[]")
+    speakers: Annotated[Flag, Meta(description="Who speaks, in every format.")] = "false"
+    known_speaker_names: list[str] = msgspec.field(default_factory=list, name="known_speaker_names[]")
+    known_speaker_references: Annotated[list[str], Meta(description="Recordings as data URLs.")] = msgspec.field(
+        default_factory=list, name="known_speaker_references[]"
+    )
+    format: Annotated[str, Meta(description="The object FormatOptions as JSON.")] | UnsetType = UNSET
+
+
+class TranscriptionText(Shape):
+    """The answer to `response_format=json`."""
+
+    text: str
+    usage: DurationUsage
+    logprobs: list[Logprob] | None | UnsetType = UNSET
+    raw_text: str | UnsetType = UNSET
+    redactions: list[Span] | UnsetType = UNSET
+    search: list[Search] | UnsetType = UNSET
+
+
+class Segment(Shape):
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+    speaker: str | UnsetType = UNSET
+
+
+class VerboseTranscription(Shape):
+    """The answer to `response_format=verbose_json`."""
+
+    task: str
+    language: str
+    duration: float
+    text: str
+    segments: list[Segment]
+    usage: DurationUsage
+    words: list[Word] | UnsetType = UNSET
+    raw_text: str | UnsetType = UNSET
+    redactions: list[Span] | UnsetType = UNSET
+    search: list[Search] | UnsetType = UNSET
+
+
+class DiarizedTranscription(Shape):
+    """The answer to `response_format=diarized_json`."""
+
+    task: str
+    duration: float
+    text: str
+    segments: list[TextSegment]
+    usage: DurationUsage
+    raw_text: str | UnsetType = UNSET
+    redactions: list[Span] | UnsetType = UNSET
+    search: list[Search] | UnsetType = UNSET
+
+
+def _operation(summary: str) -> Operation:
+    answers = (TranscriptionText, VerboseTranscription, DiarizedTranscription)
+    events = Annotated[str, Meta(description="The data of each event is an UploadEvent of /events.schema.json.")]
+    return Operation(
+        summary,
+        "Files",
+        {200: {JSON: answers, "text/plain": str, EVENTS: events}},
+        "Live sessions have priority over files.",
+        body={"multipart/form-data": UploadForm},
+        refusals=(UPLOADED,),
+    )
 
 
 class UploadRoutes:
@@ -37,9 +139,11 @@ class UploadRoutes:
         self._limits = context.limits
         self._transcriber = Transcriber(context.engine, self._limits.uploads)
 
+    @described(_operation("Transcribe a file"))
     async def transcriptions(self, request: Request) -> Response:
         return await self._take(request, None)
 
+    @described(_operation("Transcribe a file into English"))
     async def translations(self, request: Request) -> Response:
         """Like `transcriptions`, with the text translated to English."""
         return await self._take(request, TRANSLATE)

@@ -10,6 +10,7 @@ import asyncio
 import errno
 import logging
 import sys
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -213,6 +214,8 @@ class Spool:
 
     def __init__(self, limits: LimitsConfig) -> None:
         self.uploads = 0
+        # Called with the seconds that an upload took, when it has left.
+        self.on_left: Callable[[float], None] = lambda seconds: None
         self.bytes = 0
         # Memory of the text fields, and of those with recordings of speakers.
         self.text_bytes = 0
@@ -244,8 +247,9 @@ class Spool:
         self.text_bytes -= text_size
         self.reference_bytes -= reference_size
 
-    def leave(self) -> None:
+    def leave(self, seconds: float) -> None:
         self.uploads -= 1
+        self.on_left(seconds)
 
 
 class Upload:
@@ -253,6 +257,7 @@ class Upload:
 
     def __init__(self, spool: Spool, most_bytes: int) -> None:
         spool.enter()
+        self._began = time.monotonic()
         self.form = Form()
         self._file = UploadFile(cast(BinaryIO, SpooledTemporaryFile(max_size=IN_MEMORY_BYTES)))
         self._spool: Spool | None = spool
@@ -320,7 +325,7 @@ class Upload:
         """Release everything; the counts before the first await. May be called twice."""
         spool, self._spool = self._spool, None
         if spool is not None:
-            spool.leave()
+            spool.leave(time.monotonic() - self._began)
             await self._let_go(spool)
 
     async def _let_go(self, spool: Spool) -> None:
@@ -337,6 +342,8 @@ class FormReader:
 
     def __init__(self, context: Context) -> None:
         self.spool = Spool(context.limits)
+        self.spool.on_left = context.metrics.upload_seconds.observe
+        context.metrics.uploads_in_progress.set_function(lambda: self.spool.uploads)
         self._context = context
         self._limits = context.limits
         self._said_at: float | None = None

@@ -12,18 +12,22 @@ import logging
 import re
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Annotated, Any
 from urllib.parse import quote
 
+import msgspec
+from msgspec import Meta, Struct
 from starlette.datastructures import Headers, QueryParams
 from starlette.requests import HTTPConnection, Request
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
+from realtime.dialects.event_schema import PublishedName, Shape
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, offered_key, select_subprotocol
 from realtime.http.info_routes import json_body
+from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Codes, Operation, Parameter, described
 from realtime.http.websocket_routes import check_once, refusal_response
 from realtime.serving.caption_segments import CaptionSegments
 from realtime.serving.publishing import Key, Publisher, owner_of
@@ -46,6 +50,42 @@ SEGMENT_NUMBER = re.compile("[0-9]{1,12}")
 READ_ONLY = "this socket is read-only"
 
 
+class LinkLifetime(Struct):
+    seconds: Annotated[int, Meta(ge=MIN_LINK_S, le=MAX_LINK_S)] = DEFAULT_LINK_S
+
+
+class LinkRequest(Struct):
+    expires_after: LinkLifetime | None = None
+
+
+class ViewerLink(Shape):
+    """A link for the viewers of a published session, and the addresses that it opens."""
+
+    id: str
+    name: str
+    token: str
+    expires_at: int
+    watch: str
+    events: str
+    captions: str
+
+
+class RevokedLinks(Shape):
+    name: str
+    revoked: Annotated[str, Meta(description="The id of a link, or `all`.")]
+
+
+PUBLISHED = "Published sessions"
+NAME = Parameter("name", "The name of the session.", PublishedName, "path")
+READING = (NAME, Parameter("token", "A viewer link, instead of a key."))
+OFF: Codes = {400: ("invalid_value",), 403: ("publishing_off",)}
+REFUSED_VIEWERS: tuple[Codes, ...] = (
+    OFF,
+    {400: ("invalid_query_parameter",), 401: ("viewer_link_invalid",), 503: ("too_many_viewers",)},
+)
+ViewerEvents = Annotated[str, Meta(description="The data of each event is a ViewerEvent of /events.schema.json.")]
+
+
 class ViewerRoutes:
     """The endpoints; one method for each."""
 
@@ -55,6 +95,16 @@ class ViewerRoutes:
         self._publisher = publisher
         self._links = links
 
+    @described(
+        Operation(
+            "The words of a published session",
+            PUBLISHED,
+            {101: {}, 200: {EVENTS: ViewerEvents}},
+            "With an upgrade a read-only WebSocket, without one server-sent events; the events are the same.",
+            parameters=READING,
+            refusals=(*REFUSED_VIEWERS, {501: ("not_supported",)}),
+        )
+    )
     async def stream(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The words as server-sent events, until the viewer leaves or may not read any more."""
         with self._admitted(Request(scope, receive)) as (key, link):
@@ -116,6 +166,15 @@ class ViewerRoutes:
 
     # Captions for HLS players
 
+    @described(
+        Operation(
+            "The playlist of WebVTT segments, for HLS",
+            PUBLISHED,
+            {200: {"application/vnd.apple.mpegurl": str}},
+            parameters=READING,
+            refusals=REFUSED_VIEWERS,
+        )
+    )
     async def playlist(self, request: Request) -> Response:
         """The playlist of WebVTT segments."""
         segments = self._segments(request)
@@ -124,6 +183,15 @@ class ViewerRoutes:
         text = segments.playlist(time.time(), query)
         return Response(text, media_type="application/vnd.apple.mpegurl", headers={"Cache-Control": "no-store"})
 
+    @described(
+        Operation(
+            "A WebVTT segment",
+            PUBLISHED,
+            {200: {"text/vtt": str}},
+            parameters=READING,
+            refusals=(*REFUSED_VIEWERS, {404: ("segment_unknown",)}),
+        )
+    )
     async def segment(self, request: Request) -> Response:
         segments = self._segments(request)
         number = SEGMENT_NUMBER.fullmatch(request.path_params["number"])
@@ -198,29 +266,51 @@ class ViewerRoutes:
 
     # Links
 
+    @described(
+        Operation(
+            "Make a link for viewers",
+            PUBLISHED,
+            {200: {JSON: ViewerLink}},
+            body={JSON: LinkRequest},
+            body_required=False,
+            parameters=(NAME,),
+            refusals=(OFF, JSON_BODY),
+        )
+    )
     async def make_link(self, request: Request) -> Response:
         """Make a link for viewers. The name need not be published yet."""
         self._check_on()
         name, owner = _name(request), self._owner(request)
         seconds = _link_seconds((await json_body(request)).get("expires_after"))
         token, link = self._links.make(owner, name, seconds)
-        return JSONResponse(
-            {
-                "id": link.id,
-                "name": name,
-                "token": token,
-                "expires_at": link.expires_at,
-                # The part after '#' is not sent to servers and proxies.
-                "watch": f"/watch/{name}#{token}",
-                "events": f"/v1/sessions/{name}/events?token={token}",
-                "captions": f"/v1/sessions/{name}/captions.m3u8?token={token}",
-            }
+        made = ViewerLink(
+            id=link.id,
+            name=name,
+            token=token,
+            expires_at=link.expires_at,
+            # The part after '#' is not sent to servers and proxies.
+            watch=f"/watch/{name}#{token}",
+            events=f"/v1/sessions/{name}/events?token={token}",
+            captions=f"/v1/sessions/{name}/captions.m3u8?token={token}",
         )
+        return JSONResponse(msgspec.to_builtins(made))
 
+    @described(
+        Operation("Revoke all links", PUBLISHED, {200: {JSON: RevokedLinks}}, parameters=(NAME,), refusals=(OFF,))
+    )
     async def revoke_links(self, request: Request) -> Response:
         """Revoke all links of a name that were made so far."""
         return self._revoke(request, None)
 
+    @described(
+        Operation(
+            "Revoke a link",
+            PUBLISHED,
+            {200: {JSON: RevokedLinks}},
+            parameters=(NAME,),
+            refusals=(OFF, {404: ("link_unknown",)}),
+        )
+    )
     async def revoke_link(self, request: Request) -> Response:
         return self._revoke(request, request.path_params["link"])
 

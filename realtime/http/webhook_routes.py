@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
+from realtime.http.openapi import JSON, Operation, described
 from realtime.serving.webhooks import Webhooks
 
 WEBHOOKS = "/v1/webhooks"
+
+
+class WebhooksOfKey(Struct, forbid_unknown_fields=True):
+    """The URLs that get the finals of the key's sessions, and the secret that signs them."""
+
+    object: Literal["webhooks"]
+    on_final: list[str]
+    per_session: bool
+    signing_secret: str
 
 
 class WebhookRoutes:
@@ -19,6 +32,14 @@ class WebhookRoutes:
         self._context = context
         self._webhooks = webhooks
 
+    @described(
+        Operation(
+            "The webhooks of the key",
+            "Webhooks",
+            {200: {JSON: WebhooksOfKey}},
+            refusals=({403: ("webhooks_off", "webhook_secret_not_told")},),
+        )
+    )
     async def describe(self, request: Request) -> Response:
         caller = self._context.caller_of(request)
         settings = self._context.config.webhooks

@@ -10,9 +10,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Annotated, Literal
 from uuid import uuid4
 
 from anyio import open_file
+from msgspec import Meta
 from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, Response
@@ -20,12 +22,24 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from realtime.dialects.base import SessionFacts, encode_json
-from realtime.dialects.deepgram import READ_ONCE, DeepgramDialect, Listening, error_body, read_socket_query
+from realtime.dialects.deepgram import (
+    CONTAINERS,
+    MAX_CHANNELS,
+    MAX_PAUSE_MS,
+    RAW,
+    READ_ONCE,
+    DeepgramDialect,
+    Listening,
+    error_body,
+    read_socket_query,
+)
+from realtime.dialects.event_schema import EagerThreshold, EotThreshold, EotTimeout, PublishedName, WebhookUrl, one_of
 from realtime.dialects.flux import READ_ONCE as FLUX_READ_ONCE
 from realtime.dialects.flux import FluxDialect, read_flux_query
 from realtime.dialects.openai import MAX_NAME, BetaDialect, OpenAIDialect, merge_beta
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, select_subprotocol
+from realtime.http.openapi import Codes, Operation, Parameter, described
 from realtime.numbers import whole_number
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import Connection
@@ -40,7 +54,7 @@ from realtime.serving.webhooks import Webhooks
 from realtime.serving.websocket import header_text
 from realtime.serving.websocket_extension import EXTENSION, SocketExtras
 from realtime.session.events import Hangup
-from realtime.session.settings import Settings
+from realtime.session.settings import MAX_RATE, MIN_RATE, Settings
 
 log = logging.getLogger("tickertape.server")
 
@@ -55,6 +69,85 @@ MAX_SEQUENCE = 10**15
 STALE_S = 3.0
 # Bytes per sample of the raw formats.
 SAMPLE_BYTES = {"audio/pcm": 2, "audio/pcmu": 1, "audio/pcma": 1}
+
+# What clients may send in the query; docs/wire.md explains the values.
+Flag = Literal["true", "false"]
+Encoding = Annotated[str, one_of((*RAW, *(name for name in CONTAINERS if name)))]
+AUDIO_PARAMETERS = (
+    Parameter("encoding", "The format of raw samples; left out for a container.", Encoding),
+    Parameter("sample_rate", "Of raw samples, in Hz.", Annotated[int, Meta(ge=MIN_RATE, le=MAX_RATE)]),
+    Parameter("model", "Any name means the served model."),
+)
+LISTEN_PARAMETERS = (
+    *AUDIO_PARAMETERS,
+    Parameter("language", "A code, or `multi`."),
+    Parameter("keyterm", "A word to expect.", repeated=True),
+    Parameter("keywords", "A word to expect, as `word:boost`.", repeated=True),
+    Parameter("punctuate", "Punctuation and capitals.", Flag),
+    Parameter("smart_format", "Numbers, dates and money as people write them.", Flag),
+    Parameter("numerals", "Numbers as digits.", Flag),
+    Parameter("profanity_filter", "Masks profanity.", Flag),
+    Parameter("paragraphs", "Adds paragraphs (files only).", Flag),
+    Parameter("redact", "A kind of text to redact, or `name:NAME`.", repeated=True),
+    Parameter("replace", "`find:text`", repeated=True),
+    Parameter("search", "A term to find.", repeated=True),
+    Parameter("diarize", "Who speaks.", Flag),
+    Parameter("multichannel", "Each channel is transcribed on its own (sockets only).", Flag),
+    Parameter("channels", "Of raw samples.", Annotated[int, Meta(ge=1, le=MAX_CHANNELS)]),
+)
+PUBLISH_PARAMETER = Parameter("publish", "Publishes the session under this name.", PublishedName)
+WEBHOOK_PARAMETER = Parameter("on_final", "A URL that gets the session's finals as webhooks.", WebhookUrl)
+Pause = Annotated[int, Meta(ge=0, le=MAX_PAUSE_MS)]
+SOCKET_PARAMETERS = (
+    *LISTEN_PARAMETERS,
+    PUBLISH_PARAMETER,
+    WEBHOOK_PARAMETER,
+    Parameter("interim_results", "Results before they are final.", Flag),
+    Parameter("vad_events", "Sends SpeechStarted.", Flag),
+    Parameter("endpointing", "The pause in milliseconds that ends a turn, `true` or `false`.", Pause | Flag),
+    Parameter("utterance_end_ms", "The pause in milliseconds before UtteranceEnd.", Pause | Literal["false"]),
+)
+FLUX_PARAMETERS = (
+    *AUDIO_PARAMETERS,
+    PUBLISH_PARAMETER,
+    WEBHOOK_PARAMETER,
+    Parameter("language_hint", "A language that may be spoken.", repeated=True),
+    Parameter("keyterm", "A word to expect.", repeated=True),
+    Parameter("eot_threshold", "A turn ends at this probability.", EotThreshold),
+    Parameter("eager_eot_threshold", "A probable end is announced at this probability.", EagerThreshold),
+    Parameter("eot_timeout_ms", "This much silence ends every turn.", EotTimeout),
+)
+REALTIME_PARAMETERS = (
+    Parameter("model", "Any name means the served model."),
+    Parameter("intent", "`transcription`; has no effect."),
+    Parameter("resume", "The token of a session to resume."),
+    Parameter("after", "The `seq` of the last event received.", Annotated[int, Meta(ge=0, le=MAX_SEQUENCE)]),
+)
+# Refusals before the upgrade.
+REFUSED_SOCKETS: Codes = {
+    400: ("invalid_value", "invalid_query_parameter", "host_not_allowed"),
+    403: ("publish_not_allowed", "publishing_off", "webhook_not_allowed", "webhooks_off"),
+    404: ("not_found", "resume_token_unknown"),
+    409: ("name_taken",),
+    410: ("resume_too_late", "session_gone"),
+    426: ("upgrade_required",),
+    429: ("too_many_sessions", "rate_limit_exceeded", "too_many_webhooks"),
+    503: ("engine_not_ready", "server_shutting_down", "request_too_old"),
+}
+
+
+def _socket(summary: str, messages: str, parameters: tuple[Parameter, ...], deepgram: bool = True) -> Operation:
+    text = f"A WebSocket. Its messages are those of {messages} in /events.schema.json. A client secret is a key here."
+    return Operation(
+        summary,
+        "Sockets",
+        {101: {}},
+        text,
+        parameters=parameters,
+        refusals=(REFUSED_SOCKETS,),
+        takes_secrets=True,
+        deepgram=deepgram,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,14 +178,34 @@ class WebSocketRoutes:
         self.streams: PulledStreams | None = None
         self.webhooks: Webhooks | None = None
 
+    @described(
+        _socket(
+            "Live transcription, for OpenAI's and vLLM's clients",
+            "OpenAIClientEvent, OpenAIServerEvent and VllmServerEvent",
+            REALTIME_PARAMETERS,
+            deepgram=False,
+        )
+    )
     async def realtime(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The endpoint of OpenAI's and vLLM's clients. Plain ASGI: Starlette's wrapper costs time per message."""
         await self._serve_socket(self._enter, scope, receive, send)
 
+    @described(
+        _socket(
+            "Live transcription, for Deepgram's clients",
+            "DeepgramClientMessage and DeepgramServerMessage",
+            SOCKET_PARAMETERS,
+        )
+    )
     async def deepgram(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The endpoint of Deepgram's clients."""
         await self._serve_socket(self._enter_listen, scope, receive, send)
 
+    @described(
+        _socket(
+            "Live turns, for the clients of Deepgram Flux", "FluxClientMessage and FluxServerMessage", FLUX_PARAMETERS
+        )
+    )
     async def flux(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The endpoint of the clients of Deepgram Flux."""
         await self._serve_socket(self._enter_flux, scope, receive, send)

@@ -20,6 +20,7 @@ from realtime.session.events import MEASURES
 # Around the 80 ms step of live models, up to a minute.
 LAG_BUCKETS = (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5, 0.8, 1.2, 2.0, 4.0, 8.0, 30.0, 60.0)
 FINAL_BUCKETS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
+UPLOAD_BUCKETS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)
 LOOP_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 1.0)
 
 
@@ -71,6 +72,11 @@ class Metrics:
         # Counting tasks is slow, so it is done at a scrape.
         gauge("tasks", "Tasks of the event loop; more than a few for each session are a leak").set_function(_tasks)
         self.uploads = counter("uploads", "Files sent to the transcription endpoint, by outcome", "outcome")
+        self.uploads_in_progress = gauge(
+            "uploads_in_progress", "Files that arrive, wait, or are transcribed or answered"
+        )
+        text = "From the first byte of a file to the end of its answer, for every outcome"
+        self.upload_seconds = histogram("upload_seconds", text, UPLOAD_BUCKETS)
         self._measures: dict[str, Callable[[float], None]] = {
             "lag_seconds": self.lag.observe,
             "final_seconds": self.final.observe,

@@ -228,7 +228,7 @@ async def plain_requests_for_a_socket(target: Target) -> None:
 
 @attack()
 async def a_flood_of_scrapes(target: Target) -> None:
-    """A thousand scrapes of the metrics, which need no key, and a thousand requests for the capacity."""
+    """A thousand scrapes of the metrics, which need no key, and as many requests for the capacity and each document."""
 
     async def look(path: str) -> None:
         async with target.raw() as socket:
@@ -239,7 +239,9 @@ async def a_flood_of_scrapes(target: Target) -> None:
                 length = int(head.lower().partition(b"content-length: ")[2].split()[0])
                 await socket.reader.readexactly(length)
 
-    await asyncio.gather(*(look(path) for path in ("/metrics", "/capacity") * 20))
+    await asyncio.gather(
+        *(look(path) for path in ("/metrics", "/capacity", "/openapi.json", "/events.schema.json") * 20)
+    )
 
 
 @attack()

@@ -39,6 +39,8 @@ def test_every_metric_on_the_dashboard_exists(metrics: set[str]) -> None:
         for name in re.findall(r"tickertape_\w+", target["expr"])
     }
     assert used and used <= metrics, used - metrics
+    assert {"tickertape_uploads_in_progress", "tickertape_upload_seconds_bucket", "tickertape_uploads_total"} <= used
+    assert len({panel["id"] for panel in dashboard["panels"]}) == len(dashboard["panels"])
 
 
 def test_every_metric_of_the_alerts_exists_and_every_alert_is_explained(metrics: set[str]) -> None:

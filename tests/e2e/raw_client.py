@@ -11,6 +11,8 @@ from typing import Any
 
 from websockets.asyncio.client import ClientConnection, connect
 
+from tests.e2e.event_checks import check_event
+
 COMPLETED = "conversation.item.input_audio_transcription.completed"
 DELTA = "conversation.item.input_audio_transcription.delta"
 
@@ -38,6 +40,8 @@ class RawClient:
         async with asyncio.timeout(10):
             frame = await self.socket.recv()
         assert isinstance(frame, str), "events must come in text frames"
+        if self.socket.request is not None:
+            check_event(self.socket.request.path, frame)
         return json.loads(frame)
 
     async def until(self, kind: str, count: int = 1) -> list[dict[str, Any]]:

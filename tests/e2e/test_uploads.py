@@ -209,3 +209,18 @@ async def test_a_socket_cannot_wait_for_an_index_and_names_the_fix(serve: Serve)
         await client.socket.send(data)
         error = (await client.until("error"))[-1]["error"]
         assert "index (moov) at the end" in error["message"] and "-movflags +faststart" in error["message"]
+
+
+async def test_uploads_are_counted_while_they_last_and_timed_when_they_end(serve: Serve) -> None:
+    engine = FakeEngine()
+    engine.feed_delay_s = 60.0
+    async with serve(engine) as running, httpx.AsyncClient(base_url=running.http, timeout=60) as http:
+        sending = asyncio.create_task(http.post("/v1/audio/transcriptions", files={"file": ("a.wav", wav(1.0))}))
+        await until(lambda: engine.active)
+        assert running.metric("uploads_in_progress") == 1 and running.metric("upload_seconds_count") == 0
+        sending.cancel()
+        await until(lambda: running.metric("uploads_in_progress") == 0)
+        assert running.metric("upload_seconds_count") == 1
+        refused = await http.post("/v1/audio/transcriptions", files={"file": ("a.wav", b"nothing")})
+        assert refused.status_code == 400
+        assert running.metric("upload_seconds_count") == 2 and running.metric("uploads_in_progress") == 0

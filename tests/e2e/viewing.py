@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from websockets.asyncio.client import ClientConnection, connect
 
+from tests.e2e.event_checks import check_event
 from tests.e2e.raw_client import RawClient
 from tests.realtime.gateway_doubles import silence, tone
 
@@ -26,7 +27,9 @@ class SocketViewer:
 
     async def event(self) -> dict[str, Any]:
         async with asyncio.timeout(PATIENCE_S):
-            return dict(json.loads(await self.socket.recv()))
+            frame = await self.socket.recv()
+        check_event("/v1/sessions/", frame)
+        return dict(json.loads(frame))
 
 
 class StreamViewer:
@@ -67,6 +70,7 @@ class StreamViewer:
             block, _, self._text = self._text.partition(b"\n\n")
             fields = dict(line.split(": ", 1) for line in block.decode().splitlines() if not line.startswith(":"))
             if fields:
+                check_event("/v1/sessions/", fields["data"])
                 event = dict(json.loads(fields["data"]))
                 assert event["type"] == fields["event"]
                 return event

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from tests.e2e.snippets import block
 from tests.web.conftest import PageServer, page_server
 from tests.web.devtools import Page
 from tests.web.page_server import WORDS
@@ -50,3 +51,13 @@ async def test_captions_appear_while_the_microphone_plays(page: Page) -> None:
         assert said == WORDS[: len(said)]
         await page.click("#start")
         await page.until(f"{STATE} === 'stopped'")
+
+
+async def test_the_snippet_of_the_documentation_opens_a_session_with_a_client_secret(page: Page) -> None:
+    async with page_server(None, "a-long-secret") as server:
+        await page.open(server.url)
+        place = server.url.removeprefix("http://").rstrip("/")
+        snippet = block("docs/clients.md", "js browser").at(place).replace("Bearer KEY", "Bearer a-long-secret")
+        notes = "window.told = []; console.log = (text) => window.told.push(text);"
+        await page.evaluate(f"(async () => {{ {notes}\n{snippet} }})()")
+        await page.until("window.told.includes('session.created')")

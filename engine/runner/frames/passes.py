@@ -108,7 +108,7 @@ class ModelPasses:
         model: VoxtralRealtime,
         encoder: StackCache,
         decoder: StackCache,
-        slab: EncoderInputs,
+        encoder_inputs: EncoderInputs,
         state: SlotState,
         buffers: StepBuffers,
         bias: BiasTables,
@@ -119,7 +119,7 @@ class ModelPasses:
         self._model = model
         self._encoder = encoder
         self._decoder = decoder
-        self._slab = slab
+        self._encoder_inputs = encoder_inputs
         self._state = state
         self._buffers = buffers
         self._bias = bias
@@ -133,9 +133,9 @@ class ModelPasses:
         """Compute one position of each stream in the buffers, `size` rows with padding, and store the results there."""
         state, model = self._state, self._model
         slots, positions, inputs, forced, targets = self._buffers.inputs_of_pass(size)
-        self._slab.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
+        self._encoder_inputs.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
         delays = state.delays[slots]
-        hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays, self._kernels)
+        hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays)
         logits = model.logits(hidden)
         choice = choose(logits, state.blank_runs[slots], self._guard)
         tokens, biased = choice.tokens, self._recorded or self._bias.in_use
@@ -156,12 +156,12 @@ class ModelPasses:
         where, rows = _numbers(chunks)
         slots, positions = upload(where, device)
         inputs, tokens, delays = upload(rows, device)
-        return self._forward(slots, positions, count, inputs, tokens, delays, self._kernels)
+        return self._forward(slots, positions, count, inputs, tokens, delays)
 
     def recorded_chunks(self, buffers: ChunkBuffers, streams: int) -> None:
         """Compute the chunks in the buffers, with the padding."""
         slots, positions, inputs, tokens, delays = buffers.inputs_of_pass(streams)
-        hidden = self._forward(slots, positions, buffers.length, inputs, tokens, delays, self._kernels)
+        hidden = self._forward(slots, positions, buffers.length, inputs, tokens, delays)
         buffers.done.copy_(hidden[0, :1])
 
     def openings(self) -> None:
@@ -184,11 +184,10 @@ class ModelPasses:
         inputs: Tensor,
         tokens: Tensor,
         delays: Tensor,
-        use_kernels: bool,
     ) -> Tensor:
         """Compute `count` positions of each stream; returns the decoder's last hidden rows [streams * count, width]."""
         model = self._model
-        attention = self._encoder.attention(slots, positions, count, model.audio_frequencies, use_kernels)
-        audio = model.encode(self._slab.rows[inputs], attention)
-        attention = self._decoder.attention(slots, positions, count, model.text_frequencies, use_kernels)
+        attention = self._encoder.attention(slots, positions, count, model.audio_frequencies, self._kernels)
+        audio = model.encode(self._encoder_inputs.rows[inputs], attention)
+        attention = self._decoder.attention(slots, positions, count, model.text_frequencies, self._kernels)
         return model.decode(audio, tokens, delays, attention)

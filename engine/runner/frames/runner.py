@@ -167,12 +167,12 @@ class VoxtralRunner(Runner):
         self._state = SlotState(memory.streams, model.device)
         self._keywords = KeywordTrees(vocabulary)
         self._bias = BiasTables(memory.streams + 1, self._keywords.spelling, model.device)
-        self._slab = EncoderInputs(model, self.spec, memory.cache_embeds)
+        self._encoder_inputs = EncoderInputs(model, self.spec, memory.cache_embeds)
         self._buffers = StepBuffers(
             capacity=min(memory.streams, LARGEST_BATCH),
-            payload_samples=self._slab.payload_samples,
+            payload_samples=self._encoder_inputs.payload_samples,
             padding_slot=memory.streams,
-            spare_row=self._slab.spare_row,
+            spare_row=self._encoder_inputs.spare_row,
             device=model.device,
         )
         use_graphs = model.device.type == "cuda" and settings.graphs
@@ -181,7 +181,7 @@ class VoxtralRunner(Runner):
             model,
             encoder,
             decoder,
-            self._slab,
+            self._encoder_inputs,
             self._state,
             self._buffers,
             self._bias,
@@ -246,7 +246,7 @@ class VoxtralRunner(Runner):
         if self._warm:
             return
         self._warm = True
-        self._slab.write_silence()
+        self._encoder_inputs.write_silence()
         self._passes.openings()
         if self._graphs is not None:
             self._buffers.upload(StepRows([], [], [], []), Payloads([], []))
@@ -257,8 +257,8 @@ class VoxtralRunner(Runner):
     def _compile_chunks(self) -> None:
         """Run chunks of every length once, and record the longest, so that the first rebuild waits neither for a kernel
         nor for memory. These chunks write to the padding page."""
-        silence = np.zeros(self._slab.payload_samples, np.float32)
-        self._slab.encode(Payloads([self._slab.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH))
+        silence = np.zeros(self._encoder_inputs.payload_samples, np.float32)
+        self._encoder_inputs.encode(Payloads([self._encoder_inputs.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH))
         for size in self._chunk_sizes:
             chunk = Chunk(self.memory.streams, 0, [SILENCE_ROW] * size, [STREAMING_PAD] * size, 1)
             for streams in (1, min(self.memory.streams, CHUNK_PASS_POSITIONS // size)):
@@ -274,7 +274,7 @@ class VoxtralRunner(Runner):
         self._graphs = self._chunk_graphs = self._chunk_buffers = None
         if self._parked is not None:
             self._parked.close()
-        del self._passes, self._slab, self._state, self._buffers, self._bias
+        del self._passes, self._encoder_inputs, self._state, self._buffers, self._bias
         self._caches.clear()
         self._slots.clear()
         self._keywords.close()
@@ -292,7 +292,7 @@ class VoxtralRunner(Runner):
         if plan.opened:
             self._open(plan.opened)
         self._update_tables(plan.decode)
-        payloads, errors = self._slab.payloads(plan.encode)
+        payloads, errors = self._encoder_inputs.payloads(plan.encode)
         if self._unready:
             self._take_keywords(plan.decode, errors)
         work = [_Work(task) for task in plan.decode]
@@ -300,7 +300,7 @@ class VoxtralRunner(Runner):
         chunks = [share for share in sound if share.task.end - share.task.start > 1]
         capacity = self._buffers.capacity
         if chunks or len(payloads.rows) > min(len(sound), capacity):
-            self._slab.encode(payloads)
+            self._encoder_inputs.encode(payloads)
             payloads = Payloads([], [])
         rebuilt = self._rebuild(chunks)
         passes: list[_Pass] = []

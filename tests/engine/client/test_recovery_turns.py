@@ -66,7 +66,9 @@ def talk(seed: int, turns: int) -> NDArray[np.float32]:
         for loudness, most in ((1.4, 4.0), (0.01, 2.0)):
             size = int(chance.uniform(0.2, most) * 16_000)
             parts.append(loudness * chance.standard_normal(size, dtype=np.float32))
-    return np.concatenate([*parts, np.zeros(80_000, np.float32)])
+    whole = np.concatenate([*parts, np.zeros(80_000, np.float32)])
+    # Samples of 16 bits, as they are kept for the detector.
+    return np.clip(np.rint(whole * 32768), -32768, 32767).astype(np.int16) / np.float32(32768)
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from numpy.typing import NDArray
 
 from engine.core.plan import TimedToken
 from engine.errors import BadItem
@@ -21,8 +20,8 @@ from engine.server.revisions import (
     MOST_SAMPLES,
     MOST_WAITING,
     PATIENCE_SECONDS,
+    PLACES_FOR_OTHERS,
     UNHEARD_SAMPLES,
-    RecentAudio,
     Revisions,
 )
 from engine.spec import ModelSpec, Vocabulary
@@ -143,6 +142,22 @@ def test_late_revisions_are_given_up_and_too_many_are_skipped() -> None:
     assert bench.revisions.skipped == MOST_WAITING + 1 and not bench.revisions.is_waiting
 
 
+def test_a_client_that_sends_much_at_once_leaves_places_for_the_others() -> None:
+    bench = Bench("hasty", "calm", "quiet")
+
+    def ends(name: str, tag: int) -> bool:
+        bench.revisions.add_audio(name, audio(4.0, 4 * (tag - 1)))
+        start = 4.0 * (tag - 1)
+        told = bench.step(
+            said("one", start + 1.5, start + 2, 0, stream=name), Flushed(name, tag, int(start + 3) * RATE)
+        )
+        return any(output.is_revised for output in told if isinstance(output, Flushed))
+
+    hasty = [ends("hasty", tag) for tag in range(1, MOST_WAITING + 2)]
+    assert hasty == [True] * (MOST_WAITING - PLACES_FOR_OTHERS) + [False] * (PLACES_FOR_OTHERS + 1)
+    assert ends("calm", 1) and ends("quiet", 1)
+
+
 def test_long_speech_is_decoded_again_in_parts_at_its_longest_pause() -> None:
     bench = Bench()
     made: list[Output] = []
@@ -259,17 +274,3 @@ def test_uploads_and_streams_that_did_not_ask_are_not_decoded_again() -> None:
         bench.revisions.add_audio(name, audio(2.0))
         flushed = Flushed(name, 1, 2 * RATE)
         assert bench.step(said("one", 0.5, 1.0, 0, stream=name), flushed)[-1] is flushed and not flushed.is_revised
-
-
-@settings(deadline=None)
-@given(st.lists(st.integers(1, 5000), min_size=1, max_size=8), st.integers(0, 20_000), st.integers(0, 20_000))
-def test_recent_audio_is_the_same_however_it_was_cut(cuts: list[int], start: int, length: int) -> None:
-    ramp = (np.arange(sum(cuts)) % 30_000 / 32768).astype(np.float32)
-    kept, at = RecentAudio(), 0
-    for cut in cuts:
-        kept.add(at, ramp[at : at + cut])
-        at += cut
-    expected: NDArray[np.float32] = np.zeros(length, np.float32)
-    there = ramp[start : start + length]
-    expected[: len(there)] = there
-    assert kept.cut(start, start + length) == pytest.approx(expected, abs=2e-5)

@@ -22,7 +22,8 @@ RULE = TurnRule(0.5, 2 * FRAME, 3200, asks=True)
 # Speech and pauses of many lengths, in frames.
 PARTS = [(40, 3), (30, 8), (60, 25), (20, 60), (9, 40), (300, 90)]
 LOUD = [value for loud, quiet in PARTS for value in [0.9] * loud + [0.05] * quiet]
-AUDIO = np.random.default_rng(5).standard_normal(len(LOUD) * FRAME).astype(np.float32)
+# Samples of 16 bits, as they are kept.
+AUDIO = np.random.default_rng(5).integers(-32768, 32768, len(LOUD) * FRAME).astype(np.float32) / np.float32(32768)
 
 
 def speeches(step: int = 3, name: str = "s") -> list[Speech]:
@@ -250,7 +251,7 @@ def test_the_audio_of_a_stream_is_bounded() -> None:
 def test_declared_silence_is_silence() -> None:
     detector = Answers(instant=True)
     stream = StreamQuestions(SPEC, detector)
-    loud: NDArray[np.float32] = np.ones(POSITION, np.float32)
+    loud: NDArray[np.float32] = np.full(POSITION, 0.5, np.float32)
     stream.add_audio(
         [Item(0, 1, 0, b"k", loud, samples=POSITION), Item(1, 2, POSITION), Item(3, 1, 3 * POSITION, b"k", loud)]
     )

@@ -1,0 +1,326 @@
+"""The OpenAPI document of all HTTP routes (`GET /openapi.json`), made from the routes of the application.
+
+A route is described beside its code: `@described(Operation(...))` on its endpoint. The bodies are msgspec structs, and
+their schemas are made from these. `tests/e2e/test_api_documents.py` fails for a route without a description, and
+for a response of a running server that is not as its description says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from importlib.metadata import version
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+from msgspec import Meta, Struct
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import BaseRoute, Route, WebSocketRoute
+
+from audio.errors import AudioError, TooManyDecoders
+from realtime.dialects.deepgram import deepgram_code
+from realtime.dialects.event_schema import schema as event_schema
+from realtime.dialects.event_schema import without_closing
+from realtime.http.api_page import write_page
+
+Json = dict[str, Any]
+Codes = Mapping[int, Sequence[str]]
+REFERENCE = "#/components/schemas/{name}"
+JSON = "application/json"
+SCHEMA = "application/schema+json"
+EVENTS = "text/event-stream"
+# The status is nginx's, and has no phrase in the standard library.
+CLIENT_GONE = 499
+DESCRIPTION = (
+    "One port serves HTTP and WebSockets. The messages of the sockets are described in docs/wire.md and by the JSON "
+    "schema at /events.schema.json. On a server without configured keys no key is needed. Fields may be added."
+)
+
+
+class ErrorBody(Struct, forbid_unknown_fields=True):
+    message: str
+    type: str
+    param: str | None
+    code: str
+
+
+class Error(Struct, forbid_unknown_fields=True):
+    """Why a request was refused, in OpenAI's shape."""
+
+    error: ErrorBody
+
+
+class DeepgramError(Struct, forbid_unknown_fields=True):
+    """Why a request was refused, in Deepgram's shape."""
+
+    err_code: str
+    err_msg: str
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter in the query (or elsewhere, by `place`)."""
+
+    name: str
+    description: str
+    type: Any = str
+    place: str = "query"
+    repeated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """What a client needs to know of a method of a path."""
+
+    summary: str
+    tag: str
+    # Status -> media type -> type of the body; a tuple means one of several types.
+    answers: Mapping[int, Mapping[str, Any]]
+    description: str = ""
+    # Media type -> type of the request's body.
+    body: Mapping[str, Any] = field(default_factory=dict)
+    body_required: bool = True
+    parameters: Sequence[Parameter] = ()
+    # The error codes of each status, besides those that every path has.
+    refusals: Sequence[Codes] = ()
+    needs_key: bool = True
+    # A client secret is a key here.
+    takes_secrets: bool = False
+    # Refusals have Deepgram's shape and codes.
+    deepgram: bool = False
+
+
+# Refusals that several routes share. Every path may be refused by the rules for browsers and in a lack of file
+# descriptors.
+ALWAYS: Codes = {403: ("origin_not_allowed", "host_not_allowed"), 503: ("server_busy",)}
+KEY: Codes = {401: ("invalid_api_key",)}
+NO_SECRETS: Codes = {403: ("client_secret_not_allowed",)}
+JSON_BODY: Codes = {400: ("invalid_json", "invalid_value"), 413: ("body_too_large",)}
+
+Endpoint = TypeVar("Endpoint", bound=Callable[..., Any])
+
+
+def described(operation: Operation) -> Callable[[Endpoint], Endpoint]:
+    """Describes an endpoint. The function itself is not changed."""
+
+    def mark(endpoint: Endpoint) -> Endpoint:
+        endpoint.operation = operation  # type: ignore[attr-defined]
+        return endpoint
+
+    return mark
+
+
+def operations(routes: Iterable[BaseRoute]) -> dict[tuple[str, str], Operation]:
+    """The description of every documented path and method; a socket is a GET. Raises LookupError for a route that is
+    neither described nor left out of the document by `include_in_schema`."""
+    found: dict[tuple[str, str], Operation] = {}
+    for route in routes:
+        if isinstance(route, WebSocketRoute):
+            # Where a path also has a plain GET, that one describes both.
+            if hasattr(route.endpoint, "operation"):
+                found[path_of(route), "get"] = route.endpoint.operation
+        elif isinstance(route, Route) and route.include_in_schema:
+            for method in sorted((route.methods or set()) - {"HEAD"}):
+                operation: Operation | None = getattr(route.endpoint, "operation", None)
+                if operation is None:
+                    raise LookupError(f"{method} {route.path} is not described; see realtime/http/openapi.py")
+                found[path_of(route), method.lower()] = operation
+    return found
+
+
+def path_of(route: Route | WebSocketRoute) -> str:
+    """The path as OpenAPI writes it: without the converters of parameters."""
+    return re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
+
+
+def document(routes: Iterable[BaseRoute], *, strict: bool = False) -> Json:
+    """The OpenAPI document. `strict`: a field that is not described is wrong."""
+    found = operations(routes)
+    types = _Types()
+    paths: dict[str, Json] = {}
+    for (path, method), operation in found.items():
+        paths.setdefault(path, {})[method] = _operation(path, method, operation, types)
+    schemas, components = types.schemas()
+    whole: Json = {
+        "openapi": "3.1.0",
+        "info": {"title": "Tickertape", "version": version("tickertape"), "description": DESCRIPTION},
+        "servers": [{"url": "/"}],
+        "tags": [{"name": name} for name in dict.fromkeys(operation.tag for operation in found.values())],
+        "paths": _filled(paths, schemas),
+        "components": {
+            "schemas": components,
+            "securitySchemes": {
+                "bearer": {"type": "http", "scheme": "bearer", "description": "'Token KEY' is accepted too."},
+                "api_key": {"type": "apiKey", "in": "header", "name": "api-key"},
+            },
+        },
+    }
+    return whole if strict else without_closing(whole)
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where the schema of a type goes when all types are known."""
+
+    number: int
+
+
+class _Types:
+    """The types that a document refers to. Their schemas are made together, so that shared parts are made once."""
+
+    def __init__(self) -> None:
+        self._types: list[Any] = []
+
+    def add(self, kind: Any) -> _Place | Json:
+        if isinstance(kind, tuple):
+            return {"anyOf": [self.add(one) for one in kind]}
+        self._types.append(kind)
+        return _Place(len(self._types) - 1)
+
+    def schemas(self) -> tuple[Sequence[Json], Json]:
+        schemas, components = msgspec.json.schema_components(self._types, ref_template=REFERENCE)
+        return schemas, components
+
+
+def _filled(value: Any, schemas: Sequence[Json]) -> Any:
+    if isinstance(value, _Place):
+        return schemas[value.number]
+    if isinstance(value, dict):
+        return {key: _filled(item, schemas) for key, item in value.items()}
+    return [_filled(item, schemas) for item in value] if isinstance(value, list) else value
+
+
+def _operation(path: str, method: str, operation: Operation, types: _Types) -> Json:
+    in_path = [Parameter(name, "", str, "path") for name in re.findall(r"\{(\w+)\}", path)]
+    named = {parameter.name for parameter in operation.parameters}
+    shown: Json = {
+        "operationId": f"{method}_" + re.sub(r"\W+", "_", path).strip("_"),
+        "summary": operation.summary,
+        "tags": [operation.tag],
+    }
+    if operation.description:
+        shown["description"] = operation.description
+    parameters = [parameter for parameter in in_path if parameter.name not in named] + list(operation.parameters)
+    if parameters:
+        shown["parameters"] = [_parameter(parameter, types) for parameter in parameters]
+    if operation.body:
+        shown["requestBody"] = {"required": operation.body_required, "content": _content(operation.body, types)}
+    shown["responses"] = _responses(operation, types)
+    if operation.needs_key:
+        shown["security"] = [{"bearer": []}, {"api_key": []}]
+    return shown
+
+
+def _parameter(parameter: Parameter, types: _Types) -> Json:
+    kind = list[parameter.type] if parameter.repeated else parameter.type  # type: ignore[name-defined]
+    shown: Json = {"name": parameter.name, "in": parameter.place, "schema": types.add(kind)}
+    if parameter.description:
+        shown["description"] = parameter.description
+    if parameter.place == "path":
+        shown["required"] = True
+    return shown
+
+
+def _content(bodies: Mapping[str, Any], types: _Types) -> Json:
+    return {media: {"schema": types.add(kind)} for media, kind in bodies.items()}
+
+
+def _responses(operation: Operation, types: _Types) -> Json:
+    shown: Json = {}
+    for status, bodies in operation.answers.items():
+        shown[str(status)] = {"description": HTTPStatus(status).phrase}
+        if bodies:
+            shown[str(status)]["content"] = _content(bodies, types)
+    codes = codes_of(operation)
+    for status in sorted(codes):
+        phrase = "Client gone" if status == CLIENT_GONE else HTTPStatus(status).phrase
+        named = deepgram_code(status) if operation.deepgram else ", ".join(codes[status])
+        kind = DeepgramError if operation.deepgram else Error
+        answer: Json = {"description": f"{phrase}: {named}", "content": _content({JSON: kind}, types)}
+        if status in (429, 503):
+            answer["headers"] = {"Retry-After": {"description": "Seconds", "schema": types.add(int)}}
+        if str(status) in shown:
+            # The route itself answers with this status too.
+            shown[str(status)]["description"] += f"; {answer['description']}"
+            shown[str(status)]["content"][JSON] = {"schema": types.add((operation.answers[status][JSON], kind))}
+            continue
+        shown[str(status)] = answer
+    return shown
+
+
+def codes_of(operation: Operation) -> dict[int, list[str]]:
+    """All error codes of an operation by status."""
+    found: dict[int, list[str]] = {}
+    keys = (KEY, *(() if operation.takes_secrets else (NO_SECRETS,))) if operation.needs_key else ()
+    for codes in (*keys, *operation.refusals, ALWAYS):
+        for status, names in codes.items():
+            known = found.setdefault(status, [])
+            known += [name for name in names if name not in known]
+    return found
+
+
+def _codes_of_audio(kind: type[AudioError]) -> set[str]:
+    found = {code for below in kind.__subclasses__() for code in _codes_of_audio(below)}
+    # This one is the server's lack, with another status.
+    return found if issubclass(kind, TooManyDecoders) else {*found, kind.code}
+
+
+HTML = "text/html; charset=utf-8"
+# The codes of files that cannot be decoded.
+AUDIO_CODES = tuple(sorted(_codes_of_audio(AudioError)))
+# Whatever takes a file as an upload may refuse it with these.
+UPLOADED: Codes = {
+    400: ("invalid_value", "invalid_form", "missing_file", *AUDIO_CODES),
+    408: ("upload_too_slow",),
+    413: ("file_too_large", "form_too_large"),
+    499: ("client_gone",),
+    500: ("transcription_failed",),
+    503: ("engine_not_ready", "engine_unavailable", "too_many_open_files"),
+    504: ("timeout",),
+    507: ("disk_full", "storage_failed"),
+}
+AnyObject = Annotated[dict[str, Any], Meta(description="A JSON object.")]
+
+
+class ApiDocs:
+    """The routes of the documents. They need no key and hold nothing of this server's clients or configuration. Each
+    is made at its first request, on a thread, and kept."""
+
+    def __init__(self, routes: Sequence[BaseRoute]) -> None:
+        """`routes` is read at the first request, when it has all routes."""
+        self._routes = routes
+        self._made: dict[str, bytes] = {}
+        self._making = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        return [
+            Route("/openapi.json", self.openapi),
+            Route("/events.schema.json", self.events),
+            Route("/docs/api", self.page),
+        ]
+
+    @described(Operation("This document", "Documents", {200: {JSON: AnyObject}}, needs_key=False))
+    async def openapi(self, request: Request) -> Response:
+        return await self._answer("openapi", JSON, lambda: msgspec.json.encode(document(self._routes)))
+
+    @described(Operation("The JSON schema of all events", "Documents", {200: {SCHEMA: AnyObject}}, needs_key=False))
+    async def events(self, request: Request) -> Response:
+        return await self._answer("events", SCHEMA, lambda: msgspec.json.encode(event_schema()))
+
+    @described(Operation("This document as a page", "Documents", {200: {"text/html": str}}, needs_key=False))
+    async def page(self, request: Request) -> Response:
+        return await self._answer("page", HTML, lambda: write_page(document(self._routes), event_schema()))
+
+    async def _answer(self, name: str, media_type: str, make: Callable[[], bytes]) -> Response:
+        async with self._making:
+            if name not in self._made:
+                self._made[name] = await asyncio.to_thread(make)
+        headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
+        if name == "page":
+            headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"
+        return Response(self._made[name], media_type=media_type, headers=headers)
