@@ -70,7 +70,7 @@ RELOADABLE = frozenset(
     {
         *("server.drain_s", "server.drain_spread_s", "server.ping_interval_s", "server.dead_after_s"),
         *("server.handshake_s", "server.inject", "server.log_level", "server.access_log"),
-        *("auth.keys", "auth.no_auth"),
+        *("auth.keys", "auth.no_auth", "auth.twilio_auth_token"),
         *("limits.max_sessions", "limits.max_load", "limits.sessions_per_key", "limits.new_sessions_per_minute"),
         *("limits.message_bytes", "limits.control_bytes", "limits.messages_per_second", "limits.mistakes_per_second"),
         *("limits.audio_in_flight_s", "limits.replay_s", "limits.gap_s", "limits.idle_s", "limits.session_s"),
@@ -182,11 +182,14 @@ class AuthConfig:
     # Secret that client secrets and resume tokens are signed with. Empty: a random one at every start. Servers that
     # accept each other's tokens need the same.
     secret: Secret = Secret()
+    # Auth token of the Twilio account. If it is set, calls on /v1/twilio must have Twilio's signature, besides a key.
+    twilio_auth_token: Secret = Secret()
 
     def __post_init__(self) -> None:
         """Convert plain texts to `Secret`."""
         object.__setattr__(self, "keys", tuple(_as_secret(key) for key in self.keys))
         object.__setattr__(self, "secret", _as_secret(self.secret))
+        object.__setattr__(self, "twilio_auth_token", _as_secret(self.twilio_auth_token))
 
 
 def _as_secret(given: Secret | str) -> Secret:

@@ -51,6 +51,8 @@ class SessionOptions:
     speakers: bool = False
     # `streamed`: finals have the words of the deltas.
     finals: str | None = None
+    # The name that the session is published under.
+    publish: str | None = None
 
     def session(self, include: Sequence[str]) -> dict[str, Any]:
         """The session object for `session.update`. Word times are requested too."""
@@ -69,7 +71,8 @@ class SessionOptions:
         }
         speakers = [INCLUDE_SPEAKERS] if self.speakers else []
         wanted = [INCLUDE_WORDS, *speakers, *include]
-        return {"type": "transcription", "audio": {"input": audio_input}, "include": wanted}
+        published = {"publish": self.publish} if self.publish else {}
+        return {"type": "transcription", "audio": {"input": audio_input}, "include": wanted, **published}
 
 
 class OpenTurns:

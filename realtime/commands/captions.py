@@ -355,6 +355,7 @@ async def _through_server(
             transcription_options.speakers,
             # What the terminal has shown is not changed any more.
             finals="streamed",
+            publish=getattr(options, "publish", None),
         )
         session = LastingSession(realtime_url(options.server), key, asked)
         with CaptionView(Console(), show_words=options.words) as captions:

@@ -12,7 +12,7 @@ from engine.spec import ModelSpec
 from realtime.commands.pull import model_name
 from realtime.commands.terminal import CommandFailed, UsageError, note
 from realtime.errors import ClientFault
-from realtime.session.settings import Settings, listed_words
+from realtime.session.settings import NAME_RULE, PUBLISHED_NAME, Settings, listed_words
 
 
 def add_transcription_options(parser: argparse.ArgumentParser) -> None:
@@ -32,12 +32,19 @@ def add_caption_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--output", type=Path, metavar="FILE", help="save the captions to this file as they arrive")
     parser.add_argument("--format", choices=("txt", "json", "srt", "vtt"), help="the format of --output")
+    parser.add_argument(
+        "--publish", metavar="NAME", help="publish the words for viewers at /watch/NAME of the server; needs --server"
+    )
 
 
 def check_caption_options(options: argparse.Namespace) -> None:
     """Raises UsageError."""
     if options.format and not options.output:
         raise UsageError("--format is the format of --output; add --output FILE")
+    if options.publish and not options.server:
+        raise UsageError("--publish needs a server that viewers can reach; add --server URL")
+    if options.publish and not PUBLISHED_NAME.fullmatch(options.publish):
+        raise UsageError(f"--publish must be a name. {NAME_RULE}")
 
 
 def has_speakers() -> bool:

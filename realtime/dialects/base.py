@@ -23,9 +23,10 @@ MAX_EVENT_ID = 512
 
 @dataclass(frozen=True, slots=True)
 class AudioText:
-    """Audio in base64, not decoded yet."""
+    """Audio in base64, not decoded yet, and the silence that was left out before it, in source samples."""
 
     data: str
+    silence_before: int = 0
 
 
 @dataclass(frozen=True, slots=True)

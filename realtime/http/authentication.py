@@ -6,6 +6,7 @@ contain their owner, the initial settings of their sessions and their expiry tim
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import hmac
 import secrets
@@ -187,11 +188,34 @@ class Context:
 
     def caller(self, headers: Headers, subprotocols: list[str], address: str) -> Caller:
         """The caller of a socket or a request. Raises Refusal, and counts it in the metrics."""
+        return self.caller_with(offered_key(headers, subprotocols), address)
+
+    def caller_with(self, key: str | None, address: str) -> Caller:
+        """The caller with this key. Raises Refusal, and counts it in the metrics."""
         try:
-            return self.authenticator.check(offered_key(headers, subprotocols), address)
+            return self.authenticator.check(key, address)
         except Refusal:
             self.metrics.refused.labels("auth").inc()
             raise
+
+    def check_twilio(self, headers: Headers, path: str) -> None:
+        """Check the signature of an upgrade if the operator has set Twilio's auth token. Raises Refusal.
+
+        It proves that the request comes from Twilio, and names no key: it is asked for in addition to a key. Twilio
+        signs the URL as it is in the TwiML, of which a proxy passes on the name in `Host`; some URLs are signed
+        without their port.
+        """
+        token, host = self.config.auth.twilio_auth_token.reveal(), headers.get("host", "")
+        if not token:
+            return
+        given = headers.get("x-twilio-signature", "").encode("utf-8", "surrogateescape")
+        for name in (host, host.rpartition(":")[0]):
+            signature = hmac.digest(token.encode(), f"wss://{name}{path}".encode(), "sha1")
+            if hmac.compare_digest(base64.b64encode(signature), given):
+                return
+        self.metrics.refused.labels("auth").inc()
+        text = "The X-Twilio-Signature is not that of auth.twilio_auth_token for wss://HOST/v1/twilio."
+        raise Refusal(401, "invalid_signature", text)
 
     def caller_of(self, request: Request) -> Caller:
         """The caller of an HTTP request. Raises Refusal, also for a client secret, which is valid for sockets only."""

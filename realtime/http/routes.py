@@ -32,7 +32,7 @@ from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader
 from realtime.http.viewer_routes import ViewerRoutes
 from realtime.http.webhook_routes import WEBHOOKS, WebhookRoutes
-from realtime.http.websocket_routes import FLUX, LISTEN, WebSocketRoutes, refusal_response
+from realtime.http.websocket_routes import FLUX, LISTEN, TWILIO, WebSocketRoutes, refusal_response
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.publishing import Publisher
 from realtime.serving.pulled_streams import PulledStreams
@@ -129,6 +129,7 @@ def _sockets(gateway: WebSocketRoutes) -> list[BaseRoute]:
         "/realtime": gateway.realtime,
         LISTEN: gateway.deepgram,
         FLUX: gateway.flux,
+        TWILIO: gateway.twilio,
     }
     sockets = [WebSocketRoute(path, _AsgiEndpoint(serve)) for path, serve in paths.items()]
     return [*sockets, *(Route(path, _upgrade_required, methods=["GET"], include_in_schema=False) for path in paths)]

@@ -7,7 +7,7 @@ import logging
 import os
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Literal
@@ -19,9 +19,9 @@ from starlette.applications import Starlette
 from starlette.datastructures import QueryParams
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
-from starlette.websockets import WebSocket
+from starlette.websockets import WebSocket, WebSocketState
 
-from realtime.dialects.base import SessionFacts, encode_json
+from realtime.dialects.base import SessionFacts, decode_json, encode_json
 from realtime.dialects.deepgram import (
     CONTAINERS,
     MAX_CHANNELS,
@@ -37,12 +37,13 @@ from realtime.dialects.event_schema import EagerThreshold, EotThreshold, EotTime
 from realtime.dialects.flux import READ_ONCE as FLUX_READ_ONCE
 from realtime.dialects.flux import FluxDialect, read_flux_query
 from realtime.dialects.openai import MAX_NAME, BetaDialect, OpenAIDialect, merge_beta
+from realtime.dialects.twilio import CallStart, TwilioDialect, read_start
 from realtime.errors import ClientFault, CloseCode, Refusal
-from realtime.http.authentication import Context, asks_for_beta, select_subprotocol
+from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
 from realtime.numbers import whole_number
 from realtime.serving.channels import ChannelGroup, ChannelInbox
-from realtime.serving.connection import Connection
+from realtime.serving.connection import CLOSE_GRACE_S, Connection
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_streams import PulledStreams
@@ -52,7 +53,7 @@ from realtime.serving.throttle import FairTurns, Pace
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
 from realtime.serving.websocket import header_text
-from realtime.serving.websocket_extension import EXTENSION, SocketExtras
+from realtime.serving.websocket_extension import EXTENSION, PART, SocketExtras
 from realtime.session.events import Hangup
 from realtime.session.settings import MAX_RATE, MIN_RATE, Settings
 
@@ -62,6 +63,14 @@ log = logging.getLogger("tickertape.server")
 LISTEN = "/v1/listen"
 # The path of the clients of Deepgram Flux.
 FLUX = "/v2/listen"
+# The path of Twilio Media Streams.
+TWILIO = "/v1/twilio"
+# Messages until a call has started: `connected` and `start`.
+MESSAGES_TO_START = 2
+# Seconds for the last words of a call whose socket is closed.
+FINISH_S = 15.0
+# The longest reason in a close frame, in bytes.
+REASON_BYTES = 123
 # More events than a session can send.
 MAX_SEQUENCE = 10**15
 # A resume request that has waited in a socket for longer (seconds) is refused: its client may have resumed elsewhere
@@ -158,6 +167,8 @@ class _AdmittedSocket:
     first_frames: list[str]
     subprotocol: str | None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    # A phone call: the socket is accepted already, and when it closes the last words still reach viewers.
+    is_call: bool = False
 
 
 _Enter = Callable[[WebSocket], AbstractAsyncContextManager[_AdmittedSocket]]
@@ -210,6 +221,10 @@ class WebSocketRoutes:
         """The endpoint of the clients of Deepgram Flux."""
         await self._serve_socket(self._enter_flux, scope, receive, send)
 
+    async def twilio(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The endpoint of Twilio Media Streams."""
+        await self._serve_socket(self._enter_twilio, scope, receive, send)
+
     async def _serve_socket(self, enter: _Enter, scope: Scope, receive: Receive, send: Send) -> None:
         websocket = WebSocket(scope, receive, send)
         entered = False
@@ -222,7 +237,10 @@ class WebSocketRoutes:
         except (Refusal, ClientFault) as error:
             if entered:
                 raise
-            await websocket.send_denial_response(refusal_response(scope["path"], error))
+            if websocket.application_state is WebSocketState.CONNECTING:
+                await websocket.send_denial_response(refusal_response(scope["path"], error))
+            else:
+                await _close_refused(websocket, error)
 
     async def _run_socket(self, entrance: _AdmittedSocket, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an admitted socket from the handshake to its end, then detach its sessions."""
@@ -235,12 +253,15 @@ class WebSocketRoutes:
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
             self.sessions.attach(entrance.entries, connection)
-            await receive()
-            accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
-            await send(accept)
+            if not entrance.is_call:
+                await receive()
+                accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
+                await send(accept)
             hangup = await connection.run(entrance.first_frames, *paces)
             if hangup is not None:
                 self.metrics.closed.labels(hangup.cause).inc()
+            elif entrance.is_call:
+                await _finish(live, inbox)
         except* OSError:
             log.debug("session %s: the client left during the handshake", live.id)
         except* Exception:
@@ -310,6 +331,54 @@ class WebSocketRoutes:
             header = (b"dg-request-id", request_id.encode())
             frames = [encode_json(greeting)] if greeting else []
             yield _AdmittedSocket(entries, frames, select_subprotocol(offered), [header])
+
+    @asynccontextmanager
+    async def _enter_twilio(self, websocket: WebSocket) -> AsyncIterator[_AdmittedSocket]:
+        """Open the sessions of a phone call, one for each track. Raises Refusal.
+
+        Twilio can give a key only in `start`, so the socket is accepted before its client is known. Until then it may
+        send two short messages within `server.handshake_s`, and nothing but this socket is held for it.
+        """
+        offered: list[str] = websocket.scope.get("subprotocols", [])
+        address = websocket.client.host if websocket.client else ""
+        self._context.check_twilio(websocket.headers, websocket.url.path)
+        has_key = offered_key(websocket.headers, offered) is not None
+        caller = self._context.caller(websocket.headers, offered, address) if has_key else None
+        await websocket.accept(select_subprotocol(offered))
+        try:
+            start = await self._call_start(websocket)
+        except (Refusal, ClientFault):
+            self.metrics.refused.labels("start").inc()
+            raise
+        if caller is None and start.key is None and self._context.authenticator.asks_for_keys:
+            self.metrics.refused.labels("auth").inc()
+            text = "A key is required: give the stream the custom parameter 'key'."
+            raise Refusal(401, "invalid_api_key", text)
+        caller = caller or self._context.caller_with(start.key, address)
+        settings = self._in_force(start.settings)
+        dialects = [partial(TwilioDialect, track=track, tracks=start.tracks) for track in start.tracks]
+        async with self.sessions.open(caller, settings, dialects) as entries:
+            yield _AdmittedSocket(entries, [], None, is_call=True)
+
+    async def _call_start(self, websocket: WebSocket) -> CallStart:
+        """The `start` message of a call. Raises Refusal and ClientFault."""
+        try:
+            async with asyncio.timeout(self.config.server.handshake_s):
+                for _ in range(MESSAGES_TO_START):
+                    message = await websocket.receive()
+                    if message["type"] != "websocket.receive":
+                        raise Refusal(499, "client_gone", "The client left before its call started.")
+                    text = message.get("text") or message.get("bytes") or b""
+                    if PART in message or len(text) > self.config.limits.control_bytes:
+                        raise Refusal(413, "message_too_large", "'start' is too long; send fewer custom parameters.")
+                    body = decode_json(text)
+                    if body.get("event") == "start":
+                        return read_start(body)
+                    if body.get("event") != "connected":
+                        break
+        except TimeoutError:
+            raise Refusal(408, "no_start", "No 'start' message came in time.") from None
+        raise Refusal(400, "no_start", "The first messages must be 'connected' and 'start', as Twilio sends them.")
 
     def _in_force(self, asked: Settings) -> Settings:
         """The settings as the model supports them. Raises ClientFault. Without a ready engine they are returned as they
@@ -393,13 +462,40 @@ def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> Deepgr
     return DeepgramDialect(facts, listening, channel)
 
 
+async def _finish(live: LiveSession | ChannelGroup, inbox: Inbox | ChannelInbox) -> None:
+    """Wait for the last words of a client that has left; viewers get them."""
+    with suppress(TimeoutError):
+        async with asyncio.timeout(FINISH_S):
+            await inbox.take('{"event": "stop"}', None, lambda: False)
+            while not isinstance(await live.next_frames(), Hangup):
+                pass
+
+
+async def _close_refused(websocket: WebSocket, error: Refusal | ClientFault) -> None:
+    """Close a socket that was accepted before it could be refused. The reason is the sentence of the refusal."""
+    if websocket.client_state is WebSocketState.DISCONNECTED:
+        return
+    log.warning("%s: refused after the upgrade: %s", websocket.url.path, error.message)
+    later = isinstance(error, Refusal) and error.status in (429, 503)
+    reason = error.message.encode()[:REASON_BYTES].decode(errors="ignore")
+    closing = websocket.close(CloseCode.TRY_LATER if later else CloseCode.POLICY, reason)
+    try:
+        await asyncio.wait_for(closing, CLOSE_GRACE_S)
+    except TimeoutError:
+        _extras(websocket.scope).abort()
+    except (OSError, RuntimeError):
+        log.debug("%s: the client left before it was refused", websocket.url.path)
+
+
 def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGroup, Inbox | ChannelInbox]:
     """The session and inbox of a connection; for several channels, their groups."""
     first = entries[0]
     if len(entries) == 1:
         return first.live, first.inbox
-    sample_bytes = SAMPLE_BYTES[first.live.session.settings.format.type]
-    return ChannelGroup([entry.live for entry in entries]), ChannelInbox([e.inbox for e in entries], sample_bytes)
+    audio_format = first.live.session.settings.format
+    inboxes = [entry.inbox for entry in entries]
+    inbox = ChannelInbox(inboxes, SAMPLE_BYTES[audio_format.type], interleaved=audio_format.binary)
+    return ChannelGroup([entry.live for entry in entries]), inbox
 
 
 def refusal_response(path: str, error: Refusal | ClientFault) -> Response:

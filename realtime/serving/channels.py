@@ -1,7 +1,8 @@
 """Multichannel audio on one socket: each channel is a session with its own engine stream, behind one reader and writer.
 
-`ChannelInbox` de-interleaves the client's samples into the inboxes of the channels; `ChannelGroup` merges the events of
-the channels for the writer. Admission and limits count every channel as a session.
+`ChannelInbox` de-interleaves the client's samples into the inboxes of the channels, or, where audio comes in JSON with
+the name of its channel, gives every message to all of them. `ChannelGroup` merges the events of the channels for the
+writer. Admission and limits count every channel as a session.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ ORDERLY = ("finished", "drain")
 class ChannelInbox:
     """Distributes the client's messages: each channel gets its own samples, and all channels get control messages."""
 
-    def __init__(self, inboxes: Sequence[Inbox], sample_bytes: int) -> None:
+    def __init__(self, inboxes: Sequence[Inbox], sample_bytes: int, *, interleaved: bool = True) -> None:
         self._inboxes = inboxes
+        # Binary frames have samples of all channels; otherwise they are JSON, as text frames are.
+        self._interleaved = interleaved
         self._frame_bytes = sample_bytes * len(inboxes)
         self._sample_bytes = sample_bytes
         # Bytes of an incomplete frame (one sample of every channel).
@@ -36,12 +39,12 @@ class ChannelInbox:
             inbox.settle()
 
     def take_now(self, text: str) -> bool:
-        """Always False: multichannel audio comes in binary frames, which have to be de-interleaved."""
+        """Always False: the audio has to be given to its channel."""
         return False
 
     async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
         """Handle one message; returns whether it was a mistake of the client, as `Inbox.take` does."""
-        if data:
+        if data and self._interleaved:
             return await self.take_part(Part(data, is_text=False, is_last=True), gone)
         for inbox in self._inboxes:
             # Stop at the first channel that reports a mistake, so that the client gets one answer.
@@ -51,7 +54,7 @@ class ChannelInbox:
 
     async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
         """Handle the next part of a long message, as `Inbox.take_part` does."""
-        if part.is_text:
+        if part.is_text or not self._interleaved:
             return await self._inboxes[0].take_part(part, gone)
         for start in range(0, len(part.data), FED_BYTES):
             for inbox, samples in zip(self._inboxes, self._deal(part.data[start : start + FED_BYTES]), strict=True):

@@ -148,7 +148,11 @@ class Inbox:
             if not self.dialect_fixed and not self._live.dialect.fixed:
                 self._choose_dialect(message)
             request = self._live.dialect.read(message, self._live.session.settings)
+            if self._ended and isinstance(request, AudioText | GapRequest):
+                return False
             if isinstance(request, AudioText):
+                if request.silence_before:
+                    self._control(GapRequest(request.silence_before))
                 await self._audio_text(request.data, gone)
             elif isinstance(request, End):
                 await self._end(gone)

@@ -126,8 +126,10 @@ class Sessions:
                 entries.append(entry)
             for entry in entries if settings.on_final is not None else ():
                 self._send_finals(entry, settings.on_final)
-            if settings.publish is not None:
-                await self._publish(entries[0], settings.publish)
+            for entry in entries:
+                # A dialect with several channels has a name for each of them.
+                if (name := entry.live.session.settings.publish) is not None:
+                    await self._publish(entry, name)
             yield tuple(entries)
         finally:
             admission.release()

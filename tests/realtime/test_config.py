@@ -273,7 +273,8 @@ def test_every_setting_whose_name_says_that_it_is_secret_has_the_type_of_a_secre
         for name, kind in typing.get_type_hints(made).items()
     }
     secret = {key for key, kind in hints.items() if kind in (Secret, tuple[Secret, ...])}
-    assert secret == {"auth.keys", "auth.secret", "webhooks.secret", "webhooks.on_final"}
+    webhooks = {"webhooks.secret", "webhooks.on_final"}
+    assert secret == {"auth.keys", "auth.secret", "auth.twilio_auth_token", *webhooks}
     named = {key for key in known_keys() if re.search(r"secret$|\.keys?$|password|token", key)}
     # Its entries may contain keys.
     assert named | {"webhooks.on_final"} == secret, "a new setting that holds a secret needs the type Secret"

@@ -20,9 +20,11 @@ import pytest
 import realtime
 from engine.client.handoff import AdoptedSession
 from realtime.config import Config, LimitsConfig
+from realtime.http import websocket_routes
 from realtime.http.authentication import Authenticator, Context
 from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.metrics.gateway import Metrics
+from realtime.serving.publishing import Publisher
 from realtime.serving.quota import Counts
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices, SessionFactory
@@ -30,6 +32,7 @@ from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import INCLUDE_RESUME
 from realtime.workers.shared_quota import QuotaCoordinator, SharedQuota
 from realtime.workers.worker_link import Line
+from tests.phone_calls import CONNECTED, mulaw, start_message
 from tests.realtime.gateway_doubles import FakeEngine, tone
 
 OURS = str(Path(realtime.__file__).parent)
@@ -162,7 +165,7 @@ class Place:
 async def place(shared: bool = False, claimants: Any = None) -> AsyncIterator[Place]:
     engine, now, metrics, signer = FakeEngine(), [0.0], Metrics(), Signer()
     async with shared_house() if shared else alone() as (quota, keeper):
-        around = GatewayServices(metrics, signer, claimants, quota)
+        around = GatewayServices(metrics, signer, claimants, quota, Publisher.alone(1.0))
         sessions = Sessions(engine, CONFIG, lambda: now[0], lambda: 0.0, around)
         counts = sessions._quota.counts if keeper is None else keeper.counts  # type: ignore[attr-defined]
         gateway = WebSocketRoutes(Context(engine, CONFIG, metrics, Authenticator((), signer), sessions))
@@ -232,7 +235,8 @@ async def client(place: Place, path: str, query: str, *messages: str | bytes) ->
         "subprotocols": ["realtime"],
         "extensions": {"websocket.http.response": {}},
     }
-    serve = place.gateway.deepgram if path == "/v1/listen" else place.gateway.realtime
+    endpoints = {"/v1/listen": place.gateway.deepgram, "/v1/twilio": place.gateway.twilio}
+    serve = endpoints.get(path, place.gateway.realtime)
     serving = asyncio.create_task(serve(scope, receive, send))
     async with asyncio.timeout(20):
         await asyncio.wait((serving,))
@@ -251,6 +255,13 @@ async def one_session(place: Place) -> None:
 async def eight_channels(place: Place) -> None:
     query = f"encoding=linear16&sample_rate=16000&multichannel=true&channels={CHANNELS}"
     await client(place, "/v1/listen", query, tone(1.0), json.dumps({"type": "CloseStream"}))
+
+
+async def phone_call(place: Place) -> None:
+    media = {"track": "inbound", "timestamp": "0", "payload": base64.b64encode(mulaw(tone(1.0, 8_000))).decode()}
+    start = start_message(["inbound", "outbound"])
+    messages = (CONNECTED, start, {"event": "media", "media": media}, {"event": "stop"})
+    await client(place, "/v1/twilio", "", *(json.dumps(message) for message in messages))
 
 
 async def left_and_resumed(place: Place) -> None:
@@ -298,9 +309,15 @@ async def run_through(
 ERRORS = [RuntimeError, OSError, asyncio.CancelledError]
 
 
+@pytest.fixture(autouse=True)
+def last_words_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some of the faults a call waits for its last words in vain."""
+    monkeypatch.setattr(websocket_routes, "FINISH_S", 0.2)
+
+
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("story", [one_session, eight_channels, left_and_resumed])
+@pytest.mark.parametrize("story", [one_session, eight_channels, phone_call, left_and_resumed])
 async def test_an_error_at_any_await_leaves_nothing_counted(
     story: Callable[[Place], Coroutine[Any, Any, None]], shared: bool, error: type[BaseException]
 ) -> None:
@@ -309,7 +326,7 @@ async def test_an_error_at_any_await_leaves_nothing_counted(
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("story", [one_session, eight_channels, left_and_resumed])
+@pytest.mark.parametrize("story", [one_session, eight_channels, phone_call, left_and_resumed])
 async def test_an_error_in_any_function_leaves_nothing_counted(
     story: Callable[[Place], Coroutine[Any, Any, None]], shared: bool
 ) -> None:
