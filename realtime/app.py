@@ -106,7 +106,7 @@ class Server(uvicorn.Server):
         self.stopping.set()
         for server in self.servers:
             server.close()
-        draining = asyncio.create_task(self.gateway.sessions.drain(self.gateway.config.server.drain_s))
+        draining = asyncio.create_task(self._drain())
         # Polled, because the signal handler that sets `force_exit` wakes no task.
         while not draining.done() and not self.force_exit:
             await asyncio.wait((draining,), timeout=FORCE_POLL_S)
@@ -121,6 +121,13 @@ class Server(uvicorn.Server):
         await super().shutdown(sockets)
         if self.force_exit:
             await self.lifespan.shutdown()  # `super().shutdown` skips it in this case
+
+    async def _drain(self) -> None:
+        config = self.gateway.config
+        await self.gateway.sessions.drain(config.server.drain_s)
+        if self.gateway.webhooks is not None:
+            # After the sessions: their last finals and their ends are delivered too.
+            await self.gateway.webhooks.close(config.webhooks.drain_s)
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from pathlib import Path
 from stat import S_ISREG
 from types import UnionType
 from typing import Any
+from urllib.parse import urlsplit
 
 from engine.logs import FORMATS
 from engine.toml_file import read_toml
@@ -56,6 +57,9 @@ LEAST = {
     "limits.upload_s": (1.0, "every file would be refused"),
     "limits.spool_bytes": (1, "every file would be refused"),
     "limits.uploads": (1, "no file would ever be transcribed"),
+    "webhooks.timeout_s": (0.1, "every webhook would fail"),
+    "webhooks.queue_events": (1, "every webhook would be dropped"),
+    "webhooks.queue_bytes": (4096, "every webhook would be dropped"),
 }
 # Longest text of a wrong value in an error.
 SHOWN_CHARACTERS = 80
@@ -75,6 +79,8 @@ RELOADABLE = frozenset(
         "limits.inject_bytes",
         *("session.stall_s", "session.keep_s", "session.turn_s", "session.resume_s"),
         *("session.resume_events", "session.resume_bytes"),
+        *("webhooks.on_final", "webhooks.hosts", "webhooks.per_session", "webhooks.timeout_s", "webhooks.retry_s"),
+        *("webhooks.queue_events", "webhooks.queue_bytes", "webhooks.urls", "webhooks.drain_s"),
     }
 )
 
@@ -302,6 +308,43 @@ class FleetConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class WebhooksConfig:
+    # URLs that get the finals of sessions: `URL` for every key, `KEY URL` for one key of `auth.keys`. Empty: none.
+    on_final: tuple[Secret, ...] = ()
+    # Hosts that webhooks may reach: names, `*.example.org`, `*` for any public host; addresses and networks
+    # (10.0.0.0/8), which also allow private addresses. A URL of `on_final` lists its own host.
+    hosts: tuple[str, ...] = ()
+    # Allow clients to name a URL for their session, of a host that `hosts` lists.
+    per_session: bool = False
+    # The secret from which the signing secret of each key is derived; needed for webhooks.
+    secret: Secret = Secret()
+    # Seconds for one attempt, from the lookup of the name to the status of the answer.
+    timeout_s: float = 10.0
+    # Seconds after which an event that cannot be delivered is dropped.
+    retry_s: float = 86_400.0
+    # Events, and their bytes, that may wait for one URL; beyond it the oldest is dropped.
+    queue_events: int = 1000
+    queue_bytes: int = 1024 * 1024
+    # URLs that sessions may name at once, in each gateway process.
+    urls: int = 64
+    # Folder for files in which waiting events survive a restart, with transcripts in them; unset: memory only.
+    folder: str | None = None
+    # Seconds to deliver waiting events when the server stops.
+    drain_s: float = 5.0
+
+    def __post_init__(self) -> None:
+        """Convert plain texts to `Secret`."""
+        object.__setattr__(self, "on_final", tuple(_as_secret(entry) for entry in self.on_final))
+        object.__setattr__(self, "secret", _as_secret(self.secret))
+
+
+def hook_of(entry: str) -> tuple[str, str]:
+    """The key and the URL of an entry of `webhooks.on_final`; the key is empty if the URL is for every key."""
+    key, _, url = entry.strip().rpartition(" ")
+    return key.strip(), url
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     server: ServerConfig = field(default_factory=ServerConfig)
     auth: AuthConfig = field(default_factory=AuthConfig)
@@ -309,6 +352,7 @@ class Config:
     session: SessionConfig = field(default_factory=SessionConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
+    webhooks: WebhooksConfig = field(default_factory=WebhooksConfig)
 
     @property
     def gateway_name(self) -> str:
@@ -363,6 +407,7 @@ def check(config: Config) -> None:
     _check_fleet(config.fleet)
     _check_workers(config)
     _check_keys(auth)
+    _check_webhooks(config)
     if auth.keys and auth.no_auth:
         raise ConfigError("auth.no_auth contradicts auth.keys: remove one of them")
     if not auth.keys and not auth.no_auth and not is_loopback(server.host):
@@ -412,10 +457,40 @@ def _check_browsers(server: ServerConfig) -> None:
         if host != "*" and not HOST.fullmatch(host):
             text = "must be a name such as captions.example.org, without scheme and port; or *"
             raise ConfigError(f"server.allowed_hosts: {shown(host)} {text}")
-    for host in server.stream_hosts:
+    _check_hosts("server.stream_hosts", server.stream_hosts)
+
+
+def _check_hosts(name: str, hosts: tuple[str, ...]) -> None:
+    for host in hosts:
         if host != "*" and not HOST.fullmatch(host.removeprefix("*.")) and not _is_network(host):
             text = "must be a name such as radio.example.org or *.example.org, an address, a network (10.0.0.0/8), or *"
-            raise ConfigError(f"server.stream_hosts: {shown(host)} {text}")
+            raise ConfigError(f"{name}: {shown(host)} {text}")
+
+
+def _check_webhooks(config: Config) -> None:
+    hooks = config.webhooks
+    _check_hosts("webhooks.hosts", hooks.hosts)
+    for number, entry in enumerate(map(Secret.reveal, hooks.on_final), start=1):
+        key, url = hook_of(entry)
+        # Entries may contain keys and tokens, so they are not shown.
+        if not _is_web_url(url):
+            text = "must be 'URL' or 'KEY URL' with an http or https URL without user name and password"
+            raise ConfigError(f"webhooks.on_final: entry {number} {text}; its value is not shown")
+        if key and key not in map(Secret.reveal, config.auth.keys):
+            raise ConfigError(f"webhooks.on_final: the key of entry {number} is not in auth.keys")
+    if hooks.per_session and not hooks.hosts:
+        raise ConfigError("webhooks.per_session needs webhooks.hosts: list the hosts that clients may name")
+    if (hooks.on_final or hooks.per_session) and len(hooks.secret) < MIN_SECRET:
+        raise ConfigError(f"webhooks.secret must have at least {MIN_SECRET} characters: webhooks are signed with it")
+
+
+def _is_web_url(url: str) -> bool:
+    try:
+        split = urlsplit(url)
+        host, _ = split.hostname, split.port
+    except ValueError:
+        return False
+    return bool(host) and split.scheme in ("http", "https") and "@" not in split.netloc and url.isascii()
 
 
 def _is_network(text: str) -> bool:

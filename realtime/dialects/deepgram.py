@@ -44,6 +44,7 @@ from realtime.session.formatting import Hit, format_final, search_words, settled
 from realtime.session.settings import (
     G711_RATE,
     MAX_RATE,
+    MAX_URL_CHARACTERS,
     MIN_RATE,
     NAME_RULE,
     PUBLISHED_NAME,
@@ -111,6 +112,7 @@ READ_ONCE = (
     "utterances",
     "utt_split",
     "publish",
+    "on_final",
 )
 
 
@@ -156,6 +158,14 @@ def published_name(query: Mapping[str, str], channels: int = 1) -> str | None:
     return name
 
 
+def webhook_url(query: Mapping[str, str]) -> str | None:
+    """The URL that gets the session's finals (an extension of Deepgram's API). Raises Refusal."""
+    url = query.get("on_final")
+    if url is not None and not 0 < len(url) <= MAX_URL_CHARACTERS:
+        raise refused("on_final", f"'on_final' must be a URL of at most {MAX_URL_CHARACTERS} characters.")
+    return url
+
+
 def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuery:
     """The options of a socket. Raises Refusal for unsupported audio and for options that must not be ignored."""
     check_query(query, pairs)
@@ -173,6 +183,7 @@ def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuer
         utterance_end_ms=utterance_end_ms if interim_results else None,
         speakers=_is_true(query, "diarize"),
         publish=published_name(query, channels),
+        on_final=webhook_url(query),
         formatting=_formatting(query, pairs),
     )
     return ListenQuery(

@@ -32,6 +32,7 @@ from realtime.session.settings import (
     EOT_TIMEOUTS_MS,
     INCLUDED,
     MAX_RATE,
+    MAX_URL_CHARACTERS,
     MIN_RATE,
     PUBLISHED_NAME,
     STREAMED_FINALS,
@@ -44,6 +45,7 @@ def one_of(values: Sequence[str]) -> Meta:
     return Meta(extra_json_schema={"enum": list(values)})
 
 
+WebhookUrl = Annotated[str, Meta(min_length=1, max_length=MAX_URL_CHARACTERS)]
 PublishedName = Annotated[str, Meta(pattern=f"^(?:{PUBLISHED_NAME.pattern})$")]
 Seconds = Annotated[float, Meta(description="In seconds of the session, or of the file.")]
 
@@ -171,6 +173,7 @@ class SessionOptions(Sent):
     audio: AudioOptions | None | UnsetType = UNSET
     include: Include | None | UnsetType = UNSET
     publish: PublishedName | None | UnsetType = UNSET
+    on_final: WebhookUrl | None | UnsetType = UNSET
 
 
 class BetaSessionOptions(Sent):
@@ -182,6 +185,7 @@ class BetaSessionOptions(Sent):
     turn_detection: TurnDetection | None | UnsetType = UNSET
     include: Include | None | UnsetType = UNSET
     publish: PublishedName | None | UnsetType = UNSET
+    on_final: WebhookUrl | None | UnsetType = UNSET
 
 
 class AudioInput(Shape):
@@ -211,6 +215,7 @@ class Session(Shape):
     include: Include | None
     resume: Resume | UnsetType = UNSET
     publish: PublishedName | UnsetType = UNSET
+    on_final: WebhookUrl | UnsetType = UNSET
 
 
 class IssuedSecret(Shape):
@@ -231,6 +236,7 @@ class BetaSession(Shape):
     include: Include | None
     client_secret: IssuedSecret | None
     publish: PublishedName | UnsetType = UNSET
+    on_final: WebhookUrl | UnsetType = UNSET
 
 
 class Content(Shape):

@@ -23,6 +23,7 @@ from realtime.dialects.deepgram import (
     raw_format,
     refused,
     seconds,
+    webhook_url,
 )
 from realtime.errors import ClientFault
 from realtime.numbers import decimal_number, whole_number
@@ -58,7 +59,10 @@ from realtime.session.words import languages_of
 # The name of Deepgram's English model; with any other name the language is detected, if the model can.
 ENGLISH = "flux-general-en"
 # Parameters that may appear only once.
-READ_ONCE = ("model", "encoding", "sample_rate", "eot_threshold", "eager_eot_threshold", "eot_timeout_ms", "publish")
+READ_ONCE = (
+    *("model", "encoding", "sample_rate", "eot_threshold", "eager_eot_threshold", "eot_timeout_ms"),
+    *("publish", "on_final"),
+)
 # Event ids for the events that these client messages cause.
 FORCE = "force_end_turn"
 CONFIGURE = "configure"
@@ -87,6 +91,7 @@ def read_flux_query(query: Mapping[str, str], pairs: Pairs = ()) -> Settings:
         turns_chosen=True,
         minimum_commit_ms=0,
         publish=published_name(query),
+        on_final=webhook_url(query),
     )
 
 

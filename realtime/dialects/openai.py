@@ -52,6 +52,7 @@ from realtime.session.settings import (
     INCLUDE_RESUME,
     INCLUDE_WORDS,
     MAX_RATE,
+    MAX_URL_CHARACTERS,
     MIN_RATE,
     NAME_RULE,
     PUBLISHED_NAME,
@@ -173,7 +174,17 @@ def _published_name(value: Any) -> str | None:
     return value
 
 
+def _webhook_url(value: Any) -> str | None:
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= MAX_URL_CHARACTERS):
+        text = f"'session.on_final' must be a URL of at most {MAX_URL_CHARACTERS} characters, or null."
+        raise _fault("on_final", text)
+    return value
+
+
 def _merge_others(settings: Settings, session: Json, faults: Faults | None) -> Settings:
+    if "on_final" in session:
+        with _noting(faults):
+            settings = replace(settings, on_final=_webhook_url(session["on_final"]))
     if "publish" in session:
         with _noting(faults):
             settings = replace(settings, publish=_published_name(session["publish"]))
@@ -439,6 +450,8 @@ def ga_session(settings: Settings, facts: SessionFacts, expires_at: int) -> Json
         shown["resume"] = {"token": facts.resume_token, "keep_seconds": facts.resume_seconds}
     if settings.publish is not None:
         shown["publish"] = settings.publish
+    if settings.on_final is not None:
+        shown["on_final"] = settings.on_final
     return shown
 
 
@@ -458,6 +471,8 @@ def beta_session(settings: Settings, facts: SessionFacts) -> Json:
     }
     if settings.publish is not None:
         shown["publish"] = settings.publish
+    if settings.on_final is not None:
+        shown["on_final"] = settings.on_final
     return shown
 
 

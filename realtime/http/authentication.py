@@ -106,7 +106,14 @@ class Authenticator:
         """Replace the keys. Client secrets of removed keys become invalid."""
         self._digests = [_digest(key) for key in keys]
         # Names of callers do not depend on the order of the keys, which may differ between gateways.
-        self._names = [f"key {self._signer.alias(digest)}" for digest in self._digests]
+        self._names = [self._name(digest) for digest in self._digests]
+
+    def name_of(self, key: str) -> str:
+        """The name of the caller with this API key."""
+        return self._name(_digest(key))
+
+    def _name(self, digest: bytes) -> str:
+        return f"key {self._signer.alias(digest)}"
 
     def check(self, key: str | None, address: str) -> Caller:
         """The caller with this key. Raises a 401 Refusal if the key is missing, wrong or expired."""

@@ -31,6 +31,7 @@ from realtime.http.stream_routes import STREAMS, StreamRoutes
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader
 from realtime.http.viewer_routes import ViewerRoutes
+from realtime.http.webhook_routes import WEBHOOKS, WebhookRoutes
 from realtime.http.websocket_routes import FLUX, LISTEN, TWILIO, WebSocketRoutes, refusal_response
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.publishing import Publisher
@@ -39,6 +40,7 @@ from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.viewer_links import ViewerLinks
 from realtime.serving.viewers import Audience
+from realtime.serving.webhooks import Webhooks
 from realtime.serving.websocket import clean_headers
 
 FOLDER = Path(__file__).parents[1] / "web"
@@ -81,9 +83,12 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     publisher = services.publisher or Publisher.alone(config.session.resume_s)
     services = replace(services, publisher=publisher if config.limits.viewers else None)
     authenticator = Authenticator([key.reveal() for key in config.auth.keys], services.signer)
+    webhooks = Webhooks(config, services.metrics, time.time, authenticator.name_of)
+    services = replace(services, webhooks=webhooks)
     sessions = Sessions(engine, config, time.monotonic, time.time, services)
     context = Context(engine, config, services.metrics, authenticator, sessions)
     gateway = WebSocketRoutes(context)
+    gateway.webhooks = webhooks
     gateway.audience = Audience(publisher, services.metrics)
     links = ViewerLinks(services.link_signer, publisher.revocations, authenticator.vouches_for)
     viewers = ViewerRoutes(context, gateway.audience, publisher, links)
@@ -100,6 +105,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
     guard = Middleware(BrowserGuard, rules, services.metrics)
     routes = [*_sockets(gateway), *_viewers(viewers), *_answers(context), *_streams(streams), *page_routes()]
+    routes.append(Route(WEBHOOKS, WebhookRoutes(context, webhooks).describe, methods=["GET"]))
     routes += ApiDocs(routes).routes()
     app = Starlette(
         routes=routes,

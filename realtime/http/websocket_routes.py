@@ -33,7 +33,7 @@ from realtime.dialects.deepgram import (
     error_body,
     read_socket_query,
 )
-from realtime.dialects.event_schema import EagerThreshold, EotThreshold, EotTimeout, PublishedName, one_of
+from realtime.dialects.event_schema import EagerThreshold, EotThreshold, EotTimeout, PublishedName, WebhookUrl, one_of
 from realtime.dialects.flux import READ_ONCE as FLUX_READ_ONCE
 from realtime.dialects.flux import FluxDialect, read_flux_query
 from realtime.dialects.openai import MAX_NAME, BetaDialect, OpenAIDialect, merge_beta
@@ -51,6 +51,7 @@ from realtime.serving.quota import Caller
 from realtime.serving.session_factory import OpenSession
 from realtime.serving.throttle import FairTurns, Pace
 from realtime.serving.viewers import Audience
+from realtime.serving.webhooks import Webhooks
 from realtime.serving.websocket import header_text
 from realtime.serving.websocket_extension import EXTENSION, PART, SocketExtras
 from realtime.session.events import Hangup
@@ -104,10 +105,12 @@ LISTEN_PARAMETERS = (
     Parameter("channels", "Of raw samples.", Annotated[int, Meta(ge=1, le=MAX_CHANNELS)]),
 )
 PUBLISH_PARAMETER = Parameter("publish", "Publishes the session under this name.", PublishedName)
+WEBHOOK_PARAMETER = Parameter("on_final", "A URL that gets the session's finals as webhooks.", WebhookUrl)
 Pause = Annotated[int, Meta(ge=0, le=MAX_PAUSE_MS)]
 SOCKET_PARAMETERS = (
     *LISTEN_PARAMETERS,
     PUBLISH_PARAMETER,
+    WEBHOOK_PARAMETER,
     Parameter("interim_results", "Results before they are final.", Flag),
     Parameter("vad_events", "Sends SpeechStarted.", Flag),
     Parameter("endpointing", "The pause in milliseconds that ends a turn, `true` or `false`.", Pause | Flag),
@@ -116,6 +119,7 @@ SOCKET_PARAMETERS = (
 FLUX_PARAMETERS = (
     *AUDIO_PARAMETERS,
     PUBLISH_PARAMETER,
+    WEBHOOK_PARAMETER,
     Parameter("language_hint", "A language that may be spoken.", repeated=True),
     Parameter("keyterm", "A word to expect.", repeated=True),
     Parameter("eot_threshold", "A turn ends at this probability.", EotThreshold),
@@ -130,13 +134,13 @@ REALTIME_PARAMETERS = (
 )
 # Refusals before the upgrade.
 REFUSED_SOCKETS: Codes = {
-    400: ("invalid_value", "invalid_query_parameter"),
-    403: ("publish_not_allowed", "publishing_off"),
+    400: ("invalid_value", "invalid_query_parameter", "host_not_allowed"),
+    403: ("publish_not_allowed", "publishing_off", "webhook_not_allowed", "webhooks_off"),
     404: ("not_found", "resume_token_unknown"),
     409: ("name_taken",),
     410: ("resume_too_late", "session_gone"),
     426: ("upgrade_required",),
-    429: ("too_many_sessions", "rate_limit_exceeded"),
+    429: ("too_many_sessions", "rate_limit_exceeded", "too_many_webhooks"),
     503: ("engine_not_ready", "server_shutting_down", "request_too_old"),
 }
 
@@ -186,6 +190,7 @@ class WebSocketRoutes:
         self._fair_turns = FairTurns()
         # Streams that this gateway pulls, which end with it.
         self.streams: PulledStreams | None = None
+        self.webhooks: Webhooks | None = None
 
     @described(
         _socket(
@@ -419,7 +424,7 @@ class WebSocketRoutes:
         self.metrics.resumed.inc()
         entry.inbox.reconnected()
         entry.inbox.may_inject = entry.inbox.may_inject and not caller.is_secret
-        entry.live.publication.may_change = not caller.is_secret
+        entry.live.publication.may_change = entry.live.webhooks.may_change = not caller.is_secret
         return entry, [entry.live.greeting_again(), *missed]
 
     def reloaded(self) -> None:
@@ -427,6 +432,8 @@ class WebSocketRoutes:
         self._context.authenticator.use_keys(key.reveal() for key in self.config.auth.keys)
         if self.streams is not None:
             self.streams.end_without_key()
+        if self.webhooks is not None:
+            self.webhooks.reloaded()
 
     @asynccontextmanager
     async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
@@ -434,6 +441,8 @@ class WebSocketRoutes:
         await asyncio.to_thread(bool)
         async with await open_file(os.devnull):
             pass
+        if self.webhooks is not None:
+            await self.webhooks.start()
         tickers = [asyncio.create_task(self.sessions.run_ticker(), name="ticker")]
         if self.audience is not None:
             tickers.append(asyncio.create_task(self.audience.run(), name="viewers"))
@@ -443,6 +452,8 @@ class WebSocketRoutes:
             if self.streams is not None:
                 await self.streams.close()
             await self.sessions.drain(0.0)
+            if self.webhooks is not None:
+                await self.webhooks.close(0.0)
             for ticker in tickers:
                 ticker.cancel()
             await asyncio.gather(*tickers, return_exceptions=True)

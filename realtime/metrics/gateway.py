@@ -63,6 +63,11 @@ class Metrics:
         self.outbox = gauge("outbox_events", "Events waiting for slow clients, all sessions")
         self.viewers = gauge("viewers", "Connections that read published sessions")
         self.viewer_skips = counter("viewer_skips", "Slow viewers that were given the newest words instead of all")
+        self.webhook_delivered = counter("webhook_delivered", "Events that a webhook's receiver has taken")
+        self.webhook_failures = counter("webhook_failures", "Attempts to deliver an event that failed")
+        self.webhook_dropped = counter("webhook_dropped", "Events that no webhook delivered, by reason", "reason")
+        self.webhook_queued = gauge("webhook_queue_events", "Events that wait for the receivers of webhooks")
+        self.webhook_queued_bytes = gauge("webhook_queue_bytes", "Bytes of these events")
         self.loop_lag = histogram("loop_lag_seconds", "How late the event loop runs a timer", LOOP_BUCKETS)
         # Counting tasks is slow, so it is done at a scrape.
         gauge("tasks", "Tasks of the event loop; more than a few for each session are a leak").set_function(_tasks)

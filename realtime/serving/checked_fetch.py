@@ -1,9 +1,10 @@
-"""Fetches http and https addresses for streams that the server pulls, from allowed hosts only.
+"""Checks of http and https URLs, and fetches them for streams that the server pulls, from allowed hosts only.
 
 Server-side request forgery is the attack: a client names a URL, and the server has access to networks that the client
 has not. So every request, also of a redirect and of a segment of a playlist, is checked here: the host is listed by
 the operator, and the address that its name resolves to is public or listed itself. The connection goes to the address
-that was checked, so a name cannot change its meaning in between. Used in the pulling process; libav has no network.
+that was checked, so a name cannot change its meaning in between. Streams are fetched in the pulling process; libav has
+no network. Webhooks (`webhook_sender.py`) are sent with the same checks.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import socket
 import ssl
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
+from typing import Any
 from urllib.parse import SplitResult, urljoin, urlsplit
 
 from audio.errors import UnsupportedFormat
@@ -36,7 +38,11 @@ NOT_PUBLIC = tuple(
     map(ip_network, ("192.0.0.0/24", "192.88.99.0/24", "168.63.129.16/32", "2001::/23", "2002::/16", "3fff::/20"))
 )
 
+STREAM_HOSTS = "server.stream_hosts"
+
 Address = IPv4Address | IPv6Address
+# An address as `socket.getaddrinfo` gives it.
+Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
 class NotAllowed(UnsupportedFormat):
@@ -45,21 +51,23 @@ class NotAllowed(UnsupportedFormat):
     code = "host_not_allowed"
 
 
-def check_url(url: str, hosts: Sequence[str]) -> SplitResult:
-    """The parts of a URL whose host is listed. Raises NotAllowed. Addresses are checked when they are known."""
+def check_url(url: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> SplitResult:
+    """The parts of a URL whose host is listed. Raises NotAllowed. Addresses are checked when they are known. `setting`
+    is the name of the operator's list."""
     try:
         split = urlsplit(url)
         host, _ = split.hostname, split.port
     except ValueError:
         raise NotAllowed("the URL is not valid") from None
     if split.scheme not in HTTP_SCHEMES:
-        raise NotAllowed("the server pulls http and https only; use `tickertape listen URL --server` for other streams")
+        other = "; use `tickertape listen URL --server` for other streams" if setting == STREAM_HOSTS else ""
+        raise NotAllowed(f"the server {'pulls' if other else 'sends to'} http and https only{other}")
     if not host or not url.isascii() or not url.isprintable() or " " in url:
         raise NotAllowed("the URL is not valid; write http://HOST/PATH with letters, digits and percent codes")
     if split.username is not None or split.password is not None:
         raise NotAllowed("the URL must not contain a user name or password")
     if not any(_matches(host, listed) for listed in hosts):
-        raise NotAllowed(f"the host {host[:100]!r} is not listed in server.stream_hosts")
+        raise NotAllowed(f"the host {host[:100]!r} is not listed in {setting}")
     return split
 
 
@@ -84,11 +92,17 @@ def _is_in(address: Address, listed: str) -> bool:
         return False
 
 
-def check_address(text: str, hosts: Sequence[str]) -> None:
+def check_address(text: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> None:
     """Raise NotAllowed unless the address is public or listed itself, as an address or in a network."""
     address = _embedded(ip_address(text.partition("%")[0]))
     if not _is_public(address) and not any(_is_in(address, listed) for listed in hosts):
-        raise NotAllowed(f"the host has the address {address}, which is not public and not in server.stream_hosts")
+        raise NotAllowed(f"the host has the address {address}, which is not public and not in {setting}")
+
+
+def check_addresses(found: Sequence[Found], hosts: Sequence[str], setting: str = STREAM_HOSTS) -> None:
+    """Check all addresses of a name before the first connection: one that is not allowed spoils the name."""
+    for entry in found:
+        check_address(str(entry[4][0]), hosts, setting)
 
 
 def _is_public(address: Address) -> bool:
@@ -119,9 +133,7 @@ class _Connection(http.client.HTTPConnection):
     def connect(self) -> None:
         found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         failure: OSError = OSError("the host has no address")
-        for entry in found:
-            # Every address is checked before the first connection: one that is not allowed spoils the name.
-            check_address(str(entry[4][0]), self._hosts)
+        check_addresses(found, self._hosts)
         for family, kind, protocol, _, address in found:
             line = socket.socket(family, kind, protocol)
             try:

@@ -258,6 +258,10 @@ class Inbox:
         if taken.publish != current and (fault := await self._publish(taken.publish)) is not None:
             faults.append(fault)
             taken = replace(taken, publish=current)
+        current_url = self._live.session.settings.on_final
+        if taken.on_final != current_url and (fault := self._send_finals(taken.on_final)) is not None:
+            faults.append(fault)
+            taken = replace(taken, on_final=current_url)
         for fault in faults:
             self._tell(fault, asked.event_id)
         if not faults or taken != self._live.session.settings:
@@ -271,6 +275,14 @@ class Inbox:
             text = "A session of a client secret is published only under the name that its secret was made with."
             return ClientFault("publish_not_allowed", text, param="session.publish")
         return await publication.change(name)
+
+    def _send_finals(self, url: str | None) -> ClientFault | None:
+        """Send the session's finals to another URL, or to none. Returns the fault if that is not allowed."""
+        webhooks = self._live.webhooks
+        if not webhooks.may_change:
+            text = "A session of a client secret has only the webhook that its secret was made with."
+            return ClientFault("webhook_not_allowed", text, param="session.on_final")
+        return webhooks.change(url)
 
     def _in_force(self, asked: Settings) -> tuple[Settings, list[ClientFault]]:
         """The settings that the model accepts, and a fault for each refused option, by the client's name for it."""

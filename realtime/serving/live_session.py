@@ -28,6 +28,7 @@ from realtime.serving.handoff import SavedLive, SentLog, SessionHandoff
 from realtime.serving.outbox import Outbox
 from realtime.serving.publishing import SessionPublication
 from realtime.serving.throttle import SHARE_S
+from realtime.serving.webhooks import SessionWebhooks
 from realtime.session.boundaries import turn_rule
 from realtime.session.core import Phase, Session
 from realtime.session.events import (
@@ -403,6 +404,8 @@ class LiveSession:
         self.handoff: SessionHandoff | None = None
         # Publishes the session's words to viewers.
         self.publication = SessionPublication(None, "", session_id, session.sample_rate)
+        # Sends the session's finals to webhooks.
+        self.webhooks = SessionWebhooks(None, None, session_id, session.sample_rate)
         # Of an adopted session: audio that its engine never received, and the new stream that was decided on.
         self._resent: ResentAudio | None = None
         self._reanchor: Reanchor | None = None
@@ -536,6 +539,7 @@ class LiveSession:
             case Send(event):
                 self.outbox.put(event)
                 self.publication.tell(event, self.session.settings.formatting)
+                self.webhooks.tell(event, self.session.settings)
             case Hangup():
                 self.outbox.hang_up(effect)
                 self.runner.queue.wake()

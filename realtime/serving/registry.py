@@ -124,6 +124,8 @@ class Sessions:
                 entry.admission = admission.part()
                 self._entries[entry.live.id] = entry
                 entries.append(entry)
+            for entry in entries if settings.on_final is not None else ():
+                self._send_finals(entry, settings.on_final)
             for entry in entries:
                 # A dialect with several channels has a name for each of them.
                 if (name := entry.live.session.settings.publish) is not None:
@@ -134,11 +136,23 @@ class Sessions:
             await self.end(*(entry for entry in entries if entry.connection is None and entry.left_at is None))
 
     def _check_name(self, caller: Caller, settings: Settings) -> None:
-        """Raise Refusal if a client secret asks for another name than its own."""
+        """Raise Refusal if a client secret asks for another name or webhook than its own."""
         if caller.settings is not None and settings.publish != caller.settings.publish:
             self._metrics.refused.labels("publish").inc()
             text = "A session of a client secret is published only under the name that its secret was made with."
             raise Refusal(403, "publish_not_allowed", text, param="publish")
+        if caller.settings is not None and settings.on_final != caller.settings.on_final:
+            self._metrics.refused.labels("webhook").inc()
+            text = "A session of a client secret has only the webhook that its secret was made with."
+            raise Refusal(403, "webhook_not_allowed", text, param="on_final")
+
+    def _send_finals(self, entry: OpenSession, url: str | None) -> None:
+        """Send the finals of a new session to a URL. Raises Refusal."""
+        fault = entry.live.webhooks.change(url)
+        if fault is not None:
+            self._metrics.refused.labels("webhook").inc()
+            status = {"webhooks_off": 403, "too_many_webhooks": 429}.get(fault.code, 400)
+            raise Refusal(status, fault.code, fault.message, param="on_final")
 
     async def _publish(self, entry: OpenSession, name: str) -> None:
         """Publish a new session. Raises Refusal."""
@@ -265,6 +279,7 @@ class Sessions:
         if entry.admission is not None:
             entry.admission.release()
         entry.live.publication.close()
+        entry.live.webhooks.close(entry.live.session.source_ms / 1000)
         entry.count_audio(self._metrics)
         entry.inbox.close()
         return True
@@ -322,6 +337,7 @@ class Sessions:
         self._entries[session_id] = entry
         entry.admission.enter_again()
         await self._publish_again(entry)
+        self._send_finals_again(entry)
         return entry
 
     async def _publish_again(self, entry: OpenSession) -> None:
@@ -332,6 +348,14 @@ class Sessions:
         if fault is not None:
             log.warning("session %s is not published any more: %s", live.id, fault.message)
             live.submit(Configure(replace(live.session.settings, publish=None)))
+
+    def _send_finals_again(self, entry: OpenSession) -> None:
+        """Continue to send the finals of an adopted session to the URL that its client has named."""
+        live = entry.live
+        fault = live.webhooks.change(live.session.settings.on_final)
+        if fault is not None:
+            log.warning("session %s has no webhook any more: %s", live.id, fault.message)
+            live.submit(Configure(replace(live.session.settings, on_final=None)))
 
     def _owned(self) -> list[Owned]:
         """The handoffs that engines have from this process."""
@@ -374,6 +398,7 @@ class Sessions:
 
     def _release(self, entry: OpenSession, hangup: Hangup, is_fenced: bool = False) -> None:
         entry.live.publication.close(moves=True)
+        entry.live.webhooks.close(0.0, moves=True)
         self._remove(entry)
         entry.is_let_go = True
         entry.live.session.close_without_effects()

@@ -37,6 +37,7 @@ from realtime.serving.live_session import LiveLimits, LiveSession
 from realtime.serving.publishing import Publisher, SessionPublication
 from realtime.serving.quota import Admission, Caller, SessionQuota
 from realtime.serving.signed_tokens import Signer
+from realtime.serving.webhooks import Webhooks
 from realtime.session.core import Session, SessionLimits
 from realtime.session.settings import Settings
 
@@ -47,7 +48,7 @@ class GatewayServices:
 
     `claimants` is the store for handoffs: with it gateways can adopt each other's sessions, and they share the secret
     of `signer`. `quota` counts the sessions of all gateways. `publisher` publishes sessions to viewers, whose links are
-    signed by `link_signer`.
+    signed by `link_signer`. `webhooks` sends finals to URLs.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
@@ -56,6 +57,7 @@ class GatewayServices:
     quota: SessionQuota | None = None
     publisher: Publisher | None = None
     link_signer: Signer = field(default_factory=Signer)
+    webhooks: Webhooks | None = None
 
 
 @dataclass(slots=True)
@@ -136,6 +138,7 @@ class SessionFactory:
         self._signer = services.signer
         self._claimants = services.claimants
         self._publisher = services.publisher
+        self._webhooks = services.webhooks
 
     def models(self) -> list[str]:
         """All model names that a client may ask for."""
@@ -175,7 +178,7 @@ class SessionFactory:
         may_inject = self._config.server.inject and not caller.is_secret
         start = dialect.start_settings(settings)
         entry = self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
-        entry.live.publication.may_change = not caller.is_secret
+        entry.live.publication.may_change = entry.live.webhooks.may_change = not caller.is_secret
         return entry
 
     def adopt(self, session_id: str, caller: str, adopted: AdoptedSession) -> OpenSession:
@@ -217,6 +220,8 @@ class SessionFactory:
         session = self._core(settings, item_ids)
         live = LiveSession(facts.session_id, session, dialect, self._engine, live_limits, self._metrics, self._clock)
         live.publication = SessionPublication(self._publisher, caller, live.id, session.sample_rate)
+        if self._webhooks is not None:
+            live.webhooks = self._webhooks.of_session(caller, live.id, session.sample_rate)
         entry = OpenSession(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
         if self._claimants is not None and self._config.session.resume_s:
             keep = HandoffSettings(self._config.session.resume_s, self._config.session.resume_bytes)

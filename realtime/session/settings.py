@@ -42,6 +42,9 @@ INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME, INCLU
 PUBLISHED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 NAME_RULE = "A name has 1 to 64 letters, digits, dots, hyphens and underscores, and begins with a letter or a digit."
 
+# Longest URL of a webhook.
+MAX_URL_CHARACTERS = 2000
+
 # Values of `finals`.
 BETTER_FINALS, STREAMED_FINALS = "better", "streamed"
 NO_SPEAKERS = (
@@ -142,6 +145,8 @@ class Settings:
     known_speakers: tuple[Enrolled, ...] = ()
     # The name under which viewers may read the session.
     publish: str | None = None
+    # The URL that gets the finals of the session, beside those that the operator has set for the key.
+    on_final: str | None = None
     # What is done with the text of finals; redaction is done with all text.
     formatting: Formatting = NO_FORMATTING
 

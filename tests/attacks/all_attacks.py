@@ -13,6 +13,7 @@ from tests.attacks import (
     tokens,
     uploads,
     viewers,
+    webhooks,
     websites,
 )
 from tests.attacks.target import ATTACKS
@@ -29,5 +30,6 @@ __all__ = [
     "tokens",
     "uploads",
     "viewers",
+    "webhooks",
     "websites",
 ]

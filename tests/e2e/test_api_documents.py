@@ -218,6 +218,7 @@ async def test_answers_of_a_running_server_are_as_the_document_says(serve: Serve
         await ask(400, "POST", "/v1/audio/inject", json={"items": [{"offset": 0}]})
         await ask(400, "POST", "/v1/audio/transcriptions", files={"file": ("a.wav", b"nothing", "audio/wav")})
         await ask(403, "GET", "/v1/models", headers={"Host": "evil.example"})
+        await ask(403, "GET", "/v1/webhooks")
         for form in FORMS:
             await ask(200, "POST", "/v1/audio/transcriptions", files=FILE, data=form)
         for form in STREAMED:
@@ -239,7 +240,8 @@ async def test_answers_of_a_running_server_are_as_the_document_says(serve: Serve
     left = set(operations(routes)) - ask.used
     # A viewer's event stream does not end, and a segment is there seconds later; tests/e2e/test_viewers.py reads both.
     sockets = {(path_of(route), "get") for route in routes if isinstance(route, WebSocketRoute)}
-    assert left == sockets | {("/v1/sessions/{name}/captions/{number}.vtt", "get")}
+    # Webhooks are answered by a server with keys: tests/e2e/test_webhooks.py.
+    assert left == sockets | {("/v1/sessions/{name}/captions/{number}.vtt", "get"), ("/v1/webhooks", "get")}
 
 
 async def ask_events(ask: Checked) -> dict[str, Any]:

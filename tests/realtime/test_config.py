@@ -23,7 +23,9 @@ from realtime.config import (
     ConfigError,
     Secret,
     ServerConfig,
+    WebhooksConfig,
     check_tls,
+    hook_of,
     known_keys,
     load_config,
     take_over,
@@ -264,11 +266,18 @@ def vars_of(section: object) -> dict[str, Any]:
 
 
 def test_every_setting_whose_name_says_that_it_is_secret_has_the_type_of_a_secret() -> None:
-    hints = {f"auth.{name}": kind for name, kind in typing.get_type_hints(AuthConfig).items()}
+    sections = {"auth": AuthConfig, "webhooks": WebhooksConfig}
+    hints = {
+        f"{section}.{name}": kind
+        for section, made in sections.items()
+        for name, kind in typing.get_type_hints(made).items()
+    }
     secret = {key for key, kind in hints.items() if kind in (Secret, tuple[Secret, ...])}
-    assert secret == {"auth.keys", "auth.secret", "auth.twilio_auth_token"}
+    webhooks = {"webhooks.secret", "webhooks.on_final"}
+    assert secret == {"auth.keys", "auth.secret", "auth.twilio_auth_token", *webhooks}
     named = {key for key in known_keys() if re.search(r"secret$|\.keys?$|password|token", key)}
-    assert named == secret, "a new setting that holds a secret needs the type Secret"
+    # Its entries may contain keys.
+    assert named | {"webhooks.on_final"} == secret, "a new setting that holds a secret needs the type Secret"
 
 
 @pytest.mark.parametrize(
@@ -364,3 +373,40 @@ def test_a_certificate_that_cannot_be_used_is_one_sentence_with_the_way_out(tmp_
         with pytest.raises(ConfigError, match=said) as refused:
             check_tls(ServerConfig(tls_cert=cert, tls_key=key))
         assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("hooks", "message"),
+    [
+        ({"on_final": ["ftp://x.example/"]}, r"entry 1 must be 'URL' or 'KEY URL'"),
+        ({"on_final": ["https://x.example/", "https://u:p@x.example/"]}, "entry 2 must be"),
+        ({"on_final": ["https://x.example/"]}, r"webhooks\.secret must have at least 16"),
+        ({"on_final": ["no-such-key https://x.example/"], "secret": "s" * 16}, "key of entry 1 is not in auth.keys"),
+        ({"hosts": ["not a host"]}, "webhooks.hosts"),
+        ({"per_session": True, "secret": "s" * 16}, r"webhooks\.per_session needs webhooks\.hosts"),
+        ({"queue_bytes": 10}, r"webhooks\.queue_bytes must be at least 4096"),
+        ({"timeout_s": 0}, r"webhooks\.timeout_s must be at least 0\.1"),
+    ],
+)
+def test_webhooks_that_cannot_work_are_refused_without_showing_keys(
+    tmp_path: Path, hooks: dict[str, Any], message: str
+) -> None:
+    lines = "\n".join(f"{name} = {json.dumps(value)}" for name, value in hooks.items())
+    (tmp_path / "x.toml").write_text(f"[webhooks]\n{lines}\n")
+    with pytest.raises(ConfigError, match=message) as error:
+        load_config(tmp_path / "x.toml", {})
+    assert "no-such-key" not in str(error.value) and "u:p" not in str(error.value)
+
+
+def test_webhooks_of_a_key_are_read_from_the_environment() -> None:
+    environment = {
+        "TICKERTAPE_AUTH_KEYS": "a-long-key",
+        "TICKERTAPE_WEBHOOKS_ON_FINAL": "a-long-key https://x.example/a, https://y.example/",
+        "TICKERTAPE_WEBHOOKS_SECRET": "s" * 16,
+    }
+    hooks = load_config(None, environment).webhooks
+    assert [hook_of(entry.reveal()) for entry in hooks.on_final] == [
+        ("a-long-key", "https://x.example/a"),
+        ("", "https://y.example/"),
+    ]
+    assert "a-long-key" not in repr(hooks)

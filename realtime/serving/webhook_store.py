@@ -1,0 +1,192 @@
+"""Keeps the webhooks that wait for delivery in a file, so that they survive a restart of the gateway (off by default).
+
+Every gateway process has a file of its own in the operator's folder: the first one that it can lock. At its start it
+also takes over what processes that have ended left in the other files. The event loop never waits for the disk: changes
+are collected and written in a thread, one batch after the other. What is written survives the end of the process, but
+not a power failure.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import sqlite3
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from realtime.serving.daemon_thread import in_thread
+
+log = logging.getLogger("tickertape.webhooks")
+
+# Files of one folder, each of one gateway process.
+MAX_FILES = 256
+# Seconds after which a failed write is tried again.
+RETRY_S = 5.0
+_TABLE = (
+    "create table if not exists events (number integer primary key, account text, url text, session text, kind text, "
+    "at real, dropped integer, data blob)"
+)
+
+
+@dataclass(slots=True)
+class StoredEvent:
+    """An event that waits, with the number of its row and the time (of day) at which it happened."""
+
+    number: int
+    account: str
+    url: str
+    session: str
+    kind: str
+    at: float
+    dropped: int
+    data: bytes
+
+
+class WebhookStore:
+    """The file of this process. Opened by `open`; `add` and `remove` return at once."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._file: sqlite3.Connection | None = None
+        self._added: dict[int, StoredEvent] = {}
+        self._removed: set[int] = set()
+        self._wanted = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        self._has_failed = False
+
+    async def open(self) -> list[StoredEvent]:
+        """Take a file and what is in it, and what other processes left. Raises OSError."""
+        kept = await in_thread(self._take_files, "webhook store")
+        self._writing = asyncio.create_task(self._write_all(), name="webhook store")
+        return kept
+
+    def add(self, event: StoredEvent) -> None:
+        self._added[event.number] = event
+        self._wanted.set()
+
+    def remove(self, number: int) -> None:
+        if self._added.pop(number, None) is None:
+            self._removed.add(number)
+            self._wanted.set()
+
+    async def close(self, seconds: float) -> bool:
+        """Write what is left, for at most this time. Returns whether all of it was written."""
+        if self._writing is None:
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while (self._added or self._removed) and not self._has_failed:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        file, self._file, self._writing = self._file, None, None
+        is_written = not self._added and not self._removed
+        if file is not None and is_written:  # else a thread may still use it
+            await asyncio.wait((in_thread(file.close, "webhook store"),), timeout=seconds)
+        return is_written
+
+    async def _write_all(self) -> None:
+        while True:
+            await self._wanted.wait()
+            self._wanted.clear()
+            # Copies: what changes during the write is in the next batch.
+            added, removed = list(self._added.values()), set(self._removed)
+            if not added and not removed:
+                continue
+            try:
+                await in_thread(lambda a=added, r=removed: self._write(a, r), "webhook store")  # type: ignore[misc]
+            except (sqlite3.Error, OSError) as error:
+                self._has_failed = True
+                log.error("webhooks.folder: cannot write (%s); waiting webhooks are in memory only", error)
+                await asyncio.sleep(RETRY_S)
+                self._wanted.set()
+                continue
+            self._has_failed = False
+            self._removed -= removed
+            for event in added:
+                if event.number not in self._added:
+                    # Removed while it was written.
+                    self._removed.add(event.number)
+                    self._wanted.set()
+                elif self._added[event.number] is event:
+                    del self._added[event.number]
+
+    # In a thread
+
+    def _write(self, added: Iterable[StoredEvent], removed: Iterable[int]) -> None:
+        assert self._file is not None
+        with self._file as file:
+            file.executemany("delete from events where number = ?", [(number,) for number in removed])
+            file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
+
+    def _take_files(self) -> list[StoredEvent]:
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            raise OSError(f"webhooks.folder: cannot make {str(self._folder)!r}: {error.strerror}") from error
+        kept: list[StoredEvent] = []
+        problem = f"{MAX_FILES} processes use it"
+        for number in range(MAX_FILES):
+            path = self._folder / f"webhooks-{number}.sqlite"
+            if self._file is not None and not path.exists():
+                continue
+            try:
+                file = _locked(path)
+                if file is None:
+                    continue
+                rows = [StoredEvent(*row) for row in file.execute("select * from events order by at, number")]
+            except sqlite3.DatabaseError as error:
+                log.error("webhooks.folder: cannot read %s (%s); it is left as it is", path, error)
+                problem = str(error)
+                continue
+            if self._file is None:
+                self._file = file
+                kept = rows
+                continue
+            # Copied before it is deleted: an end of this process between the two delivers some events twice.
+            first = max((event.number for event in kept), default=0) + 1
+            for place, event in enumerate(rows):
+                event.number = first + place
+            self._write(rows, ())
+            with file:
+                file.execute("delete from events")
+            file.close()
+            kept += rows
+        if self._file is None:
+            raise OSError(f"webhooks.folder: cannot use {str(self._folder)!r}: {problem}")
+        return kept
+
+
+def _row(event: StoredEvent) -> tuple[object, ...]:
+    return (
+        event.number,
+        event.account,
+        event.url,
+        event.session,
+        event.kind,
+        event.at,
+        event.dropped,
+        event.data,
+    )
+
+
+def _locked(path: Path) -> sqlite3.Connection | None:
+    """The file, locked for this process as long as it is open; None if another process has it. A file is never removed,
+    because another process may be about to lock it."""
+    path.touch(mode=0o600)
+    file = sqlite3.connect(path, timeout=0, check_same_thread=False)
+    try:
+        file.execute("pragma locking_mode = exclusive")
+        file.execute("pragma journal_mode = truncate")
+        file.execute("pragma synchronous = off")
+        file.execute("begin exclusive")
+        file.execute(_TABLE)
+        file.commit()
+    except sqlite3.OperationalError as error:
+        file.close()
+        if "locked" in str(error) or "busy" in str(error):
+            return None
+        raise
+    return file

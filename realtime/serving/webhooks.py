@@ -1,0 +1,552 @@
+"""Webhooks: the finals of sessions, and their ends, are sent to the URLs of a key and to the URL of a session.
+
+Every URL of every key has an `Endpoint` with a bounded queue. The events of a session are delivered one after the
+other, and tried again with growing pauses until they are too old; sessions do not wait for each other, and URLs share
+nothing. When a queue is full, its oldest event is dropped and counted, and the next event of the same session says how
+many are missing. A session only puts events into queues, so a receiver cannot slow it. `webhook_sender.py` sends, and
+`webhook_store.py` keeps queues over a restart, if the operator wants that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import random
+from collections import deque
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import urlsplit
+
+import msgspec
+
+from realtime.config import Config, hook_of
+from realtime.errors import ClientFault
+from realtime.metrics.gateway import Metrics
+from realtime.serving.checked_fetch import NotAllowed, check_url
+from realtime.serving.webhook_sender import (
+    HOSTS_SETTING,
+    WebhookSender,
+    shown_secret,
+    signature,
+    signing_secret,
+)
+from realtime.serving.webhook_store import StoredEvent, WebhookStore
+from realtime.session.events import Completed, ServerEvent
+from realtime.session.formatting import format_final
+from realtime.session.settings import Settings
+from realtime.session.speakers import letter_name, speaker_of
+
+log = logging.getLogger("tickertape.webhooks")
+
+FINAL, ENDED = "session.final", "session.ended"
+# Seconds before an event is sent again; doubles with each attempt. The pause is 50 to 100 % of it, by chance, so that
+# sessions do not all come back at once.
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+# Longest pause while the server stops.
+STOPPING_WAIT_S = 0.5
+# Requests to one URL at a time.
+MAX_REQUESTS_AT_ONCE = 4
+# URLs that the sessions of one key may name at a time; `webhooks.urls` is the limit of all keys.
+MAX_URLS_PER_KEY = 16
+# What an event takes beside its data.
+EVENT_BYTES = 500
+# The last second that the calendar of Python has.
+LAST_SECOND = 253402300799
+GONE = 410
+# Seconds between looks at the queues of a server that stops, and to write the last webhooks into the file.
+STOPPING_LOOK_S = 0.02
+CLOSE_STORE_S = 2.0
+
+_encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Account:
+    """A key, or all callers of a server without keys: the URLs of the configuration, and what signs for it. `id` is in
+    the file of the queue."""
+
+    id: str
+    secret: bytes
+    urls: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        return f"Account({self.id})"
+
+
+@dataclass(slots=True, eq=False)
+class _Event:
+    """An event that waits. `dropped` events of its session were dropped before it."""
+
+    number: int
+    session: str
+    kind: str
+    at: float
+    data: bytes
+    expires_at: float
+    dropped: int = 0
+
+    @property
+    def size(self) -> int:
+        return len(self.data) + EVENT_BYTES
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """The events of one session for one URL, in order. `lost`: events dropped since the last one that waits."""
+
+    events: deque[_Event] = field(default_factory=deque)
+    lost: int = 0
+    is_open: bool = False
+    task: asyncio.Task[None] | None = None
+
+
+class Endpoint:
+    """One URL of one key: its queue, and the tasks that deliver it."""
+
+    def __init__(self, hub: Webhooks, account: Account, url: str) -> None:
+        self.account = account
+        self.url = url
+        self.bytes = 0
+        # Without path and query, which may contain a token.
+        self.shown = f"{urlsplit(url).scheme}://{urlsplit(url).netloc}"
+        self._hub = hub
+        self._lanes: dict[str, _Lane] = {}
+        # All events in the order of their arrival, and those that are being sent.
+        self._waiting: dict[int, _Event] = {}
+        self._in_flight: set[int] = set()
+        self._slots = asyncio.Semaphore(MAX_REQUESTS_AT_ONCE)
+        # Since the last delivery: whether an attempt failed, and events that were dropped.
+        self._fails = False
+        self._dropped = 0
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._lanes
+
+    def attach(self, session: str) -> None:
+        """The session will have events."""
+        self._lanes.setdefault(session, _Lane()).is_open = True
+
+    def detach(self, session: str) -> None:
+        lane = self._lanes.get(session)
+        if lane is not None:
+            lane.is_open = False
+            self._drop_unused(session, lane)
+
+    def put(self, event: _Event) -> None:
+        """Queue an event. If the queue is full, the oldest is dropped."""
+        lane = self._lanes.setdefault(event.session, _Lane())
+        settings = self._hub.settings
+        if event.size > settings.queue_bytes:
+            lane.lost += 1
+            self._count_drop("too_large")
+            return
+        event.dropped += lane.lost
+        lane.lost = 0
+        lane.events.append(event)
+        self._waiting[event.number] = event
+        self.bytes += event.size
+        self._hub.keep(self, event)
+        while len(self._waiting) > settings.queue_events or self.bytes > settings.queue_bytes:
+            # The event that was just put is never being sent, so there is one to drop.
+            oldest = next(other for other in self._waiting.values() if other.number not in self._in_flight)
+            self._drop(oldest, "queue_full")
+        if lane.task is None and lane.events:
+            lane.task = asyncio.create_task(self._deliver_all(event.session, lane), name=f"webhook of {event.session}")
+
+    def give_up(self, reason: str) -> None:
+        """Drop all events: the server stops."""
+        for event in list(self._waiting.values()):
+            self._drop(event, reason)
+
+    def cancel(self) -> list[asyncio.Task[None]]:
+        tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    async def _deliver_all(self, session: str, lane: _Lane) -> None:
+        wait_s = FIRST_WAIT_S
+        try:
+            while lane.events:
+                event = lane.events[0]
+                async with self._slots:
+                    if not lane.events or lane.events[0] is not event:
+                        continue  # it was dropped in the meantime
+                    if asyncio.get_running_loop().time() >= event.expires_at:
+                        self._drop(event, "expired")
+                        continue
+                    self._in_flight.add(event.number)
+                    try:
+                        problem, reason = await self._attempt(event)
+                    finally:
+                        self._in_flight.discard(event.number)
+                if not problem:
+                    wait_s = FIRST_WAIT_S
+                    self._delivered(event)
+                elif reason:
+                    self._drop(event, reason, problem)
+                else:
+                    self._failed(problem)
+                    await self._hub.pause(wait_s * random.uniform(0.5, 1.0))
+                    wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+        finally:
+            lane.task = None
+            self._drop_unused(session, lane)
+
+    async def _attempt(self, event: _Event) -> tuple[str, str]:
+        """Send an event. Returns the problem, empty if there was none, and the reason if it will never go away."""
+        try:
+            status = await self._hub.send(self, event)
+        except NotAllowed as error:
+            return str(error), "not_allowed"
+        except TimeoutError:
+            return "no answer in time", ""
+        except OSError as error:
+            return str(error) or type(error).__name__, ""
+        except Exception:
+            log.exception("webhook to %s failed", self.shown)
+            return "internal error", ""
+        if 200 <= status < 300:
+            return "", ""
+        redirects = ", and redirects are not followed" if 300 <= status < 400 else ""
+        return f"the receiver answered {status}{redirects}", "gone" if status == GONE else ""
+
+    def _delivered(self, event: _Event) -> None:
+        self._remove(event)
+        self._hub.metrics.webhook_delivered.inc()
+        if self._fails or self._dropped:
+            log.warning("webhook to %s works again; %d events were dropped", self.shown, self._dropped)
+        self._fails, self._dropped = False, 0
+
+    def _failed(self, problem: str) -> None:
+        self._hub.metrics.webhook_failures.inc()
+        if not self._fails:
+            self._fails = True
+            log.warning("webhook to %s fails and is tried again: %s", self.shown, problem)
+
+    def _drop(self, event: _Event, reason: str, problem: str = "") -> None:
+        """Drop an event that waits; the next one of its session will say so."""
+        lane = self._lanes[event.session]
+        following = lane.events.index(event) + 1
+        if following < len(lane.events):
+            lane.events[following].dropped += event.dropped + 1
+            self._hub.keep(self, lane.events[following])
+        else:
+            lane.lost += event.dropped + 1
+        self._remove(event)
+        self._count_drop(reason, problem)
+
+    def _count_drop(self, reason: str, problem: str = "") -> None:
+        self._hub.metrics.webhook_dropped.labels(reason).inc()
+        if not self._dropped:
+            # Once until an event is delivered again.
+            log.warning("webhook to %s: events are dropped: %s", self.shown, problem or reason)
+        self._dropped += 1
+
+    def _remove(self, event: _Event) -> None:
+        self._lanes[event.session].events.remove(event)
+        del self._waiting[event.number]
+        self.bytes -= event.size
+        self._hub.forget(event)
+
+    def _drop_unused(self, session: str, lane: _Lane) -> None:
+        if not lane.is_open and not lane.events and lane.task is None and self._lanes.get(session) is lane:
+            del self._lanes[session]
+            self._hub.drop_unused(self)
+
+
+class SessionWebhooks:
+    """The webhooks of one session: those of its key, and the one that its client has named."""
+
+    def __init__(self, hub: Webhooks | None, account: Account | None, session: str, sample_rate: int) -> None:
+        # Whether the client may change the URL; one with a client secret has the URL of its secret.
+        self.may_change = True
+        # None: webhooks are off.
+        self._place = None if hub is None or account is None else (hub, account)
+        self._session = session
+        self._rate = sample_rate
+        # The URLs of the key, and the one of the client.
+        self._urls = () if self._place is None else self._place[1].urls
+        self._url: str | None = None
+        self._is_closed = False
+        self._attach(*self._urls)
+
+    def change(self, url: str | None) -> ClientFault | None:
+        """Send to this URL too, or to none. Returns the fault for the client if that is not allowed; then the session
+        keeps its URL."""
+        if url == self._url or self._is_closed:
+            return None
+        if url is not None:
+            if self._place is None or not self._place[0].settings.per_session:
+                text = "Webhooks of sessions are off on this server; its operator can set webhooks.per_session."
+                return _refused("webhooks_off", text)
+            hub, account = self._place
+            if (fault := hub.check(account, url)) is not None:
+                return fault
+            self._attach(url)
+        self._leave()
+        self._url = url
+        return None
+
+    def tell(self, event: ServerEvent, settings: Settings) -> None:
+        """An event was sent to the client; its final text is sent, as the client has asked for it."""
+        if not isinstance(event, Completed) or not self._all or not event.transcript.strip():
+            return
+        final = format_final(event.transcript, event.words, settings.formatting)
+        data: dict[str, Any] = {
+            "session_id": self._session,
+            "item_id": event.item_id,
+            "text": final.text.strip(),
+            "start": round(event.start / self._rate, 2),
+            "end": round(event.end / self._rate, 2),
+        }
+        if settings.labels_speakers and (speaker := speaker_of(event.words)) is not None:
+            data["speaker"] = letter_name(speaker, settings.speaker_names)
+        self._post(FINAL, data)
+
+    def close(self, seconds: float, moves: bool = False) -> None:
+        """The session has ended here, after this many seconds of audio. `moves`: another process continues it."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        if seconds and not moves:
+            self._post(ENDED, {"session_id": self._session, "seconds": round(seconds, 2)})
+        self._leave()
+        self._detach(*self._urls)
+
+    @property
+    def _all(self) -> tuple[str, ...]:
+        return self._urls if self._url is None or self._url in self._urls else (*self._urls, self._url)
+
+    def _post(self, kind: str, data: dict[str, Any]) -> None:
+        if self._place is not None and self._all:
+            hub, account = self._place
+            hub.post(account, self._all, self._session, kind, _encode(data))
+
+    def _leave(self) -> None:
+        """Leave the URL of the client."""
+        if self._url is not None and self._url not in self._urls:
+            self._detach(self._url)
+        self._url = None
+
+    def _attach(self, *urls: str) -> None:
+        if self._place is not None:
+            hub, account = self._place
+            for url in urls:
+                hub.endpoint(account, url).attach(self._session)
+
+    def _detach(self, *urls: str) -> None:
+        if self._place is not None:
+            hub, account = self._place
+            for url in urls:
+                hub.endpoint(account, url).detach(self._session)
+
+
+class Webhooks:
+    """All webhooks of this gateway process."""
+
+    def __init__(
+        self,
+        config: Config,
+        metrics: Metrics,
+        wall_clock: Callable[[], float],
+        name_of: Callable[[str], str],
+        sender: WebhookSender | None = None,
+    ) -> None:
+        """`name_of` is the name of the caller with an API key."""
+        self.settings = config.webhooks
+        self.metrics = metrics
+        self._config = config
+        self._wall_clock = wall_clock
+        self._name_of = name_of
+        self._sender = sender or WebhookSender()
+        self._endpoints: dict[tuple[str, str], Endpoint] = {}
+        self._number = 0
+        self._stopping = asyncio.Event()
+        self._is_closed = False
+        self._store: WebhookStore | None = None
+        # By the name of the caller. Without keys all callers are one account.
+        self._accounts: dict[str, Account] = {}
+        self.reloaded()
+        metrics.webhook_queued.set_function(lambda: self.queued)
+        metrics.webhook_queued_bytes.set_function(lambda: self.queued_bytes)
+
+    @property
+    def queued(self) -> int:
+        """Events that wait."""
+        return sum(map(len, self._endpoints.values()))
+
+    @property
+    def queued_bytes(self) -> int:
+        return sum(endpoint.bytes for endpoint in self._endpoints.values())
+
+    @property
+    def endpoints(self) -> int:
+        """URLs that have sessions or events."""
+        return len(self._endpoints)
+
+    def reloaded(self) -> None:
+        """Take the keys and URLs of the configuration, for sessions that begin from now on."""
+        hooks = [hook_of(entry.reveal()) for entry in self.settings.on_final]
+        keys = [key.reveal() for key in self._config.auth.keys]
+        self._accounts = {
+            self._name_of(key) if key else "": self._account(key, [url for of, url in hooks if of in ("", key)])
+            for key in keys or [""]
+        }
+
+    def _account(self, key: str, urls: Iterable[str]) -> Account:
+        secret = signing_secret(self.settings.secret.reveal(), key)
+        return Account(hmac.digest(secret, b"account", "sha256").hex()[:16], secret, tuple(dict.fromkeys(urls)))
+
+    def account_of(self, caller: str) -> Account | None:
+        return self._accounts.get("" if caller.startswith("address ") else caller)
+
+    def shown_secret(self, caller: str) -> str | None:
+        """The secret that the webhooks of this caller's key are signed with."""
+        account = self.account_of(caller)
+        return None if account is None else shown_secret(account.secret)
+
+    def of_session(self, caller: str, session: str, sample_rate: int) -> SessionWebhooks:
+        return SessionWebhooks(self, self.account_of(caller), session, sample_rate)
+
+    def check(self, account: Account, url: str) -> ClientFault | None:
+        """The fault if a client of this account may not name this URL now."""
+        try:
+            check_url(url, self.settings.hosts, HOSTS_SETTING)
+        except NotAllowed as error:
+            return _refused(error.code, error.sentence)
+        if (account.id, url) in self._endpoints:
+            return None
+        named = [one for one in self._endpoints.values() if one.url not in one.account.urls]
+        of_key = sum(one.account.id == account.id for one in named)
+        if len(named) >= self.settings.urls or of_key >= MAX_URLS_PER_KEY:
+            return _refused("too_many_webhooks", "Too many webhook URLs are in use; try again later.")
+        return None
+
+    def endpoint(self, account: Account, url: str) -> Endpoint:
+        endpoint = self._endpoints.get((account.id, url))
+        if endpoint is None:
+            endpoint = self._endpoints[account.id, url] = Endpoint(self, account, url)
+        return endpoint
+
+    def drop_unused(self, endpoint: Endpoint) -> None:
+        place = (endpoint.account.id, endpoint.url)
+        if endpoint.is_idle and self._endpoints.get(place) is endpoint:
+            del self._endpoints[place]
+
+    def post(self, account: Account, urls: Iterable[str], session: str, kind: str, data: bytes) -> None:
+        """Queue an event for these URLs."""
+        now, clock = self._wall_clock(), asyncio.get_running_loop().time()
+        for url in urls:
+            if self._is_closed:
+                self.metrics.webhook_dropped.labels("shutdown").inc()
+                continue
+            self._number += 1
+            expires_at = clock + self.settings.retry_s
+            self.endpoint(account, url).put(_Event(self._number, session, kind, now, data, expires_at))
+
+    async def send(self, endpoint: Endpoint, event: _Event) -> int:
+        """Send an event once; returns the status. Raises NotAllowed, OSError and TimeoutError."""
+        when = datetime.fromtimestamp(min(max(event.at, 0.0), LAST_SECOND), UTC).isoformat(timespec="milliseconds")
+        fields = {
+            "type": event.kind,
+            "timestamp": when.replace("+00:00", "Z"),
+            "dropped": event.dropped,
+            "data": msgspec.Raw(event.data),
+        }
+        body = _encode(fields)
+        # The same at each attempt, in each process: receivers know an event that they have already.
+        message_id = (
+            f"msg_{hmac.digest(endpoint.account.secret, event.data + event.kind.encode(), 'sha256').hex()[:32]}"
+        )
+        timestamp = int(self._wall_clock())
+        headers = {
+            "webhook-id": message_id,
+            "webhook-timestamp": str(timestamp),
+            "webhook-signature": signature(endpoint.account.secret, message_id, timestamp, body),
+        }
+        return await self._sender.send(endpoint.url, self._hosts(endpoint), headers, body, self.settings.timeout_s)
+
+    def _hosts(self, endpoint: Endpoint) -> tuple[str, ...]:
+        """The hosts that this webhook may reach now. A URL of the configuration lists its own host."""
+        if any(
+            endpoint.url in account.urls for account in self._accounts.values() if account.id == endpoint.account.id
+        ):
+            return (*self.settings.hosts, urlsplit(endpoint.url).hostname or "")
+        return self.settings.hosts if self.settings.per_session else ()
+
+    async def pause(self, seconds: float) -> None:
+        """Wait before the next attempt; shorter when the server stops."""
+        if self._stopping.is_set():
+            await asyncio.sleep(min(seconds, STOPPING_WAIT_S))
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._stopping.wait()
+
+    # The file
+
+    async def start(self) -> None:
+        """Open the file, if there is one, and deliver what is in it. Raises OSError."""
+        if self.settings.folder is None:
+            return
+        store = WebhookStore(self.settings.folder)
+        kept = await store.open()
+        self._store, self._number = store, max((event.number for event in kept), default=0)
+        accounts = {account.id: account for account in self._accounts.values()}
+        now, clock = self._wall_clock(), asyncio.get_running_loop().time()
+        for event in kept:
+            account = accounts.get(event.account)
+            if account is None:
+                self.metrics.webhook_dropped.labels("key_removed").inc()
+                store.remove(event.number)
+                continue
+            # A clock that was set back does not keep an event for longer.
+            rest_s = self.settings.retry_s - max(0.0, now - event.at)
+            self.endpoint(account, event.url).put(
+                _Event(event.number, event.session, event.kind, event.at, event.data, clock + rest_s, event.dropped)
+            )
+
+    def keep(self, endpoint: Endpoint, event: _Event) -> None:
+        if self._store is not None:
+            account, url = endpoint.account.id, endpoint.url
+            row = (event.number, account, url, event.session, event.kind, event.at, event.dropped, event.data)
+            self._store.add(StoredEvent(*row))
+
+    def forget(self, event: _Event) -> None:
+        if self._store is not None:
+            self._store.remove(event.number)
+
+    async def close(self, seconds: float) -> None:
+        """Deliver what waits, for at most this time. What is left then is in the file, or is dropped."""
+        if self._is_closed:
+            return
+        self._stopping.set()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while self.queued:  # noqa: ASYNC110
+                    await asyncio.sleep(STOPPING_LOOK_S)
+        self._is_closed = True
+        tasks = [task for endpoint in self._endpoints.values() for task in endpoint.cancel()]
+        store = self._store
+        await asyncio.gather(*tasks, return_exceptions=True)
+        left = self.queued
+        if store is not None and await store.close(CLOSE_STORE_S):
+            self._store = None
+            if left:
+                log.info("%d webhooks wait in %s for the next start", left, self.settings.folder)
+            return
+        for endpoint in list(self._endpoints.values()):
+            endpoint.give_up("shutdown")
+
+
+def _refused(code: str, message: str) -> ClientFault:
+    return ClientFault(code, message, param="session.on_final")
