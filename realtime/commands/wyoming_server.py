@@ -270,6 +270,8 @@ class WyomingServer:
             pass  # the client has left, or says nothing
         except BadEvent as error:
             await client.fail(error)
+        except asyncio.CancelledError:
+            pass  # the command ends; asyncio would log a stack trace for each client
         finally:
             try:
                 await client.end()

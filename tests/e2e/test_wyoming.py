@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import signal
 import socket
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 
 from realtime.commands import wyoming_server
+from realtime.commands.terminal import INTERRUPTED
 from realtime.commands.wyoming_server import Backend, LocalBackend, ServerBackend, WyomingServer
 from tests.e2e.conftest import Serve
 from tests.e2e.test_commands import start
@@ -219,9 +221,14 @@ async def test_command_serves_and_says_what_is_wrong(serve: Serve) -> None:
             port = int(line.partition(";")[0].rpartition(":")[2])
             async with client(port) as connection:
                 assert await say(connection, 2.1) == "w1 w2 w3 w4 w5"
+                # Ctrl-C while a client is connected.
+                process.send_signal(signal.SIGINT)
+                _, said = await asyncio.wait_for(process.communicate(), 60)
+            assert process.returncode == INTERRUPTED and b"Traceback" not in said, said
         finally:
-            process.kill()
-            await process.communicate()
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
         busy = await start("wyoming", "--port", str(running.port), "--server", running.http)
         _, said = await asyncio.wait_for(busy.communicate(), 60)
         assert busy.returncode == 1 and b"choose another --host or --port" in said
