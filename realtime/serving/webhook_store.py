@@ -67,9 +67,10 @@ class WebhookStore:
         self._wanted.set()
 
     def remove(self, number: int) -> None:
-        if self._added.pop(number, None) is None:
-            self._removed.add(number)
-            self._wanted.set()
+        # Also what was added and not yet written: an older row of the event may be in the file.
+        self._added.pop(number, None)
+        self._removed.add(number)
+        self._wanted.set()
 
     async def close(self, seconds: float) -> bool:
         """Write what is left, for at most this time. Returns whether all of it was written."""
@@ -106,11 +107,8 @@ class WebhookStore:
             self._has_failed = False
             self._removed -= removed
             for event in added:
-                if event.number not in self._added:
-                    # Removed while it was written.
-                    self._removed.add(event.number)
-                    self._wanted.set()
-                elif self._added[event.number] is event:
+                # Else it was changed or removed while it was written.
+                if self._added.get(event.number) is event:
                     del self._added[event.number]
 
     # In a thread

@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from realtime.serving.webhook_store import StoredEvent, WebhookStore
+from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 # Opens a store, adds events with this session's name, waits until they are written, and says so.
@@ -78,6 +80,17 @@ async def test_events_that_are_removed_while_they_are_written_are_gone(tmp_path:
     again = WebhookStore(str(tmp_path))
     assert await again.open() == []
     await again.close(30.0)
+
+
+async def test_an_event_that_was_written_changed_and_removed_is_gone(tmp_path: Path) -> None:
+    store = WebhookStore(str(tmp_path))
+    await store.open()
+    store.add(event(1))
+    await until(lambda: not store._added)
+    store.add(replace(event(1), dropped=1))
+    store.remove(1)
+    assert await store.close(30.0)
+    assert await taken_over(tmp_path) == []
 
 
 def begin(folder: Path, session: str, events: int) -> subprocess.Popen[str]:

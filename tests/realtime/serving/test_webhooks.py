@@ -236,6 +236,22 @@ async def test_what_waits_for_a_key_that_is_gone_is_dropped(tmp_path: Path) -> N
     await again.close(0.0)
 
 
+async def test_the_file_has_what_waits_and_nothing_that_was_dropped(tmp_path: Path) -> None:
+    of = hub(Scripted([]), folder=str(tmp_path), queue_bytes=4096)
+    await of.start()
+    session = of.of_session("address x", "sess", 16_000)
+    for number in range(6):
+        session.tell(final(number), Settings())
+    await until(lambda: of._store is not None and not of._store._added)
+    session.tell(final(6, "x" * 3000), Settings())
+    waiting = of.queued
+    assert waiting < 6
+    await of.close(0.0)
+    store = WebhookStore(str(tmp_path))
+    assert len(await store.open()) == waiting
+    assert await store.close(30.0)
+
+
 async def test_a_disk_that_fails_costs_only_the_copy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
