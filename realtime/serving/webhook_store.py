@@ -12,7 +12,7 @@ import asyncio
 import logging
 import sqlite3
 from collections.abc import Iterable
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -120,12 +120,23 @@ class WebhookStore:
             file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
 
     def _take_files(self) -> list[StoredEvent]:
+        problem = f"{MAX_FILES} processes use it"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        except OSError as error:
-            raise OSError(f"webhooks.folder: cannot make {str(self._folder)!r}: {error.strerror}") from error
+            kept, unreadable = self._take_all()
+            if self._file is not None:
+                return kept
+            problem = unreadable or problem
+        except (OSError, sqlite3.Error) as error:
+            if self._file is not None:
+                self._file.close()
+            problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise OSError(f"webhooks.folder: cannot use {str(self._folder)!r}: {problem}")
+
+    def _take_all(self) -> tuple[list[StoredEvent], str]:
+        """The events of all files that no other process has, and why a file cannot be read (empty if all can)."""
         kept: list[StoredEvent] = []
-        problem = f"{MAX_FILES} processes use it"
+        problem = ""
         for number in range(MAX_FILES):
             path = self._folder / f"webhooks-{number}.sqlite"
             if self._file is not None and not path.exists():
@@ -134,7 +145,7 @@ class WebhookStore:
                 file = _locked(path)
                 if file is None:
                     continue
-                rows = [StoredEvent(*row) for row in file.execute("select * from events order by at, number")]
+                rows = [StoredEvent(*row) for row in file.execute("select * from events order by number")]
             except sqlite3.DatabaseError as error:
                 log.error("webhooks.folder: cannot read %s (%s); it is left as it is", path, error)
                 problem = str(error)
@@ -147,14 +158,12 @@ class WebhookStore:
             first = max((event.number for event in kept), default=0) + 1
             for place, event in enumerate(rows):
                 event.number = first + place
-            self._write(rows, ())
-            with file:
-                file.execute("delete from events")
-            file.close()
+            with closing(file):
+                self._write(rows, ())
+                with file:
+                    file.execute("delete from events")
             kept += rows
-        if self._file is None:
-            raise OSError(f"webhooks.folder: cannot use {str(self._folder)!r}: {problem}")
-        return kept
+        return kept, problem
 
 
 def _row(event: StoredEvent) -> tuple[object, ...]:

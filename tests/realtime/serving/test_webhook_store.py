@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -151,3 +153,41 @@ async def test_a_folder_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(OSError, match=r"webhooks\.folder: .*/file"):
         await WebhookStore(str(tmp_path / "file")).open()
+
+
+async def test_a_folder_without_permission_to_write_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def touch(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    # The tests may run as root, whom permissions do not stop.
+    monkeypatch.setattr(Path, "touch", touch)
+    with pytest.raises(OSError, match=r"^webhooks\.folder: cannot use '.*': Permission denied$"):
+        await WebhookStore(str(tmp_path)).open()
+
+
+async def test_a_disk_that_is_full_at_the_start_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    one, two = WebhookStore(str(tmp_path)), WebhookStore(str(tmp_path))
+    for store in (one, two):
+        await store.open()
+        store.add(event(1))
+    for store in (one, two):
+        assert await store.close(30.0)
+
+    def full(*_: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    # The events of the second file are written into the first.
+    with monkeypatch.context() as patch:
+        patch.setattr(WebhookStore, "_write", full)
+        with pytest.raises(OSError, match=r"^webhooks\.folder: cannot use '.*': database or disk is full$"):
+            await WebhookStore(str(tmp_path)).open()
+    assert len(await taken_over(tmp_path)) == 2
+
+
+async def test_order_is_that_of_arrival_also_if_the_clock_was_set_back(tmp_path: Path) -> None:
+    store = WebhookStore(str(tmp_path))
+    await store.open()
+    for number in range(1, 6):
+        store.add(replace(event(number), at=1000.0 - number))
+    assert await store.close(30.0)
+    assert [one.number for one in await taken_over(tmp_path)] == [1, 2, 3, 4, 5]
