@@ -488,6 +488,8 @@ def _is_web_url(url: str) -> bool:
     try:
         split = urlsplit(url)
         host, _ = split.hostname, split.port
+        if host and url.isascii():
+            host.encode("idna")  # as the lookup does; it refuses empty and long labels
     except ValueError:
         return False
     return bool(host) and split.scheme in ("http", "https") and "@" not in split.netloc and url.isascii()

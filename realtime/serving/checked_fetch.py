@@ -57,6 +57,8 @@ def check_url(url: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> Sp
     try:
         split = urlsplit(url)
         host, _ = split.hostname, split.port
+        if host and url.isascii():
+            host.encode("idna")  # as the lookup does; it refuses empty and long labels
     except ValueError:
         raise NotAllowed("the URL is not valid") from None
     if split.scheme not in HTTP_SCHEMES:

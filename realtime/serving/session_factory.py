@@ -195,7 +195,11 @@ class SessionFactory:
         if entry.live.handoff is not None:
             entry.live.handoff.was_adopted(adopted.link)
         entry.inbox.dialect_fixed = saved.dialect_fixed
-        self._reenact(entry, saved, adopted)
+        try:
+            self._reenact(entry, saved, adopted)
+        except BaseException:
+            entry.live.webhooks.close(0.0, moves=True)
+            raise
         return entry
 
     def _entry(

@@ -60,6 +60,12 @@ async def test_places_that_are_not_listed_are_not_reached(url: str, monkeypatch:
         await send(url)
 
 
+@pytest.mark.parametrize("host", ["a..example.org", ".example.org", "x" * 64 + ".example.org"])
+async def test_a_host_that_cannot_be_looked_up_is_refused(host: str) -> None:
+    with pytest.raises(NotAllowed, match="the URL is not valid"):
+        await send(f"http://{host}/", ("*",))
+
+
 @pytest.mark.parametrize("addresses", [["127.0.0.1"], ["93.184.216.34", "10.0.0.1"], ["::1"], ["169.254.169.254"]])
 async def test_a_listed_name_with_a_private_address_is_not_reached(
     monkeypatch: pytest.MonkeyPatch, addresses: list[str]

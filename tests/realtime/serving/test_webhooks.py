@@ -11,19 +11,26 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realtime.config import Config, WebhooksConfig
+from engine.client.handoff import AdoptedSession
+from realtime.config import Config, ConfigError, WebhooksConfig, load_config
+from realtime.errors import UnreadableValue
 from realtime.metrics.gateway import Metrics
 from realtime.serving import webhooks
 from realtime.serving.checked_fetch import NotAllowed
+from realtime.serving.handoff import encode_live
+from realtime.serving.session_factory import GatewayServices, SessionFactory
 from realtime.serving.webhook_sender import WebhookSender
 from realtime.serving.webhook_store import WebhookStore
 from realtime.serving.webhooks import FINAL, MAX_REQUESTS_AT_ONCE, MAX_URLS_PER_KEY, Webhooks
 from realtime.session.events import Completed, TimedWord
 from realtime.session.settings import Settings
+from tests.realtime.gateway_doubles import FakeEngine
+from tests.realtime.serving.test_handoff_saved_live import SAVED
 from tests.waiting import stays, until
 from tests.webhook_receiver import hang, receiver
 
@@ -198,6 +205,26 @@ async def test_sessions_may_name_a_bounded_number_of_urls() -> None:
     assert sessions[51].change("http://127.0.0.1/another") is not None
     for session in sessions:
         session.close(0.0)
+    assert of.endpoints == 0
+
+
+@pytest.mark.parametrize("host", ["a..example.org", ".example.org", "x" * 64 + ".example.org"])
+async def test_a_url_whose_host_cannot_be_looked_up_is_refused_to_clients_and_operators(host: str) -> None:
+    of = hub(Scripted([]), urls=[], hosts=("*",))
+    fault = of.of_session("address x", "sess", 16_000).change(f"http://{host}/")
+    assert fault is not None and fault.code == "host_not_allowed"
+    assert of.endpoints == 0
+    with pytest.raises(ConfigError, match=r"webhooks\.on_final: entry 1 must be"):
+        load_config(None, {"TICKERTAPE_WEBHOOKS_ON_FINAL": f"http://{host}/", "TICKERTAPE_WEBHOOKS_SECRET": SECRET})
+
+
+async def test_a_session_that_cannot_be_adopted_leaves_no_webhook() -> None:
+    of = hub(Scripted([]))
+    services = GatewayServices(metrics=of.metrics, webhooks=of)
+    maker = SessionFactory(FakeEngine(), Config(), lambda: 0.0, lambda: 1_700_000_000.0, services)
+    base = encode_live(msgspec.structs.replace(SAVED, caller="address x"))
+    with pytest.raises(UnreadableValue, match="entry"):
+        maker.adopt("sess", "address x", AdoptedSession(2, base, [], [b"not an entry"]))
     assert of.endpoints == 0
 
 
