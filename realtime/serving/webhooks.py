@@ -140,13 +140,16 @@ class Endpoint:
             lane.is_open = False
             self._drop_unused(session, lane)
 
-    def put(self, event: _Event) -> None:
-        """Queue an event. If the queue is full, the oldest is dropped."""
+    def put(self, event: _Event, is_kept: bool = False) -> None:
+        """Queue an event. If the queue is full, the oldest is dropped. `is_kept`: it comes from the file, where the
+        queues of several processes may have waited; then none is dropped until there is a new one."""
         lane = self._lanes.setdefault(event.session, _Lane())
         settings = self._hub.settings
         if event.size > settings.queue_bytes:
-            lane.lost += 1
+            lane.lost += event.dropped + 1
+            self._hub.forget(event)
             self._count_drop("too_large")
+            self._drop_unused(event.session, lane)
             return
         event.dropped += lane.lost
         lane.lost = 0
@@ -154,7 +157,7 @@ class Endpoint:
         self._waiting[event.number] = event
         self.bytes += event.size
         self._hub.keep(self, event)
-        while len(self._waiting) > settings.queue_events or self.bytes > settings.queue_bytes:
+        while not is_kept and (len(self._waiting) > settings.queue_events or self.bytes > settings.queue_bytes):
             # The event that was just put is never being sent, so there is one to drop.
             oldest = next(other for other in self._waiting.values() if other.number not in self._in_flight)
             self._drop(oldest, "queue_full")
@@ -503,6 +506,7 @@ class Webhooks:
         self._store, self._number = store, max((event.number for event in kept), default=0)
         accounts = {account.id: account for account in self._accounts.values()}
         now, clock = self._wall_clock(), asyncio.get_running_loop().time()
+        sessions: dict[tuple[Endpoint, str], None] = {}
         for event in kept:
             account = accounts.get(event.account)
             if account is None:
@@ -511,9 +515,16 @@ class Webhooks:
                 continue
             # A clock that was set back does not keep an event for longer.
             rest_s = self.settings.retry_s - max(0.0, now - event.at)
-            self.endpoint(account, event.url).put(
-                _Event(event.number, event.session, event.kind, event.at, event.data, clock + rest_s, event.dropped)
+            endpoint = self.endpoint(account, event.url)
+            # Open until all are queued, so that an event that is dropped is told by the next one.
+            endpoint.attach(event.session)
+            sessions[endpoint, event.session] = None
+            endpoint.put(
+                _Event(event.number, event.session, event.kind, event.at, event.data, clock + rest_s, event.dropped),
+                is_kept=True,
             )
+        for endpoint, session in sessions:
+            endpoint.detach(session)
 
     def keep(self, endpoint: Endpoint, event: _Event) -> None:
         if self._store is not None:

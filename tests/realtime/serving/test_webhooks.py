@@ -279,6 +279,48 @@ async def test_the_file_has_what_waits_and_nothing_that_was_dropped(tmp_path: Pa
     assert await store.close(30.0)
 
 
+async def test_queues_of_several_processes_are_taken_over_whole(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    before = [hub(Scripted([]), folder=folder, queue_events=3) for _ in range(3)]
+    for number, of in enumerate(before):
+        await of.start()
+        for item in range(3):
+            of.of_session("address x", f"sess_{number}", 16_000).tell(final(item), Settings())
+    for of in before:
+        await of.close(0.0)
+        assert dropped(of) == 0
+    after = hub(Scripted([]), folder=folder, queue_events=3)
+    await after.start()
+    assert (after.queued, dropped(after)) == (9, 0)
+    # The bound holds again with the next event.
+    after.of_session("address x", "sess_new", 16_000).tell(final(1), Settings())
+    assert (after.queued, dropped(after)) == (3, 7)
+    await after.close(0.0)
+
+
+async def test_a_kept_event_that_is_too_large_now_leaves_the_file_and_is_told(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    before = hub(Scripted([]), folder=folder)
+    await before.start()
+    for name in ("sess", "other"):
+        session = before.of_session("address x", name, 16_000)
+        session.tell(final(1, "x" * 5000), Settings())
+        if name == "sess":
+            session.tell(final(2), Settings())
+    await before.close(0.0)
+    sender = Scripted([])
+    after = hub(sender, folder=folder, queue_bytes=4096)
+    await after.start()
+    assert count(after, "dropped_total", reason="too_large") == 2
+    sender.permits.release()
+    await until(lambda: after.endpoints == 0)
+    assert [(body["data"]["item_id"], body["dropped"]) for body in sender.acknowledged] == [("item_2", 1)]
+    await after.close(0.0)
+    store = WebhookStore(folder)
+    assert await store.open() == []
+    assert await store.close(30.0)
+
+
 async def test_a_disk_that_fails_costs_only_the_copy(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
