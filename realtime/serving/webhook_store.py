@@ -26,13 +26,16 @@ MAX_FILES = 256
 RETRY_S = 5.0
 _TABLE = (
     "create table if not exists events (number integer primary key, account text, url text, session text, kind text, "
-    "at real, dropped integer, data blob)"
+    "at real, dropped integer, data blob, named integer)"
 )
+# For a file of a server that did not keep this: its URLs are checked as those of clients are.
+_ADDED_COLUMN = "alter table events add column named integer default 1"
 
 
 @dataclass(slots=True)
 class StoredEvent:
-    """An event that waits, with the number of its row and the time (of day) at which it happened."""
+    """An event that waits, with the number of its row and the time (of day) at which it happened. `named`: a client has
+    named its URL."""
 
     number: int
     account: str
@@ -42,6 +45,7 @@ class StoredEvent:
     at: float
     dropped: int
     data: bytes
+    named: bool = False
 
 
 class WebhookStore:
@@ -117,7 +121,7 @@ class WebhookStore:
         assert self._file is not None
         with self._file as file:
             file.executemany("delete from events where number = ?", [(number,) for number in removed])
-            file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
+            file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
 
     def _take_files(self) -> list[StoredEvent]:
         problem = f"{MAX_FILES} processes use it"
@@ -176,6 +180,7 @@ def _row(event: StoredEvent) -> tuple[object, ...]:
         event.at,
         event.dropped,
         event.data,
+        int(event.named),
     )
 
 
@@ -190,6 +195,8 @@ def _locked(path: Path) -> sqlite3.Connection | None:
         file.execute("pragma synchronous = off")
         file.execute("begin exclusive")
         file.execute(_TABLE)
+        if "named" not in [column[1] for column in file.execute("pragma table_info(events)")]:
+            file.execute(_ADDED_COLUMN)
         file.commit()
     except sqlite3.OperationalError as error:
         file.close()

@@ -14,7 +14,7 @@ import hmac
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -79,7 +79,8 @@ class Account:
 
 @dataclass(slots=True, eq=False)
 class _Event:
-    """An event that waits. `dropped` events of its session were dropped before it."""
+    """An event that waits. `dropped` events of its session were dropped before it. `is_named`: the client has named
+    the URL."""
 
     number: int
     session: str
@@ -87,6 +88,7 @@ class _Event:
     at: float
     data: bytes
     expires_at: float
+    is_named: bool
     dropped: int = 0
 
     @property
@@ -206,6 +208,8 @@ class Endpoint:
 
     async def _attempt(self, event: _Event) -> tuple[str, str]:
         """Send an event. Returns the problem, empty if there was none, and the reason if it will never go away."""
+        if (refusal := self._hub.refusal(self, event)) is not None:
+            return refusal
         try:
             status = await self._hub.send(self, event)
         except NotAllowed as error:
@@ -326,8 +330,9 @@ class SessionWebhooks:
         self._detach(*self._urls)
 
     @property
-    def _all(self) -> tuple[str, ...]:
-        return self._urls if self._url is None or self._url in self._urls else (*self._urls, self._url)
+    def _all(self) -> dict[str, bool]:
+        """All URLs, and whether the client has named them."""
+        return dict.fromkeys(self._urls, False) | ({} if self._url is None else {self._url: True})
 
     def _post(self, kind: str, data: dict[str, Any]) -> None:
         if self._place is not None and self._all:
@@ -445,16 +450,16 @@ class Webhooks:
         if endpoint.is_idle and self._endpoints.get(place) is endpoint:
             del self._endpoints[place]
 
-    def post(self, account: Account, urls: Iterable[str], session: str, kind: str, data: bytes) -> None:
-        """Queue an event for these URLs."""
+    def post(self, account: Account, urls: Mapping[str, bool], session: str, kind: str, data: bytes) -> None:
+        """Queue an event for these URLs. The values: whether the client has named them."""
         now, clock = self._wall_clock(), asyncio.get_running_loop().time()
-        for url in urls:
+        for url, is_named in urls.items():
             if self._is_closed:
                 self.metrics.webhook_dropped.labels("shutdown").inc()
                 continue
             self._number += 1
             expires_at = clock + self.settings.retry_s
-            self.endpoint(account, url).put(_Event(self._number, session, kind, now, data, expires_at))
+            self.endpoint(account, url).put(_Event(self._number, session, kind, now, data, expires_at, is_named))
 
     async def send(self, endpoint: Endpoint, event: _Event) -> int:
         """Send an event once; returns the status. Raises NotAllowed, OSError and TimeoutError."""
@@ -478,13 +483,25 @@ class Webhooks:
         }
         return await self._sender.send(endpoint.url, self._hosts(endpoint), headers, body, self.settings.timeout_s)
 
+    def refusal(self, endpoint: Endpoint, event: _Event) -> tuple[str, str] | None:
+        """Why this event may not be sent any more, in words and as it is counted; None if it may be sent."""
+        if all(account.id != endpoint.account.id for account in self._accounts.values()):
+            return "its key was removed from auth.keys", "key_removed"
+        if self._is_configured(endpoint):
+            return None
+        if not event.is_named:
+            return "its URL was removed from webhooks.on_final", "not_allowed"
+        return None if self.settings.per_session else ("webhooks.per_session is off", "not_allowed")
+
+    def _is_configured(self, endpoint: Endpoint) -> bool:
+        """Whether the URL is one of the configuration now."""
+        of_key = [account for account in self._accounts.values() if account.id == endpoint.account.id]
+        return any(endpoint.url in account.urls for account in of_key)
+
     def _hosts(self, endpoint: Endpoint) -> tuple[str, ...]:
         """The hosts that this webhook may reach now. A URL of the configuration lists its own host."""
-        if any(
-            endpoint.url in account.urls for account in self._accounts.values() if account.id == endpoint.account.id
-        ):
-            return (*self.settings.hosts, urlsplit(endpoint.url).hostname or "")
-        return self.settings.hosts if self.settings.per_session else ()
+        own = (urlsplit(endpoint.url).hostname or "",) if self._is_configured(endpoint) else ()
+        return (*self.settings.hosts, *own)
 
     async def pause(self, seconds: float) -> None:
         """Wait before the next attempt; shorter when the server stops."""
@@ -519,10 +536,8 @@ class Webhooks:
             # Open until all are queued, so that an event that is dropped is told by the next one.
             endpoint.attach(event.session)
             sessions[endpoint, event.session] = None
-            endpoint.put(
-                _Event(event.number, event.session, event.kind, event.at, event.data, clock + rest_s, event.dropped),
-                is_kept=True,
-            )
+            fields = (event.number, event.session, event.kind, event.at, event.data)
+            endpoint.put(_Event(*fields, clock + rest_s, bool(event.named), event.dropped), is_kept=True)
         for endpoint, session in sessions:
             endpoint.detach(session)
 
@@ -530,7 +545,7 @@ class Webhooks:
         if self._store is not None:
             account, url = endpoint.account.id, endpoint.url
             row = (event.number, account, url, event.session, event.kind, event.at, event.dropped, event.data)
-            self._store.add(StoredEvent(*row))
+            self._store.add(StoredEvent(*row, event.is_named))
 
     def forget(self, event: _Event) -> None:
         if self._store is not None:

@@ -10,6 +10,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -191,3 +192,17 @@ async def test_order_is_that_of_arrival_also_if_the_clock_was_set_back(tmp_path:
         store.add(replace(event(number), at=1000.0 - number))
     assert await store.close(30.0)
     assert [one.number for one in await taken_over(tmp_path)] == [1, 2, 3, 4, 5]
+
+
+async def test_a_file_of_a_server_that_did_not_keep_who_named_the_url_is_read(tmp_path: Path) -> None:
+    with closing(sqlite3.connect(tmp_path / "webhooks-0.sqlite")) as file, file:
+        file.execute(
+            "create table events (number integer primary key, account text, url text, session text, kind text, "
+            "at real, dropped integer, data blob)"
+        )
+        file.execute("insert into events values (1, 'account', 'http://x/', 'sess', 'session.final', 1.0, 0, '{}')")
+    store = WebhookStore(str(tmp_path))
+    assert [(one.number, one.named) for one in await store.open()] == [(1, True)]
+    store.add(event(2))
+    assert await store.close(30.0)
+    assert [(one.number, one.named) for one in await taken_over(tmp_path)] == [(1, True), (2, False)]

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.client.handoff import AdoptedSession
-from realtime.config import Config, ConfigError, WebhooksConfig, load_config
+from realtime.config import AuthConfig, Config, ConfigError, WebhooksConfig, load_config
 from realtime.errors import UnreadableValue
 from realtime.metrics.gateway import Metrics
 from realtime.serving import webhooks
@@ -226,6 +226,51 @@ async def test_a_session_that_cannot_be_adopted_leaves_no_webhook() -> None:
     with pytest.raises(UnreadableValue, match="entry"):
         maker.adopt("sess", "address x", AdoptedSession(2, base, [], [b"not an entry"]))
     assert of.endpoints == 0
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["running", "after a restart"])
+async def test_a_url_that_was_removed_gets_nothing_more_unless_a_client_has_named_it(
+    restarts: bool, tmp_path: Path
+) -> None:
+    sender = Scripted([])
+    of = hub(sender, hosts=("*",), folder=str(tmp_path))
+    await of.start()
+    silent, naming = (of.of_session("address x", name, 16_000) for name in ("sess_silent", "sess_naming"))
+    assert naming.change(URL) is None
+    silent.tell(final(1), Settings())
+    naming.tell(final(1), Settings())
+    if restarts:
+        await of.close(0.0)
+        sender = Scripted([])
+        of = hub(sender, hosts=("*",), folder=str(tmp_path), urls=[])
+        await of.start()
+    else:
+        # Before the first attempts: they wait for the next turn of the event loop.
+        object.__setattr__(of.settings, "on_final", ())
+        of.reloaded()
+        silent.tell(final(2), Settings())
+        naming.tell(final(2), Settings())
+    for _ in range(8):
+        sender.permits.release()
+    await until(lambda: of.queued == 0)
+    each = 1 if restarts else 2
+    assert [body["data"]["session_id"] for body in sender.got] == ["sess_naming"] * each
+    assert count(of, "dropped_total", reason="not_allowed") == dropped(of) == each
+    await of.close(0.0)
+
+
+async def test_events_of_a_key_that_was_removed_are_dropped_for_that_reason(caplog: pytest.LogCaptureFixture) -> None:
+    sender = Scripted([])
+    keys = AuthConfig(keys=("a-long-secret-key", "another-secret-key"))
+    config = Config(auth=keys, webhooks=WebhooksConfig(on_final=(URL,), secret=SECRET))
+    of = Webhooks(config, Metrics(), lambda: 1_700_000_000.0, lambda key: f"key {key}", sender)
+    session = of.of_session("key a-long-secret-key", "sess", 16_000)
+    session.tell(final(1), Settings())
+    object.__setattr__(config.auth, "keys", config.auth.keys[1:])
+    of.reloaded()
+    await until(lambda: of.queued == 0)
+    assert count(of, "dropped_total", reason="key_removed") == dropped(of) == 1
+    assert "its key was removed from auth.keys" in caplog.text and not sender.got
 
 
 async def test_pauses_grow_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
