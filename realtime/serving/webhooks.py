@@ -166,10 +166,15 @@ class Endpoint:
         if lane.task is None and lane.events:
             lane.task = asyncio.create_task(self._deliver_all(event.session, lane), name=f"webhook of {event.session}")
 
-    def give_up(self, reason: str) -> None:
-        """Drop all events: the server stops."""
+    @property
+    def can_make_room(self) -> bool:
+        """Whether it only waits for a receiver that fails: no session uses it."""
+        return self._fails and not any(lane.is_open for lane in self._lanes.values())
+
+    def give_up(self, reason: str, problem: str = "") -> None:
+        """Drop all events: the server stops, or the place is needed."""
         for event in list(self._waiting.values()):
-            self._drop(event, reason)
+            self._drop(event, reason, problem)
 
     def cancel(self) -> list[asyncio.Task[None]]:
         tasks = [lane.task for lane in self._lanes.values() if lane.task is not None]
@@ -426,18 +431,31 @@ class Webhooks:
         return SessionWebhooks(self, self.account_of(caller), session, sample_rate)
 
     def check(self, account: Account, url: str) -> ClientFault | None:
-        """The fault if a client of this account may not name this URL now."""
+        """The fault if a client of this account may not name this URL now. If no place is free, the oldest URL that
+        only waits for a receiver that fails makes room: otherwise one client could take all places for `retry_s`."""
         try:
             check_url(url, self.settings.hosts, HOSTS_SETTING)
         except NotAllowed as error:
             return _refused(error.code, error.sentence)
         if (account.id, url) in self._endpoints:
             return None
-        named = [one for one in self._endpoints.values() if one.url not in one.account.urls]
-        of_key = sum(one.account.id == account.id for one in named)
-        if len(named) >= self.settings.urls or of_key >= MAX_URLS_PER_KEY:
+        named = [one for one in self._endpoints.values() if self._is_named(one)]
+        of_key = [one for one in named if one.account.id == account.id]
+        if len(of_key) < MAX_URLS_PER_KEY and len(named) < self.settings.urls:
+            return None
+        # A key that has all of its places makes room itself.
+        among = of_key if len(of_key) >= MAX_URLS_PER_KEY else named
+        oldest = next((one for one in among if one.can_make_room), None)
+        if oldest is None:
             return _refused("too_many_webhooks", "Too many webhook URLs are in use; try again later.")
+        oldest.cancel()
+        oldest.give_up("too_many_webhooks", "it fails, and another webhook URL needs its place")
+        del self._endpoints[oldest.account.id, oldest.url]
         return None
+
+    def _is_named(self, endpoint: Endpoint) -> bool:
+        """Whether only clients have named the URL: it is not, and was not, one of the configuration."""
+        return endpoint.url not in endpoint.account.urls and not self._is_configured(endpoint)
 
     def endpoint(self, account: Account, url: str) -> Endpoint:
         endpoint = self._endpoints.get((account.id, url))

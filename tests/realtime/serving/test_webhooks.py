@@ -208,6 +208,55 @@ async def test_sessions_may_name_a_bounded_number_of_urls() -> None:
     assert of.endpoints == 0
 
 
+async def test_urls_that_fail_make_room_for_others_when_their_sessions_have_ended(tmp_path: Path) -> None:
+    async with receiver() as failing, receiver() as good, receiver() as hanging:
+        failing.usual, hanging.usual = 500, hang
+        of = hub(urls=[failing.url("/operator")], folder=str(tmp_path), timeout_s=60.0)
+        await of.start()
+        urls = [hanging.url(), *(failing.url(f"/{number}") for number in range(1, MAX_URLS_PER_KEY))]
+        sessions = [of.of_session("address x", f"sess_{number}", 16_000) for number in range(MAX_URLS_PER_KEY)]
+        for session, url in zip(sessions, urls, strict=True):
+            assert session.change(url) is None
+            session.tell(final(1), Settings())
+        # All but the one that hangs: those of the clients, and the one of the operator.
+        await until(lambda: sum(one._fails for one in of._endpoints.values()) == MAX_URLS_PER_KEY)
+        late = of.of_session("address x", "sess_late", 16_000)
+        refused = late.change(good.url())
+        assert refused is not None and refused.code == "too_many_webhooks", "all places have sessions"
+        # One that has not failed, one with an open session, and then the oldest that makes room.
+        for session in (sessions[0], *sessions[2:]):
+            session.close(0.0)
+        assert late.change(good.url()) is None
+        assert count(of, "dropped_total", reason="too_many_webhooks") == dropped(of) == 1
+        left = {url for _, url in of._endpoints}
+        assert urls[2] not in left and {*urls} - {urls[2]} <= left
+        late.tell(final(1), Settings())
+        await until(lambda: good.taken)
+        waiting = of.queued
+        await of.close(0.0)
+        store = WebhookStore(str(tmp_path))
+        assert len(await store.open()) == waiting
+        assert await store.close(30.0)
+
+
+async def test_a_url_that_fails_makes_room_for_another_key_when_all_places_are_taken() -> None:
+    sender = Scripted([500])
+    hooks = WebhooksConfig(secret=SECRET, hosts=("*",), per_session=True, urls=1)
+    config = Config(auth=AuthConfig(keys=("a-long-secret-key", "another-secret-key")), webhooks=hooks)
+    of = Webhooks(config, Metrics(), lambda: 1_700_000_000.0, lambda key: f"key {key}", sender)
+    one = of.of_session("key a-long-secret-key", "sess_one", 16_000)
+    other = of.of_session("key another-secret-key", "sess_other", 16_000)
+    assert one.change(URL) is None
+    one.tell(final(1), Settings())
+    one.close(0.0)
+    assert other.change(URL) is not None
+    sender.permits.release()
+    await until(lambda: count(of, "failures_total") == 1)
+    assert other.change(URL) is None
+    assert of.endpoints == 1 and count(of, "dropped_total", reason="too_many_webhooks") == 1
+    await of.close(0.0)
+
+
 @pytest.mark.parametrize("host", ["a..example.org", ".example.org", "x" * 64 + ".example.org"])
 async def test_a_url_whose_host_cannot_be_looked_up_is_refused_to_clients_and_operators(host: str) -> None:
     of = hub(Scripted([]), urls=[], hosts=("*",))
