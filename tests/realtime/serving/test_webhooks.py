@@ -231,7 +231,8 @@ async def test_urls_that_fail_make_room_for_others_when_their_sessions_have_ende
         left = {url for _, url in of._endpoints}
         assert urls[2] not in left and {*urls} - {urls[2]} <= left
         late.tell(final(1), Settings())
-        await until(lambda: good.taken)
+        await until(lambda: count(of, "delivered_total") == 1)
+        assert len(good.taken) == 1
         waiting = of.queued
         await of.close(0.0)
         store = WebhookStore(str(tmp_path))
