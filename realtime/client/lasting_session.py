@@ -118,7 +118,17 @@ DEAD_AFTER_S = 20.0
 GONE = (404, 410)
 NOT_FOR_US = (400, 401, 403, 405)
 TAKEN_OVER = 4409
+# Seconds before the name of a published session is asked for again.
+NAME_WAIT_S = 5.0
 INCLUDE = ("session.resume", "input_audio_buffer.acks")
+
+
+class _NameTaken(Exception):
+    """The name under which the session is to be published is taken."""
+
+
+def _is_name_taken(event: dict[str, Any]) -> bool:
+    return event.get("type") == "error" and event["error"].get("code") == "name_taken"
 
 
 class LastingSession:
@@ -191,6 +201,8 @@ class LastingSession:
                 if not connected_once:
                     raise
                 reason = str(error)
+            except _NameTaken as error:
+                reason, wait_s = str(error), NAME_WAIT_S
             except ConnectionClosed as error:
                 if error.rcvd is not None and error.rcvd.code == TAKEN_OVER:
                     raise CannotConnect("the session was resumed by another client") from error
@@ -222,6 +234,10 @@ class LastingSession:
         sending = asyncio.create_task(self._send(session), name="send audio")
         try:
             async for event in session.events():
+                # A session of this client had been configured before, so the name may still be that session's: the
+                # server notices late that its connection broke.
+                if self._acknowledges is not None and _is_name_taken(event):
+                    raise _NameTaken(event["error"].get("message"))
                 self._note(event)
                 on_event(shifted(event, self._base / self._options.rate))
                 if session.is_over:

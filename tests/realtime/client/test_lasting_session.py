@@ -235,6 +235,39 @@ async def test_session_that_is_gone_is_followed_by_one_whose_times_are_shifted()
     assert delta["words"] == [{"word": "late", "start": 2.1, "end": 2.4}]
 
 
+async def test_name_that_the_lost_session_still_has_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lasting_session, "NAME_WAIT_S", 0.01)
+
+    async def first(wire: Wire) -> None:
+        await wire.greet(None)
+        wire.cut()
+
+    async def refusing(wire: Wire) -> None:
+        await wire.say("session.created")
+        await wire.hear()
+        await wire.say("error", error={"code": "name_taken", "message": "Another session is published as 'talk'."})
+        await wire.socket.wait_closed()
+
+    async def last(wire: Wire) -> None:
+        await wire.greet(None)
+        await wire.end()
+
+    async with server(first, refusing, refusing, last) as url:
+        session = LastingSession(url, None, WISHES)
+        session.append(pcm(50))
+        session.finish()
+        events, lines = await talk(session)
+    assert not [event for event in events if event["type"] == "error"]
+    assert len([line for line in lines if "published as 'talk'" in line]) == 2
+    # At first it is an error: the name belongs to another client.
+    async with server(refusing) as url:
+        session = LastingSession(url, None, WISHES)
+        running = asyncio.create_task(session.run(events.append, lines.append))
+        await until(lambda: any(event["type"] == "error" for event in events))
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+
+
 @pytest.mark.parametrize("token", ["token", None])
 async def test_sound_that_can_wait_waits_for_the_server(token: str | None) -> None:
     """A server that acknowledges is waited for; of one that never does, what was sent counts as received."""

@@ -49,6 +49,14 @@ def test_a_call_without_parameters_has_the_name_of_the_call_and_no_key() -> None
     assert (start.key, start.tracks, start.settings.publish) == (None, ("inbound",), CALL)
 
 
+@pytest.mark.parametrize(
+    "given", ["name:Smith,pci,name:Jones", "pci,name:Smith, name:Jones", "name:Smith,name:Jones,PCI"]
+)
+def test_names_and_kinds_are_redacted_in_any_order(given: str) -> None:
+    formatting = read_start(start_message(customParameters={"redact": given})).settings.formatting
+    assert set(formatting.redact) == {"card"} and set(formatting.names) == {"Smith", "Jones"}
+
+
 @pytest.mark.parametrize("bad", [{"redact": "shoes"}, {"replace": "," * 500}, {"language": "x" * 300}])
 def test_options_that_must_not_be_ignored_are_refused(bad: dict[str, str]) -> None:
     with pytest.raises((ClientFault, Refusal)):
