@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import threading
 from collections.abc import Iterable
 from contextlib import closing, suppress
 from dataclasses import dataclass
@@ -54,6 +55,8 @@ class WebhookStore:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._file: sqlite3.Connection | None = None
+        # A connection that is closed while another thread writes with it ends the process.
+        self._use = threading.Lock()
         self._added: dict[int, StoredEvent] = {}
         self._removed: set[int] = set()
         self._wanted = asyncio.Event()
@@ -86,11 +89,9 @@ class WebhookStore:
                     await asyncio.sleep(0.01)
         self._writing.cancel()
         await asyncio.gather(self._writing, return_exceptions=True)
-        file, self._file, self._writing = self._file, None, None
-        is_written = not self._added and not self._removed
-        if file is not None and is_written:  # else a thread may still use it
-            await asyncio.wait((in_thread(file.close, "webhook store"),), timeout=seconds)
-        return is_written
+        self._writing = None
+        await asyncio.wait((in_thread(self._close, "webhook store"),), timeout=seconds)
+        return not self._added and not self._removed
 
     async def _write_all(self) -> None:
         while True:
@@ -117,9 +118,14 @@ class WebhookStore:
 
     # In a thread
 
+    def _close(self) -> None:
+        with self._use:
+            if self._file is not None:
+                self._file.close()
+
     def _write(self, added: Iterable[StoredEvent], removed: Iterable[int]) -> None:
         assert self._file is not None
-        with self._file as file:
+        with self._use, self._file as file:
             file.executemany("delete from events where number = ?", [(number,) for number in removed])
             file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
 

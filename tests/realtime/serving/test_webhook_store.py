@@ -85,6 +85,17 @@ async def test_events_that_are_removed_while_they_are_written_are_gone(tmp_path:
     await again.close(30.0)
 
 
+async def test_a_file_may_be_closed_while_it_is_written(tmp_path: Path) -> None:
+    """SQLite ends the process if a connection is closed while another thread uses it."""
+    for turn in range(20):
+        store = WebhookStore(str(tmp_path / str(turn)))
+        await store.open()
+        for number in range(1, 200):
+            store.add(event(number))
+        await asyncio.sleep(0.0005 * turn)
+        await store.close(0.0 if turn % 2 else 5.0)
+
+
 async def test_an_event_that_was_written_changed_and_removed_is_gone(tmp_path: Path) -> None:
     store = WebhookStore(str(tmp_path))
     await store.open()
