@@ -85,6 +85,14 @@ class Search(Shape):
     hits: list[Span]
 
 
+class FormattedText(Shape, kw_only=True):
+    """What formatting, redaction and search add to the text of a file."""
+
+    raw_text: str | UnsetType = UNSET
+    redactions: list[Span] | UnsetType = UNSET
+    search: list[Search] | UnsetType = UNSET
+
+
 class FormatOptions(Sent):
     """How the text of finals is written; see docs/formatting.md. Other keys are refused."""
 
@@ -800,14 +808,11 @@ class TextSegment(Shape, tag_field="type", tag="transcript.text.segment"):
     speaker: str
 
 
-class TextDone(Shape, tag_field="type", tag="transcript.text.done"):
+class TextDone(FormattedText, tag_field="type", tag="transcript.text.done"):
     text: str
     usage: TokenUsage
     duration: float | UnsetType = UNSET
     logprobs: list[Logprob] | UnsetType = UNSET
-    raw_text: str | UnsetType = UNSET
-    redactions: list[Span] | UnsetType = UNSET
-    search: list[Search] | UnsetType = UNSET
 
 
 UPLOAD: tuple[type[Struct], ...] = (TextDelta, TextSegment, TextDone)

@@ -202,7 +202,7 @@ class Context:
         """Check the signature of an upgrade if the operator has set Twilio's auth token. Raises Refusal.
 
         It proves that the request comes from Twilio, and names no key: it is asked for in addition to a key. Twilio
-        signs the URL as it is in the TwiML, of which a proxy passes on the name in `Host`; some URLs are signed
+        signs the URL of the TwiML. Behind a proxy the name in that URL is the header `Host`; some URLs are signed
         without their port.
         """
         token, host = self.config.auth.twilio_auth_token.reveal(), headers.get("host", "")

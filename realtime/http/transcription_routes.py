@@ -14,7 +14,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from engine.options import TRANSLATE
-from realtime.dialects.event_schema import DurationUsage, Logprob, Search, Shape, Span, TextSegment, Word, one_of
+from realtime.dialects.event_schema import DurationUsage, FormattedText, Logprob, Shape, TextSegment, Word, one_of
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.file_transcription import (
@@ -64,15 +64,12 @@ class UploadForm(Struct):
     format: Annotated[str, Meta(description="The object FormatOptions as JSON.")] | UnsetType = UNSET
 
 
-class TranscriptionText(Shape):
+class TranscriptionText(FormattedText):
     """The answer to `response_format=json`."""
 
     text: str
     usage: DurationUsage
     logprobs: list[Logprob] | None | UnsetType = UNSET
-    raw_text: str | UnsetType = UNSET
-    redactions: list[Span] | UnsetType = UNSET
-    search: list[Search] | UnsetType = UNSET
 
 
 class Segment(Shape):
@@ -89,7 +86,7 @@ class Segment(Shape):
     speaker: str | UnsetType = UNSET
 
 
-class VerboseTranscription(Shape):
+class VerboseTranscription(FormattedText):
     """The answer to `response_format=verbose_json`."""
 
     task: str
@@ -99,12 +96,9 @@ class VerboseTranscription(Shape):
     segments: list[Segment]
     usage: DurationUsage
     words: list[Word] | UnsetType = UNSET
-    raw_text: str | UnsetType = UNSET
-    redactions: list[Span] | UnsetType = UNSET
-    search: list[Search] | UnsetType = UNSET
 
 
-class DiarizedTranscription(Shape):
+class DiarizedTranscription(FormattedText):
     """The answer to `response_format=diarized_json`."""
 
     task: str
@@ -112,9 +106,6 @@ class DiarizedTranscription(Shape):
     text: str
     segments: list[TextSegment]
     usage: DurationUsage
-    raw_text: str | UnsetType = UNSET
-    redactions: list[Span] | UnsetType = UNSET
-    search: list[Search] | UnsetType = UNSET
 
 
 def _operation(summary: str) -> Operation:

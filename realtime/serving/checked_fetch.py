@@ -20,7 +20,8 @@ from urllib.parse import SplitResult, urljoin, urlsplit
 
 from audio.errors import UnsupportedFormat
 
-HTTP_SCHEMES = ("http", "https")
+# The schemes that are fetched, with their ports.
+DEFAULT_PORTS = {"http": 80, "https": 443}
 # The first bytes of an HLS playlist.
 PLAYLIST = b"#EXTM3U"
 ANY_HOST = "*"
@@ -61,7 +62,7 @@ def check_url(url: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> Sp
             host.encode("idna")  # as the lookup does; it refuses empty and long labels
     except ValueError:
         raise NotAllowed("the URL is not valid") from None
-    if split.scheme not in HTTP_SCHEMES:
+    if split.scheme not in DEFAULT_PORTS:
         other = "; use `tickertape listen URL --server` for other streams" if setting == STREAM_HOSTS else ""
         raise NotAllowed(f"the server {'pulls' if other else 'sends to'} http and https only{other}")
     if not host or not url.isascii() or not url.isprintable() or " " in url:
@@ -71,6 +72,15 @@ def check_url(url: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> Sp
     if not any(_matches(host, listed) for listed in hosts):
         raise NotAllowed(f"the host {host[:100]!r} is not listed in {setting}")
     return split
+
+
+def port_of(split: SplitResult) -> int:
+    return split.port or DEFAULT_PORTS[split.scheme]
+
+
+def request_target(split: SplitResult) -> str:
+    """What a request asks the host for."""
+    return f"{split.path or '/'}{'?' + split.query if split.query else ''}"
 
 
 def _matches(host: str, listed: str) -> bool:
@@ -127,9 +137,8 @@ class _Connection(http.client.HTTPConnection):
 
     def __init__(self, split: SplitResult, hosts: Sequence[str], timeout_s: float) -> None:
         assert split.hostname is not None
-        secure = split.scheme == "https"
-        super().__init__(split.hostname, split.port or (443 if secure else 80), timeout=timeout_s)
-        self._secure = secure
+        super().__init__(split.hostname, port_of(split), timeout=timeout_s)
+        self._secure = split.scheme == "https"
         self._hosts = hosts
 
     def connect(self) -> None:
@@ -215,9 +224,10 @@ class CheckedFetch:
         for _ in range(MAX_REDIRECTS + 1):
             split = check_url(url, self._hosts)
             connection = _Connection(split, self._hosts, self._timeout_s)
-            target = f"{split.path or '/'}{'?' + split.query if split.query else ''}"
             try:
-                connection.request("GET", target, headers={"Accept-Encoding": "identity", "Connection": "close"})
+                connection.request(
+                    "GET", request_target(split), headers={"Accept-Encoding": "identity", "Connection": "close"}
+                )
                 response = connection.getresponse()
             except http.client.HTTPException as error:
                 raise OSError(f"the server's response is not HTTP ({type(error).__name__})") from error

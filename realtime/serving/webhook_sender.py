@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import SplitResult
 
-from realtime.serving.checked_fetch import Found, check_addresses, check_url
+from realtime.serving.checked_fetch import Found, check_addresses, check_url, port_of, request_target
 from realtime.serving.daemon_thread import in_thread
 
 HOSTS_SETTING = "webhooks.hosts"
@@ -31,7 +31,6 @@ MAX_BODY_BYTES = 64 * 1024
 BODY_S = 1.0
 # Addresses of a name that are tried.
 MAX_ADDRESSES = 4
-PORTS = {"http": 80, "https": 443}
 
 
 def signing_secret(secret: str, key: str) -> bytes:
@@ -78,7 +77,7 @@ class WebhookSender:
 
     async def _addresses(self, split: SplitResult) -> list[Found]:
         assert split.hostname is not None
-        place = (split.hostname, split.port or PORTS[split.scheme])
+        place = (split.hostname, port_of(split))
         lookup = self._lookups.get(place)
         if lookup is None:
             lookup = in_thread(lambda: _look_up(*place), f"lookup of {place[0]}")
@@ -125,9 +124,8 @@ def _look_up(host: str, port: int) -> list[Found]:
 def _head(split: SplitResult, headers: dict[str, str], length: int) -> bytes:
     """The head of the request. `check_url` has refused URLs with line ends and spaces."""
     host = split.netloc.rpartition("@")[2]
-    target = f"{split.path or '/'}{'?' + split.query if split.query else ''}"
     lines = [
-        f"POST {target} HTTP/1.1",
+        f"POST {request_target(split)} HTTP/1.1",
         f"Host: {host}",
         "User-Agent: tickertape",
         "Content-Type: application/json",
