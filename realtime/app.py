@@ -175,6 +175,7 @@ def build_server(engine: EngineApi, config: Config, services: GatewayServices | 
     """The gateway over a running engine, ready to `serve()`."""
     limit_http_dates()
     app = build_app(engine, config, services)
+    app.state.api_docs.make()
     settings = config.server
     metrics = app.state.gateway.metrics
     descriptors = Descriptors(lambda: metrics.refused.labels("descriptors").inc())

@@ -7,7 +7,6 @@ for a response of a running server that is not as its description says.
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -288,14 +287,13 @@ AnyObject = Annotated[dict[str, Any], Meta(description="A JSON object.")]
 
 
 class ApiDocs:
-    """The routes of the documents. They need no key and hold nothing of this server's clients or configuration. Each
-    is made at its first request, on a thread, and kept."""
+    """The routes of the documents. They need no key and hold nothing of this server's clients or configuration. A
+    document is made once, and kept."""
 
     def __init__(self, routes: Sequence[BaseRoute]) -> None:
-        """`routes` is read at the first request, when it has all routes."""
+        """`routes` is read when a document is made; it must have all routes by then."""
         self._routes = routes
         self._made: dict[str, bytes] = {}
-        self._making = asyncio.Lock()
 
     def routes(self) -> list[Route]:
         return [
@@ -304,22 +302,29 @@ class ApiDocs:
             Route("/docs/api", self.page),
         ]
 
+    def make(self) -> None:
+        """Make all documents. A server does this before it listens: it takes longer than one request may hold the
+        event loop, on a thread too, because that thread competes with the loop for the interpreter's lock."""
+        openapi, events = document(self._routes), event_schema()
+        self._made["openapi"] = msgspec.json.encode(openapi)
+        self._made["events"] = msgspec.json.encode(events)
+        self._made["page"] = write_page(openapi, events)
+
     @described(Operation("This document", "Documents", {200: {JSON: AnyObject}}, needs_key=False))
     async def openapi(self, request: Request) -> Response:
-        return await self._answer("openapi", JSON, lambda: msgspec.json.encode(document(self._routes)))
+        return self._answer("openapi", JSON)
 
     @described(Operation("The JSON schema of all events", "Documents", {200: {SCHEMA: AnyObject}}, needs_key=False))
     async def events(self, request: Request) -> Response:
-        return await self._answer("events", SCHEMA, lambda: msgspec.json.encode(event_schema()))
+        return self._answer("events", SCHEMA)
 
     @described(Operation("This document as a page", "Documents", {200: {"text/html": str}}, needs_key=False))
     async def page(self, request: Request) -> Response:
-        return await self._answer("page", HTML, lambda: write_page(document(self._routes), event_schema()))
+        return self._answer("page", HTML)
 
-    async def _answer(self, name: str, media_type: str, make: Callable[[], bytes]) -> Response:
-        async with self._making:
-            if name not in self._made:
-                self._made[name] = await asyncio.to_thread(make)
+    def _answer(self, name: str, media_type: str) -> Response:
+        if not self._made:
+            self.make()
         headers = {"Cache-Control": "no-cache", "X-Content-Type-Options": "nosniff"}
         if name == "page":
             headers["Content-Security-Policy"] = "default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'"

@@ -106,7 +106,8 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     guard = Middleware(BrowserGuard, rules, services.metrics)
     routes = [*_sockets(gateway), *_viewers(viewers), *_answers(context), *_streams(streams), *page_routes()]
     routes.append(Route(WEBHOOKS, WebhookRoutes(context, webhooks).describe, methods=["GET"]))
-    routes += ApiDocs(routes).routes()
+    api_docs = ApiDocs(routes)
+    routes += api_docs.routes()
     app = Starlette(
         routes=routes,
         middleware=[
@@ -120,6 +121,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
         lifespan=gateway.lifespan,
     )
     app.state.gateway = gateway
+    app.state.api_docs = api_docs
     return app
 
 
