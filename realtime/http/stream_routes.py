@@ -61,7 +61,7 @@ class StreamList(Shape):
 class DeletedStream(Shape):
     id: str
     object: Literal["stream"]
-    deleted: Literal[True]
+    deleted: bool
 
 
 PULLED = "Streams that the server pulls"
