@@ -14,6 +14,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
+from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -140,7 +141,7 @@ class EngineProcess:
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
         # Set first, so that `stop` works even if the caller gives up waiting.
         self._process = process
-        self._starting = asyncio.create_task(asyncio.to_thread(process.start))
+        self._starting = asyncio.create_task(asyncio.to_thread(_start, process))
         try:
             await asyncio.shield(self._starting)
         except (OSError, EOFError, RuntimeError) as error:
@@ -208,6 +209,17 @@ def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
     from engine.server.main import run_child
 
     run_child(address, build, warm, record_path)
+
+
+def _start(process: BaseProcess) -> None:
+    """Starts the fork server too, if it does not run yet. Both have SIGINT blocked: Ctrl-C reaches all processes of a
+    terminal, and the fork server would print a traceback of the module that it is importing."""
+    resource_tracker.ensure_running()  # its start, which is part of the fork server's, would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _end_of(process: BaseProcess) -> None:

@@ -24,6 +24,7 @@ from engine.server.main import run_engine
 from tests.e2e.raw_client import raw_client
 from tests.e2e.serve_process import serving
 from tests.engine.fakes import build
+from tests.waiting import until
 
 
 @pytest.fixture(autouse=True)
@@ -298,3 +299,31 @@ async def test_a_start_that_cannot_be_is_one_sentence_with_the_way_out(
             assert await server.process.wait() == code, server.said
         lines = [line for line in server.said.splitlines() if not line.startswith(("usage: ", " "))]
         assert len(lines) == 1 and said in lines[0], server.said
+
+
+def fork_servers(session: int) -> list[int]:
+    """The fork servers among the processes of a session, which import the engine's modules for seconds."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            if b"multiprocessing.forkserver" in path.read_bytes() and os.getsid(int(path.parent.name)) == session:
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.parametrize("workers", ["1", "2"])
+async def test_ctrl_c_while_the_engine_starts_prints_no_traceback(workers: str) -> None:
+    flags = ("--port", str(free_port()), "--workers", workers, "--model", "moonshine-tiny")
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "realtime.cli", "serve", *flags, start_new_session=True,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    try:
+        async with asyncio.timeout(200):
+            await until(lambda: fork_servers(process.pid))
+            os.killpg(process.pid, signal.SIGINT)  # as a terminal does
+            said, _ = await process.communicate()
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+    assert "Traceback" not in said.decode()
