@@ -178,7 +178,8 @@ export class Captions extends EventTarget {
     if (!this.following || this.followFrame) return;
     this.followFrame = requestAnimationFrame(() => {
       this.followFrame = 0;
-      scrollTo({ top: document.documentElement.scrollHeight, behavior: "instant" });
+      // Somebody may have gone elsewhere in the meantime.
+      if (this.following) scrollTo({ top: document.documentElement.scrollHeight, behavior: "instant" });
     });
   }
 }

@@ -208,8 +208,8 @@ async def test_a_correction_costs_the_same_in_a_long_transcript(page: Page, serv
     await page.evaluate(
         """(() => {
           window.drawn = 0;
-          window.watching = new MutationObserver((list) => (window.drawn += new Set(list.map(({ target }) => target)).size));
-          watching.observe(document.querySelector("#turns"), { childList: true, subtree: true });
+          const count = (list) => (window.drawn += new Set(list.map(({ target }) => target)).size);
+          new MutationObserver(count).observe(document.querySelector("#turns"), { childList: true, subtree: true });
           window.done = { puts: 0, writes: 0 };
         })()"""
     )
