@@ -87,6 +87,7 @@ export function fillLines(element, newest) {
     const line = document.createElement("p");
     line.className = open ? "open" : "";
     for (const { name, number, text } of parts) {
+      if (line.hasChildNodes()) line.append(" ");
       if (name) {
         const who = document.createElement("b");
         who.className = "speaker";
@@ -94,7 +95,7 @@ export function fillLines(element, newest) {
         who.textContent = `${name}: `;
         line.append(who);
       }
-      line.append(`${text} `);
+      line.append(text);
     }
     return line;
   });
