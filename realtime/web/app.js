@@ -278,7 +278,7 @@ keeper.addEventListener("problem", ({ text }) => showProblem(text));
 keeper.addEventListener("deleted", ({ id }) => sounds.delete(id));
 sounds.addEventListener("problem", ({ text }) => showProblem(text, "sounds"));
 
-transcript.addEventListener("reset", () => ($("name").value = transcript.name));
+for (const kind of ["reset", "named"]) transcript.addEventListener(kind, () => ($("name").value = transcript.name));
 transcript.addEventListener("corrected", () => (saved = false));
 transcript.addEventListener("added", () => $("captions").hidden && refresh());
 transcript.addEventListener("changed", ({ turn }) => {

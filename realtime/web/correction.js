@@ -37,6 +37,7 @@ export class Correction extends EventTarget {
     element.replaceWith(field);
     const corrected = word.heard !== undefined;
     this.heard.textContent = corrected ? `Heard: ${word.heard}` : "Enter keeps it, Escape leaves it as it was.";
+    this.heard.classList.toggle("keys", !corrected);
     this.restore.hidden = !corrected;
     this.hear.hidden = !this.canHear(word);
     this.bar.hidden = false;

@@ -3,6 +3,8 @@
 // What could not be written stays on the page and is tried again with the next turn; a `problem` is told once. `deleted` is
 // told with the id of a transcript.
 
+import { titleOf } from "./transcript.js";
+
 const SOON_MS = 400;
 const TRIM_EVERY = 200;
 // A page that is being reloaded may still have its transcript for a moment.
@@ -73,6 +75,19 @@ export class Keeper extends EventTarget {
   async bring(head) {
     const release = await hold(head.id, 0);
     return Boolean(release) && this.#load(head, release);
+  }
+
+  // Gives a transcript of the archive another name; false if another window goes on with it, or there is no room.
+  async rename(head, wanted) {
+    if (head.id === this.id) {
+      this.transcript.setName(wanted);
+      await this.flush();
+      return this.complete;
+    }
+    const release = await hold(head.id, 0);
+    if (!release) return false;
+    const written = this.archive.write({ ...head, name: titleOf(wanted) }, [], []).then(() => true, () => false);
+    return written.finally(release);
   }
 
   async #load({ id, name }, release) {

@@ -1,4 +1,4 @@
-// The list of transcripts that this browser keeps: open one again, delete it, or find a text in all of them.
+// The list of transcripts that this browser keeps: open one again, rename or delete it, or find a text in all of them.
 
 import { clock, dateAndTime } from "./format.js";
 import { patternOf } from "./search.js";
@@ -87,9 +87,14 @@ export class Library {
     open.disabled = here;
     const facts = document.createElement("small");
     facts.textContent = `${when}, ${clock(head.seconds)} long${here ? ", on the page" : ""}`;
+    const rename = button("quiet", "Rename", () => this.#rename(head, open));
+    rename.ariaLabel = `Rename ${called || when}`;
     const remove = button("quiet", "Delete", () => this.#delete(head));
     remove.ariaLabel = `Delete ${called || when}`;
-    row.append(open, facts, remove);
+    const does = document.createElement("span");
+    does.className = "does";
+    does.append(rename, remove);
+    row.append(open, facts, does);
     for (const place of places.slice(0, MOST_PLACES)) {
       const shown = button("place", "", () => (here ? this.#show(place) : this.#bring(head, open, place)));
       shown.append(...around(place));
@@ -122,6 +127,18 @@ export class Library {
 
   #refuse(opener, why) {
     opener.nextElementSibling.textContent = why;
+  }
+
+  async #rename(head, opener) {
+    const name = prompt("What is the name of this transcript?", head.name ?? "");
+    if (name === null) return;
+    if (!(await this.keeper.rename(head, name))) {
+      this.#refuse(opener, "It could not be renamed: another window goes on with it, or the browser has no room.");
+      return;
+    }
+    const at = [...this.list.children].indexOf(opener.parentElement);
+    await this.#fill();
+    this.list.children[at]?.querySelector(".quiet").focus();
   }
 
   async #delete(head) {

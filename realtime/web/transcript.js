@@ -97,7 +97,7 @@ export class Transcript extends EventTarget {
   }
 
   setName(wanted) {
-    const name = plain(wanted, MAX_TITLE);
+    const name = titleOf(wanted);
     if (name === this.name) return;
     this.name = name;
     this.#tell("named");
@@ -260,6 +260,11 @@ function timed(words, base) {
 // One line of text, whatever was typed or pasted.
 function plain(wanted, most) {
   return [...wanted.replaceAll(/[\s\p{Cc}]+/gu, " ").trim()].slice(0, most).join("").trim();
+}
+
+// The name of a transcript, as far as it can be one.
+export function titleOf(wanted) {
+  return plain(wanted, MAX_TITLE);
 }
 
 export function isWithin(word, start, end) {

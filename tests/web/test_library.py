@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.web.conftest import PageServer
-from tests.web.devtools import Page
+from tests.web.devtools import Page, open_page
 from tests.web.shown import TURNS, send_file, stop
 
 RESTORED = "!document.querySelector('#restored').hidden"
@@ -135,3 +135,28 @@ async def test_the_archive_is_read_once_however_much_is_typed(page: Page, server
     # Once for each transcript, and few rows for many places.
     assert await page.evaluate("window.reads") == 2
     assert await page.evaluate("document.querySelectorAll('#library-list *').length") < 30
+
+
+async def test_a_transcript_is_renamed_in_the_list(
+    page: Page, server: PageServer, browser: str, tmp_path: Path
+) -> None:
+    await keep(page, server.url, [{"name": "", "texts": ["the older one"]}, {"name": "", "texts": ["on the page"]}])
+    await page.until(RESTORED)
+    await page.click("#open-library")
+    await page.until(f"{ROWS}.length === 2")
+    await page.evaluate("(window.prompt = () => '  <b>Old</b>\\n days ', undefined)")
+    for row, title in ((1, "#name"), (2, "")):
+        await page.click(f"#library-list li:nth-child({row}) .quiet")
+        await page.until(f"{ROWS}[{row - 1}].querySelector('.title').textContent === '<b>Old</b> days'")
+        if title:
+            assert await page.evaluate(f"document.querySelector({title!r}).value") == "<b>Old</b> days"
+    # The words stay, and a window that has it open is not disturbed.
+    assert await page.evaluate(f"{TURNS}[0].turn.text") == "on the page"
+    async with open_page(browser, tmp_path, page.context) as second:
+        await second.open(server.url)
+        await second.click("#open-library")
+        await second.until(f"{ROWS}.length === 2")
+        await second.evaluate("(window.prompt = () => 'mine', undefined)")
+        await second.click("#library-list li:nth-child(1) .quiet")
+        await second.until(f"{ROWS}[0].textContent.includes('another window goes on with it')")
+        assert not second.errors
