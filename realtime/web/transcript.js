@@ -177,11 +177,11 @@ export class Transcript extends EventTarget {
   }
 
   #grow(turn, event, base) {
-    turn.text += event.delta;
     const words = this.#timed(event.words, base);
-    turn.words.push(...words);
     // Whoever was thought to have finished goes on.
     if (words.some(({ start }) => start > turn.scoredAt)) this.#change(turn, { sure: undefined, scoredAt: undefined });
+    turn.text += event.delta;
+    turn.words.push(...words);
     this.#tell("grown", turn, event.delta);
   }
 
@@ -307,10 +307,10 @@ export function piecesOf(turn) {
   }));
   pieces.forEach(({ text, word }, n) => {
     if (!word || text) return;
-    // The space before it goes with it, or the one behind it.
+    // The space behind it goes with it, or the one before it.
     const [before, after] = [pieces[n - 1], pieces[n + 1]];
-    if (before && !before.word && before.text.endsWith(" ")) before.text = before.text.slice(0, -1);
-    else if (after && !after.word && after.text.startsWith(" ")) after.text = after.text.slice(1);
+    if (after && !after.word && after.text.startsWith(" ")) after.text = after.text.slice(1);
+    else if (before && !before.word && before.text.endsWith(" ")) before.text = before.text.slice(0, -1);
   });
   return pieces;
 }

@@ -39,7 +39,11 @@ async def test_the_sign_of_a_pause_goes_when_the_speaker_goes_on(page: Page, ser
     steps = await page.evaluate(
         """(async () => {
           const { Transcript } = await import("./transcript.js");
+          const { Captions } = await import("./captions.js");
           const t = new Transcript();
+          const made = (name) => document.createElement(name);
+          const list = made("ol");
+          new Captions(t, { list, earlier: made("button"), later: made("button"), live: made("button") });
           const said = "conversation.item.input_audio_transcription.delta";
           const pause = "input_audio_buffer.pause_scored";
           const scored = (item_id, at, sure) =>
@@ -58,8 +62,8 @@ async def test_the_sign_of_a_pause_goes_when_the_speaker_goes_on(page: Page, ser
           say("then", 1.5);
           steps.push(t.entries[0].sure);
           say("go", 2.5);
-          steps.push(t.entries[0].sure);
+          steps.push(t.entries[0].sure, list.querySelector(".text").textContent);
           return steps;
         })()"""
     )
-    assert steps == [1, None, 0.4, 0.4, None]
+    assert steps == [1, None, 0.4, 0.4, None, "Wellthengo"]
