@@ -209,8 +209,9 @@ async function hear({ start, end }) {
     const sound = await sounds.read(keeper.id, start - AROUND_SECONDS, end + AROUND_SECONDS);
     if (sound) await player.play(sound);
     else announce("The sound of this word was not kept");
-  } catch {
-    showProblem("This browser could not play the kept sound.");
+  } catch (error) {
+    // Another word was pressed before this one began.
+    if (error?.name !== "AbortError") showProblem("This browser could not play the kept sound.");
   }
 }
 

@@ -31,6 +31,7 @@ export function connectSettings(preferences, sounds, onTheme) {
     $("keep-sound").focus();
   });
   sounds.addEventListener("changed", () => showSound(sounds, choices));
+  sounds.opened.then(() => showSound(sounds, choices));
 
   $("key").addEventListener("input", () => preferences.setKey($("key").value));
   $("key").addEventListener("change", () => showWishes(preferences));

@@ -21,7 +21,7 @@ export class Share {
 
   // Whether the session under way is shared.
   get active() {
-    return this.shared !== null && this.shared.link === this.link() && !this.shared.link.over;
+    return this.shared !== null && this.shared.link === this.link() && this.shared.link.published === this.shared.name;
   }
 
   async #publish() {

@@ -28,8 +28,8 @@ export class Sounds extends EventTarget {
       };
       this.database = await answer(request);
       this.database.onversionchange = () => this.database.close();
-      await this.#count();
       this.works = true;
+      await this.#count();
     } catch {
       this.works = false;
     }

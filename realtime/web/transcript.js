@@ -122,7 +122,7 @@ export class Transcript extends EventTarget {
   // Who said the words between two times, which were shown before that was known.
   label(letter, start, end) {
     const speaker = this.#voice(letter);
-    for (let n = this.entries.length - 1; n >= 0; n -= 1) {
+    for (let n = this.#placeOf(end); n >= 0; n -= 1) {
       const turn = this.entries[n];
       if (turn.state === "open" || turn.state === "note") continue;
       if (turn.end <= start) break;
@@ -200,6 +200,17 @@ export class Transcript extends EventTarget {
     if (!this.letters.has(letter)) this.letters.set(letter, this.apart && LETTERS.test(letter) ? this.#freeLetter() : letter);
     const voice = this.letters.get(letter);
     return this.renamed.get(voice) ?? voice;
+  }
+
+  // The last entry that may have begun by this time; entries are in order, but for a note here and there.
+  #placeOf(second) {
+    let [low, high] = [0, this.entries.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.entries[middle].start <= second) low = middle + 1;
+      else high = middle;
+    }
+    return Math.min(low, this.entries.length - 1);
   }
 
   #freeLetter() {

@@ -129,6 +129,8 @@ async def test_a_browser_that_keeps_no_sound_says_so_once_and_captions_go_on(
     await page.open(server.url)
     await keep_sound(page)
     await page.until(f"{SIZE} === 'This browser keeps no sound for this page.'")
+    await page.reload()
+    await page.until(f"{SIZE} === 'This browser keeps no sound for this page.'")
     await play_at_pace(page, server.url, talk)
     assert (await page.until(PROBLEM)).startswith("This browser keeps no sound for this page.")
     await page.click("#dismiss")

@@ -112,3 +112,27 @@ async def test_one_speaker_who_goes_on_stays_calm(page: Page, server: PageServer
     await page.choose_file("#file", talk)
     await page.until(f"{STATE} === 'Ready' && {DONE}.length === 6")
     assert await page.evaluate(WHO) == []
+
+
+async def test_a_label_looks_at_few_turns_however_many_there_are(page: Page, server: PageServer) -> None:
+    await page.open(server.url)
+    looked = await page.evaluate(
+        """(async () => {
+          const { Transcript } = await import("./transcript.js");
+          const looked = [];
+          for (const count of [50, 5000]) {
+            const t = new Transcript();
+            let reads = 0;
+            const counted = { get: (turn, name) => ((reads += 1), turn[name]) };
+            const turn = (n) => ({ number: n, state: "done", text: "word", start: n, end: n + 0.9,
+              words: [{ word: "word", start: n, end: n + 0.9 }] });
+            t.load(Array.from({ length: count }, (_, n) => new Proxy(turn(n), counted)));
+            reads = 0;
+            t.label("A", 10, 10.9);
+            looked.push([reads, t.entries.map(({ words }) => words[0].speaker).indexOf("A"), t.voices.size]);
+          }
+          return looked;
+        })()"""
+    )
+    assert [place for _, place, _ in looked] == [10, 10]
+    assert looked[1][0] < looked[0][0] + 20
