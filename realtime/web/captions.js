@@ -44,14 +44,22 @@ export class Captions extends EventTarget {
   show(turn) {
     const at = this.transcript.entries.indexOf(turn);
     if (!this.items.has(turn)) this.#rebuild(at - STEP, Math.min(at + STEP, this.transcript.entries.length));
+    this.#leaveLive();
     this.items.get(turn).scrollIntoView({ block: "center", behavior: "instant" });
     this.#scrolled();
   }
 
   // Stays where it is while somebody works on a caption, whatever comes below.
   stay() {
-    this.following = false;
+    this.#leaveLive();
     this.#controls();
+  }
+
+  // Also if the page was about to scroll to the newest text.
+  #leaveLive() {
+    this.following = false;
+    cancelAnimationFrame(this.followFrame);
+    this.followFrame = 0;
   }
 
   get #atEnd() {
@@ -178,8 +186,7 @@ export class Captions extends EventTarget {
     if (!this.following || this.followFrame) return;
     this.followFrame = requestAnimationFrame(() => {
       this.followFrame = 0;
-      // Somebody may have gone elsewhere in the meantime.
-      if (this.following) scrollTo({ top: document.documentElement.scrollHeight, behavior: "instant" });
+      scrollTo({ top: document.documentElement.scrollHeight, behavior: "instant" });
     });
   }
 }
