@@ -286,6 +286,9 @@ class Event(Shape, kw_only=True, tag_field="type"):
     seq: int | UnsetType = UNSET
 
 
+EndOfTurn = Annotated[float, Meta(ge=0, le=1, description="The probability that the turn is over.")]
+
+
 class SessionCreated(Event, tag="session.created"):
     id: str
     created: int
@@ -325,6 +328,13 @@ class SpeechStarted(Event, tag="input_audio_buffer.speech_started"):
 class SpeechStopped(Event, tag="input_audio_buffer.speech_stopped"):
     audio_end_ms: int
     item_id: str
+    end_of_turn_confidence: EndOfTurn | UnsetType = UNSET
+
+
+class PauseScored(Event, tag="input_audio_buffer.pause_scored"):
+    item_id: str
+    audio_end_ms: int
+    end_of_turn_confidence: EndOfTurn
 
 
 class TimeoutTriggered(Event, tag="input_audio_buffer.timeout_triggered"):
@@ -383,6 +393,7 @@ class TranscriptionCompleted(Event, tag="conversation.item.input_audio_transcrip
     audio_start_ms: int | UnsetType = UNSET
     audio_end_ms: int | UnsetType = UNSET
     speaker: str | UnsetType = UNSET
+    end_of_turn_confidence: EndOfTurn | UnsetType = UNSET
     languages: list[Language] | UnsetType = UNSET
     raw_transcript: str | UnsetType = UNSET
     redactions: list[Span] | UnsetType = UNSET
@@ -402,7 +413,7 @@ class ErrorEvent(Event, tag="error"):
 OPENAI_SERVER: tuple[type[Struct], ...] = (
     *(SessionCreated, BetaCreated, SessionResumed, SessionUpdated, BetaUpdated, SessionClosing),
     *(SpeechStarted, SpeechStopped, TimeoutTriggered, BufferCommitted, BufferCleared, BufferAcknowledged),
-    *(BufferInjected, ItemAdded, ItemDone, ItemCreated),
+    *(PauseScored, BufferInjected, ItemAdded, ItemDone, ItemCreated),
     *(TranscriptionDelta, TranscriptionCompleted, TranscriptionFailed, ErrorEvent),
 )
 

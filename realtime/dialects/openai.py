@@ -36,6 +36,7 @@ from realtime.session.events import (
     Delta,
     Injected,
     ItemFailed,
+    PauseScored,
     Problem,
     ServerEvent,
     SessionUpdated,
@@ -48,6 +49,7 @@ from realtime.session.formatting import format_final, redacted_times, search_wor
 from realtime.session.settings import (
     BETTER_FINALS,
     G711_RATE,
+    INCLUDE_END_OF_TURN,
     INCLUDE_LOGPROBS,
     INCLUDE_RESUME,
     INCLUDE_WORDS,
@@ -582,7 +584,9 @@ class OpenAIDialect:
                 return [self._event(name, audio_start_ms=start_ms, item_id=event.item_id)]
             case SpeechStopped():
                 end_ms = self._ms(event.sample)
-                return [self._event("input_audio_buffer.speech_stopped", audio_end_ms=end_ms, item_id=event.item_id)]
+                extra = _end_of_turn(event.confidence, settings)
+                name = "input_audio_buffer.speech_stopped"
+                return [self._event(name, audio_end_ms=end_ms, item_id=event.item_id, **extra)]
             case TimedOut():
                 span = {"audio_start_ms": self._ms(event.start), "audio_end_ms": self._ms(event.end)}
                 return [self._event("input_audio_buffer.timeout_triggered", item_id=event.item_id, **span)]
@@ -606,6 +610,9 @@ class OpenAIDialect:
                 return [self._event("session.closing", reason=event.reason)]
             case Injected():
                 return [self._event("input_audio_buffer.injected", items=event.items)]
+            case PauseScored():
+                sure = {"audio_end_ms": self._ms(event.sample), "end_of_turn_confidence": round(event.confidence, 4)}
+                return [self._event("input_audio_buffer.pause_scored", item_id=event.item_id, **sure)]
         return []
 
     def _event(self, kind: str, **fields: Any) -> Json:
@@ -654,6 +661,7 @@ class OpenAIDialect:
             extra |= {"audio_start_ms": self._ms(event.start), "audio_end_ms": self._ms(event.end)}
         if settings.labels_speakers and (speaker := speaker_of(event.words)) is not None:
             extra["speaker"] = letter_name(speaker, settings.speaker_names)
+        extra |= _end_of_turn(event.confidence, settings)
         if languages := languages_of(event.words):
             extra["languages"] = [{"code": code} for code in languages]
         seconds = round((event.end - event.start) / self.facts.sample_rate, 3)
@@ -677,6 +685,13 @@ class OpenAIDialect:
 
     def _ms(self, sample: int) -> int:
         return sample * 1000 // self.facts.sample_rate
+
+
+def _end_of_turn(confidence: float | None, settings: Settings) -> Json:
+    """How sure it is that the turn is over, if the client asked for it and a judge has said so."""
+    if confidence is None or not settings.wants(INCLUDE_END_OF_TURN):
+        return {}
+    return {"end_of_turn_confidence": round(confidence, 4)}
 
 
 def formatted_fields(raw: str, words: Sequence[TimedWord], formatting: Formatting, sample_rate: int) -> Json:

@@ -170,6 +170,7 @@ class CapacityFigures(Struct, forbid_unknown_fields=True):
     max_load: float
     retry_after_s: float
     draining: bool
+    viewers_total: Annotated[int, Meta(description="Places for viewers of published sessions; 0: publishing is off.")]
     engines_wanted: int
     spares_ready: int
     spares_wanted: int
@@ -300,6 +301,7 @@ class Answers:
             max_load=self._context.limits.max_load,
             retry_after_s=capacity.retry_after_s,
             draining=self._sessions.draining,
+            viewers_total=self._context.limits.viewers,
             engines_wanted=capacity.engines_wanted,
             spares_ready=capacity.spares_ready,
             spares_wanted=capacity.spares_wanted,

@@ -106,6 +106,7 @@ _SAID = (
     events.SpeechStarted,
     events.EagerTurnEnd,
     events.TurnResumed,
+    events.PauseScored,
     events.SpeechStopped,
     events.TimedOut,
     events.Committed,

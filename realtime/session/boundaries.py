@@ -30,6 +30,7 @@ from realtime.session.events import (
     EagerTurnEnd,
     Effect,
     Measured,
+    PauseScored,
     Problem,
     Send,
     ServerEvent,
@@ -40,7 +41,7 @@ from realtime.session.events import (
     TurnResumed,
     UtteranceEnded,
 )
-from realtime.session.settings import Settings, TurnDetection
+from realtime.session.settings import INCLUDE_END_OF_TURN, Settings, TurnDetection
 from realtime.session.speakers import SpeakerTimeline
 from realtime.session.turns import SavedTurns, Turn, Turns
 
@@ -63,6 +64,14 @@ def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = 
     if detection.judges_pauses:
         silence_ms = ASK_MS if asks else PROBE_MS
     return TurnRule(detection.threshold, MIN_SPEECH_MS * sample_rate // 1000, silence_ms * sample_rate // 1000, asks)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """The turn detector has answered; `confidence` is the score at `sample`."""
+
+    sample: int
+    confidence: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +127,21 @@ class PauseWatch:
         if self._pause is not None and score.fell == self._pause.fell:
             self._scores[score.number] = score.probability
 
-    def advance(self, sample: int, text: str) -> list[EagerEnd | End]:
+    def advance(self, sample: int, text: str) -> list[EagerEnd | End | Scored]:
         """The silence lasts until `sample` at least; `text` is the last text of the turn."""
         if self._pause is None:
             return []
-        found: list[EagerEnd | End] = []
+        found: list[EagerEnd | End | Scored] = []
         pause = self._judge.hear_words(self._pause, text)
         while True:
             pause, signs = self._judge.advance(pause, sample)
             found += [sign for sign in signs if not isinstance(sign, Ask)]
             if not pause.asked:
                 break
-            pause = self._judge.hear_answer(pause, self._scores.pop(pause.answers, None))
+            answer = self._scores.pop(pause.answers, None)
+            pause = self._judge.hear_answer(pause, answer)
+            if answer is not None:
+                found.append(Scored(pause.now, self._judge.confidence(pause, pause.now)))
         self._pause = pause
         return found
 
@@ -481,6 +493,9 @@ class Boundaries:
             for sign in self._pauses.advance(sample, self.turns.current_text()):
                 if isinstance(sign, End):
                     self._end_scored_turn(sign, self._pauses.fell, now)
+                elif isinstance(sign, Scored):
+                    if self._settings.wants(INCLUDE_END_OF_TURN):
+                        self._send(PauseScored(self.turns.current.item_id, sign.sample, sign.confidence))
                 elif not self.turns.current.probably_over:
                     self._probable_end = sign
                     self._announce_probable_end()
@@ -489,7 +504,9 @@ class Boundaries:
             self._end_silence(detection.idle_timeout_ms, sample, now)
 
     def _end_scored_turn(self, end: End, fell: int, now: float) -> None:
-        by_score = self._settings.turn_detection is not None and self._settings.turn_detection.scored is not None
+        detection = self._settings.turn_detection
+        # Without a detector, semantic detection has a rule of words and times, and no score.
+        by_score = detection is not None and (detection.scored is not None or (detection.semantic and self._learnt))
         turn = self._end_turn(end.sample, fell, now, end.confidence if by_score else None)
         turn.timeout = end.timeout
 

@@ -151,10 +151,19 @@ class TurnResumed:
 
 
 @dataclass(frozen=True, slots=True)
+class PauseScored:
+    """The turn detector has answered in a pause of the turn: the probability that the turn is over at `sample`."""
+
+    item_id: str
+    sample: int
+    confidence: float
+
+
+@dataclass(frozen=True, slots=True)
 class SpeechStopped:
     item_id: str
     sample: int
-    # The probability that the turn was over, if it was ended by a score.
+    # The probability that the turn was over, if a score is what ends turns.
     confidence: float | None = None
 
 
@@ -199,7 +208,7 @@ class Completed:
     ended_at: float
     # The turn was cut because it was too long; the next turn continues with the next word.
     goes_on: bool = False
-    # The probability that the turn was over, if it was ended by a score; `timeout`: the length of the silence ended it.
+    # As in SpeechStopped; `timeout`: the length of the silence ended the turn.
     confidence: float | None = None
     timeout: bool = False
     # Words were decoded again: transcript and words may differ from the deltas.
@@ -278,6 +287,7 @@ ServerEvent = (
     | SpeechStarted
     | EagerTurnEnd
     | TurnResumed
+    | PauseScored
     | SpeechStopped
     | TimedOut
     | Committed

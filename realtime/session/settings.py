@@ -36,7 +36,8 @@ INCLUDE_WORDS = "item.input_audio_transcription.words"
 INCLUDE_ACKS = "input_audio_buffer.acks"
 INCLUDE_RESUME = "session.resume"
 INCLUDE_SPEAKERS = "item.input_audio_transcription.speakers"
-INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME, INCLUDE_SPEAKERS)
+INCLUDE_END_OF_TURN = "input_audio_buffer.end_of_turn"
+INCLUDED = (INCLUDE_LOGPROBS, INCLUDE_WORDS, INCLUDE_ACKS, INCLUDE_RESUME, INCLUDE_SPEAKERS, INCLUDE_END_OF_TURN)
 
 # Names under which sessions are published; they are parts of addresses.
 PUBLISHED_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -3,14 +3,18 @@
 import { Archive } from "./archive.js";
 import { Captions } from "./captions.js";
 import { copyText } from "./clipboard.js";
+import { Correction } from "./correction.js";
 import { FORMATS, download, toText } from "./export.js";
 import { clock, dateAndTime, percent, shortSeconds } from "./format.js";
 import { Keeper } from "./keeper.js";
 import { Library } from "./library.js";
 import { Overlay } from "./overlay.js";
+import { Player } from "./player.js";
 import { Preferences } from "./preferences.js";
 import { Search } from "./search.js";
 import { connectSettings } from "./settings.js";
+import { Share } from "./share.js";
+import { Sounds } from "./sounds.js";
 import { Studio } from "./studio.js";
 import { Tape, levelOf } from "./tape.js";
 import { speakerName, Transcript } from "./transcript.js";
@@ -19,16 +23,34 @@ import { WordTimes } from "./words.js";
 const $ = (id) => document.getElementById(id);
 const SLOW_SECONDS = 1.5;
 const COPIED_SHOWN_MS = 2000;
+// Sound around a word that is played: times of words are not exact.
+const AROUND_SECONDS = 0.15;
 
 const preferences = new Preferences();
 const transcript = new Transcript();
 const studio = new Studio(transcript, preferences);
-const keeper = new Keeper(new Archive(), transcript);
+const sounds = new Sounds();
+const player = new Player();
+// Captions are worth more than their sound, so that goes first where there is no room.
+const keeper = new Keeper(new Archive({ makeRoom: () => sounds.dropOldest() }), transcript);
 const tape = new Tape($("tape"), transcript);
 const announce = (text) => ($("announcer").textContent = text);
 const captions = new Captions(transcript, { list: $("turns"), earlier: $("earlier"), later: $("later"), live: $("live") });
 const words = new WordTimes($("captions"), $("tip"), announce);
-const settings = connectSettings(preferences, () => tape.draw());
+const settings = connectSettings(preferences, sounds, () => tape.draw());
+const correction = new Correction(
+  transcript,
+  captions,
+  { bar: $("word-bar"), heard: $("word-heard"), hear: $("word-hear"), restore: $("word-restore"), remove: $("word-remove") },
+  { canHear: (word) => Boolean(sounds.at(keeper.id, word.start)), play: hear, announce },
+);
+const share = new Share(
+  {
+    dialog: $("share-dialog"), begin: $("share-begin"), made: $("share-made"), address: $("share-address"),
+    copyButton: $("share-copy"), stop: $("share-stop"), problem: $("share-problem"),
+  },
+  { link: () => liveLink(), key: () => preferences.key, copy: (text, button) => copy(text, button) },
+);
 const search = new Search(
   transcript,
   captions,
@@ -43,8 +65,8 @@ const overlay = new Overlay(
 );
 const library = new Library(
   keeper,
-  { dialog: $("library"), list: $("library-list"), none: $("library-none") },
-  { busy: () => studio.recording !== null, onOpen: showRestored },
+  { dialog: $("library"), field: $("library-field"), found: $("library-found"), list: $("library-list"), none: $("library-none") },
+  { busy: () => studio.recording !== null, onOpen: showRestored, onFound: showFound },
 );
 // All that is finished has been saved as a file.
 let saved = true;
@@ -75,12 +97,21 @@ function refresh() {
   $("captions").hidden = !$("empty").hidden;
   $("after").hidden = !transcript.hasFinished;
   $("clear").disabled = running;
+  $("name").hidden = $("captions").hidden;
+  $("share").hidden = !liveLink() || !preferences.sharing;
+  $("share").textContent = share.active ? "Shared" : "Share";
   $("retry").hidden = link?.state !== "lost";
   if (running) $("restored").hidden = true;
   showStatus();
   showMeters(link);
   showJob(studio.job);
   showTitle(studio.job);
+}
+
+// The connection of a session that others can read along; a file that is sent whole has none.
+function liveLink() {
+  const { link } = studio;
+  return link && !link.file && !link.finishing ? link : null;
 }
 
 // For whoever waits in another tab, or in another program.
@@ -121,11 +152,16 @@ function showJob(job) {
 }
 
 function showRestored(head) {
-  $("restored-text").textContent = `Captions of ${dateAndTime(head.id)}, ${clock(transcript.seconds)} long`;
+  $("restored-text").textContent = `${head.name || "Captions"} of ${dateAndTime(head.id)}, ${clock(transcript.seconds)} long`;
   $("restored").hidden = false;
   origin = "";
   saved = !transcript.hasFinished;
   refresh();
+}
+
+function showFound(number, text) {
+  const turn = transcript.entries.find((entry) => entry.number === number);
+  if (turn) search.show(text, turn);
 }
 
 // What buttons do
@@ -153,7 +189,9 @@ function play([file, ...others]) {
 function save(format) {
   const { type, write } = FORMATS[format];
   const stamp = new Date().toISOString().slice(0, 16).replace("T", "-").replace(":", "");
-  download(`${origin || `captions-${stamp}`}.${format}`, type, write(transcript));
+  // Names of files must not have these.
+  const name = transcript.name.replaceAll(/[/\\:*?"<>|\s]+/g, " ").replace(/^[. ]+/, "").trim();
+  download(`${name || origin || `captions-${stamp}`}.${format}`, type, write(transcript));
   saved = true;
   $("save-menu").hidePopover();
 }
@@ -164,6 +202,23 @@ async function copy(text, button) {
   if (!button) return;
   button.textContent = copied ? "Copied" : "Not copied";
   setTimeout(() => (button.textContent = "Copy"), COPIED_SHOWN_MS);
+}
+
+async function hear({ start, end }) {
+  try {
+    const sound = await sounds.read(keeper.id, start - AROUND_SECONDS, end + AROUND_SECONDS);
+    if (sound) await player.play(sound);
+    else announce("The sound of this word was not kept");
+  } catch (error) {
+    // Another word was pressed before this one began.
+    if (error?.name !== "AbortError") showProblem("This browser could not play the kept sound.");
+  }
+}
+
+// The word is heard if its sound is kept, and can be corrected.
+function openWord(element) {
+  if (sounds.at(keeper.id, element.word.start)) hear(element.word);
+  correction.open(element);
 }
 
 async function clear() {
@@ -210,12 +265,22 @@ studio.addEventListener("transcribed", ({ name }) => announce(`${name} is transc
 studio.addEventListener("key", () => settings.open("key"));
 studio.addEventListener("opened", settings.devicesKnown);
 studio.addEventListener("sound", ({ samples }) => {
+  const { link } = studio;
+  if (preferences.choices.keepSound) sounds.take(keeper.id, samples, link.rate, link.edge);
   const level = levelOf(samples);
   $("level").value = level;
   tape.push(level, studio.link.edge);
 });
+studio.addEventListener("file", ({ link }) => {
+  if (preferences.choices.keepSound) sounds.takeFile(keeper.id, link.file, link.offset, link.edge);
+});
+studio.addEventListener("change", () => !studio.recording && sounds.flush());
 keeper.addEventListener("problem", ({ text }) => showProblem(text));
+keeper.addEventListener("deleted", ({ id }) => sounds.delete(id));
+sounds.addEventListener("problem", ({ text }) => showProblem(text, "sounds"));
 
+for (const kind of ["reset", "named"]) transcript.addEventListener(kind, () => ($("name").value = transcript.name));
+transcript.addEventListener("corrected", () => (saved = false));
 transcript.addEventListener("added", () => $("captions").hidden && refresh());
 transcript.addEventListener("changed", ({ turn }) => {
   if (turn.state === "open") return;
@@ -243,6 +308,7 @@ const buttons = {
   "open-file": () => $("file").click(),
   "open-library": () => library.open(),
   "open-overlay": () => overlay.open(),
+  share: () => share.open(),
 };
 for (const [id, action] of Object.entries(buttons)) $(id).addEventListener("click", action);
 for (const button of document.querySelectorAll("[data-format]")) {
@@ -251,8 +317,20 @@ for (const button of document.querySelectorAll("[data-format]")) {
 $("turns").addEventListener("click", ({ target }) => {
   if (target.matches(".copy")) copy(target.closest("li").turn.text.trim(), target);
   if (target.matches(".who")) rename(target.speaker);
+  // Whoever marks text to copy it does not correct a word.
+  if (target.matches(".word") && getSelection().isCollapsed) openWord(target);
+});
+$("name").addEventListener("change", () => {
+  transcript.setName($("name").value);
+  $("name").value = transcript.name;
 });
 words.addEventListener("copy", ({ turn }) => copy(turn.text.trim()));
+words.addEventListener("edit", ({ word }) => correction.open(word));
+words.addEventListener("hear", ({ word }) => hear(word.word));
+correction.addEventListener("closed", ({ turn, word }) => {
+  const shown = [...(captions.items.get(turn)?.querySelectorAll(".word") ?? [])];
+  words.go(shown.find((element) => element.word === word) ?? null);
+});
 $("file").addEventListener("change", () => {
   const files = [...$("file").files];
   $("file").value = "";
@@ -274,7 +352,11 @@ addEventListener("drop", (event) => {
 addEventListener("beforeunload", (event) => {
   if (studio.recording || (!saved && !keeper.complete)) event.preventDefault();
 });
-addEventListener("pagehide", () => studio.link?.stop());
+addEventListener("pagehide", () => {
+  studio.link?.stop();
+  sounds.flush();
+});
 refresh();
 const head = await keeper.start(() => !studio.recording && !transcript.entries.length);
 if (head) showRestored(head);
+if (keeper.works) sounds.prune(new Set((await keeper.archive.heads()).map(({ id }) => id)));

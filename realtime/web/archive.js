@@ -10,8 +10,10 @@ const MOST_TURNS = 20_000;
 const MOST_TRANSCRIPTS = 100;
 
 export class Archive {
-  constructor({ turns = MOST_TURNS, transcripts = MOST_TRANSCRIPTS } = {}) {
+  // `makeRoom()` may free other storage of the page, and resolves to whether it has.
+  constructor({ turns = MOST_TURNS, transcripts = MOST_TRANSCRIPTS, makeRoom = async () => false } = {}) {
     this.most = { turns, transcripts };
+    this.makeRoom = makeRoom;
   }
 
   // Raises where the browser keeps nothing for this page.
@@ -26,7 +28,7 @@ export class Archive {
     this.database.onversionchange = () => this.database.close();
   }
 
-  // What there is, newest first: `{id, title, seconds, updated}`.
+  // What there is, newest first: `{id, title, name, seconds, updated}`.
   async heads() {
     return (await answer(this.#store(HEADS).getAll())).reverse();
   }
@@ -35,14 +37,14 @@ export class Archive {
     return answer(this.#store(TURNS).getAll(allOf(id)));
   }
 
-  // All or nothing. When there is no room, the oldest transcripts make some.
+  // All or nothing. When there is no room, `makeRoom` makes some, or the oldest transcripts do.
   async write(head, turns, removed) {
     try {
       await this.#write(head, turns, removed);
     } catch (error) {
       if (error?.name !== "QuotaExceededError") throw error;
       // Writes that fail together make room once.
-      this.making ??= this.#dropOldest(head.id).finally(() => (this.making = null));
+      this.making ??= this.#freeRoom(head.id).finally(() => (this.making = null));
       if (!(await this.making)) throw error;
       await this.write(head, turns, removed);
     }
@@ -84,7 +86,8 @@ export class Archive {
     await done(transaction);
   }
 
-  async #dropOldest(current) {
+  async #freeRoom(current) {
+    if (await this.makeRoom()) return true;
     const oldest = (await this.heads()).at(-1);
     if (!oldest || oldest.id === current) return false;
     await this.delete(oldest.id);

@@ -1,7 +1,7 @@
 // Turns on the page. However long the session, only a window of them is in the document; the rest is a button away.
 
-import { clock, exactClock } from "./format.js";
-import { alignWords, speakerName } from "./transcript.js";
+import { clock, exactClock, percent } from "./format.js";
+import { piecesOf, speakerName } from "./transcript.js";
 
 const MOST_SHOWN = 80;
 const STEP = 40;
@@ -23,7 +23,7 @@ export class Captions extends EventTarget {
     transcript.addEventListener("reset", () => this.toLive());
     transcript.addEventListener("added", () => this.#added());
     transcript.addEventListener("grown", ({ turn, delta }) => this.#grown(turn, delta));
-    transcript.addEventListener("changed", ({ turn }) => this.#changed(turn));
+    for (const kind of ["changed", "corrected", "labelled"]) transcript.addEventListener(kind, ({ turn }) => this.refresh(turn));
     transcript.addEventListener("voices", () => this.#refill());
     transcript.addEventListener("removed", ({ turn }) => this.#removed(turn));
     earlier.addEventListener("click", () => this.#move(-STEP));
@@ -44,8 +44,22 @@ export class Captions extends EventTarget {
   show(turn) {
     const at = this.transcript.entries.indexOf(turn);
     if (!this.items.has(turn)) this.#rebuild(at - STEP, Math.min(at + STEP, this.transcript.entries.length));
+    this.#leaveLive();
     this.items.get(turn).scrollIntoView({ block: "center", behavior: "instant" });
     this.#scrolled();
+  }
+
+  // Stays where it is while somebody works on a caption, whatever comes below.
+  stay() {
+    this.#leaveLive();
+    this.#controls();
+  }
+
+  // Also if the page was about to scroll to the newest text.
+  #leaveLive() {
+    this.following = false;
+    cancelAnimationFrame(this.followFrame);
+    this.followFrame = 0;
   }
 
   get #atEnd() {
@@ -80,7 +94,7 @@ export class Captions extends EventTarget {
     this.#follow();
   }
 
-  #changed(turn) {
+  refresh(turn) {
     const item = this.items.get(turn);
     if (!item) return;
     fill(item, turn, this.transcript.voices);
@@ -181,16 +195,23 @@ function fill(item, turn, voices) {
   item.dataset.state = turn.state;
   item.classList.toggle("listening", turn.state === "open" && !turn.text);
   const [mark, text] = item.children;
+  // A word that somebody corrects now stays under their hands.
+  if (text.querySelector("input")) return;
   mark.textContent = clock(turn.start);
   mark.dateTime = `PT${turn.start.toFixed(2)}S`;
-  mark.title = turn.end === null ? `from ${exactClock(turn.start)}` : `${exactClock(turn.start)} to ${exactClock(turn.end)}`;
+  const times = turn.end === null ? `from ${exactClock(turn.start)}` : `${exactClock(turn.start)} to ${exactClock(turn.end)}`;
+  // The dot beside the time is filled as far as the server is sure that the turn is over.
+  const told = turn.sure !== undefined;
+  item.classList.toggle("scored", told);
+  if (told) item.style.setProperty("--sure", turn.sure);
+  mark.title = told ? `${times}; the server is ${percent(turn.sure)} sure that the turn is over` : times;
   const shown = turn.state === "done" || turn.state === "cut" ? pieces(turn, [...voices]) : [turn.text];
   text.replaceChildren(...shown);
 }
 
 function pieces(turn, voices) {
   let last = null;
-  return alignWords(turn.text, turn.words).flatMap((part) => {
+  return piecesOf(turn).flatMap((part) => {
     const speaker = part.word?.speaker;
     if (voices.length < 2 || !speaker || speaker === last) return [piece(part)];
     last = speaker;
@@ -212,9 +233,15 @@ function who(speaker, number) {
 function piece({ text, word }) {
   if (!word) return text;
   const span = document.createElement("span");
-  const unsure = word.confidence < UNSURE_BELOW;
-  span.className = unsure ? "word unsure" : "word";
+  const corrected = word.heard !== undefined;
+  const unsure = !corrected && word.confidence < UNSURE_BELOW;
+  span.className = "word";
+  span.classList.toggle("unsure", unsure);
+  span.classList.toggle("corrected", corrected);
+  span.classList.toggle("removed", !text);
+  span.word = word;
   span.textContent = text;
-  span.dataset.time = `${exactClock(word.start)} – ${exactClock(word.end)}${unsure ? ", unsure" : ""}`;
+  const heard = corrected ? `, heard as “${word.heard}”` : "";
+  span.dataset.time = `${exactClock(word.start)} – ${exactClock(word.end)}${unsure ? ", unsure" : ""}${heard}`;
   return span;
 }

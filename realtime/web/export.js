@@ -41,15 +41,17 @@ export function toVtt(transcript) {
 }
 
 export function toJson(transcript) {
-  const turns = transcript.finished.map(({ start, end, text, words, state }) => ({
+  const turns = transcript.finished.map(({ start, end, text, heard, words, state }) => ({
     start: round(start),
     end: round(end),
     text: text.trim(),
+    ...(heard !== undefined && { heard: heard.trim() }),
     complete: state === "done",
     words: words.map((word) => ({ ...word, start: round(word.start), end: round(word.end) })),
   }));
   const notes = transcript.entries.filter((entry) => entry.state === "note");
-  return `${JSON.stringify({ turns, notes: notes.map(({ start, text }) => ({ at: round(start), text })) }, null, 2)}\n`;
+  const name = transcript.name ? { name: transcript.name } : {};
+  return `${JSON.stringify({ ...name, turns, notes: notes.map(({ start, text }) => ({ at: round(start), text })) }, null, 2)}\n`;
 }
 
 function several(transcript) {
@@ -66,7 +68,7 @@ function voice(speaker) {
 
 function captions(transcript) {
   return transcript.finished.flatMap((turn) =>
-    turn.words.length ? cutTurn(turn.words) : [{ start: turn.start, end: turn.end, text: turn.text.trim() }],
+    turn.words.length ? cutTurn(turn.words.filter(({ word }) => word)) : [{ start: turn.start, end: turn.end, text: turn.text.trim() }],
   );
 }
 

@@ -5,6 +5,8 @@ const SCALE = 2;
 const FONT_PIXELS = 30;
 const LINE_PIXELS = 40;
 const MARGIN = 20;
+// As in captions.js.
+const COLOURS = 6;
 
 export class FloatingWindow {
   static get possible() {
@@ -72,7 +74,7 @@ export class FloatingWindow {
     context.fillRect(0, 0, SIZE.width, SIZE.height);
     context.fillStyle = style.color;
     context.font = `${FONT_PIXELS}px ${style.getPropertyValue("--serif")}`;
-    const lines = newest.flatMap(({ text }) => wrap(context, text, SIZE.width - 2 * MARGIN));
+    const lines = newest.flatMap(({ parts }) => wrap(context, written(parts), SIZE.width - 2 * MARGIN));
     let y = SIZE.height - MARGIN;
     for (let n = lines.length - 1; n >= 0 && y > FONT_PIXELS; n -= 1, y -= LINE_PIXELS) context.fillText(lines[n], MARGIN, y);
   }
@@ -80,13 +82,28 @@ export class FloatingWindow {
 
 // One paragraph for each turn, in whichever document `element` is.
 export function fillLines(element, newest) {
-  const lines = newest.map(({ open, text }) => {
-    const line = element.ownerDocument.createElement("p");
+  const document = element.ownerDocument;
+  const lines = newest.map(({ open, parts }) => {
+    const line = document.createElement("p");
     line.className = open ? "open" : "";
-    line.textContent = text;
+    for (const { name, number, text } of parts) {
+      if (line.hasChildNodes()) line.append(" ");
+      if (name) {
+        const who = document.createElement("b");
+        who.className = "speaker";
+        who.dataset.colour = number % COLOURS;
+        who.textContent = `${name}: `;
+        line.append(who);
+      }
+      line.append(text);
+    }
     return line;
   });
   element.replaceChildren(...lines);
+}
+
+function written(parts) {
+  return parts.map(({ name, text }) => (name ? `${name}: ${text}` : text)).join(" ");
 }
 
 function wrap(context, text, width) {

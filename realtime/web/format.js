@@ -33,3 +33,8 @@ export function percent(share) {
 export function dateAndTime(milliseconds) {
   return new Date(milliseconds).toLocaleString([], { dateStyle: "medium", timeStyle: "short" });
 }
+
+export function fileSize(bytes) {
+  const size = bytes / 2 ** 20;
+  return `${size < 10 ? Math.max(0.1, size).toFixed(1) : Math.round(size)} MB`;
+}

@@ -1,6 +1,9 @@
 // Writes the transcript on the page into the archive while it grows, and brings an earlier one back.
 //
-// What could not be written stays on the page and is tried again with the next turn; a `problem` is told once.
+// What could not be written stays on the page and is tried again with the next turn; a `problem` is told once. `deleted` is
+// told with the id of a transcript.
+
+import { titleOf } from "./transcript.js";
 
 const SOON_MS = 400;
 const TRIM_EVERY = 200;
@@ -23,9 +26,21 @@ export class Keeper extends EventTarget {
     this.written = this.writing = 0;
     this.#begin();
     transcript.addEventListener("reset", () => this.#begin());
-    for (const kind of ["added", "grown", "changed", "renamed"]) {
+    for (const kind of ["added", "grown", "changed", "corrected"]) {
       transcript.addEventListener(kind, ({ turn }) => this.#touch(turn));
     }
+    // These come for many turns at once.
+    for (const kind of ["renamed", "labelled"]) {
+      transcript.addEventListener(kind, ({ turn }) => {
+        this.dirty.add(turn);
+        this.#soon();
+      });
+    }
+    // A name without captions is kept with the first of them.
+    transcript.addEventListener("named", () => {
+      this.headDirty = transcript.entries.length > 0;
+      this.#soon();
+    });
     transcript.addEventListener("removed", ({ turn }) => {
       this.dirty.delete(turn);
       this.removed.add(turn.number);
@@ -47,7 +62,7 @@ export class Keeper extends EventTarget {
       for (const head of await this.archive.heads()) {
         const release = await hold(head.id, patience);
         patience = 0;
-        if (release && wanted()) return (await this.#load(head.id, release)) && head;
+        if (release && wanted()) return (await this.#load(head, release)) && head;
         release?.();
       }
     } catch (error) {
@@ -57,23 +72,40 @@ export class Keeper extends EventTarget {
   }
 
   // Shows an earlier transcript in place of this one; false if another window goes on with it.
-  async bring({ id }) {
-    const release = await hold(id, 0);
-    return Boolean(release) && this.#load(id, release);
+  async bring(head) {
+    const release = await hold(head.id, 0);
+    return Boolean(release) && this.#load(head, release);
   }
 
-  async #load(id, release) {
+  // Gives a transcript of the archive another name; false if another window goes on with it, or there is no room.
+  async rename(head, wanted) {
+    if (head.id === this.id) {
+      this.transcript.setName(wanted);
+      await this.flush();
+      return this.complete;
+    }
+    const release = await hold(head.id, 0);
+    if (!release) return false;
+    const written = this.archive.write({ ...head, name: titleOf(wanted) }, [], []).then(() => true, () => false);
+    return written.finally(release);
+  }
+
+  async #load({ id, name }, release) {
     await this.flush();
     const turns = await this.archive.turns(id);
     this.coming = { id, release };
-    this.transcript.load(turns);
+    this.transcript.load(turns, name);
     this.coming = null;
     return true;
   }
 
   // True if all that is shown is also kept.
   get complete() {
-    return this.works && !this.writing && !this.dirty.size && !this.removed.size;
+    return this.works && !this.writing && !this.#owes;
+  }
+
+  get #owes() {
+    return this.dirty.size > 0 || this.removed.size > 0 || this.headDirty;
   }
 
   // Forgets what is on the page, here and in the archive.
@@ -84,6 +116,7 @@ export class Keeper extends EventTarget {
   }
 
   async delete(id) {
+    this.dispatchEvent(Object.assign(new Event("deleted"), { id }));
     if (!this.works) return;
     await this.last;
     await this.archive.delete(id).catch((error) => this.#failed(error));
@@ -103,6 +136,7 @@ export class Keeper extends EventTarget {
     this.timer = 0;
     this.dirty = new Set();
     this.removed = new Set();
+    this.headDirty = false;
     this.release?.();
     this.id = this.coming?.id ?? Date.now() + Math.random();
     if (this.coming) this.release = this.coming.release;
@@ -121,13 +155,14 @@ export class Keeper extends EventTarget {
 
   async #write() {
     const { id, dirty, removed } = this;
-    if (!this.works || !(dirty.size || removed.size)) return;
+    if (!this.works || !this.#owes) return;
     const [touched, gone] = [[...dirty], [...removed]];
     dirty.clear();
     removed.clear();
+    this.headDirty = false;
     this.writing += 1;
     try {
-      const turns = touched.filter((turn) => turn.text);
+      const turns = touched.filter((turn) => turn.text || turn.heard);
       await this.archive.write(this.#head(id), turns, gone);
       this.told = false;
       this.written += turns.length;
@@ -144,9 +179,9 @@ export class Keeper extends EventTarget {
   }
 
   #head(id) {
-    const { entries } = this.transcript;
+    const { entries, name } = this.transcript;
     const title = entries.find((entry) => entry.text && entry.state !== "note")?.text.trim().slice(0, 120) ?? "";
-    return { id, title, seconds: this.transcript.seconds, updated: Date.now() };
+    return { id, title, name, seconds: this.transcript.seconds, updated: Date.now() };
   }
 
   #failed(error) {

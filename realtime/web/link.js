@@ -8,7 +8,12 @@ import { Backlog } from "./backlog.js";
 import { lostBecause, whyNotReady, whyRefused } from "./reasons.js";
 import { secondsToWait } from "./retry.js";
 
-const INCLUDE = ["item.input_audio_transcription.words", "input_audio_buffer.acks", "session.resume"];
+const INCLUDE = [
+  "item.input_audio_transcription.words",
+  "input_audio_buffer.acks",
+  "input_audio_buffer.end_of_turn",
+  "session.resume",
+];
 const SPEAKERS = "item.input_audio_transcription.speakers";
 const BACKLOG_SECONDS = 120;
 const TICK_MS = 250;
@@ -28,6 +33,8 @@ const OWED_SECONDS = 1.5;
 // A socket that is not open and greeted by then never will be.
 const GREET_SECONDS = 8;
 const FINISH_SECONDS = 30;
+// The id of the question to publish, which errors repeat.
+const PUBLISH = "publish";
 const TAKEN_OVER = 4409;
 const POLICY = 1008;
 const TRY_LATER = 1013;
@@ -44,6 +51,9 @@ export class Link extends EventTarget {
     // Where the sound stood when the server last said something.
     this.heardEnd = 0;
     this.token = null;
+    // The name under which viewers read along, and the question to the server about it.
+    this.published = null;
+    this.publishing = null;
     this.greeted = this.ready = false;
     this.finishing = this.commitSent = this.cleared = false;
   }
@@ -94,6 +104,26 @@ export class Link extends EventTarget {
 
   retryNow() {
     if (this.state === "lost") this.#reconnect();
+  }
+
+  // Lets viewers read along under this name; null ends that. Raises an Error with a sentence if the server does not.
+  publish(name) {
+    if (!this.ready) return Promise.reject(new Error("There is no connection to the server now."));
+    return new Promise((resolve, reject) => {
+      this.publishing = { name, resolve, reject };
+      this.#send({ type: "session.update", event_id: PUBLISH, session: { type: "transcription", publish: name } });
+    });
+  }
+
+  #published(name) {
+    this.published = name;
+    this.publishing?.resolve();
+    this.publishing = null;
+  }
+
+  #notPublished(message) {
+    this.publishing?.reject(new Error(message));
+    this.publishing = null;
   }
 
   // Older sound goes from now on when new sound comes.
@@ -171,6 +201,7 @@ export class Link extends EventTarget {
   }
 
   async #closed({ code, reason }) {
+    this.#notPublished("The connection to the server was lost.");
     this.socket = null;
     this.ready = false;
     if (this.over) return;
@@ -255,6 +286,7 @@ export class Link extends EventTarget {
         break;
       case "session.updated":
         this.token = event.session.resume?.token ?? null;
+        this.#published(event.session.publish ?? null);
         if (!this.ready) this.#go(this.sessions > 1 ? "restarted" : "");
         break;
       case "session.resumed":
@@ -267,7 +299,8 @@ export class Link extends EventTarget {
         this.cleared = true;
         break;
       case "error":
-        this.#problem(event.error);
+        if (event.error.event_id === PUBLISH && this.publishing) this.#notPublished(event.error.message);
+        else this.#problem(event.error);
         break;
       default:
         this.transcript.apply(event, this.#seconds(this.base));
@@ -286,6 +319,7 @@ export class Link extends EventTarget {
     const { socket } = this;
     this.greeted = true;
     this.sessions += 1;
+    this.transcript.newRecording();
     if (this.sessions > 1) this.#rewind();
     this.base = this.acked = this.cursor;
     this.sequence = 0;
@@ -294,7 +328,8 @@ export class Link extends EventTarget {
     const input = { format, transcription: await this.wishes(), ...(turns && { turn_detection: turns }) };
     if (socket !== this.socket) return;
     const include = this.speakers() ? [...INCLUDE, SPEAKERS] : INCLUDE;
-    this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include } });
+    const publish = this.published ? { publish: this.published } : {};
+    this.#send({ type: "session.update", session: { type: "transcription", audio: { input }, include, ...publish } });
   }
 
   // Go back to the oldest sound that has not become a finished turn, as far as it is still there.

@@ -1,6 +1,7 @@
 // The newest captions in large type: over the whole screen, and in a small window that stays above all others.
 
 import { FloatingWindow, fillLines } from "./floating.js";
+import { piecesOf, speakerName } from "./transcript.js";
 
 const CHARACTERS = 240;
 const SIZES = [3, 4, 5, 6.5, 8];
@@ -18,7 +19,7 @@ export class Overlay {
     layer.addEventListener("keydown", (event) => this.#key(event));
     // The browser's own way out of fullscreen closes the layer too.
     document.addEventListener("fullscreenchange", () => !document.fullscreenElement && this.#hide());
-    for (const kind of ["added", "grown", "changed", "removed", "reset"]) {
+    for (const kind of ["added", "grown", "changed", "corrected", "labelled", "removed", "voices", "reset"]) {
       transcript.addEventListener(kind, () => this.#later());
     }
     this.#showSize();
@@ -93,9 +94,31 @@ export class Overlay {
     for (let n = entries.length - 1; n >= 0 && length < CHARACTERS; n -= 1) {
       const { state, text } = entries[n];
       if (!text || state === "note") continue;
-      newest.unshift({ open: state === "open", text: text.trim().slice(-CHARACTERS) });
+      newest.unshift({ open: state === "open", parts: this.#parts(entries[n]) });
       length += text.length;
     }
     return newest;
+  }
+
+  // A turn as `{name, number, text}`, one part for each change of speaker; without names while there is one speaker, or
+  // none is known yet.
+  #parts(turn) {
+    const voices = [...this.transcript.voices];
+    if (turn.state === "open" || voices.length < 2) return [{ name: "", text: turn.text.trim().slice(-CHARACTERS) }];
+    const parts = [{ name: "", text: "" }];
+    for (const { text, word } of piecesOf(turn)) {
+      const name = word?.speaker ? speakerName(word.speaker) : "";
+      if (name && name !== parts.at(-1).name) parts.push({ name, number: voices.indexOf(word.speaker), text: "" });
+      parts.at(-1).text += text;
+    }
+    let room = CHARACTERS;
+    const shown = [];
+    for (const part of parts.reverse()) {
+      const text = part.text.trim();
+      if (!text || room <= 0) continue;
+      shown.unshift({ ...part, text: text.slice(-room) });
+      room -= text.length;
+    }
+    return shown;
   }
 }

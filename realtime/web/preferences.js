@@ -4,7 +4,7 @@ const KEY = "tickertape.key";
 const CHOICES = "tickertape.choices";
 const DEFAULTS = {
   theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", eagerness: "", language: "", keywords: "",
-  speakers: true,
+  speakers: true, keepSound: false,
 };
 
 export class Preferences {
@@ -16,6 +16,8 @@ export class Preferences {
     this.options = [];
     // Codes of the languages that it has.
     this.languages = [];
+    // Whether the server lets viewers read along.
+    this.sharing = false;
     this.apply();
   }
 
@@ -38,6 +40,11 @@ export class Preferences {
       ({ options: this.options, languages: this.languages } = models.data[0]);
     } catch {
       this.options = this.languages = [];
+    }
+    try {
+      this.sharing = (await (await fetch("capacity")).json()).viewers_total > 0;
+    } catch {
+      this.sharing = false;
     }
   }
 

@@ -3,6 +3,12 @@
 // More than anybody walks through; a single letter has so many places that looking for them all would be felt.
 const MOST_FOUND = 5000;
 
+// What finds a text wherever it stands, in capitals or not; null if there is nothing to find.
+export function patternOf(text) {
+  const wanted = text.trim().replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  return wanted ? new RegExp(wanted, "giu") : null;
+}
+
 export class Search {
   constructor(transcript, captions, { bar, field, count, next, previous, close }, announce) {
     Object.assign(this, { transcript, captions, bar, field, count, announce });
@@ -13,7 +19,7 @@ export class Search {
     previous.addEventListener("click", () => this.#step(-1));
     close.addEventListener("click", () => this.close());
     bar.addEventListener("keydown", (event) => this.#key(event));
-    for (const kind of ["added", "grown", "changed", "removed", "reset", "shown"]) {
+    for (const kind of ["added", "grown", "changed", "corrected", "removed", "reset", "shown"]) {
       const source = kind === "shown" ? captions : transcript;
       source.addEventListener(kind, () => this.#later());
     }
@@ -24,6 +30,14 @@ export class Search {
     this.field.focus();
     this.field.select();
     this.#look(true);
+  }
+
+  // Shows where this text stands in a turn.
+  show(text, turn) {
+    this.bar.hidden = false;
+    this.field.value = text;
+    this.#look(true, turn);
+    this.field.focus();
   }
 
   close() {
@@ -49,13 +63,12 @@ export class Search {
     });
   }
 
-  // `anew`: the words to find have changed, and the newest place is the first to show.
-  #look(anew) {
+  // `anew`: the words to find have changed, and the first to show is in `turn`, or the newest place.
+  #look(anew, turn) {
     const before = this.found[this.current];
-    const wanted = this.field.value.trim().replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+    const pattern = patternOf(this.field.value);
     this.found = [];
-    if (wanted) {
-      const pattern = new RegExp(wanted, "giu");
+    if (pattern) {
       const { entries } = this.transcript;
       for (let n = entries.length - 1; n >= 0 && this.found.length < MOST_FOUND; n -= 1) {
         const places = [...entries[n].text.matchAll(pattern)];
@@ -64,7 +77,8 @@ export class Search {
       this.found.reverse();
     }
     const same = ({ turn, index }) => turn === before?.turn && index === before.index;
-    this.current = anew ? this.found.length - 1 : this.found.findIndex(same);
+    const first = turn ? this.found.findIndex((place) => place.turn === turn) : -1;
+    this.current = anew ? (first < 0 ? this.found.length - 1 : first) : this.found.findIndex(same);
     if (anew && this.found.length) this.captions.show(this.found[this.current].turn);
     this.#paint();
   }

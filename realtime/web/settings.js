@@ -1,11 +1,13 @@
 // The settings dialog and the theme button.
 
+import { fileSize } from "./format.js";
 import { TAB, TAB_AND_MICROPHONE, listMicrophones } from "./microphone.js";
+import { MOST_BYTES } from "./sounds.js";
 import { canShareSound } from "./tab-sound.js";
 
 const $ = (id) => document.getElementById(id);
 
-export function connectSettings(preferences, onTheme) {
+export function connectSettings(preferences, sounds, onTheme) {
   const { choices } = preferences;
   $("key").value = preferences.key;
   $("pace").value = choices.realTime ? "real" : "whole";
@@ -15,6 +17,21 @@ export function connectSettings(preferences, onTheme) {
   $("language").value = choices.language;
   $("keywords").value = choices.keywords;
   $("speakers").checked = choices.speakers;
+
+  $("keep-sound").checked = choices.keepSound;
+  $("sound-bound").textContent = fileSize(MOST_BYTES);
+  $("keep-sound").addEventListener("change", async () => {
+    preferences.set("keepSound", $("keep-sound").checked);
+    await sounds.opened;
+    showSound(sounds, choices);
+  });
+  $("sound-delete").addEventListener("click", async () => {
+    if (!confirm("Delete all sound that this browser keeps? The captions stay.")) return;
+    await sounds.deleteAll();
+    $("keep-sound").focus();
+  });
+  sounds.addEventListener("changed", () => showSound(sounds, choices));
+  sounds.opened.then(() => showSound(sounds, choices));
 
   $("key").addEventListener("input", () => preferences.setKey($("key").value));
   $("key").addEventListener("change", () => showWishes(preferences));
@@ -54,6 +71,16 @@ export function connectSettings(preferences, onTheme) {
     // A browser tells names of devices once one has been opened.
     devicesKnown: () => showSources(preferences),
   };
+}
+
+// What is kept can be seen and deleted, also when no more is kept.
+function showSound(sounds, { keepSound }) {
+  const refused = keepSound && !sounds.works;
+  $("sound-box").hidden = !sounds.bytes && !keepSound;
+  $("sound-delete").hidden = !sounds.bytes;
+  $("sound-size").textContent = refused
+    ? "This browser keeps no sound for this page."
+    : sounds.bytes ? `${fileSize(sounds.bytes)} of sound are kept in this browser.` : "No sound is kept yet.";
 }
 
 async function showSources(preferences) {

@@ -24,8 +24,8 @@ const CONTINUED = { resumed: "Resumed, nothing lost", restarted: "Back, in a new
 const NO_SOURCE = { live: false, start() {}, close() {} };
 
 // Tells `change` when there is something new to show, `problem` with a text and whether it is only a `notice`, `sound`
-// with each chunk, `opened` when a device has been opened, `transcribed` with the name of a file that has been, and `key`
-// when the server wants another key.
+// with each chunk, `opened` when a device has been opened, `file` with the link of one that was sent whole and has text,
+// `transcribed` with the name of a file that has been, and `key` when the server wants another key.
 export class Studio extends EventTarget {
   constructor(transcript, preferences) {
     super();
@@ -196,7 +196,8 @@ export class Studio extends EventTarget {
   #send(file) {
     const mine = this.#enter(NO_SOURCE, file.name);
     const { offset, transcript, preferences } = this;
-    this.#connect(mine, new Upload({ file, key: preferences.key, offset, transcript, wishes: () => this.#wishes() }));
+    const asked = { wishes: () => this.#wishes(), speakers: () => preferences.speakers };
+    this.#connect(mine, new Upload({ file, key: preferences.key, offset, transcript, ...asked }));
   }
 
   // `name` is that of a file.
@@ -256,6 +257,7 @@ export class Studio extends EventTarget {
   #end(problem) {
     const { link, source, gone } = this.recording;
     const wordless = link && !problem ? this.#wordless() : "";
+    if (link?.file && link.edge > link.offset) this.dispatchEvent(Object.assign(new Event("file"), { link }));
     if (link?.finished && !wordless) this.dispatchEvent(Object.assign(new Event("transcribed"), { name: link.file.name }));
     this.recording = null;
     source.close();

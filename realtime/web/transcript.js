@@ -1,9 +1,13 @@
 // What has been said, as turns: a model without a page. Times are seconds since the first recording began.
 //
 // A turn is open while its text may still grow, done once the server has completed it, and cut if the server never did.
-// A note stands between turns where something is missing.
+// A note stands between turns where something is missing. A word that was corrected has what was heard as `heard`, and so
+// has its turn the whole text; both go when the last correction is taken back.
 
 const MAX_NAME = 64;
+const MAX_CORRECTION = 200;
+const MAX_TITLE = 120;
+const LETTERS = /^[A-Z]{1,2}$/u;
 const TRANSCRIPTION = "conversation.item.input_audio_transcription.";
 
 export class Transcript extends EventTarget {
@@ -17,15 +21,17 @@ export class Transcript extends EventTarget {
   }
 
   // What was kept of an earlier visit. Turns that were open then get no more text.
-  load(entries) {
+  load(entries, name = "") {
     const ended = (turn) => turn.words.at(-1)?.end ?? turn.end ?? turn.start;
     this.entries = entries.map((turn) => (turn.state === "open" ? { ...turn, state: "cut", end: ended(turn) } : turn));
+    this.name = name;
     // Where the newest finished turn ended.
     this.settledUntil = Math.max(0, ...this.entries.slice(-1).map((turn) => turn.end));
     this.byId = new Map();
     // Names that somebody gave to the server's speakers, and all speakers of finished turns, in order of appearance.
     this.renamed = new Map();
     this.voices = new Set(this.entries.flatMap((turn) => turn.words.map(({ speaker }) => speaker).filter(Boolean)));
+    this.newRecording();
     // Entries are numbered for good, so that one can be told from another when some have gone.
     this.numbers = (entries.at(-1)?.number ?? -1) + 1;
     this.#tell("reset");
@@ -65,6 +71,9 @@ export class Transcript extends EventTarget {
       case "input_audio_buffer.speech_started":
         this.#turn(id, base + event.audio_start_ms / 1000);
         break;
+      case "input_audio_buffer.pause_scored":
+        this.#score(event, base);
+        break;
       case "input_audio_buffer.speech_stopped":
         this.#change(this.#turn(id, this.settledUntil), { end: base + event.audio_end_ms / 1000 });
         break;
@@ -80,9 +89,53 @@ export class Transcript extends EventTarget {
     }
   }
 
+  // A server gives its letters to speakers anew in each recording. Where a recording before it had several speakers, they
+  // are not taken for the same ones; where it had one, that one is taken to speak on.
+  newRecording() {
+    this.letters = new Map();
+    this.apart = this.voices.size > 1;
+  }
+
+  setName(wanted) {
+    const name = titleOf(wanted);
+    if (name === this.name) return;
+    this.name = name;
+    this.#tell("named");
+  }
+
+  // Puts another text in the place of a word of a finished turn: an empty one removes the word, what was heard restores it.
+  correct(turn, word, wanted) {
+    const text = plain(wanted, MAX_CORRECTION);
+    if (turn.state === "open" || text === word.word) return;
+    const heard = word.heard ?? word.word;
+    turn.heard ??= turn.text;
+    word.word = text;
+    word.heard = heard;
+    if (text === heard) delete word.heard;
+    turn.text = piecesOf(turn)
+      .map((piece) => piece.text)
+      .join("");
+    if (!turn.words.some((other) => "heard" in other)) delete turn.heard;
+    this.#tell("corrected", turn);
+  }
+
+  // Who said the words between two times, which were shown before that was known.
+  label(letter, start, end) {
+    const speaker = this.#voice(letter);
+    for (let n = this.#placeOf(end); n >= 0; n -= 1) {
+      const turn = this.entries[n];
+      if (turn.state === "open" || turn.state === "note") continue;
+      if (turn.end <= start) break;
+      const said = turn.words.filter((word) => isWithin(word, start, end));
+      for (const word of said) word.speaker = speaker;
+      if (said.length) this.#tell("labelled", turn);
+    }
+    this.#heardVoices([speaker]);
+  }
+
   // Gives a speaker another name, in all turns so far and from now on. Two speakers with one name are one.
   rename(speaker, wanted) {
-    const name = wanted.replaceAll(/\s+/gu, " ").trim().slice(0, MAX_NAME);
+    const name = plain(wanted, MAX_NAME);
     if (!name || name === speaker) return;
     for (const [letters, given] of this.renamed) if (given === speaker) this.renamed.set(letters, name);
     if (!this.renamed.has(speaker)) this.renamed.set(speaker, name);
@@ -105,7 +158,10 @@ export class Transcript extends EventTarget {
     for (const turn of this.openTurns) {
       this.byId.delete(turn.id);
       if (again || !turn.text) this.#remove(turn);
-      else this.#change(turn, { state: "cut", end: turn.words.at(-1)?.end ?? turn.end ?? turn.start });
+      else {
+        this.#change(turn, { state: "cut", end: turn.words.at(-1)?.end ?? turn.end ?? turn.start });
+        this.#heardVoices(turn.words.map(({ speaker }) => speaker));
+      }
     }
   }
 
@@ -121,9 +177,51 @@ export class Transcript extends EventTarget {
   }
 
   #grow(turn, event, base) {
+    const words = this.#timed(event.words, base);
+    // Whoever was thought to have finished goes on.
+    if (words.some(({ start }) => start > turn.scoredAt)) this.#change(turn, { sure: undefined, scoredAt: undefined });
     turn.text += event.delta;
-    turn.words.push(...timed(event.words, base));
+    turn.words.push(...words);
     this.#tell("grown", turn, event.delta);
+  }
+
+  // In a pause: how sure the server is that the turn is over.
+  #score(event, base) {
+    const turn = this.byId.get(event.item_id);
+    if (turn?.text) this.#change(turn, { sure: event.end_of_turn_confidence, scoredAt: base + event.audio_end_ms / 1000 });
+  }
+
+  #timed(words, base) {
+    return timed(words, base).map((word) => (word.speaker ? { ...word, speaker: this.#voice(word.speaker) } : word));
+  }
+
+  // The voice of the transcript that a letter of the server means now, or its name.
+  #voice(letter) {
+    if (!this.letters.has(letter)) this.letters.set(letter, this.apart && LETTERS.test(letter) ? this.#freeLetter() : letter);
+    const voice = this.letters.get(letter);
+    return this.renamed.get(voice) ?? voice;
+  }
+
+  // The last entry that may have begun by this time; entries are in order, but for a note here and there.
+  #placeOf(second) {
+    let [low, high] = [0, this.entries.length];
+    while (low < high) {
+      const middle = (low + high) >> 1;
+      if (this.entries[middle].start <= second) low = middle + 1;
+      else high = middle;
+    }
+    return Math.min(low, this.entries.length - 1);
+  }
+
+  #freeLetter() {
+    const taken = new Set([...this.voices, ...this.renamed.keys(), ...this.letters.values()]);
+    for (let number = 0; ; number += 1) if (!taken.has(lettersOf(number))) return lettersOf(number);
+  }
+
+  #heardVoices(voices) {
+    const known = this.voices.size;
+    for (const voice of voices) if (voice) this.voices.add(voice);
+    if (this.voices.size !== known) this.#tell("voices");
   }
 
   #complete(turn, event, base) {
@@ -135,14 +233,10 @@ export class Transcript extends EventTarget {
       return;
     }
     const start = base + event.audio_start_ms / 1000;
-    const words = timed(event.words, base);
-    const known = this.voices.size;
-    for (const word of words.filter(({ speaker }) => speaker)) {
-      word.speaker = this.renamed.get(word.speaker) ?? word.speaker;
-      this.voices.add(word.speaker);
-    }
-    this.#change(turn, { state: "done", text: event.transcript, words, start, end });
-    if (this.voices.size !== known) this.#tell("voices");
+    const words = this.#timed(event.words, base);
+    const sure = event.end_of_turn_confidence;
+    this.#change(turn, { state: "done", text: event.transcript, words, start, end, sure, scoredAt: undefined });
+    this.#heardVoices(words.map(({ speaker }) => speaker));
   }
 
   #fail(turn, event) {
@@ -174,9 +268,30 @@ function timed(words, base) {
   return (words ?? []).map((word) => ({ ...word, word: word.word.trim(), start: base + word.start, end: base + word.end }));
 }
 
+// One line of text, whatever was typed or pasted.
+function plain(wanted, most) {
+  return [...wanted.replaceAll(/[\s\p{Cc}]+/gu, " ").trim()].slice(0, most).join("").trim();
+}
+
+// The name of a transcript, as far as it can be one.
+export function titleOf(wanted) {
+  return plain(wanted, MAX_TITLE);
+}
+
+export function isWithin(word, start, end) {
+  const middle = (word.start + word.end) / 2;
+  return middle >= start && middle <= end;
+}
+
+// As the server counts: A to Z, then AA.
+function lettersOf(number) {
+  const last = String.fromCharCode(65 + (number % 26));
+  return number < 26 ? last : lettersOf(Math.floor(number / 26) - 1) + last;
+}
+
 // How a speaker is called: by the name that was given, or by the server's letter.
 export function speakerName(speaker) {
-  return /^[A-Z]{1,2}$/u.test(speaker) ? `Speaker ${speaker}` : speaker;
+  return LETTERS.test(speaker) ? `Speaker ${speaker}` : speaker;
 }
 
 // The text of a turn in pieces: words with their times, and what stands between them. No character is lost.
@@ -191,5 +306,22 @@ export function alignWords(text, words) {
     pieces.push({ text: text.slice(found, at), word });
   }
   if (at < text.length) pieces.push({ text: text.slice(at), word: null });
+  return pieces;
+}
+
+// The text of a turn as it stands, in pieces as above. A word that was removed is an empty piece.
+export function piecesOf(turn) {
+  const heard = turn.words.map((word) => ({ word: word.heard ?? word.word, is: word }));
+  const pieces = alignWords(turn.heard ?? turn.text, heard).map(({ text, word }) => ({
+    text: word ? word.is.word : text,
+    word: word?.is ?? null,
+  }));
+  pieces.forEach(({ text, word }, n) => {
+    if (!word || text) return;
+    // The space behind it goes with it, or the one before it.
+    const [before, after] = [pieces[n - 1], pieces[n + 1]];
+    if (after && !after.word && after.text.startsWith(" ")) after.text = after.text.slice(1);
+    else if (before && !before.word && before.text.endsWith(" ")) before.text = before.text.slice(0, -1);
+  });
   return pieces;
 }

@@ -5,6 +5,7 @@
 import { clock, percent, roughly } from "./format.js";
 import { whyNotReady, whyNotTaken, whyRefused } from "./reasons.js";
 import { secondsToWait } from "./retry.js";
+import { isWithin } from "./transcript.js";
 import { TurnCutter } from "./turn-cutter.js";
 
 const TICK_MS = 250;
@@ -22,10 +23,11 @@ export class Upload extends EventTarget {
   // Nothing comes back, and the server does not answer other questions either.
   doubtful = false;
 
-  // `offset` is where it begins on the transcript's clock, `wishes()` are for the model.
-  constructor({ file, key, offset, transcript, wishes }) {
+  // `offset` is where it begins on the transcript's clock, `wishes()` are for the model, and `speakers()` says whether to ask
+  // who speaks.
+  constructor({ file, key, offset, transcript, wishes, speakers }) {
     super();
-    Object.assign(this, { file, key, offset, transcript, wishes });
+    Object.assign(this, { file, key, offset, transcript, wishes, speakers });
     this.state = "idle";
     // How long the file lasts, NaN while and if the browser cannot tell.
     this.seconds = NaN;
@@ -80,6 +82,8 @@ export class Upload extends EventTarget {
       else form.append(name, value);
     }
     form.append("timestamp_granularities[]", "word");
+    if (this.speakers()) form.append("speakers", "true");
+    this.transcript.newRecording();
     form.append("file", this.file);
     const request = (this.request = new XMLHttpRequest());
     request.open("POST", new URL("v1/audio/transcriptions", document.baseURI));
@@ -219,6 +223,7 @@ export class Upload extends EventTarget {
   #take(event) {
     if (event.error) this.stop(event.error.message);
     else if (event.type === "transcript.text.delta") this.#grow(event.delta, event.words ?? []);
+    else if (event.type === "transcript.text.segment") this.#label(event);
     else if (event.type === "transcript.text.done") {
       const last = this.cutter.end();
       if (last) this.#complete(last);
@@ -234,6 +239,12 @@ export class Upload extends EventTarget {
     this.readSeconds = this.cutter.until;
     this.places.push({ at: Date.now(), read: this.readSeconds });
     if (this.places.length > 2) this.places.splice(1, this.places.length - 2);
+  }
+
+  // Who speaks is known some words later than the words.
+  #label({ speaker, start, end }) {
+    for (const word of this.cutter.words) if (isWithin(word, start, end)) word.speaker = speaker;
+    this.transcript.label(speaker, this.offset + start, this.offset + end);
   }
 
   get #id() {

@@ -1,6 +1,7 @@
 // When was this word said? Shown for the word under the pointer, or the one reached with the arrow keys.
 
-// Tells `copy` with the turn whose word is shown when somebody presses C.
+// Tells `copy` with the turn whose word is shown when somebody presses C, `edit` with the word's element at Enter, and `hear`
+// with it at the space bar.
 export class WordTimes extends EventTarget {
   constructor(captions, tip, announce) {
     super();
@@ -11,6 +12,12 @@ export class WordTimes extends EventTarget {
     captions.addEventListener("keydown", (event) => this.#key(event));
     captions.addEventListener("blur", () => this.#show(null));
     addEventListener("scroll", () => this.#show(null), { passive: true });
+  }
+
+  // Brings the keyboard back to the captions, at this word.
+  go(word) {
+    this.captions.focus({ preventScroll: true });
+    this.#show(word);
   }
 
   #show(word) {
@@ -37,6 +44,12 @@ export class WordTimes extends EventTarget {
       End: words.length - 1,
     }[event.key];
     if (event.key === "Escape") this.#show(null);
+    const wish = { Enter: "edit", " ": "hear" }[event.key];
+    if (wish && this.current && !event.ctrlKey && !event.metaKey) {
+      event.preventDefault();
+      this.dispatchEvent(Object.assign(new Event(wish), { word: this.current }));
+      return;
+    }
     if (event.key === "c" && !event.ctrlKey && !event.metaKey && this.current) {
       this.dispatchEvent(Object.assign(new Event("copy"), { turn: this.current.closest("li").turn }));
     }
@@ -44,8 +57,9 @@ export class WordTimes extends EventTarget {
     if (!word) return;
     event.preventDefault();
     word.scrollIntoView({ block: "nearest" });
+    this.#show(word);
     // The scroll this may cause would hide the time again.
     requestAnimationFrame(() => requestAnimationFrame(() => this.#show(word)));
-    this.announce(`${word.textContent}, ${word.dataset.time}`);
+    this.announce(`${word.textContent || "removed word"}, ${word.dataset.time}`);
   }
 }

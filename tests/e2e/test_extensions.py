@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import av
@@ -14,7 +15,7 @@ from websockets.exceptions import ConnectionClosed, InvalidStatus
 from engine.options import Options
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, DELTA, RawClient, greeted_client, raw_client
-from tests.realtime.gateway_doubles import FakeEngine, silence, tone
+from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine, silence, tone
 from tests.waiting import until
 
 WORDS = "item.input_audio_transcription.words"
@@ -34,6 +35,60 @@ async def test_word_times_and_positions_come_only_when_asked_for(serve: Serve) -
         first = done["words"][0]
         assert 2.5 <= first["start"] < first["end"] <= 3.4
         assert done["audio_start_ms"] <= first["start"] * 1000 and done["audio_end_ms"] >= 3800
+
+
+END_OF_TURN = "input_audio_buffer.end_of_turn"
+PAUSE_SCORED = "input_audio_buffer.pause_scored"
+DETECTOR = replace(MULTILINGUAL, turn_detector=True)
+
+
+def turn_fields(events: list[dict[str, Any]]) -> list[str]:
+    """What the events tell about the end of the turn."""
+    named = (event["type"] for event in events if "end_of_turn_confidence" in event)
+    return [name.rpartition(".")[2] for name in named]
+
+
+async def test_how_sure_the_end_of_a_turn_is_comes_only_when_asked_for(serve: Serve) -> None:
+    engine = FakeEngine(words=["It", "works."])
+    engine.takes(DETECTOR)
+    semantic = {"type": "semantic_vad", "eagerness": "medium"}
+    async with serve(engine) as running, greeted_client(running.ws) as client:
+        await client.update(turn_detection=semantic)
+        await client.append(tone(0.9) + silence(4.5))
+        assert turn_fields(await client.until(COMPLETED)) == []
+        shown = await client.update(turn_detection=semantic, include=[END_OF_TURN])
+        assert shown["include"] == [END_OF_TURN]
+        await client.append(tone(0.9) + silence(4.5))
+        events = await client.until(COMPLETED)
+        told = turn_fields(events)
+        assert 1 <= told.count("pause_scored") <= 3 and told[-2:] == ["speech_stopped", "completed"]
+        scored = [event for event in events if "end_of_turn_confidence" in event]
+        assert all(0 <= event["end_of_turn_confidence"] <= 1 for event in scored)
+        assert len({event["item_id"] for event in scored}) == 1
+        assert scored[-1]["end_of_turn_confidence"] == scored[-2]["end_of_turn_confidence"]
+        ends = [event["audio_end_ms"] for event in scored[:-1]]
+        assert ends == sorted(ends)
+
+
+@pytest.mark.parametrize(
+    ("options", "detection"),
+    [
+        (MULTILINGUAL, {"type": "semantic_vad", "eagerness": "high"}),
+        (DETECTOR, {"type": "server_vad"}),
+        (DETECTOR, None),
+    ],
+)
+async def test_turns_that_no_score_has_ended_have_no_confidence(
+    serve: Serve, options: Options, detection: dict[str, Any] | None
+) -> None:
+    engine = FakeEngine(words=["It", "works."])
+    engine.takes(options)
+    async with serve(engine) as running, greeted_client(running.ws) as client:
+        await client.update(turn_detection=detection, include=[END_OF_TURN])
+        await client.append(tone(0.9) + silence(2.5))
+        if detection is None:
+            await client.send("input_audio_buffer.commit")
+        assert turn_fields(await client.until(COMPLETED)) == []
 
 
 async def test_binary_frames_carry_audio_at_any_rate(serve: Serve) -> None:

@@ -160,3 +160,33 @@ async def test_forbidden_storage_is_said(tab: FirefoxTab, server: PageServer) ->
     await tab.before_load("IDBFactory.prototype.open = () => { throw new DOMException('not here', 'SecurityError'); };")
     await tab.open(server.url)
     assert "keeps no captions" in await tab.until(PROBLEM)
+
+
+async def test_a_word_is_corrected_heard_and_found_again(tab: FirefoxTab, server: PageServer, talk: Path) -> None:
+    await tab.before_load(
+        "window.played = 0; HTMLMediaElement.prototype.play = async function () { window.played += 1; };"
+    )
+    await tab.open(server.url)
+    await tab.evaluate("document.querySelector('#keep-sound').click()")
+    await send_file(tab, talk)
+    await tab.until("document.querySelector('#sound-size').textContent.includes('MB of sound are kept')")
+    await tab.click("#turns li:nth-child(1) .word:nth-of-type(2)")
+    await tab.until("document.activeElement.matches('.edit') && window.played === 1")
+    await tab.evaluate("document.activeElement.select()")
+    await tab.type("<b>moon</b>")
+    await tab.press("Enter")
+    await tab.until("!document.querySelector('.edit')")
+    assert (await texts(tab))[0] == "The <b>moon</b> fell."
+    # The keyboard is back at the word.
+    assert await tab.evaluate("document.activeElement.id") == "captions"
+    await tab.until(f"({KEPT_TURNS}).then((count) => count === 3)")
+    await tab.reload()
+    await tab.until("!document.querySelector('#restored').hidden")
+    assert (await texts(tab))[0] == "The <b>moon</b> fell."
+    await tab.click("#open-library")
+    await tab.until("document.querySelector('#library').open")
+    await tab.click("#library-field")
+    await tab.type("moon")
+    await tab.until("document.querySelector('#library-list mark')?.textContent === 'moon'")
+    await tab.click("#library-list .place")
+    await tab.until("document.querySelector('#search-count').textContent === '1 of 1'")

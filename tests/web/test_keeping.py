@@ -94,11 +94,11 @@ async def test_earlier_transcripts_are_listed_opened_and_deleted(page: Page, ser
     await page.until("document.querySelector('#library').open")
     # What is deleted is gone for good, so the page asks first.
     await page.evaluate("(window.confirm = () => ((window.asked = true), false), undefined)")
-    await page.click("#library-list li:nth-child(1) .quiet")
+    await page.click("#library-list li:nth-child(1) .quiet:last-child")
     await page.until("window.asked")
     assert await page.evaluate(f"{ROWS}.length") == 2
     await page.evaluate("(window.confirm = () => true, undefined)")
-    await page.click("#library-list li:nth-child(1) .quiet")
+    await page.click("#library-list li:nth-child(1) .quiet:last-child")
     await page.until(f"{ROWS}.length === 1")
     assert len(await page.evaluate(KEPT)) == 3
     await page.press("Escape")

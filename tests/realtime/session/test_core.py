@@ -50,7 +50,7 @@ from realtime.session.events import (
     TimedOut,
     TurnResumed,
 )
-from realtime.session.settings import INCLUDE_ACKS, Settings, TurnDetection
+from realtime.session.settings import INCLUDE_ACKS, INCLUDE_END_OF_TURN, Settings, TurnDetection
 from tests.realtime.speech_tracks import judge
 
 RATE = 16_000
@@ -667,7 +667,11 @@ SOME_SETTINGS = (
     VAD,
     IDLE,
     MANUAL,
-    replace(VAD, turn_detection=TurnDetection(semantic=True, eagerness="high")),
+    replace(
+        VAD,
+        turn_detection=TurnDetection(semantic=True, eagerness="high"),
+        include=(INCLUDE_END_OF_TURN,),
+    ),
     replace(VAD, turn_detection=TurnDetection(scored=numeric_eagerness(0.9, 0.3, 3000))),
     replace(VAD, utterance_end_ms=1000),
     replace(MANUAL, language="de"),
