@@ -219,7 +219,7 @@ async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> 
         return
     report.good("engine", f"{client.spec.name} works; it transcribed {measured.text[:60]!r}")
     if before is not None and after is not None:
-        used = f"the engine with {measured.streams} streams uses {(after - before) / 2**20:.0f} MiB"
+        used = f"the engine with {measured.streams} streams uses {max(after - before, 0) / 2**20:.0f} MiB"
         on_cards = (free_before - free_after) / 2**20
         report.good("memory", f"{used}, and {on_cards:.0f} MiB on the GPU" if on_cards >= 1 else used)
     cost = (
