@@ -1,7 +1,7 @@
 # The server as an image, for x86-64 and arm64:
 #   docker build -t tickertape:0.2.0 .                                          for the CPU
 #   docker build -t tickertape:0.2.0-cuda --build-arg TORCH=cuda .              for NVIDIA GPUs, on x86-64
-#   docker build -t tickertape:0.2.0 --build-arg WEIGHTS="default speakers" .   with weights in the image
+#   docker build -t tickertape:0.2.0 --build-arg WEIGHTS="moonshine-base-streaming speakers" .  with weights
 # Without WEIGHTS the server fetches the model at its first start into the volume /var/cache/tickertape.
 FROM python:3.12.11-slim-bookworm AS build
 

@@ -12,6 +12,7 @@ from packaging.version import Version
 
 from deploy import audit
 from deploy.cpu_lock import cpu_lock
+from engine.weights.registry import REGISTRY
 from tests.deploy.services import ROOT, compose
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
@@ -116,6 +117,12 @@ def test_weights_are_baked_before_their_folder_becomes_a_volume() -> None:
     assert steps.index("USER") < steps.index("VOLUME"), "the user of the image owns the weights"
     (folder,) = re.findall(r"TICKERTAPE_CACHE=(\S+)", DOCKERFILE)
     assert folder in next(line for line in LINES if line.startswith("VOLUME"))
+
+
+def test_weights_of_the_examples_have_names_that_pull_knows() -> None:
+    pages = (ROOT / name for name in ("Dockerfile", "docker-compose.yml", "docs/operations.md"))
+    examples = [found for page in pages for found in re.findall(r'WEIGHTS="([\w. -]+)"', page.read_text())]
+    assert len(examples) == 3 and {name for names in examples for name in names.split()} <= set(REGISTRY)
 
 
 def test_services_build_the_image_that_they_need() -> None:
