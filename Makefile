@@ -14,7 +14,7 @@ help:
 	@echo "make test-fleet   set up Ray too, then run the tests that need a cluster or several processes"
 	@echo "make test-lowest  run the gateway's tests with the oldest versions that pyproject.toml allows"
 	@echo "make check   lint and type-check"
-	@echo "make lock    resolve what the image installs, with hashes, into requirements.lock"
+	@echo "make lock    resolve what the image installs, with hashes, into requirements.lock and requirements-cpu.lock"
 	@echo "make release build sdist, wheel, bill of materials and checksums into dist/"
 	@echo "make audit   look for known vulnerabilities in what pyproject.toml allows and the image installs"
 	@echo "make chart-tools  fetch helm and the schemas of Kubernetes, which the tests of the Helm chart use"
@@ -126,10 +126,12 @@ test-lowest: $(LOWEST)/.installed
 		tests/test_dependencies.py tests/realtime tests/audio tests/engine/boundary tests/e2e
 	$(LOWEST)/bin/python -m pytest -m parsers -p no:cacheprovider tests/attacks
 
-# For Linux on x86-64 and arm64, with the Python of the image. `make lock UPGRADE=--upgrade` takes newer versions.
+# For Linux on x86-64 and arm64, with the Python of the image: requirements.lock with CUDA on x86-64, requirements-cpu.lock
+# without. `make lock UPGRADE=--upgrade` takes newer versions.
 lock: $(UV)
 	$(UV) pip compile --quiet --universal --generate-hashes --no-annotate $(UPGRADE) \
 		--custom-compile-command "make lock" --python-version 3.12 pyproject.toml --output-file requirements.lock
+	$(PYTHON) deploy/cpu_lock.py
 
 # sdist, wheel, bill of materials and checksums, in dist/.
 release: $(UV)

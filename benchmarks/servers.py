@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -63,10 +64,11 @@ class Child:
 
 class Server:
     """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them.
-    With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load."""
+    With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load. `flags`
+    are further ones of the gateways."""
 
-    def __init__(self, options: argparse.Namespace, counts_streams_only: bool) -> None:
-        self._options, self._counts_streams_only = options, counts_streams_only
+    def __init__(self, options: argparse.Namespace, counts_streams_only: bool, flags: Sequence[str] = ()) -> None:
+        self._options, self._counts_streams_only, self._flags = options, counts_streams_only, flags
         # A benchmark that is told to stop (SIGTERM) leaves its blocks, and so ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
@@ -107,6 +109,7 @@ class Server:
         command = ["realtime.cli", "serve", "--engine", address, "--port", str(port)]
         command += ["--workers", str(options.workers)] if options.workers else []
         command += ["--limits.max-load", "0"] if self._counts_streams_only else []
+        command += self._flags
         self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
         return self._start(f"gateway{number}", command, folder)
 

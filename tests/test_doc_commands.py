@@ -74,6 +74,20 @@ def test_a_row_names_a_test_that_exists_or_gives_a_reason(about: str) -> None:
         assert re.search(rf"def {test}\b" if test else "", (ROOT / file).read_text()), f"{file}::{test}"
 
 
+@pytest.mark.parametrize("row", sorted(row for row in ROWS if row.startswith("tickertape ")))
+def test_a_test_that_runs_a_command_names_it(row: str) -> None:
+    """Its flags, or else its subcommand, are texts in the file of a test that is said to run it."""
+    about = ROWS[row]
+    subcommand, *rest = row.split()[1:]
+    if "not run" in about or subcommand == "COMMAND":
+        return
+    flags = [word for word in rest if word.startswith("--") and "without the flag" not in about]
+    sources = [(ROOT / file).read_text() for file, _ in TEST.findall(about) if "snippets" not in file]
+    for word in flags or [subcommand]:
+        told = re.compile(rf"[\"' ]{re.escape(word)}[\"' =]")
+        assert not sources or any(map(told.search, sources)), f"no test of this row runs {word}"
+
+
 def test_a_command_that_is_not_listed_is_found() -> None:
     rows = {"tickertape serve": "", "python -m benchmarks": ""}
     assert row_of("tickertape serve --port 1", rows) == "tickertape serve"

@@ -245,7 +245,8 @@ async def _ends_within(process: BaseProcess, seconds: float) -> bool:
 
 # What the signals that end an engine usually mean.
 _CAUSES = {
-    signal.SIGKILL: "killed from outside, or by the system for lack of memory: see `dmesg` or its container",
+    signal.SIGKILL: "killed from outside, or by the system for lack of memory: see `dmesg` or its container; "
+    "`tickertape doctor` says how much the model needs",
     signal.SIGTERM: "stopped from outside",
     signal.SIGSEGV: "a crash in native code; its own lines before this one may say where",
     signal.SIGABRT: "native code gave up; its own lines before this one say why",

@@ -15,6 +15,7 @@ import torch
 
 from engine.core.planner import Limits
 from engine.errors import EngineError
+from engine.host_memory import available_memory, needed_memory
 from engine.models.compiled import compiled_decode
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
@@ -165,6 +166,8 @@ def frames_limits(memory: MemoryPlan) -> Limits:
 def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runner, Limits]:
     streaming = path / STREAMING_ENCODER
     device = windowed_device(config.device, in_blocks=streaming.is_file())
+    if device.type == "cpu":
+        _warn_if_memory_is_short(path)
     model, pieces = load_speech_model(path)
     if device.type == "cuda":
         return _load_on_device(path.name, model, pieces, device, config)
@@ -172,6 +175,18 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
         return _load_in_blocks(path, model, pieces, config.max_streams, threads)
     model.quantise()
     return windowed_on_cpu(path.name, model, pieces, config.max_streams, threads)
+
+
+def _warn_if_memory_is_short(weights: Path) -> None:
+    """The system ends a process for which memory runs out, and then there is nobody to say why."""
+    needed, available = needed_memory(weights), available_memory()
+    if available is not None and available < needed:
+        logger.warning(
+            "the model needs about %.1f GiB of memory, and %.1f GiB are free: the system may end the engine; "
+            "choose a smaller model (`tickertape models`), or give it more memory",
+            needed / 2**30,
+            available / 2**30,
+        )
 
 
 def _load_in_blocks(

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from engine.host_memory import available_memory, needed_memory
 from realtime.commands.terminal import FAILED, OK, out
 from realtime.commands.transcribe import add_model_options
 
@@ -36,9 +37,6 @@ PACKAGES = (
     "uvicorn",
     "pyzmq",
 )
-# Estimated memory of an engine: this many times the size of the weights on disk, plus a constant.
-MEMORY_FACTOR = 3.0
-MEMORY_BASE_BYTES = 600 * 2**20
 
 
 def add(commands: Any) -> None:
@@ -69,7 +67,7 @@ def run(options: argparse.Namespace) -> int:
         return report.close()
     size = sum(file.stat().st_size for file in ([here] if here.is_file() else here.iterdir()) if file.is_file())
     report.good("model", f"{name} is on this machine: {size / 1e6:.0f} MB in {here}")
-    _look_at_memory(report, size)
+    _look_at_memory(report, here)
     if options.no_measure:
         return report.close()
     recording = cache_folder() / SAMPLE
@@ -163,30 +161,18 @@ def other_versions() -> list[str]:
     return problems
 
 
-def _look_at_memory(report: Report, weight_bytes: int) -> None:
+def _look_at_memory(report: Report, weights: Path) -> None:
     available = available_memory()
     if available is None:
         report.good("memory", "not checked: this system does not report how much memory is free")
         return
-    needed = MEMORY_BASE_BYTES + MEMORY_FACTOR * weight_bytes
+    needed = needed_memory(weights)
     text = f"{available / 2**30:.1f} GiB are free, and the model needs about {needed / 2**30:.1f} GiB on the CPU"
     if needed <= available:
         twice = "and fits too" if 2 * needed <= available else "and does not fit"
         report.good("memory", f"{text}; a spare engine (model.spare) needs the same again {twice}")
     else:
         report.bad("memory", f"{text}; choose a smaller model with --model")
-
-
-def available_memory() -> int | None:
-    """Bytes of memory available to a new process; None if the system does not report it."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return None
 
 
 def resident_memory() -> int | None:

@@ -118,6 +118,12 @@ def container(manifests: dict[tuple[str, str], Any], kind: str, name: str) -> An
     return one
 
 
+def test_engines_with_a_gpu_use_the_image_with_cuda(whole: str, small: str) -> None:
+    for text, ending in ((whole, "-cuda"), (small, "")):
+        gateway = container(by_kind(text), "Deployment", "captions-gateway")["image"]
+        assert container(by_kind(text), "StatefulSet", "captions-engine")["image"] == gateway + ending
+
+
 def test_pods_start_commands_that_exist_with_settings_that_are_accepted(
     whole: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

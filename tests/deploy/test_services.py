@@ -94,10 +94,12 @@ def container(described: Service, root: Path) -> Iterator[Container]:
 
 
 def prometheus_target() -> str:
-    """The name by which the server is asked for its metrics."""
+    """What stands in `Host` when Prometheus asks for the metrics: it looks the name up and uses the address."""
     described = yaml.safe_load((ROOT / "deploy/prometheus/prometheus.yml").read_text())
-    (target,) = described["scrape_configs"][0]["static_configs"][0]["targets"]
-    return str(target)
+    (discovery,) = described["scrape_configs"][0]["dns_sd_configs"]
+    for name in ("server", "server-gpu"):
+        assert compose()["services"][name]["networks"]["default"]["aliases"] == discovery["names"]
+    return f"172.18.0.3:{discovery['port']}"
 
 
 def asked_by_name(port: int, name: str) -> int:
@@ -147,8 +149,10 @@ def test_contradiction_is_refused_not_served_without_keys(root: Path) -> None:
         assert running.process.returncode == 2 and "set auth.keys" in said
 
 
-def test_every_setting_of_the_model_passes_through() -> None:
-    wanted = {f"TICKERTAPE_{key.replace('.', '_').upper()}": "x" for key in known_keys() if key.startswith("model.")}
+def test_every_setting_passes_through() -> None:
+    """But for the address and the port in the container, which are fixed; keys decide about `auth.no_auth`."""
+    fixed = {"server.host", "server.port", "server.allowed_hosts", "auth.no_auth"}
+    wanted = {f"TICKERTAPE_{key.replace('.', '_').upper()}": "x" for key in set(known_keys()) - fixed}
     for name in ("server", "server-gpu"):
         assert wanted.items() <= service(name, wanted).environment.items()
 
@@ -161,10 +165,24 @@ def test_uploads_wait_on_a_volume() -> None:
     assert all(volume.split(":")[0] in volumes for volume in compose()["services"]["server"]["volumes"])
 
 
+def published(variables: dict[str, str], *profiles: str) -> list[str]:
+    """Addresses on this machine that `docker compose up` publishes with these profiles."""
+    services = compose()["services"].values()
+    started = [one for one in services if set(one.get("profiles", profiles)) <= set(profiles)]
+    return [interpolate(port, variables).rpartition(":")[0] for one in started for port in one["ports"]]
+
+
+@pytest.mark.parametrize("profiles", [(), ("gpu",)])
+def test_no_two_services_publish_the_same_port(profiles: tuple[str, ...]) -> None:
+    addresses = published({}, *profiles)
+    assert len(addresses) == len(set(addresses)) == 3 + len(profiles)
+    assert all(address.startswith("127.0.0.1:") for address in addresses)
+
+
 def test_published_port_is_the_one_that_was_asked_for() -> None:
-    published = compose()["services"]["server"]["ports"][0]
-    assert interpolate(published, {}) == "127.0.0.1:8000:8000"
-    assert interpolate(published, {"TICKERTAPE_SERVER_PORT": "9000"}) == "127.0.0.1:9000:8000"
+    assert published({}, "gpu")[:2] == ["127.0.0.1:8000", "127.0.0.1:8001"]
+    asked = {"TICKERTAPE_SERVER_PORT": "9000", "GPU_PORT": "9001"}
+    assert published(asked, "gpu")[:2] == ["127.0.0.1:9000", "127.0.0.1:9001"]
 
 
 def test_health_check_knows_port_and_certificate(engine: dict[str, str], root: Path, tmp_path: Path) -> None:

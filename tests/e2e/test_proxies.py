@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AsyncExitStack
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
 import pytest
@@ -10,7 +12,8 @@ from websockets.exceptions import InvalidStatus
 
 from realtime.config import ConfigError, load_config
 from tests.e2e.conftest import Serve
-from tests.e2e.raw_client import greeted_client
+from tests.e2e.raw_client import greeted_client, raw_client
+from tests.waiting import until
 
 ONE_EACH: dict[str, Any] = {"limits": {"sessions_per_key": 1}}
 
@@ -53,3 +56,71 @@ async def test_others_than_the_trusted_proxies_are_not_believed(serve: Serve) ->
 def test_a_proxy_that_is_no_address_is_named(wrong: str) -> None:
     with pytest.raises(ConfigError, match=r"server\.trusted_proxies.*" + wrong.replace("*", r"\*")):
         load_config(environment={}, flags={"server.trusted_proxies": f"127.0.0.1,{wrong}"})
+
+
+class IdleProxy:
+    """Passes bytes on, and cuts a connection on which nothing was sent for some seconds, in either direction."""
+
+    def __init__(self, server_port: int, idle_s: float) -> None:
+        self._server_port, self._idle_s = server_port, idle_s
+        self.port = 0
+        # Pieces that came from the server, and connections that were cut.
+        self.pieces = 0
+        self.cut = 0
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[IdleProxy]:
+        async with await asyncio.start_server(self._pass_on, "127.0.0.1", 0) as listening:
+            self.port = listening.sockets[0].getsockname()[1]
+            yield self
+
+    async def _pass_on(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        from_server, to_server = await asyncio.open_connection("127.0.0.1", self._server_port)
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self._idle_s) as idle:
+
+                async def copy(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:
+                    while data := await source.read(65536):
+                        idle.reschedule(loop.time() + self._idle_s)
+                        self.pieces += source is from_server
+                        sink.write(data)
+                    sink.close()
+
+                await asyncio.gather(copy(reader, to_server), copy(from_server, writer))
+        except TimeoutError:
+            self.cut += 1
+        finally:
+            for end in (writer, to_server):
+                with suppress(OSError):
+                    end.transport.abort()
+
+
+async def test_a_proxy_that_cuts_idle_sockets_cuts_no_silent_session(serve: Serve) -> None:
+    """60 s in practice, where the server pings every 20 s."""
+    async with (
+        serve(server={"ping_interval_s": 0.25}) as running,
+        IdleProxy(running.port, idle_s=3.0).running() as proxy,
+        greeted_client(f"ws://127.0.0.1:{proxy.port}/v1/realtime") as client,
+    ):
+        # The client says nothing for longer than the proxy waits.
+        began = proxy.pieces
+        await until(lambda: proxy.pieces >= began + 4 * 5, 30)
+        await client.send("input_audio_buffer.clear")
+        assert (await client.receive())["type"] == "input_audio_buffer.cleared"
+        assert proxy.cut == 0
+
+
+async def test_without_pings_such_a_proxy_breaks_the_connection_and_a_session_can_be_resumed(serve: Serve) -> None:
+    async with (
+        serve(server={"ping_interval_s": 60.0}) as running,
+        IdleProxy(running.port, idle_s=0.5).running() as proxy,
+    ):
+        url = f"ws://127.0.0.1:{proxy.port}/v1/realtime"
+        async with greeted_client(url, ping_interval=None) as client:
+            token = (await client.update(include=["session.resume"]))["resume"]["token"]
+            await until(lambda: proxy.cut == 1, 30)
+            await client.socket.wait_closed()
+            assert client.socket.close_code == 1006
+        async with raw_client(f"{running.ws}?resume={token}&after=0") as again:
+            assert (await again.receive())["type"] == "session.resumed"

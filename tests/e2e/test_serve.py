@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
 import signal
@@ -10,6 +11,7 @@ import socket
 import sys
 import threading
 import time
+import wave
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +23,7 @@ from websockets.exceptions import InvalidStatus
 
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
+from engine.weights.store import cache_folder
 from tests.e2e.raw_client import raw_client
 from tests.e2e.serve_process import serving
 from tests.engine.fakes import build
@@ -327,3 +330,33 @@ async def test_ctrl_c_while_the_engine_starts_prints_no_traceback(workers: str) 
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
     assert "Traceback" not in said.decode()
+
+
+@pytest.mark.timeout(300)
+async def test_the_command_of_an_engine_serves_a_gateway_and_ends_when_told(tmp_path: Path) -> None:
+    """`tickertape engine` and `tickertape serve --engine`, with a real model."""
+    needed = [cache_folder() / name for name in ("moonshine-tiny", "sample-two-cities")]
+    if not all(folder.exists() for folder in needed):
+        pytest.skip("not in the cache; run `tickertape pull moonshine-tiny sample-two-cities`")
+    (recording,) = needed[1].glob("*.wav")
+    beginning = io.BytesIO()
+    with wave.open(str(recording)) as file, wave.open(beginning, "wb") as part:
+        part.setparams(file.getparams())
+        part.writeframes(file.readframes(6 * file.getframerate()))
+    address = f"ipc://{tmp_path}/engine"
+    engine = await start("engine", "--listen", address, "--model", "moonshine-tiny")
+    assert engine.stderr is not None
+    try:
+        async with serving(tmp_path, "--engine", address, "--port", "0") as server:
+            async with httpx.AsyncClient(base_url=server.http, trust_env=False, timeout=200) as http:
+                form = {"model": (None, "moonshine-tiny"), "file": ("a.wav", beginning.getvalue())}
+                answer = await http.post("/v1/audio/transcriptions", files=form)
+            assert answer.status_code == 200 and "best of times" in answer.json()["text"].lower()
+            engine.send_signal(signal.SIGTERM)
+            _, said = await asyncio.wait_for(engine.communicate(), 60)
+            assert engine.returncode == 0 and b"Traceback" not in said, said
+            assert await server.stop() == 0
+    finally:
+        with suppress(ProcessLookupError):
+            engine.kill()
+        await engine.wait()

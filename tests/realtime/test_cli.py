@@ -195,6 +195,12 @@ def test_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.startswith("tickertape ")
 
 
+def test_models_are_listed_by_the_names_that_pull_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["models"]) == 0
+    shown = capsys.readouterr().out
+    assert all(name in shown for name in ("moonshine-tiny", "whisper-base.en", "sample-two-cities"))
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="this system has no /dev/full")
 @pytest.mark.parametrize("arguments", [["--version"], ["models"], ["completion", "bash"]])
 def test_output_that_cannot_be_written_is_one_line_and_no_stack_trace(arguments: list[str]) -> None:

@@ -12,6 +12,7 @@ from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
 from engine.runner.device import NoDevice
 from engine.runner.load import BadDevice, load_runner, windowed_device, windowed_on_cpu
+from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import STREAMING_ENCODER
 
 
@@ -54,3 +55,14 @@ def test_on_a_cpu_a_file_is_heard_as_whisper_was_trained_to_and_a_live_window_fo
         with torch.inference_mode():
             heard.append(runner._windows.stream_encoder(live).encode(task, torch.zeros(1, 2 * 16_000)).encoded.lengths)
     assert heard == [[200], [700], [700], [1500]]
+
+
+@pytest.mark.parametrize(("free", "lines"), [(500 * 2**20, 1), (700 * 2**20, 0), (None, 0)])
+def test_too_little_memory_is_said_before_weights_are_read(
+    free: int | None, lines: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("engine.runner.load.available_memory", lambda: free)
+    with pytest.raises(BadCheckpoint):
+        load_runner(tmp_path, EngineConfig(str(tmp_path), "cpu"))
+    said = [line for line in caplog.messages if "the model needs about 0.6 GiB of memory, and 0.5 GiB are free" in line]
+    assert len(said) == lines and all("choose a smaller model" in line for line in said)

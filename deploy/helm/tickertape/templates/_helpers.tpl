@@ -18,6 +18,11 @@ helm.sh/chart: {{ .Chart.Name }}-{{ .Chart.Version }}
 {{ .Values.image.repository }}:{{ .Values.image.tag | default .Chart.AppVersion }}
 {{- end -}}
 
+{{/* Engines with a GPU need the image with CUDA. */}}
+{{- define "tickertape.engineImage" -}}
+{{ include "tickertape.image" . }}{{ if .Values.engine.gpus }}-cuda{{ end }}
+{{- end -}}
+
 {{- define "tickertape.secret" -}}
 {{ .Values.auth.existingSecret | default (include "tickertape.name" .) }}
 {{- end -}}
