@@ -5,6 +5,7 @@ The program has loaded its libraries once, and its forks share them, so a proces
 
 from __future__ import annotations
 
+import asyncio
 import atexit
 import itertools
 import os
@@ -45,6 +46,32 @@ class ForkingProgram:
             assert self._orders is not None
             socket.send_fds(self._orders, [order], descriptors)
             return number
+
+    async def connect(self, kind: bytes) -> tuple[socket.socket, int]:
+        """Start a process; returns the socket to it and its number. A process whose caller is cancelled meanwhile is
+        killed. Raises OSError."""
+        starting = asyncio.ensure_future(asyncio.to_thread(self._connect, kind))
+        try:
+            return await asyncio.shield(starting)
+        except asyncio.CancelledError:
+            starting.add_done_callback(self._give_up)
+            raise
+
+    def _connect(self, kind: bytes) -> tuple[socket.socket, int]:
+        ours, theirs = socket.socketpair()
+        with theirs:
+            try:
+                ours.setblocking(False)
+                return ours, self.begin([theirs.fileno()], kind)
+            except BaseException:
+                ours.close()
+                raise
+
+    def _give_up(self, started: asyncio.Future[tuple[socket.socket, int]]) -> None:
+        if not started.cancelled() and started.exception() is None:
+            line, number = started.result()
+            line.close()
+            self.end(number)
 
     def end(self, number: int) -> None:
         """Kill that process; does nothing if it has ended."""
