@@ -17,7 +17,7 @@ import numpy as np
 from aiortc import MediaStreamTrack, RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCSessionDescription
 from aiortc.mediastreams import MediaStreamError
 
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 
 RATE = 48_000
 FRAME = RATE // 50
@@ -82,10 +82,7 @@ class Caller:
 
     async def opened(self) -> None:
         """Wait until the data channel is open."""
-        assert self.channel is not None
-        async with asyncio.timeout(PATIENCE_S):
-            while self.channel.readyState != "open":
-                await asyncio.sleep(0.02)
+        await until(lambda: self.channel is not None and self.channel.readyState == "open")
 
     def send(self, **event: Any) -> None:
         assert self.channel is not None
