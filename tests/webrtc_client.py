@@ -17,6 +17,7 @@ import numpy as np
 from aiortc import MediaStreamTrack, RTCConfiguration, RTCDataChannel, RTCPeerConnection, RTCSessionDescription
 from aiortc.mediastreams import MediaStreamError
 
+from tests.e2e.event_checks import check_event
 from tests.waiting import PATIENCE_S, until
 
 RATE = 48_000
@@ -68,8 +69,12 @@ class Caller:
         self.closed = asyncio.Event()
         if channel is not None:
             self.channel = self.peer.createDataChannel(channel)
-            self.channel.on("message", lambda text: self.events.put_nowait(json.loads(text)))
+            self.channel.on("message", self._take_event)
             self.channel.on("close", self.closed.set)
+
+    def _take_event(self, text: str) -> None:
+        check_event("/v1/whip", text)
+        self.events.put_nowait(json.loads(text))
 
     async def offer(self) -> str:
         # aioice leaves out the loopback address, which is the only network of a test.

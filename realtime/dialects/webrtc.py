@@ -37,6 +37,10 @@ class CallDialect(OpenAIDialect):
     def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
         return [event.body] if isinstance(event, Answered) else super().write(event, settings)
 
+    def _session_object(self, settings: Settings) -> Json:
+        # How the samples come from the process of the call is no concern of the client.
+        return super()._session_object(replace(settings, format=replace(CALL_FORMAT, binary=False)))
+
     def gap(self, start_ms: float, end_ms: float) -> Json:
         """The event for audio that the network lost."""
         return self._event("call.gap", audio_start_ms=round(start_ms), audio_end_ms=round(end_ms))

@@ -135,6 +135,13 @@ class CallLine:
     def kill(self) -> None:
         """End the process at once. May be called twice."""
         _program.end(self._number)
+        # Wakes a reader, which a closed socket would not.
+        with suppress(OSError):
+            self._line.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Nobody reads or writes any more."""
+        self.kill()
         self._line.close()
 
     async def _tell(self, kind: bytes, content: bytes) -> None:
@@ -325,7 +332,7 @@ async def _process() -> AsyncIterator[CallLine]:
     try:
         yield line
     finally:
-        line.kill()
+        line.close()
 
 
 def _address(reached: str | None) -> str | None:

@@ -13,7 +13,9 @@ AUDIO = (
     f"m=audio 9 UDP/TLS/RTP/SAVPF 63 111\r\n{ICE}a=mid:0\r\na=sendonly\r\na=rtcp-mux\r\n"
     "a=rtpmap:63 red/48000/2\r\na=rtpmap:111 opus/48000/2\r\n"
 )
-DATA = f"m=application 9 UDP/DTLS/SCTP webrtc-datachannel\r\n{ICE}a=mid:1\r\na=sctp-port:5000\r\na=max-message-size:9\r\n"
+DATA = (
+    f"m=application 9 UDP/DTLS/SCTP webrtc-datachannel\r\n{ICE}a=mid:1\r\na=sctp-port:5000\r\na=max-message-size:9\r\n"
+)
 VIDEO = f"m=video 9 UDP/TLS/RTP/SAVPF 96\r\n{ICE}a=mid:2\r\na=rtpmap:96 VP8/90000\r\n"
 LOCAL = Local(["127.0.0.1", "10.0.0.1"], 4000, "ufrag", "password", ("sha-256", DIGEST), 65536)
 
