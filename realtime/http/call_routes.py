@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta, Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
-from realtime.dialects.base import decode_body
-from realtime.dialects.event_schema import SessionOptions
+from realtime.dialects.base import decode_body, encode_json
+from realtime.dialects.event_schema import SessionOptions, Shape
 from realtime.dialects.openai import MAX_NAME, merge_beta, merge_ga
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.info_routes import MAX_JSON_BODY, read_body
-from realtime.http.openapi import Operation, Parameter, described
+from realtime.http.openapi import JSON, Operation, Parameter, described
 from realtime.http.upload_forms import FormParser
 from realtime.http.websocket_routes import check_once, refusal_response
 from realtime.serving.call_protocol import MAX_OFFER_BYTES
@@ -34,6 +34,12 @@ Description = Annotated[str, Meta(description="A session description, SDP.")]
 class CallForm(Struct):
     sdp: Description
     session: Annotated[SessionOptions | None, Meta(description="The settings of the session, as JSON.")] = None
+
+
+class EndedCall(Shape):
+    id: str
+    object: Literal["realtime.call"]
+    ended: Literal[True]
 
 
 TAG = "WebRTC calls"
@@ -94,10 +100,11 @@ class CallRoutes:
         offer, session = await _form(request)
         return await self._begin(request, caller, offer, session)
 
-    @described(Operation("End a call", TAG, {200: {}}, refusals=(UNKNOWN,), takes_secrets=True))
+    @described(Operation("End a call", TAG, {200: {JSON: EndedCall}}, refusals=(UNKNOWN,), takes_secrets=True))
     async def end(self, request: Request) -> Response:
-        await self._calls.end(self._find(request))
-        return Response(status_code=200)
+        call = self._find(request)
+        await self._calls.end(call)
+        return Response(encode_json({"id": call.id, "object": "realtime.call", "ended": True}), media_type=JSON)
 
     @described(
         Operation(

@@ -56,6 +56,7 @@ log = logging.getLogger("tickertape.calls")
 ANSWER_S = 30.0
 # Seconds for a process to tell the client that the call has ended, before it is killed.
 LEAVE_S = 3.0
+RETRY_AFTER_S = 5
 READ_BYTES = 64 * 1024
 INSTALL = "pip install 'tickertape[webrtc]'"
 
@@ -88,11 +89,12 @@ class CallLine:
                 await self._tell(JOB, json.dumps(job).encode())
                 kind, content = await self._read()
         except TimeoutError:
-            raise Refusal(503, "call_failed", "The call could not be answered in time; try again.") from None
+            raise _failed("The call could not be answered in time; try again.") from None
         except (OSError, EOFError):
-            raise Refusal(503, "call_failed", "The process of the call has ended; try again.") from None
+            raise _failed("The process of the call has ended; try again.") from None
         if kind == FAULT:
-            raise Refusal(**json.loads(content))
+            fault = json.loads(content)
+            raise Refusal(**fault, retry_after_s=RETRY_AFTER_S if fault["status"] == 503 else None)
         assert kind == ANSWER
         return content.decode()
 
@@ -284,7 +286,7 @@ class Calls:
             bind = "::" if ":" in webrtc.addresses[0] else "0.0.0.0"
         if bind is None:
             text = "This server does not know its address for calls; its operator must set webrtc.addresses."
-            raise Refusal(503, "no_address", text, kind="server_error")
+            raise Refusal(503, "no_address", text, retry_after_s=60, kind="server_error")
         return {
             "offer": offer,
             "bind": bind,
@@ -315,8 +317,7 @@ class Calls:
         finally:
             self._calls.pop(call.id, None)
             if not call.answer.done():
-                text = "The call has ended before it was answered."
-                call.answer.set_exception(Refusal(503, "call_failed", text, kind="server_error"))
+                call.answer.set_exception(_failed("The call has ended before it was answered."))
             # Nobody may be waiting for it any more.
             call.answer.exception()
 
@@ -327,12 +328,15 @@ async def _process() -> AsyncIterator[CallLine]:
     try:
         line = CallLine(*await _program.connect(CALL))
     except OSError as error:
-        text = f"No process can be started for the call ({error.strerror}); try again."
-        raise Refusal(503, "call_failed", text, retry_after_s=5, kind="server_error") from error
+        raise _failed(f"No process can be started for the call ({error.strerror}); try again.") from error
     try:
         yield line
     finally:
         line.close()
+
+
+def _failed(text: str) -> Refusal:
+    return Refusal(503, "call_failed", text, retry_after_s=RETRY_AFTER_S, kind="server_error")
 
 
 def _address(reached: str | None) -> str | None:

@@ -115,7 +115,7 @@ async def calls_that_never_connect(target: Target) -> None:
     assert {status for some in found for status in some} <= {201, 429, 503}
     async with asyncio.timeout(40):
         while await offered() != 201:  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.1)
 
 
 @attack()
