@@ -518,6 +518,8 @@ def _check_webrtc(webrtc: WebrtcConfig) -> None:
             ip_address(address)
         except ValueError:
             raise ConfigError(f"webrtc.addresses: {shown(address)} must be an address such as 203.0.113.7") from None
+    if len({":" in address for address in webrtc.addresses}) > 1:
+        raise ConfigError("webrtc.addresses must be all IPv4 or all IPv6: a call has one socket")
     try:
         _ = webrtc.port_range
     except ValueError:

@@ -315,7 +315,12 @@ class WebSocketRoutes:
         address = websocket.client.host if websocket.client else ""
         check_once(query, ("model", "resume", "after"))
         if "call_id" in query:
-            raise Refusal(404, "not_found", "This server does not support calls ('call_id').", param="call_id")
+            raise Refusal(
+                404,
+                "not_found",
+                "A call has no socket here ('call_id'); its events come on its data channel.",
+                param="call_id",
+            )
         caller = self._context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:

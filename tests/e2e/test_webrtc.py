@@ -86,7 +86,7 @@ async def test_client_events_on_the_data_channel(serve: Serve) -> None:
 
 
 async def test_a_publisher_without_a_data_channel_is_read_by_viewers(serve: Serve) -> None:
-    """As OBS does it: the key is a client secret, which has the name."""
+    """The key is a client secret, which has the name."""
     async with serve(auth={"keys": (KEY,)}) as running:
         async with requests(KEY) as client:
             body = {"session": {"type": "transcription", "publish": "stage"}}
