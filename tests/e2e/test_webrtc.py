@@ -280,6 +280,20 @@ async def test_a_server_that_stops_ends_its_calls_and_says_so(serve: Serve) -> N
         await ended(running)
 
 
+async def test_a_call_for_which_no_process_can_be_started_leaves_nothing(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def no_process(kind: bytes) -> None:
+        raise OSError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(calls_module._program, "connect", no_process)
+    async with serve(limits={"sessions_per_key": 1}) as running:
+        for _ in range(3):
+            answer = await post(whip(running), await offer_of())
+            assert answer.status_code == 503 and answer.json()["error"]["code"] == "call_failed"
+        await ended(running)
+
+
 async def test_a_call_whose_process_dies_ends_alone(serve: Serve) -> None:
     async with serve() as running, call(whip(running), SPEECH) as one, call(whip(running), SPEECH) as other:
         await one.until("session.created")
