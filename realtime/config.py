@@ -60,6 +60,7 @@ LEAST = {
     "webhooks.timeout_s": (0.1, "every webhook would fail"),
     "webhooks.queue_events": (1, "every webhook would be dropped"),
     "webhooks.queue_bytes": (4096, "every webhook would be dropped"),
+    "webrtc.connect_s": (1.0, "no call would ever connect"),
 }
 # Longest text of a wrong value in an error.
 SHOWN_CHARACTERS = 80
@@ -81,6 +82,7 @@ RELOADABLE = frozenset(
         *("session.resume_events", "session.resume_bytes"),
         *("webhooks.on_final", "webhooks.hosts", "webhooks.per_session", "webhooks.timeout_s", "webhooks.retry_s"),
         *("webhooks.queue_events", "webhooks.queue_bytes", "webhooks.urls", "webhooks.drain_s"),
+        *("webrtc.calls", "webrtc.addresses", "webrtc.ports", "webrtc.connect_s"),
     }
 )
 
@@ -338,6 +340,30 @@ class WebhooksConfig:
         object.__setattr__(self, "secret", _as_secret(self.secret))
 
 
+@dataclass(frozen=True, slots=True)
+class WebrtcConfig:
+    # Calls at once, in each gateway process; each has a process of its own. 0: no calls.
+    calls: int = 64
+    # Addresses at which clients reach this server, as they are told to clients. Empty: the address that the client's
+    # HTTP request has reached, which is right without NAT and without a proxy.
+    addresses: tuple[str, ...] = ()
+    # UDP ports of calls, one for each, as `50000-50100`. Empty: any free port.
+    ports: str = ""
+    # Seconds from the answer to the connection; a call that has not connected by then is ended.
+    connect_s: float = 15.0
+
+    @property
+    def port_range(self) -> tuple[int, int] | None:
+        """The first and the last port; None for any. Raises ValueError."""
+        if not self.ports:
+            return None
+        first, dash, last = self.ports.partition("-")
+        found = plain_int(first), plain_int(last if dash else first)
+        if not 1024 <= found[0] <= found[1] <= 65535:
+            raise ValueError
+        return found
+
+
 def hook_of(entry: str) -> tuple[str, str]:
     """The key and the URL of an entry of `webhooks.on_final`; the key is empty if the URL is for every key."""
     key, _, url = entry.strip().rpartition(" ")
@@ -353,6 +379,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     fleet: FleetConfig = field(default_factory=FleetConfig)
     webhooks: WebhooksConfig = field(default_factory=WebhooksConfig)
+    webrtc: WebrtcConfig = field(default_factory=WebrtcConfig)
 
     @property
     def gateway_name(self) -> str:
@@ -408,6 +435,7 @@ def check(config: Config) -> None:
     _check_workers(config)
     _check_keys(auth)
     _check_webhooks(config)
+    _check_webrtc(config.webrtc)
     if auth.keys and auth.no_auth:
         raise ConfigError("auth.no_auth contradicts auth.keys: remove one of them")
     if not auth.keys and not auth.no_auth and not is_loopback(server.host):
@@ -482,6 +510,21 @@ def _check_webhooks(config: Config) -> None:
         raise ConfigError("webhooks.per_session needs webhooks.hosts: list the hosts that clients may name")
     if (hooks.on_final or hooks.per_session) and len(hooks.secret) < MIN_SECRET:
         raise ConfigError(f"webhooks.secret must have at least {MIN_SECRET} characters: webhooks are signed with it")
+
+
+def _check_webrtc(webrtc: WebrtcConfig) -> None:
+    for address in webrtc.addresses:
+        try:
+            ip_address(address)
+        except ValueError:
+            raise ConfigError(f"webrtc.addresses: {shown(address)} must be an address such as 203.0.113.7") from None
+    if len({":" in address for address in webrtc.addresses}) > 1:
+        raise ConfigError("webrtc.addresses must be all IPv4 or all IPv6: a call has one socket")
+    try:
+        _ = webrtc.port_range
+    except ValueError:
+        text = "two numbers from 1024 to 65535 such as 50000-50100"
+        raise ConfigError(f"webrtc.ports must be {text}, not {shown(webrtc.ports)}") from None
 
 
 def _is_web_url(url: str) -> bool:

@@ -20,7 +20,7 @@ NO_BOUNDS = {"session.stall_s", "session.resume_s", "limits.outbox_characters"}
 
 # Folders whose constants bound what strangers can make the server hold or do, and how such constants are called.
 WALKED = ("audio", "engine/boundary", "engine/client", "engine/server", "realtime/dialects", "realtime/http")
-WALKED += ("realtime/serving", "realtime/session")
+WALKED += ("realtime/serving", "realtime/session", "realtime/webrtc")
 LOOKS_LIKE_A_BOUND = re.compile(r"(MAX_|MOST_).*|.*(_BYTES|AT_ONCE)")
 NO_BOUNDING_CONSTANTS = {
     "audio.containers.HEAD_BYTES": "how much is looked at to know a format",
@@ -52,6 +52,10 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.serving.signed_tokens.MAC_BYTES": "the length of a signature",
     "realtime.serving.viewers.MAX_PAUSE_S": "a time to wait",
     "realtime.serving.websocket._HEAD_BYTES": "the length of a frame's head",
+    "realtime.serving.calls.READ_BYTES": "the size of a read",
+    "realtime.webrtc.sdp.DEFAULT_MESSAGE_BYTES": "what a client takes that does not say so",
+    "realtime.webrtc.jitter.MAX_JUMP": "tells a gap from a changed count",
+    "realtime.webrtc.opus_track.MAX_PACKET_SAMPLES": "the longest packet of the codec",
     "realtime.session.settings.MAX_RATE": "a range of a setting",
     "realtime.session.formatting.MAX_PARAGRAPH_WORDS": "the shape of a paragraph",
     "realtime.session.redaction.MAX_FILLERS": "how far a rule looks",

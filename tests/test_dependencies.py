@@ -57,7 +57,7 @@ def test_every_dependency_has_a_floor_and_patched_ones_have_a_ceiling() -> None:
 
 def test_what_is_imported_is_a_dependency() -> None:
     """An import that another package happens to bring has no floor."""
-    optional = {"ray", "sounddevice", "soundfile", "triton"}
+    optional = {"aioice", "aiortc", "ray", "sounddevice", "soundfile", "triton"}
     ours = {"audio", "engine", "fleet", "realtime"}
     homes = packages_distributions()
     for folder in ours:

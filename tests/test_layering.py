@@ -62,6 +62,7 @@ FLOORS: dict[str, set[str]] = {
         "realtime/serving",
         "realtime/session",
     },
+    "realtime/webrtc": {"audio", "realtime/serving"},
     "realtime/workers": {"engine", "realtime", "realtime/serving"},
     "realtime/client": set(),
     "realtime/bench": {"audio", "realtime/client"},

@@ -787,6 +787,28 @@ class StreamStatus(Shape, tag_field="type", tag="stream.status"):
 STREAM: tuple[type[Struct], ...] = (StreamSession, StreamGap, StreamStatus)
 
 
+# What a WebRTC call adds to the events of its session
+
+
+class CallGap(Shape, tag_field="type", tag="call.gap"):
+    """Audio that the network lost; the session has silence there."""
+
+    event_id: str
+    audio_start_ms: int
+    audio_end_ms: int
+
+
+class CallEnded(Shape, tag_field="type", tag="call.ended"):
+    """The server ends the call. The codes are those of WebSockets."""
+
+    event_id: str
+    code: int
+    reason: str
+
+
+CALL: tuple[type[Struct], ...] = (CallGap, CallEnded)
+
+
 # What a transcription with `stream=true` sends
 
 
@@ -842,6 +864,7 @@ UNIONS: dict[str, tuple[type[Struct], ...]] = {
     "FluxServerMessage": FLUX_SERVER,
     "ViewerEvent": VIEWER,
     "PulledStreamEvent": (*STREAM, *OPENAI_SERVER),
+    "CallEvent": (*CALL, *OPENAI_SERVER),
     "UploadEvent": UPLOAD,
 }
 

@@ -86,8 +86,13 @@ class Cors:
 
     def __init__(self, app: ASGIApp, rules: BrowserRules) -> None:
         self._rules = rules
-        self._for_any = CORSMiddleware(app, allow_origins=[ANY], allow_methods=[ANY], allow_headers=[ANY])
-        self._for_listed = CORSMiddleware(app, allow_origins=rules.listed, allow_methods=[ANY], allow_headers=[ANY])
+        self._for_any = self._cors(app, [ANY])
+        self._for_listed = self._cors(app, rules.listed)
+
+    @staticmethod
+    def _cors(app: ASGIApp, origins: list[str]) -> CORSMiddleware:
+        # The id of a WebRTC call is in `Location`.
+        return CORSMiddleware(app, origins, allow_methods=[ANY], allow_headers=[ANY], expose_headers=["Location"])
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         cors = self._for_any if self._rules.any_page() else self._for_listed

@@ -22,6 +22,7 @@ from realtime.config import Config
 from realtime.errors import ClientFault, Refusal
 from realtime.http.access_log import AccessLog
 from realtime.http.authentication import Authenticator, Context
+from realtime.http.call_routes import WHIP, CallRoutes
 from realtime.http.deepgram_file_route import ListenRoute
 from realtime.http.info_routes import Answers
 from realtime.http.openapi import ApiDocs
@@ -33,6 +34,7 @@ from realtime.http.upload_forms import FormReader
 from realtime.http.viewer_routes import ViewerRoutes
 from realtime.http.webhook_routes import WEBHOOKS, WebhookRoutes
 from realtime.http.websocket_routes import FLUX, LISTEN, TWILIO, WebSocketRoutes, refusal_response
+from realtime.serving.calls import Calls
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.publishing import Publisher
 from realtime.serving.pulled_streams import PulledStreams
@@ -93,6 +95,8 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     links = ViewerLinks(services.link_signer, publisher.revocations, authenticator.vouches_for)
     viewers = ViewerRoutes(context, gateway.audience, publisher, links)
     gateway.streams = PulledStreams(sessions, config, time.time, authenticator.vouches_for)
+    gateway.calls = Calls(sessions, config, services.metrics, gateway.serve_call)
+    calls = CallRoutes(context, gateway.calls)
     streams = StreamRoutes(context, gateway.streams, services.claimants is None)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
@@ -104,7 +108,14 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     }
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
     guard = Middleware(BrowserGuard, rules, services.metrics)
-    routes = [*_sockets(gateway), *_viewers(viewers), *_answers(context), *_streams(streams), *page_routes()]
+    routes = [
+        *_sockets(gateway),
+        *_viewers(viewers),
+        *_answers(context),
+        *_streams(streams),
+        *_calls(calls),
+        *page_routes(),
+    ]
     routes.append(Route(WEBHOOKS, WebhookRoutes(context, webhooks).describe, methods=["GET"]))
     api_docs = ApiDocs(routes)
     routes += api_docs.routes()
@@ -195,6 +206,19 @@ def _streams(streams: StreamRoutes) -> list[Route]:
         Route(f"{STREAMS}/{{id}}", streams.delete, methods=["DELETE"]),
         Route(f"{STREAMS}/{{id}}/events", streams.events, methods=["GET"]),
     ]
+
+
+def _calls(calls: CallRoutes) -> list[Route]:
+    routes: list[Route] = []
+    for path, begin in ((WHIP, calls.whip), ("/v1/realtime/calls", calls.create), ("/realtime/calls", calls.create)):
+        routes += [
+            Route(path, begin, methods=["POST"]),
+            Route(f"{path}/{{id}}", calls.end, methods=["DELETE"]),
+            Route(f"{path}/{{id}}", calls.trickle, methods=["PATCH"]),
+        ]
+        if begin == calls.create:
+            routes.append(Route(f"{path}/{{id}}/hangup", calls.end, methods=["POST"]))
+    return routes
 
 
 class _CleanHeaders:

@@ -42,6 +42,7 @@ from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
 from realtime.numbers import whole_number
+from realtime.serving.calls import CallInbox, CallLine, Calls
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import CLOSE_GRACE_S, Connection
 from realtime.serving.inbox import Inbox
@@ -170,7 +171,7 @@ class _AdmittedSocket:
     first_frames: list[str]
     subprotocol: str | None
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
-    # A phone call: the socket is accepted already, and when it closes the last words still reach viewers.
+    # A call: the socket is accepted already, and when it closes the last words still reach viewers.
     is_call: bool = False
 
 
@@ -191,6 +192,7 @@ class WebSocketRoutes:
         # Streams that this gateway pulls, which end with it.
         self.streams: PulledStreams | None = None
         self.webhooks: Webhooks | None = None
+        self.calls: Calls | None = None
 
     @described(
         _socket(
@@ -258,8 +260,23 @@ class WebSocketRoutes:
 
     async def _run_socket(self, entrance: _AdmittedSocket, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an admitted socket from the handshake to its end, then detach its sessions."""
-        live, inbox = _joined(entrance.entries)
-        line = (receive, send, _extras(scope))
+        await self._run_line(entrance, *_joined(entrance.entries), (receive, send, _extras(scope)))
+
+    async def serve_call(self, entry: OpenSession, inbox: CallInbox, line: CallLine) -> None:
+        """Serve a WebRTC call, whose line is used as a socket that is accepted already."""
+        greeting = entry.live.dialect.created(entry.live.session.settings)
+        frames = [encode_json(greeting)] if greeting else []
+        entrance = _AdmittedSocket((entry,), frames, None, is_call=True)
+        await self._run_line(entrance, entry.live, inbox, (line.receive, line.send, line.extras))
+
+    async def _run_line(
+        self,
+        entrance: _AdmittedSocket,
+        live: LiveSession | ChannelGroup,
+        inbox: Inbox | ChannelInbox | CallInbox,
+        line: tuple[Receive, Send, SocketExtras],
+    ) -> None:
+        receive, send, _ = line
         if self.sessions.standstill is not None:
             line = self.sessions.standstill.guard(*line, lambda: not any(entry.is_let_go for entry in entrance.entries))
         connection = Connection(live, inbox, *line, self._fair_turns)
@@ -298,7 +315,12 @@ class WebSocketRoutes:
         address = websocket.client.host if websocket.client else ""
         check_once(query, ("model", "resume", "after"))
         if "call_id" in query:
-            raise Refusal(404, "not_found", "This server does not support calls ('call_id').", param="call_id")
+            raise Refusal(
+                404,
+                "not_found",
+                "A call has no socket here ('call_id'); its events come on its data channel.",
+                param="call_id",
+            )
         caller = self._context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
@@ -452,6 +474,8 @@ class WebSocketRoutes:
             if self.streams is not None:
                 await self.streams.close()
             await self.sessions.drain(0.0)
+            if self.calls is not None:
+                await self.calls.close()
             if self.webhooks is not None:
                 await self.webhooks.close(0.0)
             for ticker in tickers:
@@ -476,11 +500,11 @@ def _deepgram(listening: Listening, channel: int, facts: SessionFacts) -> Deepgr
     return DeepgramDialect(facts, listening, channel)
 
 
-async def _finish(live: LiveSession | ChannelGroup, inbox: Inbox | ChannelInbox) -> None:
+async def _finish(live: LiveSession | ChannelGroup, inbox: Inbox | ChannelInbox | CallInbox) -> None:
     """Wait for the last words of a client that has left; viewers get them."""
     with suppress(TimeoutError):
         async with asyncio.timeout(FINISH_S):
-            await inbox.take('{"event": "stop"}', None, lambda: False)
+            await inbox.end(lambda: False)
             while not isinstance(await live.next_frames(), Hangup):
                 pass
 

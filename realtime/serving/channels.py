@@ -52,6 +52,11 @@ class ChannelInbox:
                 return True
         return False
 
+    async def end(self, gone: Callable[[], bool]) -> None:
+        """End the audio of all channels."""
+        for inbox in self._inboxes:
+            await inbox.end(gone)
+
     async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
         """Handle the next part of a long message, as `Inbox.take_part` does."""
         if part.is_text or not self._interleaved:

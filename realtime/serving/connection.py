@@ -14,14 +14,13 @@ import logging
 from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 from realtime.errors import CloseCode
-from realtime.serving.channels import ChannelGroup, ChannelInbox
-from realtime.serving.inbox import Inbox
+from realtime.serving.channels import ChannelGroup
 from realtime.serving.live_session import LiveSession, fail
 from realtime.serving.throttle import SHARE_S, FairTurns, Pace
-from realtime.serving.websocket_extension import PART, SocketExtras
+from realtime.serving.websocket_extension import PART, Part, SocketExtras
 from realtime.session.events import Hangup
 
 log = logging.getLogger("tickertape.connection")
@@ -36,13 +35,27 @@ CLOSE_GRACE_S = 5.0
 GONE_CHECK_S = 1.0
 
 
+class MessageTaker(Protocol):
+    """What takes the messages of a connection (`Inbox`)."""
+
+    def settle(self) -> None: ...
+
+    def take_now(self, text: str) -> bool: ...
+
+    async def take(
+        self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False
+    ) -> bool: ...
+
+    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool: ...
+
+
 class Connection:
     """Serves one socket until the client or the server closes it."""
 
     def __init__(
         self,
         live: LiveSession | ChannelGroup,
-        inbox: Inbox | ChannelInbox,
+        inbox: MessageTaker,
         receive: Receive,
         send: SendMessage,
         extras: SocketExtras,

@@ -7,10 +7,9 @@ import struct
 # The module that is run as the decoder program. The gateway does not import it, so that libav is not loaded there.
 PROGRAM = "realtime.serving.decoder_process"
 
-# Gateway to program: kind, decoder number. BEGIN comes with file descriptors: the decoder's socket, and for an upload
-# the file. PULL comes with the socket of a process that pulls a stream from the network (`pull_protocol.py`).
-ORDER = struct.Struct("<cQ")
-BEGIN, PULL, END = b"b", b"p", b"e"
+# Kinds of orders (`fork_protocol.py`): BEGIN comes with the decoder's socket, and for an upload the file; PULL with the
+# socket of a process that pulls a stream from the network (`pull_protocol.py`).
+BEGIN, PULL = b"b", b"p"
 # Gateway to decoder: the number of bytes that follow. 0 asks for the next samples, NO_MORE says that the stream ends.
 PIECE = struct.Struct("<I")
 NO_MORE = 0xFFFF_FFFF

@@ -119,6 +119,17 @@ class Inbox:
             self.settle()
         return mistaken
 
+    def miss(self, source_samples: int) -> None:
+        """Put silence in place of audio that did not come."""
+        if not self._ended:
+            self.settle()
+            self._control(GapRequest(source_samples))
+
+    async def end(self, gone: Callable[[], bool]) -> None:
+        """End the audio: the client will send no more."""
+        self.settle()
+        await self._answering(self._end(gone))
+
     async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
         """Handle the next part of a long message, as `take` does a whole one."""
         if self._let_go:

@@ -7,15 +7,10 @@ memory do not affect the gateway and its sessions.
 from __future__ import annotations
 
 import asyncio
-import atexit
-import itertools
 import os
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import AsyncGenerator, Callable
-from contextlib import suppress
 from functools import partial
 from threading import Lock
 from typing import BinaryIO, cast
@@ -29,15 +24,14 @@ from realtime.serving.decoder_protocol import (
     ANSWER,
     BEGIN,
     DONE,
-    END,
     FAULT,
     MORE,
     NO_MORE,
-    ORDER,
     PIECE,
     PROGRAM,
     PULL,
 )
+from realtime.serving.forking_program import ForkingProgram
 from realtime.session.events import Samples
 
 # Decoders that may work at the same time; more of them would take CPU time from live audio.
@@ -241,76 +235,4 @@ def _shared(file: BinaryIO) -> BinaryIO:
     return shared
 
 
-class _DecoderProgram:
-    """The program of `decoder_process.py`: started when the first decoder is needed, and again if it has died."""
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        self._numbers = itertools.count()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._orders: socket.socket | None = None
-        self._owner = 0
-
-    def begin(self, descriptors: list[int], kind: bytes) -> int:
-        """Start a decoder that gets these descriptors; returns its number. Raises OSError."""
-        with self._lock:
-            number = next(self._numbers)
-            order = ORDER.pack(kind, number)
-            with suppress(ConnectionError):
-                if self._orders is not None and self._owner == os.getpid():
-                    socket.send_fds(self._orders, [order], descriptors)
-                    return number
-            self._start()
-            assert self._orders is not None
-            socket.send_fds(self._orders, [order], descriptors)
-            return number
-
-    def end(self, number: int) -> None:
-        """Kill that decoder; does nothing if it has ended."""
-        with suppress(OSError):
-            if self._orders is not None and self._owner == os.getpid():
-                self._orders.send(ORDER.pack(END, number))
-
-    def stop(self) -> None:
-        if self._owner == os.getpid():
-            self._stop()
-
-    def _start(self) -> None:
-        if self._owner == os.getpid():
-            self._stop()
-        ours, theirs = socket.socketpair()
-        # Do not pass the gateway's secrets to the decoder program.
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("TICKERTAPE_")}
-        environment |= {"PYTHONPATH": os.pathsep.join(sys.path), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        with theirs:
-            command = [sys.executable, "-m", PROGRAM, str(theirs.fileno())]
-            try:
-                self._process = subprocess.Popen(
-                    command,
-                    stdin=subprocess.DEVNULL,
-                    stdout=subprocess.DEVNULL,
-                    env=environment,
-                    pass_fds=[theirs.fileno()],
-                )
-            except BaseException:
-                ours.close()
-                raise
-        # Orders are short and the program reads them at once, so a send never has to wait.
-        ours.setblocking(False)
-        self._orders, self._owner = ours, os.getpid()
-
-    def _stop(self) -> None:
-        orders, self._orders = self._orders, None
-        process, self._process = self._process, None
-        if orders is not None:
-            orders.close()
-        if process is not None:
-            try:
-                process.wait(STOP_S)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
-
-
-_forks = _DecoderProgram()
-atexit.register(_forks.stop)
+_forks = ForkingProgram(PROGRAM)

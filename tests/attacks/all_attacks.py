@@ -14,6 +14,7 @@ from tests.attacks import (
     uploads,
     viewers,
     webhooks,
+    webrtc_calls,
     websites,
 )
 from tests.attacks.target import ATTACKS
@@ -31,5 +32,6 @@ __all__ = [
     "uploads",
     "viewers",
     "webhooks",
+    "webrtc_calls",
     "websites",
 ]

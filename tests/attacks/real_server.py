@@ -39,6 +39,7 @@ SETTINGS = {
     "webhooks.secret": "what-webhooks-are-signed-with",
     "webhooks.timeout_s": "1",
     "webhooks.retry_s": "5",
+    "webrtc.connect_s": "2",
     "session.resume_s": "3",
     "limits.max_load": "0",
     "session.stall_s": "0",

@@ -16,6 +16,7 @@ BY_PATH = (
     ("/v2/listen", ("FluxServerMessage",)),
     ("/v1/sessions/", ("ViewerEvent",)),
     ("/v1/streams/", ("PulledStreamEvent",)),
+    ("/v1/whip", ("CallEvent",)),
     ("/v1/audio/", ("UploadEvent",)),
     ("", ("OpenAIServerEvent", "VllmServerEvent")),
 )

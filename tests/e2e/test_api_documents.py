@@ -34,6 +34,7 @@ from tests.e2e.test_deepgram_client import rest
 from tests.e2e.test_openai_client import wav
 from tests.media_streams import spoken, wav_bytes, web_server
 from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine, silence, tone
+from tests.webrtc_client import caller
 
 ROOT = Path(__file__).parents[2]
 FILE = {"file": ("a.wav", wav(1.6), "audio/wav")}
@@ -89,7 +90,7 @@ def literal(node: ast.expr) -> Any:
 
 def test_every_error_code_of_the_code_is_in_the_document_and_the_other_way_round(routes: list[Any]) -> None:
     sources = [path.read_text() for path in (ROOT / "realtime").rglob("*.py")]
-    raising = ("Refusal", "ClientFault", "_refusal", "_refused", "_check_allowed")
+    raising = ("Refusal", "ClientFault", "_refusal", "_refuse", "_refused", "_check_allowed")
     raised = [[literal(argument) for argument in call.args] for text in sources for call in calls(text, *raising)]
     made = {(given[0], given[1]) for given in raised if len(given) > 1 and isinstance(given[0], int) and given[1]}
     # Answers to paths and methods that do not exist.
@@ -233,6 +234,7 @@ async def test_answers_of_a_running_server_are_as_the_document_says(serve: Serve
         for path in ("/v1/realtime", "/v1/listen", "/v2/listen", "/realtime"):
             await ask(426, "GET", path)
         await pulled_streams(ask, web.url("/a.wav"), web)
+        await webrtc_calls(ask)
         await published_sessions(ask)
         schema = await ask_events(ask)
         assert schema["$defs"].keys() >= event_schema.UNIONS.keys()
@@ -241,7 +243,26 @@ async def test_answers_of_a_running_server_are_as_the_document_says(serve: Serve
     # A viewer's event stream does not end, and a segment is there seconds later; tests/e2e/test_viewers.py reads both.
     sockets = {(path_of(route), "get") for route in routes if isinstance(route, WebSocketRoute)}
     # Webhooks are answered by a server with keys: tests/e2e/test_webhooks.py.
-    assert left == sockets | {("/v1/sessions/{name}/captions/{number}.vtt", "get"), ("/v1/webhooks", "get")}
+    trickling = {(f"{path}/{{id}}", "patch") for path in ("/v1/whip", "/v1/realtime/calls", "/realtime/calls")}
+    elsewhere = {("/v1/sessions/{name}/captions/{number}.vtt", "get"), ("/v1/webhooks", "get")}
+    # A server without trickle ICE always answers 405.
+    assert left == sockets | elsewhere | trickling
+
+
+async def webrtc_calls(ask: Checked) -> None:
+    sdp = {"Content-Type": "application/sdp"}
+    async with caller() as client:
+        offer = await client.offer()
+    for path in ("/v1/whip", "/v1/realtime/calls", "/realtime/calls"):
+        await ask(400, "POST", path, content=b"no offer", headers=sdp)
+        place = (await ask(201, "POST", path, content=offer, headers=sdp)).headers["location"]
+        await ask(405, "PATCH", place)
+        await ask(200, "DELETE", place)
+        await ask(404, "DELETE", f"{path}/none")
+        if path != "/v1/whip":
+            form = {"sdp": (None, offer), "session": (None, "{}")}
+            place = (await ask(201, "POST", path, files=form)).headers["location"]
+            await ask(200, "POST", f"{place}/hangup")
 
 
 async def ask_events(ask: Checked) -> dict[str, Any]:

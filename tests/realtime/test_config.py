@@ -24,6 +24,8 @@ from realtime.config import (
     Secret,
     ServerConfig,
     WebhooksConfig,
+    WebrtcConfig,
+    check,
     check_tls,
     hook_of,
     known_keys,
@@ -410,3 +412,19 @@ def test_webhooks_of_a_key_are_read_from_the_environment() -> None:
         ("", "https://y.example/"),
     ]
     assert "a-long-key" not in repr(hooks)
+
+
+@pytest.mark.parametrize(
+    ("webrtc", "why"),
+    [
+        ({"addresses": ("example.org",)}, "must be an address"),
+        ({"addresses": ("203.0.113.7", "::1")}, "all IPv4 or all IPv6"),
+        ({"ports": "80-90"}, "webrtc.ports"),
+        ({"ports": "50100-50000"}, "webrtc.ports"),
+        ({"ports": "many"}, "webrtc.ports"),
+        ({"connect_s": 0.5}, "webrtc.connect_s"),
+    ],
+)
+def test_settings_of_webrtc_that_cannot_work_are_refused(webrtc: dict[str, Any], why: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        check(Config(webrtc=WebrtcConfig(**webrtc)))

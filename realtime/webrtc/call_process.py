@@ -1,0 +1,215 @@
+"""The program of WebRTC calls: it loads aiortc, and forks a process for each call.
+
+    python -m realtime.webrtc.call_process FD
+
+All that a client sends besides HTTP is read in the process of its call: ICE, DTLS, SRTP, SCTP and Opus. The process has
+limits on memory, open files and CPU time, so a hostile client can end its own call and nothing else.
+`realtime/serving/calls.py` is the gateway's side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import signal
+import socket
+import sys
+import time
+from contextlib import suppress
+from typing import Any, BinaryIO, cast
+
+from aiortc.rtcdtlstransport import RTCCertificate, RTCDtlsFingerprint, RTCDtlsParameters, RTCDtlsTransport
+from aiortc.rtcsctptransport import RTCSctpCapabilities
+
+from realtime.serving.call_protocol import ANSWER, CLOSE, ENDED, EVENT, FAULT
+from realtime.serving.forks import Forks, set_bounds
+from realtime.webrtc.event_channel import BoundedSctp, EventChannel
+from realtime.webrtc.gateway_line import GatewayLine
+from realtime.webrtc.ice import IceLite, NoPort
+from realtime.webrtc.opus_track import OpusTrack
+from realtime.webrtc.sdp import BadOffer, Local, Offer, read_offer, write_answer
+
+# Address space of a process beyond the shared part.
+MAX_CALL_BYTES = 192 * 1024 * 1024
+# A process needs the socket to the gateway, one UDP socket, and those of its event loop.
+MAX_CALL_FILES = 32
+# CPU seconds that a call may take without looking at its timers, and the share of a core that it may take over a
+# minute. A call of speech takes a few hundredths of a core.
+MAX_BUSY_S = 5
+MAX_CPU_SHARE = 0.5
+CPU_WINDOW_S = 60.0
+# Seconds between looks at the timers.
+LOOK_S = 0.1
+# Seconds for the last events and messages of a call that ends.
+LEAVE_S = 2.0
+
+
+def main() -> None:
+    Forks(socket.socket(fileno=int(sys.argv[1])), _live).serve()
+
+
+def _live(kind: bytes, line: socket.socket, file: BinaryIO | None) -> None:
+    set_bounds(MAX_CALL_BYTES, MAX_CALL_FILES)
+    # What a client sends must not fill the log. The gateway logs why a call has ended.
+    logging.disable(logging.CRITICAL)
+    asyncio.run(_serve(line))
+
+
+async def _serve(line: socket.socket) -> None:
+    # Exceptions in aiortc's own tasks end no more than these tasks.
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
+    gateway = GatewayLine(line)
+    _, content = await gateway.read()
+    writing = asyncio.create_task(gateway.write())
+    try:
+        await Call(gateway, json.loads(content)).run()
+        async with asyncio.timeout(LEAVE_S):
+            await gateway.flush()
+    except TimeoutError:
+        pass
+    finally:
+        writing.cancel()
+
+
+class _Ended(Exception):
+    """The call is over. The text says why."""
+
+
+class CallDtls(RTCDtlsTransport):
+    """aiortc's transport; RTP goes to the track of the call, and RTCP nowhere."""
+
+    track: OpusTrack
+    gateway: GatewayLine
+
+    async def _handle_rtp_data(self, data: bytes, arrival_time_ms: int) -> None:
+        for heard in self.track.take(data):
+            self.gateway.tell_heard(heard)
+
+    async def _handle_rtcp_data(self, data: bytes) -> None:
+        """Reports of the sender are not needed: times come from RTP."""
+
+
+class Call:
+    """One call from its offer to its end."""
+
+    def __init__(self, gateway: GatewayLine, job: dict[str, Any]) -> None:
+        self._gateway = gateway
+        self._job = job
+        self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # Done when the data channel exists, or the client has offered none (None).
+        self._events: asyncio.Future[EventChannel | None] = asyncio.get_running_loop().create_future()
+        self._sctp: BoundedSctp | None = None
+
+    async def run(self) -> None:
+        try:
+            offer = read_offer(self._job["offer"])
+            ice = IceLite(offer.ufrag)
+            await ice.open(self._job["bind"], tuple(self._job["ports"]) if self._job["ports"] else None)
+        except BadOffer as error:
+            self._refuse(400, "invalid_offer", f"The offer cannot be answered: {error}.", "sdp")
+            return
+        except NoPort as error:
+            self._refuse(503, "no_udp_port", f"No UDP port can be opened for the call: {error}.", None)
+            return
+        certificate = RTCCertificate.generateCertificate()
+        dtls = CallDtls(cast(Any, ice), [certificate])
+        dtls.track, dtls.gateway = OpusTrack(offer.payload_type, time.monotonic), self._gateway
+        self._answer(offer, ice, certificate)
+        tasks = [asyncio.create_task(self._watch(ice, dtls)), asyncio.create_task(self._connect(offer, ice, dtls))]
+        reading = asyncio.create_task(self._read())
+        try:
+            why = await self._over
+        finally:
+            for task in (*tasks, reading):
+                task.cancel()
+            with suppress(TimeoutError, Exception):
+                async with asyncio.timeout(LEAVE_S):
+                    await self._leave(ice, dtls)
+        self._gateway.tell(ENDED, why)
+
+    def _refuse(self, status: int, code: str, message: str, param: str | None) -> None:
+        self._gateway.tell(FAULT, {"status": status, "code": code, "message": message, "param": param})
+
+    def _end(self, why: str) -> None:
+        if not self._over.done():
+            self._over.set_result(why)
+
+    def _answer(self, offer: Offer, ice: IceLite, certificate: RTCCertificate) -> None:
+        digest = next(each for each in certificate.getFingerprints() if each.algorithm == "sha-256")
+        addresses = self._job["addresses"] or [self._job["bind"]]
+        fingerprint = (digest.algorithm, digest.value)
+        local = Local(addresses, ice.port, ice.ufrag, ice.password, fingerprint, self._job["message_bytes"])
+        self._gateway.tell(ANSWER, write_answer(offer, local))
+
+    async def _connect(self, offer: Offer, ice: IceLite, dtls: CallDtls) -> None:
+        """ICE, then DTLS, then the data channel."""
+        try:
+            async with asyncio.timeout(self._job["connect_s"]):
+                await ice.connected.wait()
+                dtls._set_role("server" if offer.client_begins else "client")
+                await dtls.start(RTCDtlsParameters([RTCDtlsFingerprint(*each) for each in offer.fingerprints]))
+        except TimeoutError:
+            self._end("the client did not connect in time")
+            return
+        if dtls.state != "connected":
+            self._end("the DTLS handshake has failed")
+            return
+        if offer.data is None:
+            self._events.set_result(None)
+            return
+        self._sctp = BoundedSctp(dtls, self._job["message_bytes"], self._gateway.room, self._end)
+        self._events.set_result(EventChannel(self._sctp, self._gateway.tell_text, self._end))
+        await self._sctp.start(RTCSctpCapabilities(offer.message_bytes), offer.sctp_port)
+
+    async def _watch(self, ice: IceLite, dtls: CallDtls) -> None:
+        """Look at the timers: late packets, a client that has left, and the CPU time."""
+        began, used_before = time.monotonic(), time.process_time()
+        while True:
+            # The signal ends a process that does not come back here.
+            signal.setitimer(signal.ITIMER_VIRTUAL, MAX_BUSY_S)
+            await asyncio.sleep(LOOK_S)
+            for heard in dtls.track.look():
+                self._gateway.tell_heard(heard)
+            if dtls.state == "closed":
+                self._end("the client has left")
+            elif ice.is_gone:
+                self._end("the client does not answer any more")
+            now, used = time.monotonic(), time.process_time()
+            if now - began >= CPU_WINDOW_S:
+                if used - used_before > MAX_CPU_SHARE * (now - began):
+                    self._end("the call takes too much CPU time")
+                began, used_before = now, used
+
+    async def _read(self) -> None:
+        """Send the gateway's events to the client, until the gateway ends the call."""
+        try:
+            while True:
+                kind, content = await self._gateway.read()
+                if kind == CLOSE:
+                    break
+                channel = await self._events
+                # A client without a data channel reads no events.
+                if kind == EVENT and channel is not None:
+                    await channel.send(content.decode())
+        except (EOFError, OSError):
+            pass
+        self._end("the server has ended the call")
+
+    async def _leave(self, ice: IceLite, dtls: CallDtls) -> None:
+        if self._sctp is not None and dtls.state == "connected":
+            await self._flush()
+            await self._sctp.stop()
+        await dtls.stop()
+        ice.close()
+
+    async def _flush(self) -> None:
+        channel = self._events.result()
+        if channel is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(LEAVE_S / 2):
+                    await channel.flush()
+
+
+if __name__ == "__main__":
+    main()

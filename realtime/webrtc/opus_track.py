@@ -1,0 +1,146 @@
+"""The audio of a call: RTP packets with Opus in; samples at 16 kHz, lost audio and silence out.
+
+Time comes from the timestamps of the packets, so the times of words stay right when packets are missing. A call's audio
+never runs ahead of the clock by more than `MAX_AHEAD_S`, whatever the packets say.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import av
+import numpy as np
+from numpy.typing import NDArray
+
+from audio.formats import MODEL_RATE, PCM16_SCALE, Resampler
+from realtime.webrtc.jitter import Arrived, JitterBuffer, Packet
+
+OPUS_RATE = 48_000
+# The longest packet of Opus: 120 ms.
+MAX_PACKET_SAMPLES = OPUS_RATE * 120 // 1000
+# Seconds of audio that may come faster than the clock; packets beyond it are dropped.
+MAX_AHEAD_S = 2.0
+# Clocks of senders differ from ours by less than this share.
+DRIFT = 1.002
+HEADER = struct.Struct("!BBHII")
+_WRAP, _HALF = 1 << 32, 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Missing:
+    """Samples at 16 kHz that did not come. `is_lost`: the network lost them; otherwise the client sent no silence."""
+
+    samples: int
+    is_lost: bool
+
+
+Heard = NDArray[np.float32] | Missing
+
+
+def read_packet(data: bytes, payload_type: int) -> tuple[int, Packet] | None:
+    """The source and the content of an RTP packet; None if it is not of this payload type, or not valid."""
+    if len(data) < HEADER.size:
+        return None
+    first, second, sequence, timestamp, source = HEADER.unpack_from(data)
+    if first >> 6 != 2 or second & 0x7F != payload_type:
+        return None
+    start, end = HEADER.size + 4 * (first & 0x0F), len(data)
+    if first & 0x10:
+        if start + 4 > end:
+            return None
+        start += 4 + 4 * int.from_bytes(data[start + 2 : start + 4])
+    if first & 0x20:
+        end -= data[-1]
+    if start >= end:
+        return None
+    return source, Packet(sequence, timestamp, data[start:end])
+
+
+class OpusTrack:
+    """Decodes the packets of one call."""
+
+    def __init__(self, payload_type: int, clock: Callable[[], float]) -> None:
+        self._payload_type = payload_type
+        self._clock = clock
+        self._source: int | None = None
+        self._buffer = JitterBuffer()
+        self._decoder = _OpusDecoder()
+        self._resampler = Resampler(OPUS_RATE)
+        # The timestamp at which the next packet is expected.
+        self._expected: int | None = None
+        self._began = 0.0
+        # Samples at 48 kHz so far, and how many of them were told at 16 kHz as missing.
+        self._samples = 0
+
+    @property
+    def is_waiting(self) -> bool:
+        return self._buffer.is_waiting
+
+    def take(self, data: bytes) -> Iterator[Heard]:
+        """Take an RTP packet, decrypted; yields what can be heard now."""
+        found = read_packet(data, self._payload_type)
+        if found is None:
+            return
+        source, packet = found
+        now = self._clock()
+        if source != self._source:
+            # Another source counts in its own way; what is missing between them is unknown.
+            for arrived in self._buffer.expired(float("inf")):
+                yield from self._hear(arrived)
+            self._source, self._buffer, self._expected = source, JitterBuffer(), None
+        for arrived in self._buffer.add(packet, now):
+            yield from self._hear(arrived)
+
+    def look(self) -> Iterator[Heard]:
+        """What can be heard because a missing packet was waited for long enough."""
+        for arrived in self._buffer.expired(self._clock()):
+            yield from self._hear(arrived)
+
+    def _hear(self, arrived: Arrived) -> Iterator[Heard]:
+        packet = arrived.packet
+        if not self._samples:
+            self._began = self._clock()
+        missing = 0
+        if self._expected is not None:
+            behind = (packet.timestamp - self._expected + _HALF) % _WRAP - _HALF
+            missing = max(0, min(behind, self._room() - MAX_PACKET_SAMPLES))
+        if missing >= OPUS_RATE // MODEL_RATE:
+            rest = self._resampler.flush()
+            if len(rest):
+                yield rest
+            self._samples += missing
+            yield Missing(missing * MODEL_RATE // OPUS_RATE, arrived.after_loss)
+        if self._room() < MAX_PACKET_SAMPLES:
+            return
+        decoded = self._decoder.decode(packet.payload)
+        self._expected = (packet.timestamp + len(decoded)) % _WRAP
+        self._samples += len(decoded)
+        samples = self._resampler.resample(decoded)
+        if len(samples):
+            yield samples
+
+    def _room(self) -> int:
+        """Samples by which the audio may go on now."""
+        passed = (self._clock() - self._began) * DRIFT
+        return int((passed + MAX_AHEAD_S) * OPUS_RATE) - self._samples
+
+
+class _OpusDecoder:
+    """libopus, by PyAV. A packet that is no Opus is silence of no length."""
+
+    def __init__(self) -> None:
+        self._codec = av.CodecContext.create("libopus", "r")
+        self._codec.sample_rate = OPUS_RATE
+        self._codec.layout = "mono"
+        self._codec.format = "s16"
+
+    def decode(self, payload: bytes) -> NDArray[np.float32]:
+        try:
+            frames = self._codec.decode(av.Packet(payload))
+        except av.FFmpegError:
+            return np.empty(0, np.float32)
+        parts = [frame.to_ndarray().reshape(-1) for frame in frames]
+        joined = np.concatenate(parts) if parts else np.empty(0, np.int16)
+        return joined.astype(np.float32) * PCM16_SCALE
