@@ -60,7 +60,7 @@ def test_a_fleet_comes_up_and_goes_down(plan: FleetPlan, keepers: LocalCrew) -> 
     manager = manager_of(plan, keepers)
     status = run(manager, lambda status: len(serving(status)) == 2)
     assert {unit["kind"] for unit in status["units"]} == {"engine", "gateway"}
-    assert (status["capacity"]["streams_possible"], status["table_number"]) == (10, 1), status["notes"]
+    assert (status["capacity"]["streams_possible"], status["table_number"]) == (10, 2), status["notes"]
     manager.go_down()
     until(lambda: manager.step() or manager.is_down, "going down")
     assert not keepers.units_on_node(keepers.there[0]) and not keepers.units_on_node(keepers.there[1])

@@ -106,16 +106,22 @@ def test_the_table_has_the_engines_and_its_number_rises_with_a_change(tmp_path: 
         Unit("e9", Kind.ENGINE, "n", 5600, 1, UnitState.DRAINING),
         Unit("e8", Kind.ENGINE, "n", 5602, 1, UnitState.ENDED),
         Unit("g1", Kind.GATEWAY, "n", 8000, 1),
+        Unit("g2", Kind.GATEWAY, "n", 8001, 1, UnitState.STARTING, is_up=True),
+        Unit("g3", Kind.GATEWAY, "n", 8002, 1, UnitState.DRAINING, is_up=True),
     ]
-    table = next_table({"number": 7, "engines": []}, units, {"n": "10.0.0.1"})
+    table = next_table({"number": 7, "engines": []}, units, {"n": "10.0.0.1"}, -2300)
     assert table == {
         "number": 8,
         "engines": [
             {"name": "e9", "address": "tcp://10.0.0.1:5600", "state": "draining"},
             {"name": "e10", "address": "tcp://10.0.0.1:5601", "state": "serving"},
         ],
+        "gateways": [
+            {"name": "g2", "address": "tcp://10.0.0.1:5701", "state": "serving"},
+            {"name": "g3", "address": "tcp://10.0.0.1:5702", "state": "draining"},
+        ],
     }
-    assert next_table(table, units, {"n": "10.0.0.1"}) is table
+    assert next_table(table, units, {"n": "10.0.0.1"}, -2300) is table
     path = tmp_path / "table.json"
     write_table(path, table)
     before = path.stat().st_mtime_ns
