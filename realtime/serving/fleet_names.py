@@ -30,6 +30,7 @@ from engine.client.pool import LOOK_SECONDS, GatewayEntry, TableFile
 from engine.fleet_secret import derive
 from realtime.config import Config
 from realtime.serving.publishing import (
+    Begun,
     Coordinator,
     Current,
     Follow,
@@ -60,6 +61,9 @@ SILENT_S = 5.0
 FIRST_WAIT_S, MAX_WAIT_S = 0.25, 10.0
 # A link that no name needs is closed after this many seconds.
 IDLE_S = 30.0
+# Seconds after which a name is granted without its home, which does not answer: sessions do not wait for a machine that
+# was lost. The home is told when it is there again, or when the table names another one. Less than `ANSWER_S`.
+MEANWHILE_S = 1.0
 # Messages to a home that may be unanswered; a home that takes no more has its link broken.
 MAX_UNANSWERED = 20_000
 # This gateway's own number among the members of its coordinator; other gateways have numbers from 1.
@@ -308,6 +312,24 @@ class FleetNames:
         name.asked[self._number] = (member, message)
         self._claims[self._number] = key
         self._to_home(key, Publish(self._number, *key, message.session))
+        if self._number in name.asked:
+            asyncio.get_running_loop().call_later(MEANWHILE_S, self._grant_meanwhile, key, self._number)
+
+    def _grant_meanwhile(self, key: Key, number: int) -> None:
+        """The home has not answered: the session has the name if nobody else has it here."""
+        name = self.names.get(key)
+        if name is None or number not in name.asked:
+            return
+        member, request = name.asked.pop(number)
+        is_taken = name.holder is not None and name.session != request.session
+        if not is_taken and member in self._members:
+            if name.session != request.session or not name.transcript.is_live:
+                name.transcript.apply(Begun())
+            name.holder, name.session, name.is_current, name.told_again = member, request.session, True, number
+            self._deliver(name, Current(*key, name.transcript.save(), name.session))
+        if member in self._members:
+            self._members[member](Published(request.number, not is_taken))
+        self._drop_unused(key)
 
     def _post(self, member: int, key: Key, session: str, update: Update) -> None:
         name = self.names.get(key)
