@@ -76,6 +76,24 @@ def test_gateways_are_told_the_figures_of_the_whole_fleet(plan: FleetPlan, keepe
     assert status["capacity"]["gateways"] == 2 and status["capacity"]["streams_possible"] == 10
 
 
+def test_a_table_is_sent_to_each_gateway_once(plan: FleetPlan, keepers: LocalCrew) -> None:
+    """Not in every round: rounds times gateways times engines would be its cost."""
+    manager = manager_of(replace(plan, gateway=replace(plan.gateway, count=2)), keepers)
+    status = run(manager, lambda status: len(serving(status)) == 3)
+    manager.step()
+    sent = keepers.tables_sent
+    assert sent <= 2 * status["table_number"] + 2
+    for _ in range(5):
+        manager.step()
+    assert keepers.tables_sent == sent
+    (lost,) = [keeper for name, keeper in keepers.keepers.items() if name == "g1"]
+    assert isinstance(lost, GatewayKeeper)
+    lost.table_path.unlink()
+    manager.step()
+    manager.step()
+    assert lost.table_path.is_file() and keepers.tables_sent == sent + 1
+
+
 def test_the_status_names_a_keeper_that_does_not_answer(
     plan: FleetPlan, keepers: LocalCrew, monkeypatch: pytest.MonkeyPatch
 ) -> None:

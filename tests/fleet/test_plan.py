@@ -15,7 +15,17 @@ from engine.fleet_secret import read_secret as secret_of_a_process
 from fleet.manager import fleet_capacity, load_of
 from fleet.plan import FleetPlan, read_plan
 from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
-from fleet.state import FleetError, FleetFileError, Kind, Unit, UnitState, next_table, write_table
+from fleet.state import (
+    REPORTERS,
+    FleetError,
+    FleetFileError,
+    Kind,
+    Unit,
+    UnitState,
+    next_table,
+    reports_engine,
+    write_table,
+)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -98,6 +108,20 @@ def test_a_secret_that_is_missing_or_short_is_said(tmp_path: Path) -> None:
     (tmp_path / "short").write_text("abc")
     with pytest.raises(FleetError, match="has 3 bytes; use 16 to"):
         read_secret(tmp_path / "short")
+
+
+def test_engines_are_reported_by_a_few_gateways_however_many_there_are() -> None:
+    """Reports to the manager grow with engines and gateways, not with their product."""
+    engines = [f"e{n}" for n in range(60)]
+    for count in (1, 2, 3, 10, 80):
+        gateways = [f"g{n}" for n in range(count)]
+        table = {"number": 1, "engines": [], "gateways": [{"name": name} for name in gateways]}
+        reported = {gateway: sum(reports_engine(gateway, engine, table) for engine in engines) for gateway in gateways}
+        assert sum(reported.values()) == len(engines) * min(count, REPORTERS)
+        for engine in engines:
+            assert any(reports_engine(gateway, engine, table) for gateway in gateways)
+    # One that has no table yet, or is not in it, reports as well.
+    assert reports_engine("g1", "e1", None)
 
 
 def test_the_table_has_the_engines_and_its_number_rises_with_a_change(tmp_path: Path) -> None:
