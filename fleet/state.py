@@ -62,11 +62,16 @@ def next_table(last: Table, units: Iterable[Unit], hosts: Mapping[str, str], to_
     return last if same == last else same | {"number": last["number"] + 1}
 
 
-def reports_engine(gateway: str, engine: str, table: Table | None) -> bool:
-    """Whether this gateway is one of the `REPORTERS` of an engine: those of the table with the highest hashes."""
-    rivals = [] if table is None else [row["name"] for row in table.get("gateways", ()) if row["name"] != gateway]
-    own = _hash(gateway, engine)
-    return sum(_hash(rival, engine) > own for rival in rivals) < REPORTERS
+def left_to_others(gateway: str, table: Table) -> frozenset[str]:
+    """The engines of the table that this gateway need not report: for each, `REPORTERS` other gateways of the table have
+    higher hashes."""
+    rivals = [row["name"] for row in table.get("gateways", ()) if row["name"] != gateway]
+
+    def is_left(engine: str) -> bool:
+        own = _hash(gateway, engine)
+        return sum(_hash(rival, engine) > own for rival in rivals) >= REPORTERS
+
+    return frozenset(row["name"] for row in table["engines"] if is_left(row["name"]))
 
 
 def _hash(gateway: str, engine: str) -> bytes:

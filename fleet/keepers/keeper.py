@@ -32,7 +32,7 @@ from fleet.keepers.process import (
 )
 from fleet.plan import FleetPlan
 from fleet.secret import fingerprint, read_secret
-from fleet.state import FleetError, Table, Unit, UnitState, reports_engine, write_table, write_whole
+from fleet.state import FleetError, Table, Unit, UnitState, left_to_others, write_table, write_whole
 
 # Seconds before a process that ended by itself is started again: the first time, and at most.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -263,8 +263,9 @@ _REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\}
 class GatewayKeeper(Keeper):
     """The keeper of a gateway: writes its table and the fleet's figures, and queries its state over HTTP."""
 
-    # The table that was written last.
-    _table: Table | None = None
+    # The number of the table that was written last, and the engines that other gateways report.
+    _table_number: int | None = None
+    _left_to_others: frozenset[str] = frozenset()
     _capacity: dict[str, Any] | None = None
     _is_ready = False
     _is_up = False
@@ -301,8 +302,9 @@ class GatewayKeeper(Keeper):
 
     def take_table(self, table: Table) -> None:
         write_table(self.table_path, table)
+        left = left_to_others(self.unit.name, table)
         with self._lock:
-            self._table = table
+            self._table_number, self._left_to_others = int(table["number"]), left
 
     def take_figures(self, figures: Mapping[str, Any]) -> None:
         """Writes the fleet's figures every time: the age of the file is the age of the figures."""
@@ -330,7 +332,7 @@ class GatewayKeeper(Keeper):
     def facts(self) -> dict[str, Any]:
         return {
             # None: it has none, or somebody removed its file. Then the manager sends it again.
-            "table": None if self._table is None or not self.table_path.is_file() else self._table["number"],
+            "table": self._table_number if self.table_path.is_file() else None,
             "is_up": self._is_up,
             "capacity": self._own_share(self._capacity),
             "refused": self._refused,
@@ -340,11 +342,7 @@ class GatewayKeeper(Keeper):
         """The figures of the gateway, with those engines that it has to report."""
         if capacity is None or "engines" not in capacity:
             return capacity
-        engines = [
-            engine
-            for engine in capacity["engines"]
-            if reports_engine(self.unit.name, engine.get("name", ""), self._table)
-        ]
+        engines = [engine for engine in capacity["engines"] if engine.get("name") not in self._left_to_others]
         return capacity | {"engines": engines}
 
     def _get(self, path: str) -> tuple[int, str]:
