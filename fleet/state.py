@@ -63,8 +63,8 @@ def next_table(last: Table, units: Iterable[Unit], hosts: Mapping[str, str], to_
 
 
 def left_to_others(gateway: str, table: Table) -> frozenset[str]:
-    """The engines of the table that this gateway need not report: for each, `REPORTERS` other gateways of the table have
-    higher hashes."""
+    """The engines of the table that this gateway need not report: for each, `REPORTERS` other gateways of the table
+    have higher hashes."""
     rivals = [row["name"] for row in table.get("gateways", ()) if row["name"] != gateway]
 
     def is_left(engine: str) -> bool:

@@ -39,6 +39,7 @@ RUNS = {
     "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
     "uploads": ["delay p50", "beside live", "same words"],
     "viewers": ["delay p95", "lag ratio p95", "gateway cpu seconds"],
+    "fleet_size": ["calls per round", "gateways cpu us per link second", "save bytes per session second", "back s p99"],
     "turns": ["wrong cuts", "end after word s p95", "cpu ms per pause", "fused"],
     "survival engine": ["words changed by kills", "recovery s p50"],
     "survival spare": ["killed s p50", "spare private bytes"],
