@@ -12,7 +12,7 @@ of an adoption. `ray`: calls to actors of a cluster on this machine; needs the e
 
     python -m benchmarks.fleet_size serve ...
 
-runs there instead of `tickertape serve`: a gateway that counts what it sends to engines.
+runs there instead of `tickertape serve`: a gateway that counts the handoffs that it saves.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ from benchmarks.clients import PacedClient, appends_of, looped
 from benchmarks.engines import null_loop
 from benchmarks.measuring import RunFailed, cpu_seconds, parser_of, percentiles, private_bytes, show, until, write_json
 from benchmarks.sounds import pcm16, speech
-from engine.boundary.sockets import GatewaySocket
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
 from engine.client.link import EngineLink
@@ -258,9 +257,9 @@ def measure_links(engines: int, gateways: int, seconds: float) -> dict[str, Any]
 
 
 def serve_counting(arguments: list[str]) -> None:
-    """`tickertape serve` that counts what it saves with engines, and all that it sends to them."""
+    """`tickertape serve` that counts what it saves with engines."""
     counts: Counter[str] = Counter()
-    send, send_frames = EngineLink.send, GatewaySocket.send
+    send = EngineLink.send
 
     def counted(self: EngineLink, command: Command, items: list[Item] | None = None) -> None:
         if isinstance(command, SaveHandoff):
@@ -268,11 +267,7 @@ def serve_counting(arguments: list[str]) -> None:
             counts["save_bytes"] += len(msgspec.msgpack.encode(command))
         send(self, command, items)
 
-    def counted_frames(self: GatewaySocket, frames: list[Any]) -> None:
-        counts["bytes"] += sum(memoryview(frame).nbytes for frame in frames)
-        send_frames(self, frames)
-
-    EngineLink.send, GatewaySocket.send = counted, counted_frames  # type: ignore[method-assign]
+    EngineLink.send = counted  # type: ignore[method-assign]
 
     def write() -> None:
         path = Path(os.environ[COUNTS])
@@ -380,7 +375,6 @@ async def _speak_and_resume(
     return {
         "saves_per_session_second": rate.get("saves", 0.0),
         "save_bytes_per_session_second": rate.get("save_bytes", 0.0),
-        "bytes_to_engine_per_session_second": rate.get("bytes", 0.0),
         "sessions_lost": sum(client.begun - 1 for client in clients),
         "all_back_s": all_back_s,
         **percentiles("back_s", [client.resumed_s[0] for client in clients], 50, 99),

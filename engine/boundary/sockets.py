@@ -94,6 +94,17 @@ class ZapAuthenticator:
             self.socket.send_multipart([version, request, status, text, b"", b""])
 
 
+# A link needs three of them. ZeroMQ's own limit of 1023 would end at 341 links.
+MAX_SOCKETS = 30_000
+
+
+def link_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The ZeroMQ context of this process for its links to engines and gateways."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
+
+
 def uses_tcp(address: str) -> bool:
     return address.startswith("tcp://")
 

@@ -22,10 +22,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import zmq
 
 from engine.boundary.codec import Frames
-from engine.boundary.sockets import CannotListen, GatewayListener, GatewaySocket, LinkKeys
+from engine.boundary.sockets import CannotListen, GatewayListener, GatewaySocket, LinkKeys, link_context
 from engine.client.pool import LOOK_SECONDS, GatewayEntry, TableFile
 from engine.fleet_secret import derive
 from realtime.config import Config
@@ -158,7 +157,7 @@ class _Link:
         self._again, self._heard_at = None, loop.time()
         self._sent = self._answered = 0
         socket = self._socket = GatewaySocket(
-            zmq.Context.instance(), self.entry.address, self._on_frames, self._on_loss, self._on_refused, self._keys
+            link_context(), self.entry.address, self._on_frames, self._on_loss, self._on_refused, self._keys
         )
         socket.send([_encoder.encode(self._names.hello(self.entry.name))])
 
