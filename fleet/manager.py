@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
@@ -121,8 +121,9 @@ class Keepers(Protocol):
     def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:
         """Start a keeper for this unit on its node."""
 
-    def reports(self, table: Table, figures: Mapping[str, Any]) -> Mapping[str, Report]:
-        """The reports of all keepers that answer now; the same calls bring gateways the table and the figures."""
+    def reports(self, table: Table, outdated: Collection[str], figures: Mapping[str, Any]) -> Mapping[str, Report]:
+        """The reports of all keepers that answer now; the same calls bring gateways the figures, and the table to those
+        that have an outdated one."""
 
     def drain(self, name: str) -> None: ...
 
@@ -139,7 +140,7 @@ class ManagerState:
     generation: int = 1
     next_number: int = 1
     drained: frozenset[str] = frozenset()
-    table: Table = field(default_factory=lambda: {"number": 0, "engines": []})
+    table: Table = field(default_factory=lambda: {"number": 0, "engines": [], "gateways": []})
     is_going_down: bool = False
 
     def as_json(self) -> dict[str, Any]:
@@ -255,7 +256,9 @@ class Manager:
         self._waits = [action.why for action in actions if isinstance(action, Wait)]
         for action in actions:
             self._do(action)
-        self._state.table = next_table(self._state.table, self._units.values(), self._hosts())
+        plan = self._state.plan.gateway
+        to_peer_port = plan.peer_port - plan.port
+        self._state.table = next_table(self._state.table, self._units.values(), self._hosts(), to_peer_port)
         self._remember()
 
     def planned(self, engines: int | None = None) -> dict[str, Any]:
@@ -301,7 +304,7 @@ class Manager:
         self._nodes = nodes
         # The figures of the round before: the call that asks for reports also carries the figures.
         figures = {"name": self._state.plan.name, **fleet_capacity(self._capacities())}
-        self._reports = self._keepers.reports(self._state.table, figures)
+        self._reports = self._keepers.reports(self._state.table, self._outdated(), figures)
         self._heard_at |= dict.fromkeys(self._reports.keys() & self._units.keys(), self._clock())
         self._seen = engines_seen(self._capacities().values())
         self._refused = self._newly_refused()
@@ -310,6 +313,12 @@ class Manager:
         self._troubles = clocks | link_troubles(self._capacities().values())
         for name, unit in list(self._units.items()):
             self._units[name] = self._as_reported(unit, self._reports.get(name))
+
+    def _outdated(self) -> set[str]:
+        """The gateways whose last report does not name the current table."""
+        number = self._state.table["number"]
+        gateways = {name for name, unit in self._units.items() if unit.kind is Kind.GATEWAY}
+        return {name for name in gateways if self._reports.get(name, {}).get("table") != number}
 
     def _take_in(self, nodes: dict[str, Node], name: str) -> None:
         """A node is new or back: take over the units that run there already."""
@@ -362,7 +371,7 @@ class Manager:
             state = UnitState.DRAINING
         if state is UnitState.FAILED:
             self._note_failure(unit, report)
-        return replace(unit, state=state, busy=busy)
+        return replace(unit, state=state, busy=busy, is_up=report.get("is_up", False))
 
     def _note_failure(self, unit: Unit, report: Report) -> None:
         self._note(f"{unit.name} cannot start on {unit.node}: {report['error']}")

@@ -41,6 +41,8 @@ class GatewayPlan:
     cpus: float = 1.0
     host: str = "127.0.0.1"
     port: int = 8000
+    # The port at which a gateway with the port above listens to other gateways; one with the next port takes the next.
+    peer_port: int = 5700
     # Seconds over which a draining gateway closes the sockets of its clients.
     drain_s: float = 10.0
     # As for engines.
@@ -154,7 +156,11 @@ def check(plan: FleetPlan) -> None:
         )
     if 1 < engine.gpus != int(engine.gpus):
         raise FleetFileError(f"engine.gpus must be a share of one GPU or a whole number, not {engine.gpus:g}")
-    for name, port in (("engine.port", engine.port), ("gateway.port", gateway.port)):
+    for name, port in (
+        ("engine.port", engine.port),
+        ("gateway.port", gateway.port),
+        ("gateway.peer_port", gateway.peer_port),
+    ):
         if not 1 <= port <= 65_000:
             raise FleetFileError(f"{name} must lie between 1 and 65000, not {port}")
     _check_not_negative(plan)

@@ -1,4 +1,4 @@
-"""Data of a fleet: nodes and units, their desired and actual state, actions, and the table of engines for gateways.
+"""Data of a fleet: nodes and units, their desired and actual state, actions, and the table that gateways read.
 
 A unit is one engine or gateway process. `fleet/manager.py` compares `ActualState` with `DesiredState` and
 performs `Action`s.
@@ -6,6 +6,7 @@ performs `Action`s.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 from collections.abc import Iterable, Mapping
@@ -23,31 +24,58 @@ class FleetFileError(FleetError):
     """The fleet file cannot be read, or has an invalid value."""
 
 
-# The table of engines that gateways read: name, address and state of each engine.
+# The table that gateways read: name, address and state of each engine and of each gateway.
 
 Table = dict[str, Any]
+# Gateways that report an engine's figures to the manager. If all did, a round of the manager would grow with the
+# product of engines and gateways.
+REPORTERS = 3
 
 
-def engine_table(number: int, units: Iterable[Unit], hosts: Mapping[str, str]) -> Table:
-    """The table with this number, engines ordered by number. Starting engines are listed: gateways wait for them."""
+def table_of(number: int, units: Iterable[Unit], hosts: Mapping[str, str], to_peer_port: int) -> Table:
+    """The table with this number. Starting engines are listed: gateways wait for them. Gateways that are not up are
+    not listed: the others would wait for one that may never start. `to_peer_port` leads from a gateway's port to the
+    one at which it listens to other gateways."""
+    ordered = sorted(units, key=lambda unit: unit.number)
+    gone = (UnitState.ENDED, UnitState.FAILED)
     return {
         "number": number,
         "engines": [
-            {
-                "name": unit.name,
-                "address": f"tcp://{hosts[unit.node]}:{unit.port}",
-                "state": "draining" if unit.state is UnitState.DRAINING else "serving",
-            }
-            for unit in sorted(units, key=lambda unit: unit.number)
-            if unit.kind is Kind.ENGINE and unit.state not in (UnitState.ENDED, UnitState.FAILED)
+            _row(unit, hosts, unit.port) for unit in ordered if unit.kind is Kind.ENGINE and unit.state not in gone
+        ],
+        "gateways": [
+            _row(unit, hosts, unit.port + to_peer_port)
+            for unit in ordered
+            if unit.kind is Kind.GATEWAY and unit.is_up and unit.state not in gone
         ],
     }
 
 
-def next_table(last: Table, units: Iterable[Unit], hosts: Mapping[str, str]) -> Table:
-    """Returns the current table: `last` itself if no engine changed, otherwise a new one with a higher number."""
-    same = engine_table(last["number"], units, hosts)
-    return last if same["engines"] == last["engines"] else same | {"number": last["number"] + 1}
+def _row(unit: Unit, hosts: Mapping[str, str], port: int) -> dict[str, Any]:
+    state = "draining" if unit.state is UnitState.DRAINING else "serving"
+    return {"name": unit.name, "address": f"tcp://{hosts[unit.node]}:{port}", "state": state}
+
+
+def next_table(last: Table, units: Iterable[Unit], hosts: Mapping[str, str], to_peer_port: int) -> Table:
+    """Returns the current table: `last` itself if nothing changed, otherwise a new one with a higher number."""
+    same = table_of(last["number"], units, hosts, to_peer_port)
+    return last if same == last else same | {"number": last["number"] + 1}
+
+
+def left_to_others(gateway: str, table: Table) -> frozenset[str]:
+    """The engines of the table that this gateway need not report: for each, `REPORTERS` other gateways of the table
+    have higher hashes."""
+    rivals = [row["name"] for row in table.get("gateways", ()) if row["name"] != gateway]
+
+    def is_left(engine: str) -> bool:
+        own = _hash(gateway, engine)
+        return sum(_hash(rival, engine) > own for rival in rivals) >= REPORTERS
+
+    return frozenset(row["name"] for row in table["engines"] if is_left(row["name"]))
+
+
+def _hash(gateway: str, engine: str) -> bytes:
+    return hashlib.blake2b(f"{gateway} {engine}".encode(), digest_size=8).digest()
 
 
 def write_table(path: Path, table: Table) -> None:
@@ -112,6 +140,8 @@ class Unit:
     state: UnitState = UnitState.STARTING
     # Streams of an engine, or sessions of a gateway, that would have to continue elsewhere if it were drained.
     busy: int = 0
+    # A gateway whose process has answered. It may have no engine and not serve, but other gateways can use it.
+    is_up: bool = False
 
     @property
     def number(self) -> int:

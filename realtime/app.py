@@ -31,6 +31,7 @@ from realtime.listeners import listening_sockets
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import PROCESS_SUMS, Metrics, build_collector, name_collector, process_collector
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.fleet_names import FleetNames
 from realtime.serving.metric_totals import report
 from realtime.serving.publishing import Publisher
 from realtime.serving.quota import SessionQuota
@@ -265,9 +266,14 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     # Before the engine starts: a process that took the port since it was checked costs no loaded model.
     sockets = await asyncio.to_thread(listening_sockets, config.server.host, config.server.port)
     starting = asyncio.create_task(_start(client), name="start of the engine")
+    linking: asyncio.Task[None] | None = None
     stop_at_once = False
     try:
         services = GatewayServices(metrics, Signer(signing_secret(config)), client if config.in_fleet else None)
+        names = FleetNames.of(config)
+        if names is not None:
+            services = replace(services, publisher=names.publisher(), link_signer=Signer(names.link_secret))
+            linking = asyncio.create_task(names.run(str(config.fleet.table)), name="links to other gateways")
         async with listening(client, config, services, sockets) as server:
             server.server.gateway.sessions.hands_over = config.in_fleet
             server.server.on_reload.append(partial(_limit_engines, client))
@@ -279,6 +285,9 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     finally:
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
+        if linking is not None:
+            linking.cancel()
+            await asyncio.gather(linking, return_exceptions=True)
         await client.close(stop_at_once)
         for listener in sockets:
             listener.close()

@@ -32,6 +32,7 @@ NO_BOUNDING_CONSTANTS = {
     "audio.network.MAX_JUMP_S": "tells a gap from a changed clock",
     "engine.boundary.crash_record.RECORD_BYTES": "a file of fixed size",
     "engine.boundary.items.KEY_BYTES": "the length of a hash",
+    "engine.boundary.sockets.MAX_SOCKETS": "a limit of ZeroMQ that is lifted",
     "engine.boundary.sockets.CURVE_BYTES": "what encryption adds to a frame",
     "engine.client.link.PLACE_BYTES": "the size of an entry of a message",
     "engine.client.supervisor.MAX_BACKOFF_S": "a time to wait",

@@ -1,9 +1,10 @@
-"""Sockets between gateways and engines: ZeroMQ, with numbered messages and, over tcp, encryption and authentication.
+"""Sockets between gateways and engines, and between gateways: ZeroMQ, encrypted and authenticated over tcp.
 
 Addresses are ipc:// by default, tcp:// for a remote engine, inproc:// within one process. A gateway connects one DEALER
 per engine, an engine binds one ROUTER. ZeroMQ may silently lose messages when a connection breaks; so messages are
 numbered (`Numbering`), kept until they are acknowledged, and sent again when the receiver misses a number. A side that
-has too many unacknowledged bytes stops sending.
+has too many unacknowledged bytes stops sending. Gateways of a fleet connect to each other in the same way
+(`GatewayListener`), without numbers: after a break they begin again (`realtime/serving/fleet_names.py`).
 
 With a fleet secret, links over tcp use CURVE: it encrypts them for clients that know the engine's public key, and
 `ZapAuthenticator` admits only the gateways' key. ZeroMQ holds a frame of a peer that is not authenticated yet, so both
@@ -50,7 +51,8 @@ class KeyPair:
 
 @dataclass(frozen=True, slots=True)
 class LinkKeys:
-    """The key pair of all engines and the key pair of all gateways of a fleet."""
+    """The key pair of all engines and the key pair of all gateways of a fleet. On links between gateways, `engine` is
+    the pair of the side that listens."""
 
     engine: KeyPair
     gateway: KeyPair
@@ -58,6 +60,10 @@ class LinkKeys:
     @classmethod
     def from_secret(cls, secret: bytes) -> LinkKeys:
         return cls(KeyPair.of(derive(secret, "engine link")), KeyPair.of(derive(secret, "gateway link")))
+
+    @classmethod
+    def between_gateways(cls, secret: bytes) -> LinkKeys:
+        return cls(KeyPair.of(derive(secret, "gateway listener")), KeyPair.of(derive(secret, "gateway caller")))
 
     def lock_engine(self, socket: zmq.Socket[bytes]) -> None:
         """Set the keys of an engine's socket. Must be called before the socket is bound."""
@@ -86,6 +92,17 @@ class ZapAuthenticator:
             welcome = mechanism == b"CURVE" and credentials == [self._known]
             status, text = (b"200", b"OK") if welcome else (b"400", b"another key")
             self.socket.send_multipart([version, request, status, text, b"", b""])
+
+
+# A link needs three of them. ZeroMQ's own limit of 1023 would end at 341 links.
+MAX_SOCKETS = 30_000
+
+
+def link_context() -> zmq.Context[zmq.Socket[bytes]]:
+    """The ZeroMQ context of this process for its links to engines and gateways."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+    context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
+    return context
 
 
 def uses_tcp(address: str) -> bool:
@@ -342,7 +359,14 @@ class GatewaySocket:
 class EngineSocket:
     """The engine's socket: blocking, used by one thread; every message comes with the name of its gateway."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], address: str, keys: LinkKeys | None = None) -> None:
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        address: str,
+        keys: LinkKeys | None = None,
+        most_waiting: int = 0,
+    ) -> None:
+        """`most_waiting` limits the messages that wait for one gateway; 0 is no limit."""
         self._authenticator: ZapAuthenticator | None = None
         if keys is not None and uses_tcp(address):
             # A context has only one authenticator.
@@ -352,6 +376,7 @@ class EngineSocket:
         if self._authenticator is not None and keys is not None:
             keys.lock_engine(self._socket)
         self._socket.set_hwm(0)
+        self._socket.sndhwm = most_waiting
         # Sending to a gateway that is gone raises an error, which is the first sign that it is gone.
         self._socket.router_mandatory = True
         self._socket.linger = 500
@@ -408,11 +433,11 @@ class EngineSocket:
         return name.bytes, join_pieces([frame.buffer for frame in frames])
 
     def send(self, name: bytes, frames: list[Any]) -> bool:
-        """Send to the gateway of this name; returns False if it is not connected."""
+        """Send to the gateway of this name; returns False if it is not connected, or if too much waits for it."""
         try:
             self._socket.send_multipart([name, *pieces_of(frames)], flags=zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno != zmq.EHOSTUNREACH:
+            if error.errno not in (zmq.EHOSTUNREACH, zmq.EAGAIN):
                 raise
             return False
         return True
@@ -424,3 +449,43 @@ class EngineSocket:
         if self._authenticator is not None:
             self._authenticator.socket.close()
             self._own_context.term()
+
+
+# Messages that may wait for one gateway at the listener of another one.
+MAX_WAITING_MESSAGES = 2000
+
+
+class GatewayListener(EngineSocket):
+    """The socket at which a gateway listens to the other gateways of its fleet, on the running event loop."""
+
+    def __init__(self, address: str, keys: LinkKeys, on_frames: Callable[[bytes, Frames], None]) -> None:
+        super().__init__(zmq.Context.instance(), address, keys, MAX_WAITING_MESSAGES)
+        self._socket.linger = 0
+        self._on_frames = on_frames
+        self._loop = asyncio.get_running_loop()
+        authenticator = self._authenticator
+        assert authenticator is not None, "gateways listen over tcp only"
+        self._descriptors = [int(one.fileno()) for one in (self._socket, self._monitor, authenticator.socket)]
+        for descriptor in self._descriptors:
+            self._loop.add_reader(descriptor, self._read)
+        # The descriptors are edge-triggered; see `GatewaySocket`.
+        self._loop.call_soon(self._read)
+
+    def send(self, name: bytes, frames: list[Any]) -> bool:
+        sent = super().send(name, frames)
+        # Sending may clear the edge of an arrived message, so check for one.
+        self._loop.call_soon(self._read)
+        return sent
+
+    def _read(self) -> None:
+        while self._descriptors and self.wait(0):
+            received = self.receive()
+            if received is None:
+                return
+            self._on_frames(received[0], [bytes(frame) for frame in received[1]])
+
+    def close(self) -> None:
+        for descriptor in getattr(self, "_descriptors", ()):
+            self._loop.remove_reader(descriptor)
+        self._descriptors = []
+        super().close()

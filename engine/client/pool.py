@@ -333,11 +333,20 @@ class TableEntry(msgspec.Struct, frozen=True):
     state: Literal["serving", "draining"] = "serving"
 
 
+class GatewayEntry(msgspec.Struct, frozen=True):
+    """One gateway of the table, with the address at which it listens to the others."""
+
+    name: str
+    address: str
+    state: Literal["serving", "draining"] = "serving"
+
+
 class Table(msgspec.Struct, frozen=True):
-    """The engines of a fleet. `number` rises with each table that is written."""
+    """The engines and the gateways of a fleet. `number` rises with each table that is written."""
 
     number: int
     engines: list[TableEntry]
+    gateways: list[GatewayEntry] = []
 
 
 _decoder = msgspec.json.Decoder(Table)
@@ -391,11 +400,11 @@ def _read(path: Path) -> Table:
     if len(data) > MOST_TABLE_BYTES:
         raise ValueError(f"it is longer than {MOST_TABLE_BYTES} bytes")
     table = _decoder.decode(data)
-    names = [entry.name for entry in table.engines]
+    names = [entry.name for entry in table.engines] + [entry.name for entry in table.gateways]
     if len(set(names)) < len(names):
-        raise ValueError("two engines have the same name")
+        raise ValueError("two engines have the same name, or two gateways")
     if table.number < 1:
         raise ValueError(f"its number is {table.number}; the first is 1")
-    for entry in table.engines:
-        check_address(entry.address)
+    for address in [entry.address for entry in table.engines] + [entry.address for entry in table.gateways]:
+        check_address(address)
     return table

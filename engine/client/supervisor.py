@@ -13,13 +13,11 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from uuid import uuid4
 
-import zmq
-
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.crash_record import StreamInStep
 from engine.boundary.input_cache import CacheStats
-from engine.boundary.sockets import LinkKeys, leaves_the_machine
+from engine.boundary.sockets import LinkKeys, leaves_the_machine, link_context
 from engine.client.crash_suspects import EngineDeath, find_culprit
 from engine.client.engine_handles import EngineHandle, RemoteEngine
 from engine.client.link import EngineLink, EngineMismatch, LinkEvents
@@ -256,7 +254,7 @@ class Supervisor:
         pooled.lost = asyncio.get_running_loop().create_future()
         link = EngineLink(pooled.engine.address, self._cache_bytes, self._events(pooled), self._keys)
         connecting = asyncio.create_task(
-            link.connect(zmq.Context.instance(), self._gateway, self._model, pooled.engine.start_timeout_s)
+            link.connect(link_context(), self._gateway, self._model, pooled.engine.start_timeout_s)
         )
         exited = asyncio.create_task(pooled.engine.exited())
         try:

@@ -11,7 +11,7 @@ import json
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -82,8 +82,13 @@ class RayKeepers:
         ).remote(unit, asdict(plan), place)
         self._hired[unit.name] = (unit, plan, actor)
 
-    def reports(self, table: Table, figures: Mapping[str, Any]) -> Mapping[str, Mapping[str, Any]]:
-        asked = {name: actor.report.remote(table, figures) for name, (_, _, actor) in self._hired.items()}
+    def reports(
+        self, table: Table, outdated: Collection[str], figures: Mapping[str, Any]
+    ) -> Mapping[str, Mapping[str, Any]]:
+        asked = {
+            name: actor.report.remote(table if name in outdated else None, figures)
+            for name, (_, _, actor) in self._hired.items()
+        }
         self.calls += len(asked)
         if not asked:
             return {}
@@ -150,9 +155,10 @@ class KeeperActor:
         self._keeper: Keeper = made(unit, plan_from(plan), place)
         threading.Thread(target=self._work, name="keep", daemon=True).start()
 
-    def report(self, table: Table, figures: dict[str, Any]) -> dict[str, Any]:
+    def report(self, table: Table | None, figures: dict[str, Any]) -> dict[str, Any]:
         if isinstance(self._keeper, GatewayKeeper):
-            self._keeper.take_table(table)
+            if table is not None:
+                self._keeper.take_table(table)
             self._keeper.take_figures(figures)
         return self._keeper.report()
 

@@ -32,7 +32,7 @@ from fleet.keepers.process import (
 )
 from fleet.plan import FleetPlan
 from fleet.secret import fingerprint, read_secret
-from fleet.state import FleetError, Table, Unit, UnitState, write_table, write_whole
+from fleet.state import FleetError, Table, Unit, UnitState, left_to_others, write_table, write_whole
 
 # Seconds before a process that ended by itself is started again: the first time, and at most.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -261,10 +261,14 @@ _REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\}
 
 
 class GatewayKeeper(Keeper):
-    """The keeper of a gateway: writes its table of engines and the fleet's figures, and queries its state over HTTP."""
+    """The keeper of a gateway: writes its table and the fleet's figures, and queries its state over HTTP."""
 
+    # The number of the table that was written last, and the engines that other gateways report.
+    _table_number: int | None = None
+    _left_to_others: frozenset[str] = frozenset()
     _capacity: dict[str, Any] | None = None
     _is_ready = False
+    _is_up = False
     _speaks_tls = False
     # Sessions refused for lack of room since the gateway's start; None before the first answer.
     _refused: int | None = None
@@ -298,6 +302,9 @@ class GatewayKeeper(Keeper):
 
     def take_table(self, table: Table) -> None:
         write_table(self.table_path, table)
+        left = left_to_others(self.unit.name, table)
+        with self._lock:
+            self._table_number, self._left_to_others = int(table["number"]), left
 
     def take_figures(self, figures: Mapping[str, Any]) -> None:
         """Writes the fleet's figures every time: the age of the file is the age of the figures."""
@@ -311,18 +318,32 @@ class GatewayKeeper(Keeper):
         with self._lock:
             self._capacity = capacity
             self._is_ready = ready == 200
+            self._is_up |= capacity is not None
             if counted == 200:
                 self._refused = sum(int(float(count)) for count in _REFUSED.findall(metrics))
 
     def forget(self) -> None:
-        self._capacity, self._is_ready = None, False
+        self._capacity, self._is_ready, self._is_up = None, False, False
 
     @property
     def serves(self) -> bool:
         return self._is_ready
 
     def facts(self) -> dict[str, Any]:
-        return {"capacity": self._capacity, "refused": self._refused}
+        return {
+            # None: it has none, or somebody removed its file. Then the manager sends it again.
+            "table": self._table_number if self.table_path.is_file() else None,
+            "is_up": self._is_up,
+            "capacity": self._own_share(self._capacity),
+            "refused": self._refused,
+        }
+
+    def _own_share(self, capacity: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The figures of the gateway, with those engines that it has to report."""
+        if capacity is None or "engines" not in capacity:
+            return capacity
+        engines = [engine for engine in capacity["engines"] if engine.get("name") not in self._left_to_others]
+        return capacity | {"engines": engines}
 
     def _get(self, path: str) -> tuple[int, str]:
         """Returns status and body of the answer; status 0 without an answer."""

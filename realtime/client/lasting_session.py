@@ -8,6 +8,7 @@ session cannot be resumed, a new one begins with the kept audio, and the times o
 from __future__ import annotations
 
 import asyncio
+import random
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -112,6 +113,8 @@ SEND_SAMPLES = 16_000
 SEND_GAP_S = 600
 # Seconds before a reconnect; doubles with each attempt.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
+# The longest Retry-After of a server that is obeyed.
+LONGEST_RETRY_AFTER_S = 60.0
 # Seconds without an answer to a ping after which the connection is given up.
 DEAD_AFTER_S = 20.0
 # HTTP statuses: the session cannot be resumed; the server refuses this client for good.
@@ -121,6 +124,13 @@ TAKEN_OVER = 4409
 # Seconds before the name of a published session is asked for again.
 NAME_WAIT_S = 5.0
 INCLUDE = ("session.resume", "input_audio_buffer.acks")
+
+
+def spread(wait_s: float, retry_after_s: float = 0.0) -> float:
+    """A random time around `wait_s`, and not before the server wants to be asked again: clients that lost their server
+    in one moment must not come back in one moment."""
+    obeyed = min(retry_after_s, LONGEST_RETRY_AFTER_S)
+    return max(wait_s * random.uniform(0.5, 1.5), obeyed * random.uniform(1.0, 1.5))
 
 
 class _NameTaken(Exception):
@@ -180,6 +190,7 @@ class LastingSession:
         """
         wait_s, connected_once = FIRST_WAIT_S, False
         while True:
+            retry_after_s = 0.0
             try:
                 if self._token is None:
                     self._turns = OpenTurns()
@@ -196,7 +207,7 @@ class LastingSession:
                     raise
                 if error.status in GONE:
                     self._token = None
-                reason = str(error)
+                reason, retry_after_s = str(error), error.retry_after_s
             except CannotConnect as error:
                 if not connected_once:
                     raise
@@ -208,7 +219,7 @@ class LastingSession:
                     raise CannotConnect("the session was resumed by another client") from error
                 reason = f"the connection broke off ({error.rcvd.reason if error.rcvd else 'no close frame'})"
             on_line(f"{reason}; trying again")
-            await asyncio.sleep(wait_s)
+            await asyncio.sleep(spread(wait_s, retry_after_s))
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _target(self) -> str:

@@ -32,9 +32,11 @@ class CannotConnect(Exception):
 class Refused(CannotConnect):
     """The server refused the connection with an HTTP status."""
 
-    def __init__(self, message: str, status: int) -> None:
+    def __init__(self, message: str, status: int, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.status = status
+        # When the server wants to be asked again; 0 if it does not say.
+        self.retry_after_s = retry_after_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +214,9 @@ async def open_session(
             proxy=None,
         )
     except InvalidStatus as error:
-        raise Refused(_refusal(url, error), error.response.status_code) from error
+        told = error.response.headers.get("Retry-After", "")
+        retry_after_s = float(told) if told.isascii() and told.isdigit() and len(told) < 10 else 0.0
+        raise Refused(_refusal(url, error), error.response.status_code, retry_after_s) from error
     except InvalidURI as error:
         # Without the cause, whose text contains the whole URL with the token.
         raise CannotConnect(f"{_shown(url)} is not the address of a server: {error.msg}") from None

@@ -3,7 +3,8 @@
 A session is published under a name of its owner (an API key; without keys all callers are one owner). `Coordinator`
 decides who has a name and keeps the newest words of each published session. `Publisher` is its side in a gateway
 process: it claims names, posts the words of sessions, and follows the names that this process has viewers for. A server
-with a single process has both in it; with several workers the parent has the coordinator (`realtime/workers`).
+with a single process has both in it; with several workers the parent has the coordinator (`realtime/workers`). In a
+fleet each name has its coordinator in one of the gateways (`realtime/serving/fleet_names.py`).
 """
 
 from __future__ import annotations
@@ -116,6 +117,19 @@ class Transcript:
         self.open = {line.id: line for line in state.open}
         self._characters = sum(_size(line) for line in self.lines.values())
 
+    def add_earlier(self, state: State) -> bool:
+        """Put finished turns that are missing here before ours. Returns whether there were any."""
+        missing = {line.id: line for line in state.lines if line.id not in self.lines}
+        if not missing:
+            return False
+        for item in missing:
+            self.open.pop(item, None)
+        self.lines = missing | self.lines
+        self._characters = sum(_size(line) for line in self.lines.values())
+        self._trim()
+        self.number = max(self.number, state.number) + 1
+        return True
+
     def apply(self, update: Update) -> bool:
         """Take an update. Returns False, with nothing changed, for text of a turn that is finished: a process that
         adopts a session may process again what the process before it has processed."""
@@ -150,6 +164,9 @@ class Transcript:
         known = self.lines.get(line.id)
         self._characters += _size(line) - (0 if known is None else _size(known))
         self.lines[line.id] = line
+        self._trim()
+
+    def _trim(self) -> None:
         while len(self.lines) > MAX_LINES or self._characters > MAX_CHARACTERS:
             self._characters -= _size(self.lines.pop(next(iter(self.lines))))
 
@@ -181,17 +198,22 @@ def _size(line: Line) -> int:
 
 
 class Publish(msgspec.Struct, tag="publish"):
-    """Request to publish a session under a name, answered by `Published`."""
+    """Request to publish a session under a name, answered by `Published`. `state`: the session has the name already,
+    with these words, and the coordinator may not know them."""
 
     number: int
     owner: str
     name: str
     session: str
+    state: State | None = None
 
 
 class Published(msgspec.Struct, tag="published"):
+    """The answer; `state` has the words of the session so far."""
+
     number: int
     is_granted: bool
+    state: State | None = None
 
 
 class Post(msgspec.Struct, tag="post"):
@@ -213,27 +235,32 @@ class Unpublish(msgspec.Struct, tag="unpublish"):
 
 
 class Follow(msgspec.Struct, tag="follow"):
-    """Send this process the words of a name, answered by `Current`; or stop that."""
+    """Send this process the words of a name, answered by `Current`; or stop that. `state` has the words that this
+    process knows already of `session`, and the coordinator may not know."""
 
     owner: str
     name: str
     wanted: bool = True
+    session: str = ""
+    state: State | None = None
 
 
 class Current(msgspec.Struct, tag="current"):
-    """The words of a followed name so far."""
+    """The words of a followed name so far, and the session that has it."""
 
     owner: str
     name: str
     state: State
+    session: str = ""
 
 
 class News(msgspec.Struct, tag="news"):
-    """The next update of a followed name."""
+    """The next update of a followed name. `session`: another session has the name from now on."""
 
     owner: str
     name: str
     update: Update
+    session: str = ""
 
 
 class Revoke(msgspec.Struct, tag="revoke"):
@@ -242,8 +269,14 @@ class Revoke(msgspec.Struct, tag="revoke"):
     revocation: Revocation
 
 
+class LinksFrom(msgspec.Struct, tag="links_from"):
+    """Viewer links that were issued before this time, in milliseconds, are not valid."""
+
+    issued_ms: int
+
+
 ToCoordinator = Publish | Post | Unpublish | Follow | Revoke
-FromCoordinator = Published | Current | News | Revoke
+FromCoordinator = Published | Current | News | Revoke | LinksFrom
 Key = tuple[str, str]
 
 
@@ -266,10 +299,12 @@ class Coordinator:
     claims it, and viewers notice nothing. Until then any other session of the same owner may claim it too.
     """
 
-    def __init__(self, keep_s: float) -> None:
+    def __init__(self, keep_s: float, tells_state: bool = False) -> None:
         self.channels: dict[Key, _Channel] = {}
         self.revocations = Revocations()
         self._keep_s = keep_s
+        # Whether the words so far are told to the process that claims a name.
+        self._tells_state = tells_state
         self._members: dict[int, Callable[[FromCoordinator], None]] = {}
 
     def add(self, member: int, deliver: Callable[[FromCoordinator], None]) -> None:
@@ -291,22 +326,26 @@ class Coordinator:
         if member not in self._members:
             return
         match message:
-            case Publish(number, owner, name, session):
-                self._members[member](Published(number, self._claim(member, (owner, name), session)))
+            case Publish(number, owner, name, session, state):
+                is_granted = self._claim(member, (owner, name), session, state)
+                so_far = self.channels[owner, name].transcript.save() if is_granted and self._tells_state else None
+                self._members[member](Published(number, is_granted, so_far))
             case Post(owner, name, session, update):
                 channel = self.channels.get((owner, name))
                 if channel is not None and (channel.member, channel.session) == (member, session):
                     self._spread((owner, name), channel, update)
             case Unpublish(owner, name, session, moves):
                 self._unpublish(member, (owner, name), session, moves)
-            case Follow(owner, name, wanted):
+            case Follow(owner, name, wanted, session, state):
                 self._follow(member, (owner, name), wanted)
+                if wanted and state is not None:
+                    self._learn((owner, name), session, state)
             case Revoke(revocation):
                 self.revocations.add(revocation)
                 for deliver in self._members.values():
                     deliver(message)
 
-    def _claim(self, member: int, key: Key, session: str) -> bool:
+    def _claim(self, member: int, key: Key, session: str, state: State | None) -> bool:
         channel = self.channels.setdefault(key, _Channel())
         live = channel.transcript.is_live
         if live and channel.session != session:
@@ -316,9 +355,29 @@ class Coordinator:
         self._forget_expiry(channel)
         continues = live and channel.session == session
         channel.member, channel.session = member, session
-        if not continues:
+        if state is not None:
+            known = channel.transcript.save()
+            channel.transcript.load(state)
+            if continues:
+                channel.transcript.add_earlier(known)
+            self._tell_all(key, channel)
+        elif not continues:
             self._spread(key, channel, Begun())
         return True
+
+    def _learn(self, key: Key, session: str, state: State) -> None:
+        """A follower knows words of a session: take them if this coordinator has them not, because it is new. The
+        session is expected again, if it is not here already."""
+        channel = self.channels[key]
+        if not channel.transcript.number and state.is_live:
+            channel.session = session
+            channel.transcript.load(state)
+            self._expect_again(key, channel)
+            self._tell_all(key, channel)
+        elif channel.session == session and channel.transcript.is_live and channel.transcript.add_earlier(state):
+            self._tell_all(key, channel)
+            if channel.member is not None and channel.member not in channel.followers:
+                self._members[channel.member](self._current(key, channel))
 
     def _unpublish(self, member: int, key: Key, session: str, moves: bool) -> None:
         channel = self.channels.get(key)
@@ -335,7 +394,7 @@ class Coordinator:
         channel = self.channels.setdefault(key, _Channel())
         if wanted:
             channel.followers.add(member)
-            self._members[member](Current(*key, channel.transcript.save()))
+            self._members[member](self._current(key, channel))
         else:
             channel.followers.discard(member)
             self._drop_unused(key)
@@ -343,8 +402,17 @@ class Coordinator:
     def _spread(self, key: Key, channel: _Channel, update: Update) -> None:
         if not channel.transcript.apply(update):
             return
-        for follower in channel.followers:
-            self._members[follower](News(*key, update))
+        news = News(*key, update, channel.session if isinstance(update, Begun) else "")
+        for follower in tuple(channel.followers):
+            self._members[follower](news)
+
+    def _tell_all(self, key: Key, channel: _Channel) -> None:
+        current = self._current(key, channel)
+        for follower in tuple(channel.followers):
+            self._members[follower](current)
+
+    def _current(self, key: Key, channel: _Channel) -> Current:
+        return Current(*key, channel.transcript.save(), channel.session)
 
     def _expect_again(self, key: Key, channel: _Channel) -> None:
         channel.member = None
@@ -431,6 +499,8 @@ class Publisher:
 
     def on_message(self, message: FromCoordinator) -> None:
         match message:
+            case LinksFrom(issued_ms):
+                self.revocations.links_from_ms = issued_ms
             case Published(number, is_granted):
                 answer, key, session = self._asked.pop(number)
                 if not answer.done():

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
@@ -191,7 +192,8 @@ class Sessions:
             raise self._busy()
 
     def _busy(self) -> Refusal:
-        retry_s = max(1, round(self.engine.capacity().retry_after_s))
+        # Spread: those who were refused in one moment must not all come back in one moment.
+        retry_s = max(1, round(self.engine.capacity().retry_after_s * random.uniform(1.0, 2.0)))
         return self._refusal("capacity", 503, "server_busy", "The server is at capacity; try again.", retry_s)
 
     def figures(self) -> Figures:

@@ -1,7 +1,8 @@
 """Viewer links: signed tokens that let their bearer read one published session until they expire or are revoked.
 
 Links are not stored. They are signed with a secret of this start of the server, so a restart ends all of them: what was
-revoked can never become valid again. Only revocations are kept, in a bounded number for each owner.
+revoked can never become valid again. The gateways of a fleet have one secret for links; there `links_from_ms` is the
+start of the first gateway of which the others know. Only revocations are kept, in a bounded number for each owner.
 """
 
 from __future__ import annotations
@@ -69,6 +70,8 @@ class Revocations:
     """The revoked links. Owners are API keys, so their number is bounded by the configuration."""
 
     def __init__(self, clock: Callable[[], float] = time.time) -> None:
+        # Links that were issued before this time, in milliseconds, are not valid.
+        self.links_from_ms = 0
         self._clock = clock
         self._owners: dict[str, _OfOwner] = {}
 
@@ -97,6 +100,8 @@ class Revocations:
 
     def include(self, link: Link, name: str) -> bool:
         """Whether a link of this name is revoked."""
+        if link.issued_ms < self.links_from_ms:
+            return True
         kept = self._owners.get(link.owner)
         if kept is None:
             return False
@@ -105,7 +110,7 @@ class Revocations:
     def issue_time(self, owner: str, name: str) -> int:
         """The time for a new link, in milliseconds: it is after all revocations, also if the clock was set back."""
         kept = self._owners.get(owner)
-        now = round(self._clock() * 1000)
+        now = max(round(self._clock() * 1000), self.links_from_ms)
         return now if kept is None else max(now, self._before(kept, name) + 1)
 
     def _before(self, kept: _OfOwner, name: str) -> int:

@@ -23,6 +23,7 @@ import msgspec
 from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
 from realtime.listeners import cannot_listen
+from realtime.serving.fleet_names import FleetNames
 from realtime.serving.metric_totals import Totals
 from realtime.serving.publishing import Coordinator, ToCoordinator
 from realtime.serving.signed_tokens import signing_secret
@@ -130,8 +131,10 @@ class Parent:
         self._engines = list(engines)
         self._secret = signing_secret(config) or secrets.token_bytes(32)
         self._quota = QuotaCoordinator(config.limits, asyncio.get_running_loop().time)
-        self._coordinator = Coordinator(config.session.resume_s)
-        self._link_secret = secrets.token_bytes(32)
+        self._names = FleetNames.of(config)
+        self._coordinator = self._names or Coordinator(config.session.resume_s)
+        self._link_secret = secrets.token_bytes(32) if self._names is None else self._names.link_secret
+        self._linking: asyncio.Task[None] | None = None
         self._numbers = 0
         self._keepers: set[asyncio.Task[None]] = set()
         self._retiring: set[int] = set()
@@ -141,6 +144,9 @@ class Parent:
 
     async def start(self) -> None:
         """Start all workers; returns when they listen and have an engine. Raises an ExceptionGroup of WorkerFailed."""
+        if self._names is not None:
+            run = self._names.run(str(self.config.fleet.table))
+            self._linking = asyncio.create_task(run, name="links to other gateways")
         workers = [await self._spawn() for _ in range(self._wanted)]
         async with asyncio.TaskGroup() as group:
             for worker in workers:
@@ -178,6 +184,9 @@ class Parent:
                     told.add(worker.number)
                     worker.signal(signal.SIGTERM)
             await asyncio.sleep(STOP_POLL_S)
+        if self._linking is not None:
+            self._linking.cancel()
+            await asyncio.gather(self._linking, return_exceptions=True)
 
     async def _spawn(self) -> Worker:
         """Start a worker. Raises WorkerFailed if the system has no process, memory or descriptor for it."""

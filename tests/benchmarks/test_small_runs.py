@@ -41,6 +41,7 @@ RUNS = {
     "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
     "uploads": ["delay p50", "beside live", "same words"],
     "viewers": ["delay p95", "lag ratio p95", "gateway cpu seconds"],
+    "fleet_size": ["calls per round", "gateways cpu us per link second", "save bytes per session second", "back s p99"],
     "turns": ["wrong cuts", "end after word s p95", "cpu ms per pause", "fused"],
     "behind_nginx": ["lost 0", "samples lost 0", "closed with 1012", "turns cut 0", "closed otherwise 0"],
     "survival engine": ["words changed by kills", "recovery s p50"],

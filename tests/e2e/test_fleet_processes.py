@@ -13,17 +13,21 @@ import socket
 import sys
 import urllib.request
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from realtime.client import lasting_session, wire_client
+from realtime.serving.fleet_names import home_of
+from tests.e2e.viewing import socket_viewer, stream_viewer, until
 from tests.engine import fakes
 from tests.engine.client.test_pool_table import put
 from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.engines import talk
+from tests.realtime.workers.test_viewers import Reading, Speaker
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
 
@@ -96,9 +100,20 @@ def _sleeps(thread: Path) -> bool:
 
 
 class Fleet:
-    def __init__(self, engines: list[Part], gateways: list[Part]) -> None:
+    def __init__(self, engines: list[Part], gateways: list[Part], table: Path) -> None:
         self.engines, self.gateways = engines, gateways
         self.at = 0
+        self._table = table
+        self._tables = 0
+        self._peer_ports = [free_port() for _ in gateways]
+
+    def tell(self, *gateways: int) -> None:
+        """Write a table with all engines and these gateways."""
+        self._tables += 1
+        local = "tcp://127.0.0.1"
+        engines = [{"name": str(n), "address": f"{local}:{part.port}"} for n, part in enumerate(self.engines)]
+        peers = [{"name": f"g{n}", "address": f"{local}:{self._peer_ports[n]}"} for n in gateways]
+        put(self._table, {"number": self._tables, "engines": engines, "gateways": peers})
 
     @property
     def url(self) -> str:
@@ -199,11 +214,9 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
     engine = ("tests.realtime.workers.engine_process", "--listen", "tcp://127.0.0.1:PORT", *key)
     gateway = ("realtime.cli", "serve", "--engine-table", str(table), "--port", "PORT", "--workers", "1", *key)
     gateway += ("--limits.max-load", "0")
-    group = Fleet([Part(folder, *engine) for _ in range(2)], [Part(folder, *gateway) for _ in range(2)])
-    rows = [
-        {"name": str(number), "address": f"tcp://127.0.0.1:{part.port}"} for number, part in enumerate(group.engines)
-    ]
-    put(table, {"number": 1, "engines": rows})
+    gateways = [Part(folder, *gateway, "--fleet.gateway", f"g{number}") for number in range(2)]
+    group = Fleet([Part(folder, *engine) for _ in range(2)], gateways, table)
+    group.tell(0, 1)
     try:
         await group.whole()
         yield group
@@ -234,6 +247,46 @@ async def test_no_word_changes_whichever_part_goes(tmp_path: Path, monkeypatch: 
                 await task
             speaker.check()
             assert speaker.text == calm.text, what
+
+
+@pytest.mark.parametrize("home", [0, 1])
+async def test_viewers_at_any_gateway_read_all_words_also_when_the_speakers_gateway_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: int
+) -> None:
+    """Whether the name's home is the gateway that dies or the other one."""
+    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
+    name = next(name for n in range(100) if home_of(("", name := f"talk{n}"), ["g0", "g1"]) == f"g{home}")
+    async with running_fleet(tmp_path) as fleet, AsyncExitStack() as stack:
+        speaker = Speaker(lambda: fleet.url, talk(8, 1), name)
+        speaker.hold_at(4.0)
+        speaking = asyncio.create_task(speaker.speak())
+        await fakes.until(lambda: bool(speaker.text) or speaking.done())
+        there, here = fleet.gateways
+        at_both = [
+            Reading(await stack.enter_async_context(make(gateway.port, name)))
+            for gateway in (there, here)
+            for make in (socket_viewer, stream_viewer)
+        ]
+        await fakes.until(lambda: all(reading.lines for reading in at_both))
+        # A link of one gateway opens the session at the other one, and is revoked at both.
+        async with httpx.AsyncClient(trust_env=False) as http:
+            path = f"/v1/sessions/{name}/links"
+            link = (await http.post(f"http://127.0.0.1:{there.port}{path}")).json()
+            async with stream_viewer(here.port, name, link["token"]) as viewer:
+                assert (await viewer.event())["type"] == "snapshot"
+                await http.delete(f"http://127.0.0.1:{there.port}{path}/{link['id']}")
+                await until(viewer, "closed")
+        await fleet.kill_gateway()
+        fleet.tell(1)
+        speaker.hold_at(None)
+        await speaking
+        assert len(speaker.text) == 4
+        for reading in at_both[2:]:
+            await fakes.until(lambda: reading.lines == speaker.text)  # noqa: B023
+            await fakes.until(lambda: reading.events[-1]["type"] == "end")  # noqa: B023
+            assert "begin" not in [event["type"] for event in reading.events]
+        for reading in at_both:
+            reading.task.cancel()
 
 
 STOPS = (

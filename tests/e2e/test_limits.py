@@ -42,7 +42,7 @@ async def test_full_server_refuses_before_the_upgrade_with_retry_after(
     engine = FakeEngine(slots=2)
     async with serve(engine) as running, greeted_client(running.ws) as first, greeted_client(running.ws):
         response = await refusal(running.ws)
-        assert response.status_code == 503 and response.headers["Retry-After"] == "7"
+        assert response.status_code == 503 and 7 <= int(response.headers["Retry-After"]) <= 14
         assert json.loads(response.body)["error"]["code"] == "server_busy"
         # The place of a session that has a stream is counted once.
         await first.append(tone(0.5))

@@ -3,7 +3,7 @@ from __future__ import annotations
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,7 @@ class LocalCrew:
         self.there = nodes
         self.keepers: dict[str, Keeper] = {}
         self.calls = 0
+        self.tables_sent = 0
         self.print = fingerprint(read_secret(plan.secret_path))
 
     def nodes(self) -> list[Node]:
@@ -87,10 +88,12 @@ class LocalCrew:
         made = EngineKeeper if unit.kind is Kind.ENGINE else GatewayKeeper
         self.keepers[unit.name] = made(unit, plan, Place(unit.node, host, self.print))
 
-    def reports(self, table: Table, figures: Mapping[str, Any]) -> dict[str, Any]:
-        for keeper in self.keepers.values():
+    def reports(self, table: Table, outdated: Collection[str], figures: Mapping[str, Any]) -> dict[str, Any]:
+        for name, keeper in self.keepers.items():
             if isinstance(keeper, GatewayKeeper):
-                keeper.take_table(table)
+                if name in outdated:
+                    self.tables_sent += 1
+                    keeper.take_table(table)
                 keeper.take_figures(figures)
             keeper.step()
         self.calls += len(self.keepers)

@@ -60,7 +60,7 @@ def test_a_fleet_comes_up_and_goes_down(plan: FleetPlan, keepers: LocalCrew) -> 
     manager = manager_of(plan, keepers)
     status = run(manager, lambda status: len(serving(status)) == 2)
     assert {unit["kind"] for unit in status["units"]} == {"engine", "gateway"}
-    assert (status["capacity"]["streams_possible"], status["table_number"]) == (10, 1), status["notes"]
+    assert (status["capacity"]["streams_possible"], status["table_number"]) == (10, 2), status["notes"]
     manager.go_down()
     until(lambda: manager.step() or manager.is_down, "going down")
     assert not keepers.units_on_node(keepers.there[0]) and not keepers.units_on_node(keepers.there[1])
@@ -74,6 +74,24 @@ def test_gateways_are_told_the_figures_of_the_whole_fleet(plan: FleetPlan, keepe
         if isinstance(keeper, GatewayKeeper):
             assert json.loads(keeper.figures_path.read_text()) == {"name": "test", **status["capacity"]}
     assert status["capacity"]["gateways"] == 2 and status["capacity"]["streams_possible"] == 10
+
+
+def test_a_table_is_sent_to_each_gateway_once(plan: FleetPlan, keepers: LocalCrew) -> None:
+    """Not in every round: rounds times gateways times engines would be its cost."""
+    manager = manager_of(replace(plan, gateway=replace(plan.gateway, count=2)), keepers)
+    status = run(manager, lambda status: len(serving(status)) == 3)
+    manager.step()
+    sent = keepers.tables_sent
+    assert sent <= 2 * status["table_number"] + 2
+    for _ in range(5):
+        manager.step()
+    assert keepers.tables_sent == sent
+    (lost,) = [keeper for name, keeper in keepers.keepers.items() if name == "g1"]
+    assert isinstance(lost, GatewayKeeper)
+    lost.table_path.unlink()
+    manager.step()
+    manager.step()
+    assert lost.table_path.is_file() and keepers.tables_sent == sent + 1
 
 
 def test_the_status_names_a_keeper_that_does_not_answer(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
 
@@ -15,7 +16,17 @@ from engine.fleet_secret import read_secret as secret_of_a_process
 from fleet.manager import fleet_capacity, load_of
 from fleet.plan import FleetPlan, read_plan
 from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
-from fleet.state import FleetError, FleetFileError, Kind, Unit, UnitState, next_table, write_table
+from fleet.state import (
+    REPORTERS,
+    FleetError,
+    FleetFileError,
+    Kind,
+    Unit,
+    UnitState,
+    left_to_others,
+    next_table,
+    write_table,
+)
 
 
 def written(folder: Path, text: str) -> Path:
@@ -100,22 +111,39 @@ def test_a_secret_that_is_missing_or_short_is_said(tmp_path: Path) -> None:
         read_secret(tmp_path / "short")
 
 
+def test_engines_are_reported_by_a_few_gateways_however_many_there_are() -> None:
+    """Reports to the manager grow with engines and gateways, not with their product."""
+    engines = [f"e{n}" for n in range(60)]
+    for count in (1, 2, 3, 10, 80):
+        gateways = [f"g{n}" for n in range(count)]
+        rows = [{"name": name} for name in gateways]
+        table = {"number": 1, "engines": [{"name": name} for name in engines], "gateways": rows}
+        reporting = Counter(engine for gateway in gateways for engine in set(engines) - left_to_others(gateway, table))
+        assert reporting == dict.fromkeys(engines, min(count, REPORTERS))
+
+
 def test_the_table_has_the_engines_and_its_number_rises_with_a_change(tmp_path: Path) -> None:
     units = [
         Unit("e10", Kind.ENGINE, "n", 5601, 1, UnitState.SERVING, busy=3),
         Unit("e9", Kind.ENGINE, "n", 5600, 1, UnitState.DRAINING),
         Unit("e8", Kind.ENGINE, "n", 5602, 1, UnitState.ENDED),
         Unit("g1", Kind.GATEWAY, "n", 8000, 1),
+        Unit("g2", Kind.GATEWAY, "n", 8001, 1, UnitState.STARTING, is_up=True),
+        Unit("g3", Kind.GATEWAY, "n", 8002, 1, UnitState.DRAINING, is_up=True),
     ]
-    table = next_table({"number": 7, "engines": []}, units, {"n": "10.0.0.1"})
+    table = next_table({"number": 7, "engines": []}, units, {"n": "10.0.0.1"}, -2300)
     assert table == {
         "number": 8,
         "engines": [
             {"name": "e9", "address": "tcp://10.0.0.1:5600", "state": "draining"},
             {"name": "e10", "address": "tcp://10.0.0.1:5601", "state": "serving"},
         ],
+        "gateways": [
+            {"name": "g2", "address": "tcp://10.0.0.1:5701", "state": "serving"},
+            {"name": "g3", "address": "tcp://10.0.0.1:5702", "state": "draining"},
+        ],
     }
-    assert next_table(table, units, {"n": "10.0.0.1"}) is table
+    assert next_table(table, units, {"n": "10.0.0.1"}, -2300) is table
     path = tmp_path / "table.json"
     write_table(path, table)
     before = path.stat().st_mtime_ns

@@ -15,7 +15,7 @@ from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.protocol import State
 
 from realtime.client import lasting_session
-from realtime.client.lasting_session import LastingSession
+from realtime.client.lasting_session import LastingSession, spread
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, SessionOptions
 from tests.waiting import stays, until
 
@@ -89,7 +89,9 @@ async def server(*scripts: Script | HTTPStatus) -> AsyncIterator[str]:
         if not isinstance(status, HTTPStatus):
             return None
         left.pop(0)
-        return socket.respond(status, "")
+        response = socket.respond(status, "")
+        response.headers["Retry-After"] = "7"
+        return response
 
     async with serve(handle, "127.0.0.1", 0, process_request=refuse) as running:
         port = next(iter(running.sockets)).getsockname()[1]
@@ -316,3 +318,39 @@ async def test_gap_of_the_source_is_sent_in_its_place_and_again_after_a_lost_con
         session.finish()
         await talk(session)
     assert session.kept.lost == 0
+
+
+async def test_a_server_that_says_when_to_come_back_is_asked_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[tuple[float, float]] = []
+
+    def spread(wait_s: float, retry_after_s: float) -> float:
+        waits.append((wait_s, retry_after_s))
+        return 0.0
+
+    monkeypatch.setattr(lasting_session, "spread", spread)
+
+    async def first(wire: Wire) -> None:
+        await wire.greet()
+        wire.cut()
+
+    async def second(wire: Wire) -> None:
+        await wire.say("session.resumed", received_samples=0)
+        await wire.end()
+
+    async with server(first, HTTPStatus.SERVICE_UNAVAILABLE, second) as url:
+        session = LastingSession(url, None, WISHES)
+        session.finish()
+        await talk(session)
+    assert waits == [(0.01, 0.0), (0.02, 7.0)]
+
+
+@pytest.mark.parametrize("retry_after_s", [0.0, 5.0, 1e9])
+def test_clients_that_lost_their_server_in_one_moment_come_back_over_time(retry_after_s: float) -> None:
+    """Not in step, not before the server wants to be asked, and not after a day because a server says so."""
+    waits = [spread(1.0, retry_after_s) for _ in range(1000)]
+    least, most = min(waits), max(waits)
+    obeyed = min(retry_after_s, 60.0)
+    assert max(0.5, obeyed) <= least and most <= max(1.5, 1.5 * obeyed)
+    # A tenth of the time in which they come sees few more than a tenth of them.
+    tenth = (most - least) / 10
+    assert max(sum(start <= wait <= start + tenth for wait in waits) for start in waits) < 250

@@ -27,14 +27,16 @@ TALK = ("", "talk")
 
 @dataclass(frozen=True)
 class PublishedOptions(SessionOptions):
+    name: str = "talk"
+
     def session(self, include: Sequence[str]) -> dict[str, Any]:
-        return {**super().session(include), "publish": "talk"}
+        return {**super().session(include), "publish": self.name}
 
 
 class Speaker(SpeakingClient):
-    def __init__(self, url: Callable[[], str], audio: bytes) -> None:
+    def __init__(self, url: Callable[[], str], audio: bytes, name: str = "talk") -> None:
         super().__init__(url, audio)
-        self._options = PublishedOptions(engines.RATE, VAD)
+        self._options = PublishedOptions(engines.RATE, VAD, name=name)
 
 
 class Reading:

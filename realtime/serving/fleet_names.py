@@ -1,0 +1,644 @@
+"""Published names of a fleet: a viewer may sit at any gateway, and a name belongs to one session of all gateways.
+
+Each name has its coordinator in one of the gateways, its home: the one that rendezvous hashing chooses from the table
+of the fleet, so that all gateways choose the same one and few names move when gateways come and go. `FleetNames` stands
+in for the coordinator of this gateway's processes. It passes their requests on to the homes of the names, each name
+once however many viewers it has here, and keeps the words of the names that are spoken or read here. When a home is
+lost, or the table names another one, the gateways bring it those words; so nothing depends on one gateway.
+
+Links between gateways are encrypted and authenticated with keys of the fleet's secret. A gateway opens one when it
+needs it, and closes it when it has not needed it for a while.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from engine.boundary.codec import Frames
+from engine.boundary.sockets import CannotListen, GatewayListener, GatewaySocket, LinkKeys, link_context
+from engine.client.pool import LOOK_SECONDS, GatewayEntry, TableFile
+from engine.fleet_secret import derive
+from realtime.config import Config
+from realtime.serving.publishing import (
+    Begun,
+    Coordinator,
+    Current,
+    Follow,
+    FromCoordinator,
+    Key,
+    LinksFrom,
+    News,
+    Post,
+    Publish,
+    Published,
+    Publisher,
+    Revoke,
+    State,
+    ToCoordinator,
+    Transcript,
+    Unpublish,
+    Update,
+)
+from realtime.serving.signed_tokens import fleet_secret
+from realtime.serving.viewer_links import Revocation, Revocations
+
+log = logging.getLogger("tickertape.viewers")
+
+# A link sends a message every BEAT_S; after SILENT_S without one the other side gives it up.
+BEAT_S = 1.0
+SILENT_S = 5.0
+# Seconds before a broken link is opened again; doubles with each attempt, and is spread at random.
+FIRST_WAIT_S, MAX_WAIT_S = 0.25, 10.0
+# A link that no name needs is closed after this many seconds.
+IDLE_S = 30.0
+# Seconds after which a name is granted without its home, which does not answer: sessions do not wait for a machine that
+# was lost. The home is told when it is there again, or when the table names another one. Less than `ANSWER_S`.
+MEANWHILE_S = 1.0
+# Messages to a home that may be unanswered; a home that takes no more has its link broken.
+MAX_UNANSWERED = 20_000
+# This gateway's own number among the members of its coordinator; other gateways have numbers from 1.
+SELF = 0
+
+
+# Messages between gateways, besides those of `publishing`
+
+
+class Hello(msgspec.Struct, tag="hello"):
+    """The first message on a link: who calls, whom, and what the caller knows of viewer links."""
+
+    caller: str
+    called: str
+    links_from_ms: int
+    revocations: list[Revocation]
+
+
+class Welcome(msgspec.Struct, tag="welcome"):
+    """The answer to `Hello`."""
+
+    links_from_ms: int
+    revocations: list[Revocation]
+
+
+class Beat(msgspec.Struct, tag="beat"):
+    """Nothing happened. The listener answers each one with its number."""
+
+    number: int
+
+
+class Goodbye(msgspec.Struct, tag="goodbye"):
+    """The listener does not know this link, or is another gateway than the one that was called."""
+
+
+Message = Hello | Welcome | Beat | Goodbye | ToCoordinator | FromCoordinator
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(Message)
+
+
+def home_of(key: Key, gateways: Sequence[str]) -> str:
+    """The gateway that coordinates a name: the one with the highest hash (rendezvous hashing)."""
+    owner, name = key
+    return max(gateways, key=lambda gateway: (_hash(gateway, owner, name), gateway))
+
+
+def _hash(*words: str) -> bytes:
+    return hashlib.blake2b("\0".join(words).encode("utf-8", "surrogateescape"), digest_size=8).digest()
+
+
+@dataclass(slots=True)
+class _Name:
+    """A name that is spoken or read in a process of this gateway."""
+
+    transcript: Transcript = field(default_factory=Transcript)
+    session: str = ""
+    # The process that has the session, if it is one of this gateway and the home has granted the name.
+    holder: int | None = None
+    # Claims that the home has not answered: by our number, the process and its request.
+    asked: dict[int, tuple[int, Publish]] = field(default_factory=dict)
+    # Our number of a claim that tells a home what it granted before, or what another home had granted.
+    told_again: int = 0
+    followers: set[int] = field(default_factory=set)
+    # Whether the home has told the words so far.
+    is_current: bool = False
+    # The gateway that was told last.
+    home: str = ""
+
+    @property
+    def is_used(self) -> bool:
+        return self.holder is not None or bool(self.asked) or bool(self.followers)
+
+
+class _Link:
+    """The link to another gateway, which is opened again until `close`."""
+
+    def __init__(self, entry: GatewayEntry, names: FleetNames, keys: LinkKeys) -> None:
+        self.entry = entry
+        self.is_up = False
+        self.needed_at = asyncio.get_running_loop().time()
+        self._names = names
+        self._keys = keys
+        self._socket: GatewaySocket | None = None
+        self._heard_at = 0.0
+        self._sent = self._answered = 0
+        self._again: asyncio.TimerHandle | None = None
+        self._wait_s = FIRST_WAIT_S
+        self._open()
+
+    def _open(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._again, self._heard_at = None, loop.time()
+        self._sent = self._answered = 0
+        socket = self._socket = GatewaySocket(
+            link_context(), self.entry.address, self._on_frames, self._on_loss, self._on_refused, self._keys
+        )
+        socket.send([_encoder.encode(self._names.hello(self.entry.name))])
+
+    def send(self, message: Message) -> None:
+        """Nothing is sent while the link is down: when it is up again, everything is told anew."""
+        if self.is_up and self._socket is not None:
+            self._sent += 1
+            self._socket.send([_encoder.encode(message)])
+
+    def tick(self, now: float) -> None:
+        if self._socket is None:
+            return
+        if now - self._heard_at > SILENT_S or self._sent - self._answered > MAX_UNANSWERED:
+            self._on_loss()
+        else:
+            self.send(Beat(self._sent + 1))
+
+    def _on_frames(self, frames: Frames) -> None:
+        self._heard_at = asyncio.get_running_loop().time()
+        try:
+            message = _decoder.decode(frames[0])
+        except msgspec.DecodeError as error:
+            log.warning("gateway %s sent a message that this one does not know: %s", self.entry.name, error)
+            return self._on_loss()
+        match message:
+            case Welcome():
+                self.is_up, self._wait_s = True, FIRST_WAIT_S
+                self._names.on_welcome(self.entry.name, message)
+            case Beat(number):
+                self._answered = number
+            case Goodbye():
+                self._on_loss()
+            case _:
+                self._names.on_answer(self.entry.name, message)
+
+    def _on_refused(self) -> None:
+        log.warning("gateway %s refuses this one: the two have different fleet secrets", self.entry.name)
+        self._on_loss()
+
+    def _on_loss(self) -> None:
+        if self._socket is None:
+            return
+        if self.is_up:
+            log.warning("the link to gateway %s broke", self.entry.name)
+        self._drop()
+        wait_s = random.uniform(0.5, 1.5) * self._wait_s
+        self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
+        self._again = asyncio.get_running_loop().call_later(wait_s, self._open)
+
+    def _drop(self) -> None:
+        self.is_up = False
+        if self._socket is not None:
+            self._socket.close()
+            self._socket = None
+
+    def close(self) -> None:
+        if self._again is not None:
+            self._again.cancel()
+        self._drop()
+
+
+@dataclass(slots=True)
+class _Caller:
+    """Another gateway that is linked to the coordinator here."""
+
+    member: int
+    heard_at: float
+
+
+class FleetNames:
+    """The interface of `Coordinator` for the processes of this gateway, over the coordinators of all gateways."""
+
+    def __init__(self, gateway: str, secret: bytes, keep_s: float, clock: Callable[[], float] = time.time) -> None:
+        self.gateway = gateway
+        self.names: dict[Key, _Name] = {}
+        self.links: dict[str, _Link] = {}
+        # The coordinator of the names whose home is here. Its members are gateways.
+        self.coordinator = Coordinator(keep_s, tells_state=True)
+        self.coordinator.add(SELF, lambda message: self.on_answer(self.gateway, message))
+        self.revocations = Revocations()
+        self.revocations.links_from_ms = round(clock() * 1000)
+        # Viewer links are signed with it.
+        self.link_secret = derive(secret, "viewer links")
+        self._keys = LinkKeys.between_gateways(secret)
+        self._members: dict[int, Callable[[FromCoordinator], None]] = {}
+        self._entries: dict[str, GatewayEntry] = {}
+        self._homes: list[str] = [gateway]
+        self._listener: GatewayListener | None = None
+        self._listens_at = ""
+        self._callers: dict[bytes, _Caller] = {}
+        self._last_caller = SELF
+        self._number = 0
+        self._claims: dict[int, Key] = {}
+        # Gateways that know what this one knows of revoked links.
+        self._told: set[str] = set()
+
+    @classmethod
+    def of(cls, config: Config) -> FleetNames | None:
+        """For a gateway that the table of a fleet names; None for any other server."""
+        secret = fleet_secret(config)
+        if secret is None or not (config.fleet.table and config.fleet.gateway and config.limits.viewers):
+            return None
+        return cls(config.fleet.gateway, secret, config.session.resume_s)
+
+    def publisher(self) -> Publisher:
+        """The publisher of a gateway with a single process."""
+        publisher = Publisher(lambda message: self.on_message(SELF, message))
+        self.add(SELF, publisher.on_message)
+        return publisher
+
+    # What the processes of this gateway ask for
+
+    def add(self, member: int, deliver: Callable[[FromCoordinator], None]) -> None:
+        self._members[member] = deliver
+        deliver(LinksFrom(self.revocations.links_from_ms))
+        for revocation in self.revocations.all():
+            deliver(Revoke(revocation))
+
+    def remove(self, member: int) -> None:
+        """A process has ended. Its sessions may continue anywhere in the fleet."""
+        self._members.pop(member, None)
+        for key, name in list(self.names.items()):
+            self._unfollow(member, key, name)
+            if name.holder == member:
+                self._release(key, name, moves=True)
+            self._drop_unused(key)
+
+    def on_message(self, member: int, message: ToCoordinator) -> None:
+        if member not in self._members:
+            return
+        match message:
+            case Publish():
+                self._ask(member, message)
+            case Post(owner, key_name, session, update):
+                self._post(member, (owner, key_name), session, update)
+            case Unpublish(owner, key_name, session, moves):
+                name = self.names.get((owner, key_name))
+                if name is not None and (name.holder, name.session) == (member, session):
+                    self._release((owner, key_name), name, moves)
+                    self._drop_unused((owner, key_name))
+            case Follow(owner, key_name, wanted):
+                self._follow(member, (owner, key_name), wanted)
+            case Revoke(revocation):
+                self._revoke(revocation)
+                self._tell_everyone(message)
+
+    def _ask(self, member: int, message: Publish) -> None:
+        key = (message.owner, message.name)
+        name = self._name(key)
+        self._number += 1
+        name.asked[self._number] = (member, message)
+        self._claims[self._number] = key
+        self._to_home(key, Publish(self._number, *key, message.session))
+        if self._number in name.asked:
+            asyncio.get_running_loop().call_later(MEANWHILE_S, self._grant_meanwhile, key, self._number)
+
+    def _grant_meanwhile(self, key: Key, number: int) -> None:
+        """The home has not answered: the session has the name if nobody else has it here."""
+        name = self.names.get(key)
+        if name is None or number not in name.asked:
+            return
+        member, request = name.asked.pop(number)
+        is_taken = name.holder is not None and name.session != request.session
+        if not is_taken and member in self._members:
+            if name.session != request.session or not name.transcript.is_live:
+                name.transcript.apply(Begun())
+            name.holder, name.session, name.is_current, name.told_again = member, request.session, True, number
+            self._deliver(name, Current(*key, name.transcript.save(), name.session))
+        if member in self._members:
+            self._members[member](Published(request.number, not is_taken))
+        self._drop_unused(key)
+
+    def _post(self, member: int, key: Key, session: str, update: Update) -> None:
+        name = self.names.get(key)
+        if name is None or (name.holder, name.session) != (member, session) or not name.transcript.apply(update):
+            return
+        self._deliver(name, News(*key, update))
+        self._to_home(key, Post(*key, session, update))
+
+    def _follow(self, member: int, key: Key, wanted: bool) -> None:
+        name = self._name(key)
+        if not wanted:
+            self._unfollow(member, key, name)
+            self._drop_unused(key)
+            return
+        is_first = not name.followers and name.holder is None
+        name.followers.add(member)
+        if is_first:
+            name.is_current = False
+            self._to_home(key, Follow(*key))
+        elif name.is_current:
+            self._members[member](Current(*key, name.transcript.save(), name.session))
+
+    def _unfollow(self, member: int, key: Key, name: _Name) -> None:
+        if member in name.followers:
+            name.followers.discard(member)
+            if not name.followers and name.holder is None:
+                self._to_home(key, Follow(*key, wanted=False))
+
+    def _release(self, key: Key, name: _Name, moves: bool) -> None:
+        """The session of this gateway gives the name up, or continues elsewhere."""
+        name.holder = None
+        if name.followers:
+            # First, so that the home keeps the words for those who read them here.
+            self._to_home(key, Follow(*key))
+        self._to_home(key, Unpublish(*key, name.session, moves))
+
+    def _revoke(self, revocation: Revocation) -> None:
+        self.revocations.add(revocation)
+        for deliver in self._members.values():
+            deliver(Revoke(revocation))
+
+    def _tell_everyone(self, message: Revoke) -> None:
+        """All gateways have to know a revocation. One without a link gets it with the greeting of a new link."""
+        self._told = {name for name in self._told if name in self.links and self.links[name].is_up}
+        for name in self._told:
+            self.links[name].send(message)
+        self._settle_links()
+
+    # What the homes answer
+
+    def on_answer(self, gateway: str, message: Any) -> None:
+        """A message of the coordinator of another gateway, or of our own."""
+        match message:
+            case Published(number, is_granted, state):
+                self._on_published(gateway, number, is_granted, state)
+            case Current(owner, key_name, state, session):
+                self._on_current(gateway, (owner, key_name), state, session)
+            case News(owner, key_name, update, session):
+                name = self.names.get((owner, key_name))
+                if name is None or name.home != gateway or name.holder is not None:
+                    return
+                name.session = session or name.session
+                if name.transcript.apply(update):
+                    self._deliver(name, News(owner, key_name, update))
+            case Revoke(revocation):
+                self._revoke(revocation)
+
+    def _on_published(self, gateway: str, number: int, is_granted: bool, state: State | None) -> None:
+        key = self._claims.pop(number, None)
+        name = None if key is None else self.names.get(key)
+        if key is None or name is None:
+            return
+        if number == name.told_again:
+            self._on_told_again(key, name, is_granted)
+            return
+        if number not in name.asked:
+            return
+        member, request = name.asked.pop(number)
+        if is_granted and name.home == gateway:
+            if name.followers and name.holder is None:
+                self._to_home(key, Follow(*key, wanted=False))
+            name.holder, name.session, name.is_current = member, request.session, True
+            if state is not None:
+                name.transcript.load(state)
+            self._deliver(name, Current(*key, name.transcript.save(), name.session))
+        if member in self._members:
+            self._members[member](Published(request.number, is_granted))
+        elif name.holder == member:
+            self._release(key, name, moves=True)
+        self._drop_unused(key)
+
+    def _on_told_again(self, key: Key, name: _Name, is_granted: bool) -> None:
+        name.told_again = 0
+        if is_granted or name.holder is None:
+            return
+        # Two sessions had the name while gateways could not reach each other.
+        log.warning("session %s is not published any more: another session has its name", name.session)
+        name.holder = None
+        if name.followers:
+            self._to_home(key, Follow(*key))
+        self._drop_unused(key)
+
+    def _on_current(self, gateway: str, key: Key, state: State, session: str) -> None:
+        name = self.names.get(key)
+        if name is None or name.home != gateway:
+            return
+        if name.holder is None:
+            name.session, name.is_current = session, True
+            name.transcript.load(state)
+        elif session != name.session or not name.transcript.add_earlier(state):
+            return
+        self._deliver(name, Current(*key, name.transcript.save(), name.session))
+
+    def _deliver(self, name: _Name, message: Current | News) -> None:
+        for follower in tuple(name.followers):
+            self._members[follower](message)
+
+    # Homes and links
+
+    def _name(self, key: Key) -> _Name:
+        name = self.names.get(key)
+        if name is None:
+            name = self.names[key] = _Name(home=home_of(key, self._homes))
+        return name
+
+    def _drop_unused(self, key: Key) -> None:
+        name = self.names.get(key)
+        if name is not None and not name.is_used:
+            del self.names[key]
+            self._claims.pop(name.told_again, None)
+
+    def _to_home(self, key: Key, message: ToCoordinator) -> None:
+        name = self.names[key]
+        if name.home == self.gateway:
+            self.coordinator.on_message(SELF, message)
+            return
+        link = self._link(name.home)
+        if link is not None:
+            link.send(message)
+
+    def _link(self, gateway: str) -> _Link | None:
+        link = self.links.get(gateway)
+        if link is None:
+            if gateway not in self._entries:
+                return None
+            link = self.links[gateway] = _Link(self._entries[gateway], self, self._keys)
+        link.needed_at = asyncio.get_running_loop().time()
+        return link
+
+    def _tell_again(self, key: Key, name: _Name) -> None:
+        """Tell a home everything about a name: it is new, or the link to it is."""
+        if name.holder is not None:
+            self._number += 1
+            self._claims[self._number], name.told_again = key, self._number
+            self._to_home(key, Publish(self._number, *key, name.session, name.transcript.save()))
+        for number, (_, request) in list(name.asked.items()):
+            self._claims[number] = key
+            self._to_home(key, Publish(number, *key, request.session))
+        if name.followers and name.holder is None:
+            self._to_home(key, self._follow_again(key, name))
+
+    def _follow_again(self, key: Key, name: _Name) -> Follow:
+        known = name.transcript.save() if name.transcript.is_live else None
+        return Follow(*key, session=name.session, state=known)
+
+    def take_table(self, gateways: Sequence[GatewayEntry]) -> None:
+        """The gateways of the fleet, from a new table. A gateway that drains is no home."""
+        self._entries = {entry.name: entry for entry in gateways if entry.name != self.gateway}
+        for gateway, link in list(self.links.items()):
+            if self._entries.get(gateway) != link.entry:
+                link.close()
+                del self.links[gateway]
+        self._told &= self._entries.keys()
+        own = next((entry for entry in gateways if entry.name == self.gateway), None)
+        self._listen("" if own is None else own.address)
+        self._homes = sorted(entry.name for entry in gateways if entry.state == "serving") or [self.gateway]
+        for key, name in list(self.names.items()):
+            home = home_of(key, self._homes)
+            if home == name.home:
+                continue
+            if name.holder is not None:
+                self._to_home(key, Unpublish(*key, name.session, moves=True))
+            elif name.followers:
+                self._to_home(key, Follow(*key, wanted=False))
+            name.home = home
+            self._tell_again(key, name)
+        self._settle_links()
+
+    def _settle_links(self) -> None:
+        """Open the links to gateways that do not know our revocations yet, and close those that nothing needs."""
+        now = asyncio.get_running_loop().time()
+        needed = {name.home for name in self.names.values()} | (self._entries.keys() - self._told)
+        for gateway in needed - {self.gateway}:
+            self._link(gateway)
+        for gateway, link in list(self.links.items()):
+            if gateway not in needed and now - link.needed_at > IDLE_S:
+                link.close()
+                del self.links[gateway]
+
+    def hello(self, called: str) -> Hello:
+        return Hello(self.gateway, called, self.revocations.links_from_ms, self.revocations.all())
+
+    def on_welcome(self, gateway: str, message: Welcome) -> None:
+        self._told.add(gateway)
+        self._learn(message.links_from_ms, message.revocations)
+        for key, name in list(self.names.items()):
+            if name.home == gateway:
+                self._tell_again(key, name)
+
+    def _learn(self, links_from_ms: int, revocations: list[Revocation]) -> None:
+        """What another gateway knows of viewer links: what was revoked first, and only then which links are valid."""
+        known = set(self.revocations.all())
+        for revocation in revocations:
+            if revocation not in known:
+                self._revoke(revocation)
+        if links_from_ms < self.revocations.links_from_ms:
+            self.revocations.links_from_ms = links_from_ms
+            for deliver in self._members.values():
+                deliver(LinksFrom(links_from_ms))
+
+    # The side that listens
+
+    def _listen(self, address: str) -> None:
+        if address == self._listens_at:
+            return
+        self._stop_listening()
+        self._listens_at = address
+        if not address:
+            return
+        try:
+            self._listener = GatewayListener(address, self._keys, self._on_call)
+        except CannotListen as error:
+            log.error("other gateways cannot reach this one, so that their viewers miss its sessions: %s", error)
+
+    def _stop_listening(self) -> None:
+        for caller in list(self._callers):
+            self._forget(caller)
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
+
+    def _on_call(self, caller: bytes, frames: Frames) -> None:
+        try:
+            message = _decoder.decode(frames[0])
+        except msgspec.DecodeError as error:
+            log.warning("another gateway sent a message that this one does not know: %s", error)
+            return
+        known = self._callers.get(caller)
+        if isinstance(message, Hello):
+            self._on_hello(caller, message)
+        elif known is None:
+            self._answer(caller, Goodbye())
+        else:
+            known.heard_at = asyncio.get_running_loop().time()
+            if isinstance(message, Beat):
+                self._answer(caller, message)
+            elif isinstance(message, Revoke):
+                self._revoke(message.revocation)
+            elif isinstance(message, ToCoordinator):
+                self.coordinator.on_message(known.member, message)
+
+    def _on_hello(self, caller: bytes, message: Hello) -> None:
+        if message.called != self.gateway:
+            self._answer(caller, Goodbye())
+            return
+        self._learn(message.links_from_ms, message.revocations)
+        self._last_caller += 1
+        self._callers[caller] = _Caller(self._last_caller, asyncio.get_running_loop().time())
+        self._answer(caller, Welcome(self.revocations.links_from_ms, self.revocations.all()))
+        self.coordinator.add(self._last_caller, lambda answer: self._answer(caller, answer))
+
+    def _answer(self, caller: bytes, message: Message) -> None:
+        sent = self._listener is not None and self._listener.send(caller, [_encoder.encode(message)])
+        if not sent and caller in self._callers:
+            # Not now: this may be called from within the coordinator. The caller notices at its next beat.
+            asyncio.get_running_loop().call_soon(self._forget, caller)
+
+    def _forget(self, caller: bytes) -> None:
+        known = self._callers.pop(caller, None)
+        if known is not None:
+            self.coordinator.remove(known.member)
+
+    def tick(self) -> None:
+        now = asyncio.get_running_loop().time()
+        for link in self.links.values():
+            link.tick(now)
+        for caller, known in list(self._callers.items()):
+            if now - known.heard_at > SILENT_S:
+                self._forget(caller)
+        self._settle_links()
+
+    async def run(self, table: str) -> None:
+        """Read the table when it changes, and keep the links up, until cancelled."""
+        file = TableFile(table)
+        ticked = 0.0
+        try:
+            while True:
+                found = await asyncio.to_thread(file.look)
+                if found is not None:
+                    self.take_table(found.gateways)
+                now = asyncio.get_running_loop().time()
+                if now - ticked >= BEAT_S:
+                    ticked = now
+                    self.tick()
+                await asyncio.sleep(LOOK_SECONDS)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        for link in self.links.values():
+            link.close()
+        self.links.clear()
+        self._stop_listening()
