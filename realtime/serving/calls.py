@@ -262,9 +262,10 @@ class Calls:
         return call
 
     async def end(self, call: Call) -> None:
-        """End a call as its client would."""
+        """End a call as its client would, and without the client if that does not take the last events."""
         if call.line is not None:
             await call.line.hang_up()
+            asyncio.get_running_loop().call_later(LEAVE_S, call.line.kill)
 
     async def close(self) -> None:
         """End all calls at once: the server stops."""

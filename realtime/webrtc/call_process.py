@@ -16,6 +16,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any, BinaryIO, cast
 
@@ -34,11 +35,14 @@ from realtime.webrtc.sdp import BadOffer, Local, Offer, read_offer, write_answer
 MAX_CALL_BYTES = 192 * 1024 * 1024
 # A process needs the socket to the gateway, one UDP socket, and those of its event loop.
 MAX_CALL_FILES = 32
-# CPU seconds that a call may take without looking at its timers, and the share of a core that it may take over a
-# minute. A call of speech takes a few hundredths of a core.
-MAX_BUSY_S = 5
+# CPU seconds that a call may take without looking at its timers, and the share of a core that it may take over some
+# seconds. A call of speech takes a few hundredths of a core.
+MAX_BUSY_S = 1
 MAX_CPU_SHARE = 0.5
-CPU_WINDOW_S = 60.0
+CPU_WINDOW_S = 10.0
+# Seconds after the deadline of the connection in which a client must take an event. While one waits, the process reads
+# nothing from the gateway, and would not notice that the call has been ended.
+TAKE_S = 30.0
 # Seconds between looks at the timers.
 LOOK_S = 0.1
 # Seconds for the last events and messages of a call that ends.
@@ -61,19 +65,16 @@ async def _serve(line: socket.socket) -> None:
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
     gateway = GatewayLine(line)
     _, content = await gateway.read()
-    writing = asyncio.create_task(gateway.write())
+    call = Call(gateway, json.loads(content))
+    writing = call.start(gateway.write())
     try:
-        await Call(gateway, json.loads(content)).run()
+        await call.run()
         async with asyncio.timeout(LEAVE_S):
             await gateway.flush()
     except TimeoutError:
         pass
     finally:
         writing.cancel()
-
-
-class _Ended(Exception):
-    """The call is over. The text says why."""
 
 
 class CallDtls(RTCDtlsTransport):
@@ -101,6 +102,16 @@ class Call:
         self._events: asyncio.Future[EventChannel | None] = asyncio.get_running_loop().create_future()
         self._sctp: BoundedSctp | None = None
 
+    def start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """A task of the call. If it fails, the call ends: without it nothing might end the call."""
+        task = asyncio.create_task(work)
+        task.add_done_callback(self._check)
+        return task
+
+    def _check(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._end(f"a part of the call has failed ({type(error).__name__})")
+
     async def run(self) -> None:
         try:
             offer = read_offer(self._job["offer"])
@@ -116,12 +127,11 @@ class Call:
         dtls = CallDtls(cast(Any, ice), [certificate])
         dtls.track, dtls.gateway = OpusTrack(offer.payload_type, time.monotonic), self._gateway
         self._answer(offer, ice, certificate)
-        tasks = [asyncio.create_task(self._watch(ice, dtls)), asyncio.create_task(self._connect(offer, ice, dtls))]
-        reading = asyncio.create_task(self._read())
+        tasks = [self.start(work) for work in (self._watch(ice, dtls), self._connect(offer, ice, dtls), self._read())]
         try:
             why = await self._over
         finally:
-            for task in (*tasks, reading):
+            for task in tasks:
                 task.cancel()
             with suppress(TimeoutError, Exception):
                 async with asyncio.timeout(LEAVE_S):
@@ -188,10 +198,13 @@ class Call:
                 kind, content = await self._gateway.read()
                 if kind == CLOSE:
                     break
-                channel = await self._events
-                # A client without a data channel reads no events.
-                if kind == EVENT and channel is not None:
-                    await channel.send(content.decode())
+                async with asyncio.timeout(self._job["connect_s"] + TAKE_S):
+                    channel = await self._events
+                    # A client without a data channel reads no events.
+                    if kind == EVENT and channel is not None:
+                        await channel.send(content.decode())
+        except TimeoutError:
+            self._end("the client does not take its events")
         except (EOFError, OSError):
             pass
         self._end("the server has ended the call")

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from struct import unpack_from
 
 from aiortc import RTCDataChannel
 from aiortc.rtcdtlstransport import RTCDtlsTransport
-from aiortc.rtcsctptransport import DataChunk, InboundStream, RTCSctpTransport
+from aiortc.rtcsctptransport import (
+    AbortChunk,
+    DataChunk,
+    ErrorChunk,
+    HeartbeatAckChunk,
+    HeartbeatChunk,
+    InboundStream,
+    InitAckChunk,
+    InitChunk,
+    ReconfigChunk,
+    RTCSctpTransport,
+    SackChunk,
+)
 
 # The name of the channel for events, as OpenAI's clients call it.
 LABEL = "oai-events"
@@ -21,6 +34,9 @@ HELD_MESSAGES = 2
 # then applies.
 MAX_UNSENT_BYTES = 256 * 1024
 LOOK_S = 0.05
+# Chunks that one acknowledgement may name; the library looks at each of them. More do not wait to be sent.
+MAX_NAMED_CHUNKS = 4096
+HEADER_BYTES, CHUNK_HEADER_BYTES, INIT_BYTES, SACK_BYTES = 12, 4, 16, 12
 
 
 class TooMuch(Exception):
@@ -47,6 +63,7 @@ class BoundedSctp(RTCSctpTransport):
 
     async def _handle_data(self, data: bytes) -> None:
         try:
+            check_packet(data)
             await super()._handle_data(data)
         except TooMuch as error:
             self._on_fault(str(error))
@@ -70,6 +87,48 @@ class BoundedSctp(RTCSctpTransport):
             raise TooMuch(f"a message is longer than {self._message_bytes} bytes")
         await self._room()
         await super()._receive(stream_id, pp_id, data)
+
+
+def check_packet(data: bytes) -> None:
+    """Raise TooMuch for a packet that the library would compute for seconds, or without end."""
+    start = HEADER_BYTES
+    while start + CHUNK_HEADER_BYTES <= len(data):
+        kind, _, length = unpack_from("!BBH", data, start)
+        if length < CHUNK_HEADER_BYTES:
+            return  # the library refuses it
+        body = data[start + CHUNK_HEADER_BYTES : start + length]
+        if kind in (InitChunk.type, InitAckChunk.type):
+            _check_parameters(body[INIT_BYTES:])
+        elif kind in (
+            AbortChunk.type,
+            ErrorChunk.type,
+            HeartbeatChunk.type,
+            HeartbeatAckChunk.type,
+            ReconfigChunk.type,
+        ):
+            _check_parameters(body)
+        elif kind == SackChunk.type:
+            _check_acknowledgement(body)
+        start += length + -length % 4
+
+
+def _check_parameters(body: bytes) -> None:
+    start = 0
+    while start + 4 <= len(body):
+        (length,) = unpack_from("!H", body, start + 2)
+        if length < 4:
+            raise TooMuch("a parameter of SCTP is shorter than its header")
+        start += length + -length % 4
+
+
+def _check_acknowledgement(body: bytes) -> None:
+    named = 0
+    gaps = unpack_from("!H", body, 8)[0] if len(body) >= SACK_BYTES else 0
+    for start in range(SACK_BYTES, min(SACK_BYTES + 4 * gaps, len(body) - 3), 4):
+        first, last = unpack_from("!HH", body, start)
+        named += max(0, last - first + 1)
+    if named > MAX_NAMED_CHUNKS:
+        raise TooMuch("an acknowledgement names more than was sent")
 
 
 class EventChannel:

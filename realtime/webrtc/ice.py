@@ -120,9 +120,12 @@ class IceLite(asyncio.DatagramProtocol):
             time.sleep(NAP_S)
 
     def _is_wanted(self, data: bytes) -> bool:
-        """False for RTP of one source too many. RTCP, by its second byte, and DTLS are wanted."""
-        if data[0] < 128 or len(data) < 12 or 192 <= data[1] <= 223:
+        """False for RTP of one source too many, and for RTCP, known by its second byte: nothing reads it, and the
+        library keeps a state for each of its sources."""
+        if data[0] < 128:
             return True
+        if len(data) < 12 or 192 <= data[1] <= 223:
+            return False
         source = data[8:12]
         if source not in self._sources:
             if len(self._sources) >= MAX_RTP_SOURCES:

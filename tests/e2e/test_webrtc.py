@@ -14,7 +14,7 @@ import httpx
 import openai
 import pytest
 from aioice import stun
-from aiortc.rtcsctptransport import RTCSctpTransport
+from aiortc.rtcsctptransport import ErrorChunk, RTCSctpTransport, SackChunk
 
 from realtime.serving import calls as calls_module
 from realtime.webrtc.event_channel import MAX_CHANNELS
@@ -128,6 +128,17 @@ async def test_delete_ends_a_call_and_only_its_own_key_may(serve: Serve) -> None
             assert (await client.delete(place)).status_code == 404
         async with asyncio.timeout(PATIENCE_S):
             await speaker.closed.wait()
+
+
+async def test_delete_ends_the_call_of_a_client_that_opens_no_channel_for_events(serve: Serve) -> None:
+    """Events wait for that channel in the process of the call, and the order to end it waits behind them."""
+    async with serve() as running, caller(SPEECH, channel="something-else") as speaker:
+        answer = await post(whip(running), await speaker.offer())
+        await speaker.take(answer.text)
+        await until(lambda: speaker.peer.connectionState == "connected")
+        async with requests() as client:
+            assert (await client.delete(running.http + answer.headers["location"])).status_code == 200
+        await ended(running)
 
 
 async def test_what_the_network_lost_is_a_marked_gap_and_the_call_goes_on(serve: Serve) -> None:
@@ -483,6 +494,27 @@ async def test_messages_that_are_no_sctp_end_the_call_alone(serve: Serve) -> Non
                 assert isinstance(sctp, RTCSctpTransport)
                 stream = 0 if pp_id == 51 or data[0] == 3 else 5
                 await sctp._send(stream, pp_id, data)
+                await ends_with(running, speaker)
+
+
+class EndlessChunk(ErrorChunk):
+    """Its parameter has the length zero: a parser that goes on by this length does not end."""
+
+    @property
+    def body(self) -> bytes:  # type: ignore[override]
+        return bytes(8)
+
+
+async def test_packets_that_would_be_computed_for_long_end_the_call(serve: Serve) -> None:
+    acknowledgement = SackChunk()
+    acknowledgement.gaps = [(0, 65_535)] * 250
+    async with serve() as running:
+        for chunk in (acknowledgement, EndlessChunk()):
+            async with call(whip(running)) as speaker:
+                await speaker.until("session.created")
+                sctp = speaker.peer.sctp
+                assert isinstance(sctp, RTCSctpTransport)
+                await sctp._send_chunk(chunk)
                 await ends_with(running, speaker)
 
 

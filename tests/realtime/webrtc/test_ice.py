@@ -107,6 +107,10 @@ async def test_so_many_sources_of_rtp_are_heard(ice: IceLite, wire: Wire) -> Non
     for source in range(3 * MAX_RTP_SOURCES):
         ice.datagram_received(b"\x80\x60" + bytes(6) + source.to_bytes(4) + b"x", CLIENT)
     assert ice._datagrams.qsize() == MAX_RTP_SOURCES
+    # RTCP is not heard at all.
+    for source in range(3):
+        ice.datagram_received(b"\x80\xc8" + bytes(2) + source.to_bytes(4) + bytes(8), CLIENT)
+    assert ice._datagrams.qsize() == MAX_RTP_SOURCES
 
 
 async def test_a_flood_makes_the_process_sleep(ice: IceLite, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
