@@ -158,7 +158,7 @@ async def test_models_say_what_ends_turns(serve: Serve) -> None:
 async def test_unknown_paths_and_methods_answer_in_the_error_shape(serve: Serve) -> None:
     async with serve() as running, httpx.AsyncClient() as http:
         for method, path, status in (
-            ("POST", "/v1/realtime/calls", 404),
+            ("POST", "/v1/realtime/calls", 415),
             ("GET", "/v1/nothing", 404),
             ("GET", "/v1/models/no-such-model", 404),
             ("GET", "/v1/audio/transcriptions", 405),
