@@ -320,11 +320,13 @@ class FleetNames:
         if name is None or number not in name.asked:
             return
         member, request = name.asked.pop(number)
+        del self._claims[number]
         is_taken = name.holder is not None and name.session != request.session
         if not is_taken and member in self._members:
             if name.session != request.session or not name.transcript.is_live:
                 name.transcript.apply(Begun())
-            name.holder, name.session, name.is_current, name.told_again = member, request.session, True, number
+            name.holder, name.session, name.is_current = member, request.session, True
+            self._expect_told_again(key, name, number)
             self._deliver(name, Current(*key, name.transcript.save(), name.session))
         if member in self._members:
             self._members[member](Published(request.number, not is_taken))
@@ -482,13 +484,18 @@ class FleetNames:
         """Tell a home everything about a name: it is new, or the link to it is."""
         if name.holder is not None:
             self._number += 1
-            self._claims[self._number], name.told_again = key, self._number
+            self._expect_told_again(key, name, self._number)
             self._to_home(key, Publish(self._number, *key, name.session, name.transcript.save()))
         for number, (_, request) in list(name.asked.items()):
             self._claims[number] = key
             self._to_home(key, Publish(number, *key, request.session))
         if name.followers and name.holder is None:
             self._to_home(key, self._follow_again(key, name))
+
+    def _expect_told_again(self, key: Key, name: _Name, number: int) -> None:
+        """The answer to this number says whether the home agrees with the holder. Earlier ones do not count."""
+        self._claims.pop(name.told_again, None)
+        self._claims[number], name.told_again = key, number
 
     def _follow_again(self, key: Key, name: _Name) -> Follow:
         known = name.transcript.save() if name.transcript.is_live else None
