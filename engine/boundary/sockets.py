@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -143,8 +144,15 @@ WHY_REFUSED = "the two sides have different fleet secrets, or only one of them h
 REFUSAL_SAID_SECONDS = 10.0
 
 
+# A connection whose handshake takes longer is closed. An engine answers ZeroMQ's authentication requests between two
+# steps, and a step may be long; the event loop of a gateway answers them at once.
+HANDSHAKE_MS = 30_000
+GATEWAY_HANDSHAKE_MS = 3000
+
+
 class CannotListen(ValueError):
-    """An engine cannot bind its address: it is in use or belongs to another machine. The text says what to fix."""
+    """An engine or a gateway cannot bind its address: it is in use, of another machine, or of the wrong kind. The text
+    says what to fix."""
 
 
 def package_version() -> str:
@@ -164,6 +172,17 @@ def check_address(address: str) -> str:
     }
     if not usable.get(parts.scheme, False):
         raise ValueError(f"{address!r} is not an engine address; use ipc:///path/to/socket or tcp://host:port")
+    return address
+
+
+# What ZeroMQ can connect to: a wildcard or no host would pass `check_address`.
+_GATEWAY_ADDRESS = re.compile(r"tcp://[A-Za-z0-9\[:][\w.:%\[\]-]*:[0-9]+", re.ASCII)
+
+
+def check_gateway_address(address: str) -> str:
+    """As `check_address`, for the address at which the other gateways reach one: it has to be tcp, and name a host."""
+    if _GATEWAY_ADDRESS.fullmatch(address) is None or not _is_port(address.rsplit(":", 1)[1]):
+        raise ValueError(f"{address!r} is not a gateway address; use tcp://host:port")
     return address
 
 
@@ -365,6 +384,7 @@ class EngineSocket:
         address: str,
         keys: LinkKeys | None = None,
         most_waiting: int = 0,
+        handshake_ms: int = HANDSHAKE_MS,
     ) -> None:
         """`most_waiting` limits the messages that wait for one gateway; 0 is no limit."""
         self._authenticator: ZapAuthenticator | None = None
@@ -380,6 +400,7 @@ class EngineSocket:
         # Sending to a gateway that is gone raises an error, which is the first sign that it is gone.
         self._socket.router_mandatory = True
         self._socket.linger = 500
+        self._socket.handshake_ivl = handshake_ms
         _set_options(self._socket)
         self._monitor = self._socket.get_monitor_socket(REFUSED)
         self._refusal_said_at = float("-inf")
@@ -453,36 +474,50 @@ class EngineSocket:
 
 # Messages that may wait for one gateway at the listener of another one.
 MAX_WAITING_MESSAGES = 2000
+# Messages that the listener reads before the rest of the event loop has its turn.
+MESSAGES_A_TURN = 50
 
 
 class GatewayListener(EngineSocket):
     """The socket at which a gateway listens to the other gateways of its fleet, on the running event loop."""
 
     def __init__(self, address: str, keys: LinkKeys, on_frames: Callable[[bytes, Frames], None]) -> None:
-        super().__init__(zmq.Context.instance(), address, keys, MAX_WAITING_MESSAGES)
+        if not uses_tcp(address):
+            raise CannotListen(f"a gateway cannot listen on {address!r}; use tcp://host:port")
+        super().__init__(zmq.Context.instance(), address, keys, MAX_WAITING_MESSAGES, GATEWAY_HANDSHAKE_MS)
         self._socket.linger = 0
         self._on_frames = on_frames
         self._loop = asyncio.get_running_loop()
+        self._will_read = False
         authenticator = self._authenticator
-        assert authenticator is not None, "gateways listen over tcp only"
+        assert authenticator is not None, "there is one for every tcp address with keys"
         self._descriptors = [int(one.fileno()) for one in (self._socket, self._monitor, authenticator.socket)]
         for descriptor in self._descriptors:
             self._loop.add_reader(descriptor, self._read)
         # The descriptors are edge-triggered; see `GatewaySocket`.
-        self._loop.call_soon(self._read)
+        self._read_soon()
 
     def send(self, name: bytes, frames: list[Any]) -> bool:
         sent = super().send(name, frames)
         # Sending may clear the edge of an arrived message, so check for one.
-        self._loop.call_soon(self._read)
+        self._read_soon()
         return sent
 
+    def _read_soon(self) -> None:
+        if not self._will_read:
+            self._will_read = True
+            self._loop.call_soon(self._read)
+
     def _read(self) -> None:
-        while self._descriptors and self.wait(0):
+        self._will_read = False
+        for _ in range(MESSAGES_A_TURN):
+            if not self._descriptors or not self.wait(0):
+                return
             received = self.receive()
             if received is None:
                 return
             self._on_frames(received[0], [bytes(frame) for frame in received[1]])
+        self._read_soon()
 
     def close(self) -> None:
         for descriptor in getattr(self, "_descriptors", ()):

@@ -20,7 +20,7 @@ import msgspec
 
 from engine.boundary import codec
 from engine.boundary.codec import Status
-from engine.boundary.sockets import check_address
+from engine.boundary.sockets import check_address, check_gateway_address
 from engine.client.engine_handles import EngineHandle
 from engine.client.link import EngineLink
 from engine.client.stream import EngineStream
@@ -405,6 +405,8 @@ def _read(path: Path) -> Table:
         raise ValueError("two engines have the same name, or two gateways")
     if table.number < 1:
         raise ValueError(f"its number is {table.number}; the first is 1")
-    for address in [entry.address for entry in table.engines] + [entry.address for entry in table.gateways]:
-        check_address(address)
+    for engine in table.engines:
+        check_address(engine.address)
+    for gateway in table.gateways:
+        check_gateway_address(gateway.address)
     return table

@@ -65,6 +65,8 @@ IDLE_S = 30.0
 MEANWHILE_S = 1.0
 # Messages to a home that may be unanswered; a home that takes no more has its link broken.
 MAX_UNANSWERED = 20_000
+# Names that a home is told of before the rest of the event loop has its turn; each one may have a long transcript.
+NAMES_A_TURN = 20
 # This gateway's own number among the members of its coordinator; other gateways have numbers from 1.
 SELF = 0
 
@@ -251,6 +253,7 @@ class FleetNames:
         self._last_caller = SELF
         self._number = 0
         self._claims: dict[int, Key] = {}
+        self._is_closed = False
         # Gateways that know what this one knows of revoked links.
         self._told: set[str] = set()
 
@@ -320,11 +323,13 @@ class FleetNames:
         if name is None or number not in name.asked:
             return
         member, request = name.asked.pop(number)
+        del self._claims[number]
         is_taken = name.holder is not None and name.session != request.session
         if not is_taken and member in self._members:
             if name.session != request.session or not name.transcript.is_live:
                 name.transcript.apply(Begun())
-            name.holder, name.session, name.is_current, name.told_again = member, request.session, True, number
+            name.holder, name.session, name.is_current = member, request.session, True
+            self._expect_told_again(key, name, number)
             self._deliver(name, Current(*key, name.transcript.save(), name.session))
         if member in self._members:
             self._members[member](Published(request.number, not is_taken))
@@ -482,13 +487,18 @@ class FleetNames:
         """Tell a home everything about a name: it is new, or the link to it is."""
         if name.holder is not None:
             self._number += 1
-            self._claims[self._number], name.told_again = key, self._number
+            self._expect_told_again(key, name, self._number)
             self._to_home(key, Publish(self._number, *key, name.session, name.transcript.save()))
         for number, (_, request) in list(name.asked.items()):
             self._claims[number] = key
             self._to_home(key, Publish(number, *key, request.session))
         if name.followers and name.holder is None:
             self._to_home(key, self._follow_again(key, name))
+
+    def _expect_told_again(self, key: Key, name: _Name, number: int) -> None:
+        """The answer to this number says whether the home agrees with the holder. Earlier ones do not count."""
+        self._claims.pop(name.told_again, None)
+        self._claims[number], name.told_again = key, number
 
     def _follow_again(self, key: Key, name: _Name) -> Follow:
         known = name.transcript.save() if name.transcript.is_live else None
@@ -505,17 +515,31 @@ class FleetNames:
         own = next((entry for entry in gateways if entry.name == self.gateway), None)
         self._listen("" if own is None else own.address)
         self._homes = sorted(entry.name for entry in gateways if entry.state == "serving") or [self.gateway]
-        for key, name in list(self.names.items()):
-            home = home_of(key, self._homes)
-            if home == name.home:
-                continue
-            if name.holder is not None:
-                self._to_home(key, Unpublish(*key, name.session, moves=True))
-            elif name.followers:
-                self._to_home(key, Follow(*key, wanted=False))
-            name.home = home
-            self._tell_again(key, name)
+        self._in_turns(list(self.names), self._move)
         self._settle_links()
+
+    def _in_turns(self, keys: list[Key], tell: Callable[[Key, _Name], None]) -> None:
+        """Call `tell` for each of these names that is still there, a few in each turn of the event loop."""
+        if self._is_closed:
+            return
+        for key in keys[:NAMES_A_TURN]:
+            name = self.names.get(key)
+            if name is not None:
+                tell(key, name)
+        if len(keys) > NAMES_A_TURN:
+            asyncio.get_running_loop().call_soon(self._in_turns, keys[NAMES_A_TURN:], tell)
+
+    def _move(self, key: Key, name: _Name) -> None:
+        """Tell the home of a name, if it is another one than before."""
+        home = home_of(key, self._homes)
+        if home == name.home:
+            return
+        if name.holder is not None:
+            self._to_home(key, Unpublish(*key, name.session, moves=True))
+        elif name.followers:
+            self._to_home(key, Follow(*key, wanted=False))
+        name.home = home
+        self._tell_again(key, name)
 
     def _settle_links(self) -> None:
         """Open the links to gateways that do not know our revocations yet, and close those that nothing needs."""
@@ -534,9 +558,7 @@ class FleetNames:
     def on_welcome(self, gateway: str, message: Welcome) -> None:
         self._told.add(gateway)
         self._learn(message.links_from_ms, message.revocations)
-        for key, name in list(self.names.items()):
-            if name.home == gateway:
-                self._tell_again(key, name)
+        self._in_turns([key for key, name in self.names.items() if name.home == gateway], self._tell_again)
 
     def _learn(self, links_from_ms: int, revocations: list[Revocation]) -> None:
         """What another gateway knows of viewer links: what was revoked first, and only then which links are valid."""
@@ -638,6 +660,7 @@ class FleetNames:
             self.close()
 
     def close(self) -> None:
+        self._is_closed = True
         for link in self.links.values():
             link.close()
         self.links.clear()

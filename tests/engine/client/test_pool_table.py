@@ -68,6 +68,32 @@ def test_the_last_good_table_stays_and_the_problem_is_said_once(
     assert file.look() is not None and not file.problem
 
 
+GATEWAY_ADDRESSES = {
+    "tcp://127.0.0.1:5700": True,
+    "tcp://gateway-1.example_fleet:5700": True,
+    "tcp://[fe80::1%eth0]:5700": True,
+    "tcp://::1:5700": True,
+    "ipc:///tmp/gateway": False,
+    "inproc://gateway": False,
+    "TCP://127.0.0.1:5700": False,
+    "tcp://*:5700": False,
+    "tcp://:5700": False,
+    "tcp://a host:5700": False,
+    "tcp://host:65536": False,
+    "tcp://host:*": False,
+    "elsewhere": False,
+    "": False,
+}
+
+
+@pytest.mark.parametrize(("address", "is_usable"), GATEWAY_ADDRESSES.items())
+def test_gateways_have_tcp_addresses_to_which_others_can_connect(tmp_path: Path, address: str, is_usable: bool) -> None:
+    put(tmp_path / "table.json", {"number": 1, "engines": [], "gateways": [{"name": "g1", "address": address}]})
+    file = TableFile(tmp_path / "table.json")
+    assert (file.look() is not None) == is_usable
+    assert is_usable or file.problem.endswith(f"{address!r} is not a gateway address; use tcp://host:port")
+
+
 @pytest.mark.timeout(20)
 def test_a_pipe_in_the_place_of_the_table_does_not_block_the_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "table.json")

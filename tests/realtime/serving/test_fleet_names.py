@@ -262,6 +262,68 @@ async def test_a_session_does_not_wait_for_a_home_that_is_lost(monkeypatch: pyte
         await fakes.until(lambda: holders() == 1)
 
 
+async def test_claims_leave_nothing_behind_while_the_home_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_names, "MEANWHILE_S", 0.1)
+    async with fleet_of(Gateway("a", processes=2), Gateway("b")) as fleet:
+        speaker, gone = fleet.gateways
+        key = fleet.key_at(gone)
+        gone.names.close()
+        assert await speaker.publisher.claim(key, "s")
+        # Of other sessions, of the same one, and of a process that ends before it has an answer.
+        others = [speaker.publisher.claim(key, f"other{n}") for n in range(1000)]
+        assert set(await asyncio.gather(*others)) == {False}
+        assert set(await asyncio.gather(*(speaker.publisher.claim(key, "s") for _ in range(10)))) == {True}
+        waiting = [asyncio.create_task(speaker.publishers[1].claim(key, f"ended{n}")) for n in range(10)]
+        name = speaker.names.names[key]
+        await fakes.until(lambda: len(name.asked) == len(waiting))
+        speaker.names.remove(1)
+        await fakes.until(lambda: not name.asked)
+        for claim in waiting:
+            claim.cancel()
+        # Tables that move the name to this gateway and back tell it again.
+        for _ in range(10):
+            speaker.names.take_table([speaker.entry])
+            speaker.names.take_table([speaker.entry, gone.entry])
+        assert list(speaker.names._claims) == [name.told_again]
+
+
+async def test_many_names_that_move_leave_turns_to_the_rest_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fleet_names, "NAMES_A_TURN", 2)
+    async with fleet_of(Gateway("a"), Gateway("b")) as fleet:
+        speaker, home = fleet.gateways
+        keys = [("owner", f"name{n}") for n in range(40)]
+        for key in keys:
+            assert await speaker.publisher.claim(key, f"s{key}")
+            speaker.publisher.post(key, f"s{key}", line(1))
+        told: list[Key] = []
+        tell_again = speaker.names._tell_again
+
+        def tell(key: Key, name: fleet_names._Name) -> None:
+            told.append(key)
+            tell_again(key, name)
+
+        monkeypatch.setattr(speaker.names, "_tell_again", tell)
+        moving = [key for key in keys if home_of(key, ["a", "b"]) == "b"]
+        speaker.names.take_table([speaker.entry])
+        assert len(told) <= 2 < len(moving)
+        await fakes.until(lambda: len(told) == len(moving))
+        # Another table before all names were told of this one.
+        speaker.names.take_table([speaker.entry, home.entry])
+        speaker.names.take_table([speaker.entry])
+        fleet.put()
+        for key in keys:
+            home.publisher.follow(key)
+            await fakes.until(lambda: home.reader.lines(key) == ["line 1"])  # noqa: B023
+        assert all(speaker.names.names[key].holder is not None for key in keys)
+        # Nothing is opened again after the end.
+        speaker.names.take_table([speaker.entry])
+        speaker.names.close()
+        count = len(told)
+        for _ in range(len(keys)):
+            await asyncio.sleep(0)
+        assert len(told) == count
+
+
 async def test_a_gateway_that_does_not_read_is_dropped_and_nobody_else_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     async with fleet_of(Gateway("a"), Gateway("b")) as fleet:
         home, viewer = fleet.gateways
