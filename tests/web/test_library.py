@@ -39,6 +39,8 @@ async def keep(page: Page, url: str, transcripts: list[dict[str, object]]) -> No
 
 
 async def look_for(page: Page, text: str) -> None:
+    # Before it is open, keys go to the page.
+    await page.until("document.querySelector('#library').open")
     await page.evaluate("document.querySelector('#library-field').select()")
     await page.type(text)
 
