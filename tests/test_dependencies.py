@@ -116,3 +116,14 @@ def test_what_the_database_finds_is_said(monkeypatch: pytest.MonkeyPatch, capsys
     assert "the image has h11 1.0, which has PYSEC-2026-1; fixed: 2.0" in capsys.readouterr().out
     monkeypatch.setattr(audit, "ask_database", lambda: audit.from_database(report(name="h11", version="1", vulns=[])))
     assert audit.main() == 0
+
+
+def test_shapes_are_those_that_the_oldest_msgspec_can_describe() -> None:
+    """`make test-lowest` would find it too, much later: a server would not start."""
+    found = [
+        path.relative_to(ROOT).as_posix()
+        for package in ("realtime", "engine", "audio", "fleet")
+        for path in (ROOT / package).rglob("*.py")
+        if re.search(r"Literal\[(True|False)", path.read_text())
+    ]
+    assert found == []

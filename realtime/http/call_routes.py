@@ -39,7 +39,7 @@ class CallForm(Struct):
 class EndedCall(Shape):
     id: str
     object: Literal["realtime.call"]
-    ended: Literal[True]
+    ended: bool
 
 
 TAG = "WebRTC calls"
