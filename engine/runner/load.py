@@ -178,7 +178,7 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
 
 
 def _warn_if_memory_is_short(weights: Path) -> None:
-    """The system ends a process for which memory runs out, and then there is nobody to say why."""
+    """Say it before loading: the system kills a process that runs out of memory, and a killed process logs nothing."""
     needed, available = needed_memory(weights), available_memory()
     if available is not None and available < needed:
         logger.warning(

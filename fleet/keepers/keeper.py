@@ -331,7 +331,7 @@ class GatewayKeeper(Keeper):
 
     def facts(self) -> dict[str, Any]:
         return {
-            # None: it has none, or somebody removed its file. Then the manager sends it again.
+            # None: the keeper has no table, or its file was removed. Then the manager sends the table again.
             "table": self._table_number if self.table_path.is_file() else None,
             "is_up": self._is_up,
             "capacity": self._own_share(self._capacity),

@@ -142,7 +142,7 @@ class CallLine:
             self._line.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Nobody reads or writes any more."""
+        """End the process and close the socket. No task may be reading or writing then."""
         self.kill()
         self._line.close()
 
@@ -319,7 +319,7 @@ class Calls:
             self._calls.pop(call.id, None)
             if not call.answer.done():
                 call.answer.set_exception(_failed("The call has ended before it was answered."))
-            # Nobody may be waiting for it any more.
+            # Marks the exception as seen: the request that waited for the answer may have been cancelled.
             call.answer.exception()
 
 

@@ -318,7 +318,7 @@ class FleetNames:
             asyncio.get_running_loop().call_later(MEANWHILE_S, self._grant_meanwhile, key, self._number)
 
     def _grant_meanwhile(self, key: Key, number: int) -> None:
-        """The home has not answered: the session has the name if nobody else has it here."""
+        """The home has not answered: grant the name, unless another session of this gateway has it."""
         name = self.names.get(key)
         if name is None or number not in name.asked:
             return
