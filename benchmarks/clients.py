@@ -35,6 +35,7 @@ from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, Refused
 # The silence that ends a turn, as sessions ask for it.
 TURN_SILENCE_MS = 500
 TURNS = {"type": "server_vad", "silence_duration_ms": TURN_SILENCE_MS}
+PLAIN_SESSION = SessionOptions(SAMPLE_RATE, TURNS)
 # Seconds after which a refused client tries again, as one that respects Retry-After would.
 ASK_AGAIN_S = 1.0
 # One period of speech and silence, for sessions that are silent for a share of the time.
@@ -60,6 +61,9 @@ class Orders:
     # Spans of speech in the audio, in seconds: only words within them are scored.
     speech: Sequence[tuple[float, float]] = ()
     language: str | None = None
+    # Whether sessions ask for speaker labels, and whether their turns end by `semantic_vad`.
+    speakers: bool = False
+    semantic: bool = False
     # For clients that send all of their audio: its seconds, and whether each client has its own part of the sound.
     seconds: float = 0.0
     own_parts: bool = True
@@ -94,10 +98,9 @@ class PacedClient(LastingSession):
         url: str,
         appends: Iterable[bytes],
         append_ms: int = APPEND_MS,
-        rate: int = SAMPLE_RATE,
-        language: str | None = None,
+        options: SessionOptions = PLAIN_SESSION,
     ) -> None:
-        super().__init__(url, None, SessionOptions(rate, TURNS, language=language))
+        super().__init__(url, None, options)
         self.events: list[dict[str, Any]] = []
         self.failure = ""
         # When each append was sent, and how late.
@@ -246,7 +249,9 @@ class LagClient(PacedClient):
         self, number: int, orders: Orders, schedule: Schedule, sounds: tuple[Track, Track], findings: Findings
     ) -> None:
         url = orders.urls[number % len(orders.urls)]
-        super().__init__(url, self._pieces(), orders.append_ms, orders.rate, orders.language)
+        turns = {"type": "semantic_vad"} if orders.semantic else TURNS
+        options = SessionOptions(orders.rate, turns, language=orders.language, speakers=orders.speakers)
+        super().__init__(url, self._pieces(), orders.append_ms, options)
         self._orders, self._schedule, self._findings = orders, schedule, findings
         self._spoken, self._quiet = sounds
         random = np.random.default_rng(number)

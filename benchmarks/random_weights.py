@@ -7,6 +7,7 @@ frames of ten, Whisper three tokens for each second of audio.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,7 +32,14 @@ from engine.runner.device import free_memory, require_device
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.parking import host_memory_to_plan_with
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
-from engine.runner.load import DEVICE_DTYPE, frames_limits, load_detector, windowed_on_device
+from engine.runner.load import (
+    DEVICE_DTYPE,
+    frames_limits,
+    load_detector,
+    load_embedder,
+    load_turns,
+    windowed_on_device,
+)
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
 from engine.runner.windowed.runner import WindowedRunner
 from engine.runner.windowed.windows import DeviceWindows
@@ -122,12 +130,14 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
 
 
 def voxtral_loop(kv: str, max_streams: int | None, small: bool) -> EngineLoop:
-    """As in a server: with speech detection and skipped silence."""
-    runner = voxtral_runner(kv, 1024, max_streams, small)
-    streams = runner.memory.streams
-    scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
-    cut = skip_settings(EngineConfig().cut_silence_s)
-    return EngineLoop(scheduler, runner, load_detector(runner, streams), cut=cut)
+    """As in a server: with speech detection, skipped silence, and speaker labels and the turn detector if their files
+    are here."""
+    runner, config = voxtral_runner(kv, 1024, max_streams, small), EngineConfig()
+    embedder, turns = load_embedder(runner, config), load_turns(runner, config)
+    options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turns is not None)
+    scheduler = Scheduler(replace(runner.spec, options=options), frames_limits(runner.memory), runner.vocabulary)
+    detector, cut = load_detector(runner, runner.memory.streams), skip_settings(config.cut_silence_s)
+    return EngineLoop(scheduler, runner, detector, cut=cut, embedder=embedder, turn_detector=turns)
 
 
 # Whisper

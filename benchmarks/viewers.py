@@ -18,20 +18,19 @@ import json
 import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
 import numpy as np
 
-from benchmarks.clients import PacedClient, appends_of, own_part
+from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, own_part
 from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
 from benchmarks.recordings import sample_speech
 from benchmarks.servers import Server, add_server_options
 from benchmarks.sounds import pcm16, speech
 from engine.options import DEFAULT_MODEL
-from realtime.client.wire_client import SessionOptions
 from realtime.http.descriptors import raise_limit
 
 NAME = "benchmark"
@@ -41,19 +40,12 @@ CONNECTS_AT_ONCE = 50
 Arrival = tuple[str, int, float]
 
 
-@dataclass(frozen=True)
-class PublishedOptions(SessionOptions):
-    def session(self, include: Sequence[str]) -> dict[str, Any]:
-        return {**super().session(include), "publish": NAME}
-
-
 class Speaker(PacedClient):
     """Notes the lag of its words and the arrival of its texts."""
 
     def __init__(self, url: str, appends: list[bytes], is_published: bool) -> None:
-        super().__init__(url, appends)
-        if is_published:
-            self._options = PublishedOptions(self._options.rate, self._options.turn_detection)
+        options = replace(PLAIN_SESSION, publish=NAME) if is_published else PLAIN_SESSION
+        super().__init__(url, appends, options=options)
         self.lags: list[float] = []
         self.arrivals: list[Arrival] = []
         self._lengths: dict[str, int] = {}
