@@ -24,7 +24,8 @@ from realtime.errors import ClientFault, CloseCode, OptionsRefused
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.engine_queue import EngineCommand, EngineQueue, ResentAudio
-from realtime.serving.handoff import SavedLive, SentLog, SessionHandoff
+from realtime.serving.frame_log import SentLog
+from realtime.serving.handoff import SavedLive, SessionHandoff
 from realtime.serving.outbox import Outbox
 from realtime.serving.publishing import SessionPublication
 from realtime.serving.throttle import SHARE_S
@@ -522,7 +523,7 @@ class LiveSession:
 
     def frames_after(self, sequence: int) -> list[str] | None:
         """Frames sent after the one with this number; None if some of them were dropped."""
-        return self.sent.after(sequence)
+        return self.sent.missed(sequence)
 
     def greeting_again(self) -> str:
         """The first frame on a socket that resumes this session: `session.resumed` with the samples received so far."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 from audio.formats import MODEL_RATE
@@ -21,6 +20,7 @@ from realtime.dialects.base import encode_json
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import Refusal
 from realtime.serving.checked_fetch import NotAllowed, check_url
+from realtime.serving.frame_log import EventLog
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from realtime.serving.quota import Caller
@@ -43,45 +43,6 @@ KEY_REMOVED = "the key that began the stream was removed"
 CONNECTING, LIVE, WAITING, ENDED, FAILED = "connecting", "live", "waiting", "ended", "failed"
 
 
-class EventLog:
-    """The newest events of a stream as JSON, numbered from 1. Readers wait for the next one."""
-
-    def __init__(self) -> None:
-        self.last = 0
-        self.is_closed = False
-        self._events: deque[str] = deque()
-        self._bytes = 0
-        self._news = asyncio.Event()
-
-    def add(self, frame: str) -> None:
-        self.last += 1
-        self._events.append(frame)
-        self._bytes += len(frame)
-        while len(self._events) > MAX_KEPT_EVENTS or self._bytes > MAX_KEPT_BYTES:
-            self._bytes -= len(self._events.popleft())
-        self._wake()
-
-    def close(self) -> None:
-        self.is_closed = True
-        self._wake()
-
-    def after(self, number: int, most: int) -> list[tuple[int, str]]:
-        """Up to `most` events after the one with this number, with their numbers; dropped ones are left out."""
-        first = self.last - len(self._events) + 1
-        start = max(number + 1, first)
-        return [(at, self._events[at - first]) for at in range(start, min(self.last, start + most - 1) + 1)]
-
-    async def wait(self, seconds: float) -> None:
-        """Wait for another event, or for this time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
-
-
 class PulledStream:
     """One stream: its state, its events, and the task that runs it."""
 
@@ -96,7 +57,7 @@ class PulledStream:
         self.message: str | None = None
         self.seconds = 0.0
         self.missing_seconds = 0.0
-        self.events = EventLog()
+        self.events = EventLog(MAX_KEPT_EVENTS, MAX_KEPT_BYTES)
         self.readers = 0
         self.task: asyncio.Task[None] | None = None
         self._live: LiveSession | None = None

@@ -328,15 +328,6 @@ async def test_bad_requests_are_named(serve: Serve) -> None:
         assert (await client.http.get("/v1/streams")).json()["data"] == []
 
 
-async def test_kept_events_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    log = pulled_streams.EventLog()
-    for number in range(10_000):
-        log.add(f'{{"number": {number}, "text": "{"x" * 1000}"}}')
-    kept = log.after(0, 100_000)
-    assert log.last == 10_000 and kept[-1][0] == 10_000 and len(kept) < 1100
-    assert log.after(9_998, 1) == [kept[-2]] and log.after(10_000, 5) == []
-
-
 async def test_one_write_to_a_reader_is_bounded_in_bytes() -> None:
     """A reader that does not read holds one write, and there are hundreds of readers."""
     stream = pulled_streams.PulledStream("http://127.0.0.1/", Caller("a"), Settings(), 0)
