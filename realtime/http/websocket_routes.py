@@ -41,7 +41,6 @@ from realtime.dialects.twilio import CallStart, TwilioDialect, read_start
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
-from realtime.numbers import whole_number
 from realtime.serving.calls import CallInbox, CallLine, Calls
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import CLOSE_GRACE_S, Connection
@@ -57,6 +56,7 @@ from realtime.serving.websocket import header_text
 from realtime.serving.websocket_extension import EXTENSION, PART, SocketExtras
 from realtime.session.events import Hangup
 from realtime.session.settings import MAX_RATE, MIN_RATE, Settings
+from realtime.text_values import whole_number
 
 log = logging.getLogger("tickertape.server")
 

@@ -20,7 +20,7 @@ DAY = 86_400.0
 KEY = "the-real-key"
 # Who looks at the clock on the wall, and why a jump of it does no harm.
 WALL_CLOCK = {
-    "realtime/dates.py": "shown to clients",
+    "realtime/text_values.py": "shown to clients",
     "realtime/http/authentication.py": "client secrets say until when they are valid, also at other gateways",
     "realtime/http/info_routes.py": "shown to clients and operators",
     "realtime/http/routes.py": "handed to those two",
