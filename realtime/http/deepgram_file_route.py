@@ -27,7 +27,7 @@ from realtime.dialects.deepgram import (
     written_hit,
     written_word,
 )
-from realtime.dialects.event_schema import ListenAlternative, ListenModel, ListenSearch, ListenWord, Shape
+from realtime.dialects.event_schema import ChannelFields, ListenAlternative, ListenModel, ListenWord, Shape
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.file_transcription import READ_BYTES, Transcript, UploadRequest
@@ -70,10 +70,8 @@ class FileAlternative(ListenAlternative):
     paragraphs: Paragraphs | UnsetType = UNSET
 
 
-class FileChannel(Shape):
+class FileChannel(ChannelFields):
     alternatives: list[FileAlternative]
-    search: list[ListenSearch] | UnsetType = UNSET
-    detected_language: str | UnsetType = UNSET
 
 
 class Utterance(Shape):
