@@ -23,10 +23,15 @@ from realtime.dialects.base import encode_json
 from realtime.dialects.webrtc import CallDialect
 from realtime.errors import Refusal
 from realtime.metrics.gateway import Metrics
-from realtime.serving.call_protocol import (
+from realtime.serving.connection import AsgiMessage
+from realtime.serving.forking_program import ForkingProgram
+from realtime.serving.inbox import Inbox
+from realtime.serving.live_session import LiveSession
+from realtime.serving.media_protocol import (
     ANSWER,
     AUDIO,
     CALL,
+    CALL_PROGRAM,
     CLOSE,
     ENDED,
     EVENT,
@@ -36,13 +41,8 @@ from realtime.serving.call_protocol import (
     LOST,
     MAX_FRAME_BYTES,
     MESSAGE,
-    PROGRAM,
     SAMPLES,
 )
-from realtime.serving.connection import AsgiMessage
-from realtime.serving.forking_program import ForkingProgram
-from realtime.serving.inbox import Inbox
-from realtime.serving.live_session import LiveSession
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import OpenSession
@@ -60,7 +60,7 @@ RETRY_AFTER_S = 5
 READ_BYTES = 64 * 1024
 INSTALL = "pip install 'tickertape[webrtc]'"
 
-_program = ForkingProgram(PROGRAM)
+_program = ForkingProgram(CALL_PROGRAM)
 
 
 def is_installed() -> bool:
@@ -69,7 +69,7 @@ def is_installed() -> bool:
 
 
 class CallLine:
-    """The socket to the process of a call, as a WebSocket of ASGI. Binary messages are frames of `call_protocol.py`."""
+    """The socket to the process of a call, as a WebSocket of ASGI. Binary messages are frames of the process."""
 
     def __init__(self, line: socket.socket, number: int) -> None:
         self.extras = SocketExtras(abort=self.kill, nothing_waits=lambda: not self._has_frame())
