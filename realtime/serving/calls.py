@@ -20,7 +20,7 @@ from typing import Any
 from audio.formats import MODEL_RATE
 from realtime.config import Config
 from realtime.dialects.base import encode_json
-from realtime.dialects.webrtc import CallDialect
+from realtime.dialects.openai import CallDialect
 from realtime.errors import Refusal
 from realtime.metrics.gateway import Metrics
 from realtime.serving.connection import AsgiMessage
