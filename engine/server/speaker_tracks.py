@@ -10,16 +10,15 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import BadItem, BadOption
+from engine.errors import BadOption, reading_state
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
 from engine.options import SPEAKERS, read_speakers
 from engine.runner.base import Embedder
@@ -297,22 +296,14 @@ class SpeakerTracks:
     def resume(self, name: str, saved: Saved, earlier: int = 0) -> None:
         """Continue from a saved state, as `SpeakerTrack.resume` does. Raises BadItem."""
         if name in self._tracks:
-            with self._readable(name):
+            with reading_state(name, "speaker labels"):
                 self._tracks[name].resume(saved, earlier)
 
     def replay(self, name: str, items: Sequence[Item]) -> None:
         """The audio before a restored state, if the detector does not judge that again."""
         if name in self._tracks:
-            with self._readable(name):
+            with reading_state(name, "speaker labels"):
                 self._tracks[name].replay(items, self._spec)
-
-    @staticmethod
-    @contextmanager
-    def _readable(name: str) -> Iterator[None]:
-        try:
-            yield
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise BadItem(name, f"its speaker labels cannot go on from this state: {error!r}") from error
 
     def save(self, name: str) -> tuple[dict[str, Saved], int | None]:
         """The state of a stream, and the position from which on its audio is needed."""

@@ -20,7 +20,7 @@ from itertools import islice
 
 import msgspec
 
-from engine.errors import BadItem
+from engine.errors import reading_state
 from engine.messages import Closed, Flushed, Item, Output, Saved, Speech, TurnRule, TurnScored
 from engine.runner.base import TurnDetector
 from engine.server.recent_audio import RecentAudio
@@ -202,7 +202,5 @@ class TurnQuestions:
         if "turns" not in parts:
             return
         stream = self._streams[name] = StreamQuestions(self._spec, self._detector)
-        try:
+        with reading_state(name, "turns"):
             stream.resume(name, parts["turns"], items)
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadItem(name, f"its turns cannot go on from this state: {error!r}") from error
