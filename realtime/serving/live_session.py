@@ -125,7 +125,7 @@ class StreamRunner:
         # The stream was told to finish; a stream with other options follows it.
         self._runs_out = False
         # All commands were executed and `work` waits for the next one.
-        self._rests = False
+        self.rests = False
         # Grows when a stream is abandoned, so that its late outputs do not reach the core.
         self._generation = 0
         # Number of streams opened so far; part of the stream's name.
@@ -153,7 +153,7 @@ class StreamRunner:
 
     def put(self, command: EngineCommand) -> None:
         """Queue a command. Audio is fed at once if the queue is empty and the stream has room."""
-        if not (self._rests and isinstance(command, Feed) and not self.queue and self._hear_now(command.samples)):
+        if not (self.rests and isinstance(command, Feed) and not self.queue and self._hear_now(command.samples)):
             self.queue.put(command)
 
     def save(self, last: bool) -> dict[str, Any]:
@@ -218,11 +218,11 @@ class StreamRunner:
                     began = clock()
             self.queue.rest()
             if not self.queue and not self.session.closed:
-                self._rests = True
+                self.rests = True
                 try:
                     await self.queue.wait()
                 finally:
-                    self._rests = False
+                    self.rests = False
 
     async def _execute(self, command: EngineCommand, group: asyncio.TaskGroup) -> None:
         match command:

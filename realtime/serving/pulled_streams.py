@@ -200,7 +200,7 @@ class PulledStreams:
         self._vouches_for = vouches_for
         self._config = config
         self._wall_clock = wall_clock
-        self._streams: dict[str, PulledStream] = {}
+        self.by_id: dict[str, PulledStream] = {}
 
     def begin(self, url: str, caller: Caller, settings: Settings) -> PulledStream:
         """Begin to pull a stream. Raises Refusal."""
@@ -213,42 +213,42 @@ class PulledStreams:
         except NotAllowed as error:
             raise Refusal(400, error.code, error.sentence, param="url") from None
         most = self._config.limits.streams
-        if sum(not stream.events.is_closed for stream in self._streams.values()) >= most:
+        if sum(not stream.events.is_closed for stream in self.by_id.values()) >= most:
             text = f"The server pulls at most {most} streams at once (limits.streams); delete one."
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
         stream = PulledStream(url, caller, settings, int(self._wall_clock()))
-        self._streams[stream.id] = stream
+        self.by_id[stream.id] = stream
         stream.task = asyncio.create_task(
             stream.run(self._sessions, hosts, self._vouches_for), name=f"stream {stream.id}"
         )
-        ended = [other for other in self._streams.values() if other.events.is_closed]
+        ended = [other for other in self.by_id.values() if other.events.is_closed]
         for other in ended[: max(0, len(ended) - MAX_ENDED_STREAMS)]:
-            del self._streams[other.id]
+            del self.by_id[other.id]
         return stream
 
     def of(self, caller: Caller) -> list[PulledStream]:
-        return [stream for stream in self._streams.values() if stream.caller.name == caller.name]
+        return [stream for stream in self.by_id.values() if stream.caller.name == caller.name]
 
     def find(self, stream_id: str, caller: Caller) -> PulledStream:
         """The stream of this caller. Raises a 404 Refusal, also for a stream of another caller."""
-        stream = self._streams.get(stream_id)
+        stream = self.by_id.get(stream_id)
         if stream is None or stream.caller.name != caller.name:
             raise Refusal(404, "stream_not_found", "There is no such stream.", param="id")
         return stream
 
     def end_without_key(self) -> None:
         """End the streams of keys that were removed."""
-        for stream in self._streams.values():
+        for stream in self.by_id.values():
             if not self._vouches_for(stream.caller.name):
                 stream.end_without_key()
 
     async def delete(self, stream: PulledStream) -> None:
-        self._streams.pop(stream.id, None)
+        self.by_id.pop(stream.id, None)
         await self._stop(stream)
 
     async def close(self) -> None:
         """End all streams: the server stops."""
-        for stream in list(self._streams.values()):
+        for stream in list(self.by_id.values()):
             await self._stop(stream)
 
     async def _stop(self, stream: PulledStream) -> None:

@@ -113,7 +113,7 @@ async def test_client_secrets_go_by_the_clock_on_the_wall(serve: Serve, wall: Wa
         answer = await http.post("/v1/realtime/client_secrets", json={}, headers={"Authorization": f"Bearer {KEY}"})
         secret = answer.json()["value"]
         # It took the clock when it was loaded, before the test put its own in the place.
-        running.gateway._context.authenticator._clock = wall
+        running.gateway.context.authenticator._clock = wall
         assert await status_of(running.ws, secret) == 101
         wall.ahead = DAY
         assert await status_of(running.ws, secret) == 401

@@ -343,7 +343,7 @@ async def test_a_reload_that_removes_a_key_ends_its_links(serve: Serve) -> None:
         made = await link(running)
         async with socket_viewer(running.port, "talk", made["token"]) as viewer:
             await viewer.event()
-            running.gateway._context.authenticator.use_keys([OTHER])
+            running.gateway.context.authenticator.use_keys([OTHER])
             with pytest.raises(ConnectionClosed):
                 await viewer.event()
 
@@ -358,7 +358,7 @@ async def test_a_reload_that_removes_a_key_ends_viewers_that_came_with_it(serve:
         ):
             for one in (viewer, stream, stays):
                 await one.event()
-            running.gateway._context.authenticator.use_keys([OTHER])
+            running.gateway.context.authenticator.use_keys([OTHER])
             with pytest.raises(ConnectionClosed):
                 await viewer.event()
             assert viewer.socket.close_code == 1008 and "key was removed" in (viewer.socket.close_reason or "")
@@ -368,7 +368,7 @@ async def test_a_reload_that_removes_a_key_ends_viewers_that_came_with_it(serve:
 
 async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> None:
     async with serve(auth={"keys": (KEY, OTHER)}) as running:
-        revocations = running.gateway.audience._publisher.revocations
+        revocations = running.gateway.audience.publisher.revocations
         async with httpx.AsyncClient(trust_env=False, verify=False, headers=BEARER) as http:
             for _ in range(50):
                 answer = await http.post(f"{running.base_url}/sessions/talk/links")
@@ -377,9 +377,9 @@ async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> N
         kept, of_other = await link(running, "kept"), await link(running, key=OTHER)
         made = [await link(running) for _ in range(3)]
         # As thousands of requests do it.
-        routes = running.gateway.audience._publisher
+        routes = running.gateway.audience.publisher
         links = viewer_links.ViewerLinks(None, revocations, lambda owner: True)  # type: ignore[arg-type]
-        owner = next(iter(running.gateway._context.authenticator._names))
+        owner = next(iter(running.gateway.context.authenticator._names))
         for number in range(100):
             assert links.revocation(owner, "talk", f"ffffffff-{number:016x}") is None, "no link lasts that long"
         for number in range(viewer_links.MAX_REVOKED + 200):

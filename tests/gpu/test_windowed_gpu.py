@@ -41,18 +41,18 @@ def rows_said(family: str, device: torch.device, dtype: torch.dtype, records: bo
     """Five windows of different lengths, decoded behind known text and a draft."""
     model = small(family)
     runner, _ = windowed_on_device(family, model, [b" w"] * 60, device, dtype, 8 << 30, 8)
-    windows = runner._windows
-    assert isinstance(windows, DeviceWindows) and windows._decoder._stage is not None
-    windows._decoder._stage._records = records
+    windows = runner.windows
+    assert isinstance(windows, DeviceWindows) and windows.decoder._stage is not None
+    windows.decoder._stage._records = records
     if records:
-        windows._decoder.record()
+        windows.decoder.record()
     lengths = [16_000 * seconds for seconds in (1, 2, 3, 5, 8)]
     audio = 0.3 * torch.randn(5, lengths[-1], generator=torch.Generator().manual_seed(1)).to(device)
     for row, length in zip(audio, lengths, strict=True):
         row[length:] = 0.0
     encoded = model.encode(audio, lengths)
     rows = [Row([5, 6], [7, 8], 12 + number, None, encoded.audio[number]) for number in range(5)]
-    for _ in windows._decoder.staged_passes(rows, [encoded]):
+    for _ in windows.decoder.staged_passes(rows, [encoded]):
         pass
     runner.close()
     return rows

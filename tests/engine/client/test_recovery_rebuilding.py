@@ -119,7 +119,7 @@ class Session:
         for name in self.link.loop.scheduler.streams:
             self.stream.progress(self.link.loop.reached(name))
         self.link.loop.scheduler.check_integrity()
-        self.most_kept = max(self.most_kept, len(self.stream._kept))
+        self.most_kept = max(self.most_kept, len(self.stream.kept))
 
     def die(self, steps: int) -> None:
         assert self.link is not None
@@ -289,8 +289,8 @@ async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state(bu
     for number in range(len(audio) // PACKET):
         await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
         session.run()
-        replay = session.stream._memory.replay(session.stream._kept)
-        if replay.state is None or replay.state.position != session.stream._kept.end:
+        replay = session.stream._memory.replay(session.stream.kept)
+        if replay.state is None or replay.state.position != session.stream.kept.end:
             continue
         link = LocalLink(build_tiny())
         link.send(Open("s", state=replay.state), replay.known)

@@ -197,14 +197,14 @@ def test_the_guard_breaks_a_rut_is_counted_and_is_rebuilt_by_a_replay() -> None:
     guarded = small_runner(guard=True)
     audio = speech_like(230, seed=6)
     tap = LogitsTap(guarded)
-    compute = guarded._passes._model.logits
+    compute = guarded.passes.model.logits
 
     def in_a_rut(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
         logits[:, PAD] = logits.max(dim=-1).values + 4.25
         return logits
 
-    guarded._passes._model.logits = in_a_rut  # type: ignore[method-assign]
+    guarded.passes.model.logits = in_a_rut  # type: ignore[method-assign]
     feed, driver = Feed(0, audio), Driver(guarded)
     for _ in range(230):
         driver.step([(feed, 1)])
@@ -268,7 +268,7 @@ def test_a_long_list_of_keywords_is_prepared_once_and_beside_the_steps(monkeypat
     for _ in range(14):
         driver.step([(feed, 1) for feed in feeds])
     assert len(builders) == 1 and builders[0] != threading.get_ident()
-    assert all(slot.keywords is not None for slot in runner._slots.values())
+    assert all(slot.keywords is not None for slot in runner.slots.values())
     runner.close()
 
 
@@ -290,14 +290,14 @@ def test_keywords_that_cannot_be_prepared_end_their_stream_alone(monkeypatch: py
 
 def test_without_the_guard_a_rut_goes_on() -> None:
     runner = small_runner()
-    compute = runner._passes._model.logits
+    compute = runner.passes.model.logits
 
     def in_a_rut(hidden: torch.Tensor) -> torch.Tensor:
         logits = compute(hidden)
         logits[:, PAD] = logits.max(dim=-1).values + 4.0
         return logits
 
-    runner._passes._model.logits = in_a_rut  # type: ignore[method-assign]
+    runner.passes.model.logits = in_a_rut  # type: ignore[method-assign]
     feed, driver = Feed(0, speech_like(225, seed=6)), Driver(runner)
     for _ in range(225):
         driver.step([(feed, 1)])
