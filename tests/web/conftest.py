@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.weights.store import cache_folder, pull
 from realtime.app import listening
 from realtime.config import AuthConfig, Config, ServerConfig
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
@@ -23,6 +24,7 @@ from tests.web.firefox import find_firefox, running_firefox
 from tests.web.page_server import WORDS
 
 ROOT = Path(__file__).parents[2]
+READING = "sample-two-cities"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,20 @@ def server_process(*flags: str) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.kill()
+
+
+@asynccontextmanager
+async def real_page(chromium: str, folder: Path) -> AsyncIterator[tuple[Page, str]]:
+    """A page of a server with a real model, in a browser whose microphone plays a reading; and its address. The page
+    must not have reported an error by the end. The smaller model: a browser leaves little of two cores."""
+    missing = [name for name in ("moonshine-tiny", READING) if not (cache_folder() / name).exists()]
+    if missing:
+        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    with server_process("--model", "moonshine-tiny") as server, running_browser(chromium, pull(READING)) as address:
+        async with open_page(address, folder) as page:
+            await page.open(server.url)
+            yield page, server.url
+            assert page.errors == []
 
 
 def write_wav(path: Path, pcm: bytes, rate: int = 48_000) -> Path:
