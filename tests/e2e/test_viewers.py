@@ -237,14 +237,15 @@ async def test_a_link_is_for_one_name_and_for_reading_only(serve: Serve) -> None
             assert viewer.socket.close_code == 1008 and "read-only" in (viewer.socket.close_reason or "")
 
 
+async def client_secret(running: Running, http: httpx.AsyncClient, session: dict[str, str]) -> dict[str, str]:
+    """The header of a client with a secret for sessions with these settings."""
+    answer = await http.post(f"{running.base_url}/realtime/client_secrets", json={"session": session}, headers=BEARER)
+    return {"Authorization": f"Bearer {answer.json()['value']}"}
+
+
 async def test_client_secrets_publish_under_their_own_name_and_read_nothing(serve: Serve) -> None:
     async with serve(auth={"keys": (KEY,)}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
-        secrets = []
-        for session in ({"publish": "talk"}, {}):
-            answer = await http.post(
-                f"{running.base_url}/realtime/client_secrets", json={"session": session}, headers=BEARER
-            )
-            secrets.append({"Authorization": f"Bearer {answer.json()['value']}"})
+        secrets = [await client_secret(running, http, session) for session in ({"publish": "talk"}, {})]
         async with greeted_client(running.ws, additional_headers=secrets[0]) as client:
             async with socket_viewer(running.port, "talk", additional_headers=BEARER) as viewer:
                 assert (await viewer.event())["live"]
@@ -262,12 +263,7 @@ async def test_client_secrets_publish_under_their_own_name_and_read_nothing(serv
 
 async def test_client_secrets_of_deepgram_clients_publish_under_no_other_name(serve: Serve) -> None:
     async with serve(auth={"keys": (KEY,)}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
-        secrets = []
-        for session in ({"publish": "talk"}, {}):
-            answer = await http.post(
-                f"{running.base_url}/realtime/client_secrets", json={"session": session}, headers=BEARER
-            )
-            secrets.append({"Authorization": f"Bearer {answer.json()['value']}"})
+        secrets = [await client_secret(running, http, session) for session in ({"publish": "talk"}, {})]
         for path in ("v1/listen?encoding=linear16&sample_rate=16000", "v2/listen?model=flux-general-en"):
             url = f"ws://127.0.0.1:{running.port}/{path}"
             others = ((secrets[0], "&publish=board-meeting"), (secrets[1], "&publish=talk"), (secrets[0], ""))

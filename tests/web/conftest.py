@@ -15,9 +15,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.weights.store import cache_folder, pull
+from engine.weights.store import pull
 from realtime.app import listening
 from realtime.config import AuthConfig, Config, ServerConfig
+from tests.cached_models import skip_unless_cached
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
 from tests.web.devtools import Page, find_browser, open_page, running_browser
 from tests.web.firefox import find_firefox, running_firefox
@@ -90,9 +91,7 @@ def server_process(*flags: str) -> Iterator[ServerProcess]:
 async def real_page(chromium: str, folder: Path) -> AsyncIterator[tuple[Page, str]]:
     """A page of a server with a real model, in a browser whose microphone plays a reading; and its address. The page
     must not have reported an error by the end. The smaller model: a browser leaves little of two cores."""
-    missing = [name for name in ("moonshine-tiny", READING) if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached("moonshine-tiny", READING)
     with server_process("--model", "moonshine-tiny") as server, running_browser(chromium, pull(READING)) as address:
         async with open_page(address, folder) as page:
             await page.open(server.url)

@@ -84,18 +84,24 @@ class Reader:
             self.said.append((self.stream.read, output))
 
 
+async def calm_words(client: EngineClient, flushes: tuple[int, ...]) -> fakes.Transcript:
+    """The transcript of a stream that nothing happens to."""
+    calm, stream = fakes.Transcript(), await client.open("calm")
+    reading = asyncio.create_task(calm.collect(stream))
+    await feed(stream, 0, len(AUDIO), flushes)
+    await stream.finish()
+    await reading
+    return calm
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("cut", [3000, 9999, 20_000])
 @pytest.mark.parametrize("unread", [0, 4])
 async def test_words_do_not_change_when_a_stream_moves(windowed: bool, cut: int, unread: int) -> None:
     engine = EngineThread(partial(fakes.build, windowed=windowed, detects=True))
     async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
-        calm, flushes = fakes.Transcript(), (2000, 8000)
-        stream = await first.open("calm")
-        reading = asyncio.create_task(calm.collect(stream))
-        await feed(stream, 0, len(AUDIO), flushes)
-        await stream.finish()
-        await reading
+        flushes = (2000, 8000)
+        calm = await calm_words(first, flushes)
         stream = await first.open("moving")
         reader = Reader(stream)
         await feed(stream, 0, cut, flushes)
@@ -173,11 +179,7 @@ async def test_words_do_not_change_when_the_engine_is_lost_right_after_a_stream_
     build = partial(fakes.build, windowed=True, detects=True)
     engine, flushes = fakes.process(build), (2000, 8000)
     async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
-        calm, stream = fakes.Transcript(), await first.open("calm")
-        reading = asyncio.create_task(calm.collect(stream))
-        await feed(stream, 0, len(AUDIO), flushes)
-        await stream.finish()
-        await reading
+        calm = await calm_words(first, flushes)
         stream = await first.open("moving")
         reader = Reader(stream)
         await feed(stream, 0, cut, flushes)

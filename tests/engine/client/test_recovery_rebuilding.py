@@ -41,8 +41,9 @@ from engine.runner.windowed.windows import HostWindows
 from engine.server.loop import EngineLoop
 from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
-from engine.weights.store import cache_folder, pull
+from engine.weights.store import pull
 from engine.weights.windowed_models import load_speech_model
+from tests.cached_models import skip_unless_cached
 from tests.engine import fakes
 from tests.engine.server import test_skipped_silence as silence_cut
 
@@ -330,9 +331,7 @@ def build_real() -> EngineLoop:
 
 
 async def test_real_speech_is_the_same_after_twenty_deaths() -> None:
-    missing = [name for name in (REAL_MODEL, REAL_SPEECH) if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(REAL_MODEL, REAL_SPEECH)
     audio = np.concatenate(list(read_file(pull(REAL_SPEECH))))[: 20 * 16_000]
     packets, chance = len(audio) // PACKET, random.Random(1)
     calm = await play(build_real, audio, {170}, [])
