@@ -15,6 +15,9 @@ from tests.web.tab import Tab
 TURNS = "[...document.querySelectorAll('#turns li')]"
 DONE = f"{TURNS}.filter((li) => li.dataset.state === 'done')"
 STATE = "document.querySelector('#state').textContent"
+RESTORED = "!document.querySelector('#restored').hidden"
+# Transcripts in the library.
+ROWS = "[...document.querySelectorAll('#library-list li')]"
 PROBLEM = "document.querySelector('#problem:not([hidden]) p')?.textContent"
 OPEN_TEXT = f"{TURNS}.find((li) => li.dataset.state === 'open')?.querySelector('.text').textContent"
 # All that was spoken has been heard, and turned into text.

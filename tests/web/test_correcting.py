@@ -10,10 +10,9 @@ import pytest
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page
 from tests.web.page_server import SENTENCES
-from tests.web.shown import PROBLEM, TURNS, keep_transcripts, send_file, texts, transcript, turns
+from tests.web.shown import PROBLEM, RESTORED, TURNS, keep_transcripts, send_file, texts, transcript, turns
 
 HOSTILE = "<img src=x onerror=alert(1)> --> &amp;"
-RESTORED = "!document.querySelector('#restored').hidden"
 FIELD = "document.activeElement.matches('.edit')"
 ANNOUNCED = "document.querySelector('#announcer').textContent"
 KEPT = """(async () => {

@@ -14,6 +14,8 @@ from tests.web.shown import (
     DONE,
     OPEN_TEXT,
     PROBLEM,
+    RESTORED,
+    ROWS,
     STATE,
     TURNS,
     check_order,
@@ -34,8 +36,6 @@ KEPT = """(async () => {
   db.close();
   return turns.map((turn) => turn.text);
 })()"""
-RESTORED = "!document.querySelector('#restored').hidden"
-ROWS = "[...document.querySelectorAll('#library-list li')]"
 
 
 async def test_reload_shows_the_captions_and_goes_on_with_them(page: Page, server: PageServer, talk: Path) -> None:

@@ -9,10 +9,8 @@ import pytest
 
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page, open_page
-from tests.web.shown import TURNS, keep_transcripts, send_file, stop, transcript
+from tests.web.shown import RESTORED, ROWS, TURNS, keep_transcripts, send_file, stop, transcript
 
-RESTORED = "!document.querySelector('#restored').hidden"
-ROWS = "[...document.querySelectorAll('#library-list li')]"
 PLACES = "[...document.querySelectorAll('#library-list .place')].map((place) => place.textContent)"
 FOUND = "document.querySelector('#library-found').textContent"
 NONE = "document.querySelector('#library-none:not([hidden])')?.textContent"
