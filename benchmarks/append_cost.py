@@ -128,7 +128,7 @@ async def speak(orders: socket.socket, sessions: Sessions, case: Case, slices: l
             orders.send(bytes((number,)))
             await asyncio.sleep(max(0.0, due - time.monotonic()))
             # Until every append of this slice was read.
-            for entry in list(sessions._entries.values())[number :: case.slices]:
+            for entry in list(sessions.entries.values())[number :: case.slices]:
                 while entry.live.session.source_samples < slices[number] * case.samples:  # noqa: ASYNC110
                     await asyncio.sleep(0.0005)
 

@@ -257,11 +257,11 @@ class LagClient(PacedClient):
         random = np.random.default_rng(number)
         grid = SAMPLES_PER_POSITION * orders.rate // SAMPLE_RATE
         # Each session has its own offset within an item, so that no two send the same frames.
-        self._start = int(random.integers(0, self._spoken.samples // grid)) * grid + number % grid
+        self.start = int(random.integers(0, self._spoken.samples // grid)) * grid + number % grid
         self._silent_from = float(random.uniform(0, PERIOD_S))
         # Which appends were silent, texts without word times yet, and the end of speech of each turn by item.
-        self._silent: set[int] = set()
-        self._texts: deque[tuple[str, float]] = deque()
+        self.silent: set[int] = set()
+        self.texts: deque[tuple[str, float]] = deque()
         self._speech_ends: dict[str, float] = {}
 
     async def play(self) -> None:
@@ -278,9 +278,9 @@ class LagClient(PacedClient):
     def take(self, event: dict[str, Any], now: float | None = None) -> None:
         kind, now = event["type"], now or time.monotonic()
         if kind == DELTA:
-            self._texts.extend((text, now) for text in event["delta"].split())
+            self.texts.extend((text, now) for text in event["delta"].split())
             for word in event.get("words", ()):
-                self._score(word)
+                self.score(word)
         elif kind == SPEECH_STOPPED:
             self._speech_ends[event["item_id"]] = (event["audio_end_ms"] - TURN_SILENCE_MS) / 1000
         elif kind == COMPLETED and event["transcript"] and event["item_id"] in self._speech_ends:
@@ -296,12 +296,12 @@ class LagClient(PacedClient):
             sound = self._spoken
             if (number * step + self._silent_from) % PERIOD_S < orders.silent_share * PERIOD_S:
                 sound = self._quiet
-                self._silent.add(number)
-            yield sound.piece(self._start + number * size, size)
+                self.silent.add(number)
+            yield sound.piece(self.start + number * size, size)
 
-    def _score(self, word: dict[str, Any]) -> None:
-        while self._texts:
-            text, came = self._texts.popleft()
+    def score(self, word: dict[str, Any]) -> None:
+        while self.texts:
+            text, came = self.texts.popleft()
             if text == word["word"]:
                 break
         else:
@@ -323,9 +323,9 @@ class LagClient(PacedClient):
     def _is_in_speech(self, start: float, end: float) -> bool:
         """Whether the whole word is within speech, by the detector's spans."""
         appends = range(int(start * 1000 / self._orders.append_ms), int(end * 1000 / self._orders.append_ms - 1e-6) + 1)
-        if not self._silent.isdisjoint(appends):
+        if not self.silent.isdisjoint(appends):
             return False
-        place = (self._start / self._orders.rate + start) % (self._spoken.samples / self._orders.rate)
+        place = (self.start / self._orders.rate + start) % (self._spoken.samples / self._orders.rate)
         return any(first <= place and place + end - start <= last for first, last in self._orders.speech)
 
 

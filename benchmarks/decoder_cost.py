@@ -33,8 +33,8 @@ from benchmarks.measuring import (
     write_json,
 )
 from realtime.serving.audio_intake import ContainerStream
-from realtime.serving.decoder_protocol import PROGRAM
 from realtime.serving.isolated_decoder import decoded_file
+from realtime.serving.media_protocol import DECODER_PROGRAM
 
 MIB = 2**20
 PIECE_S = 0.25
@@ -63,7 +63,7 @@ def opus(container: str, seconds: float) -> bytes:
 def processes() -> tuple[int, list[int]]:
     """The program that forks the decoders, and the decoders."""
     for pid in with_descendants(os.getpid()):
-        if PROGRAM in read_process(pid, "cmdline"):
+        if DECODER_PROGRAM in read_process(pid, "cmdline"):
             return pid, with_descendants(pid)[1:]
     raise RuntimeError("the program that forks the decoders is not running")
 

@@ -125,7 +125,7 @@ class Watch:
         self._passes: list[Callable[[], float]] = []
         self._launched: deque[list[Callable[[], float]]] = deque()
         if isinstance(runner, VoxtralRunner):
-            self._time_calls(runner._graphs or runner._passes, "run" if runner._graphs else "batch")
+            self._time_calls(runner._graphs or runner.passes, "run" if runner._graphs else "batch")
             launch = runner.launch
 
             def launch_and_note(

@@ -239,7 +239,7 @@ async def measure_pauses(
             await until(lambda: client.ready and client.capacity().spares_ready == spares, PATIENCE_S)
             await asyncio.sleep(chance.uniform(*alive_s))
             # Words that were on their way at the kill do not count.
-            victim, pooled = next((at, engine) for at, engine in enumerate(client._running.pool.all) if engine.serves)
+            victim, pooled = next((at, engine) for at, engine in enumerate(client.supervisor.pool.all) if engine.serves)
             pid = engines[victim].pid
             assert pid is not None
             link, moment = pooled.link, time.perf_counter()

@@ -5,6 +5,9 @@ Every text names the stream and says what to fix, and is safe to show to a clien
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class EngineError(Exception):
     """Base class of the engine's own errors."""
@@ -32,6 +35,15 @@ class StreamFinished(StreamError):
 
 class BadItem(StreamError):
     """An item is malformed, or does not follow the last item of the timeline."""
+
+
+@contextmanager
+def reading_state(stream: str, part: str) -> Iterator[None]:
+    """Reads a part of a saved state: what is not as it was saved is a BadItem."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise BadItem(stream, f"its {part} cannot go on from this state: {error!r}") from error
 
 
 class BadOption(StreamError):

@@ -1,15 +1,19 @@
-"""Reads the shared secret of a fleet and derives keys from it. Holders of the secret can derive every key."""
+"""The shared secret of a fleet, one file with the same content on every machine: makes and reads it, and derives keys
+from it. Holders of the secret can derive every key; no derived value reveals the secret."""
 
 from __future__ import annotations
 
 import hashlib
 import hmac
+import os
+import secrets
 from pathlib import Path
 
 MIN_SECRET_BYTES = 16
 # A longer file is not a secret; refuse it.
 MOST_SECRET_BYTES = 4096
 KEY_BYTES = 32
+MADE_BYTES = 32
 
 
 def read_secret(path: str | Path) -> bytes:
@@ -30,7 +34,28 @@ def read_secret(path: str | Path) -> bytes:
     return secret
 
 
+def make_secret(path: Path) -> None:
+    """Writes a random secret that only its owner can read; an existing file stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    except FileExistsError:
+        return
+    with os.fdopen(handle, "w") as file:
+        file.write(secrets.token_hex(MADE_BYTES) + "\n")
+
+
 def derive(secret: bytes, purpose: str) -> bytes:
     """A key for one purpose (HKDF of RFC 5869 with SHA-256). One derived key reveals nothing about another."""
     pseudorandom = hmac.digest(b"tickertape fleet", secret, hashlib.sha256)
     return hmac.digest(pseudorandom, purpose.encode() + b"\x01", hashlib.sha256)[:KEY_BYTES]
+
+
+def fingerprint(secret: bytes) -> str:
+    """A value that differs for different secrets and may be shown."""
+    return hmac.digest(secret, b"tickertape fleet fingerprint", hashlib.sha256).hex()[:16]
+
+
+def cluster_token(secret: bytes) -> str:
+    """The token that authenticates calls of the Ray cluster."""
+    return hmac.digest(secret, b"tickertape fleet cluster token", hashlib.sha256).hex()

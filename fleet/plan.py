@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from engine.fleet_secret import read_secret
 from engine.toml_file import read_toml
-from fleet.state import FleetFileError, Kind, Needs
+from fleet.state import FleetError, FleetFileError, Kind, Needs
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
 STATE_FOLDER = "~/.local/state/tickertape/fleet"
@@ -93,6 +94,13 @@ class FleetPlan:
     @property
     def secret_path(self) -> Path:
         return Path(self.secret_file).expanduser() if self.secret_file else self.folder / "secret"
+
+    def read_secret(self) -> bytes:
+        """The secret, read as engines and gateways do. Raises FleetError."""
+        try:
+            return read_secret(self.secret_path)
+        except ValueError as error:
+            raise FleetError(f"{error}; it must be the same file on every node") from error
 
     @property
     def needs(self) -> dict[Kind, Needs]:

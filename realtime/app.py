@@ -23,7 +23,6 @@ from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EnginePr
 from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
-from realtime.dates import http_date
 from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
@@ -38,6 +37,7 @@ from realtime.serving.quota import SessionQuota
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer, fleet_secret, signing_secret
 from realtime.serving.websocket import HttpWithDeadlines, realtime_websocket
+from realtime.text_values import http_date
 
 log = logging.getLogger("tickertape")
 

@@ -21,11 +21,10 @@ from pathlib import Path
 from stat import S_ISREG
 from types import UnionType
 from typing import Any
-from urllib.parse import urlsplit
 
 from engine.logs import FORMATS
 from engine.toml_file import read_toml
-from realtime.numbers import plain_float, plain_int
+from realtime.text_values import plain_float, plain_int, web_url
 
 ENVIRONMENT_PREFIX = "TICKERTAPE_"
 # Shorter turns would cut ordinary speech.
@@ -501,9 +500,11 @@ def _check_webhooks(config: Config) -> None:
     for number, entry in enumerate(map(Secret.reveal, hooks.on_final), start=1):
         key, url = hook_of(entry)
         # Entries may contain keys and tokens, so they are not shown.
-        if not _is_web_url(url):
+        try:
+            web_url(url)
+        except ValueError:
             text = "must be 'URL' or 'KEY URL' with an http or https URL without user name and password"
-            raise ConfigError(f"webhooks.on_final: entry {number} {text}; its value is not shown")
+            raise ConfigError(f"webhooks.on_final: entry {number} {text}; its value is not shown") from None
         if key and key not in map(Secret.reveal, config.auth.keys):
             raise ConfigError(f"webhooks.on_final: the key of entry {number} is not in auth.keys")
     if hooks.per_session and not hooks.hosts:
@@ -525,17 +526,6 @@ def _check_webrtc(webrtc: WebrtcConfig) -> None:
     except ValueError:
         text = "two numbers from 1024 to 65535 such as 50000-50100"
         raise ConfigError(f"webrtc.ports must be {text}, not {shown(webrtc.ports)}") from None
-
-
-def _is_web_url(url: str) -> bool:
-    try:
-        split = urlsplit(url)
-        host, _ = split.hostname, split.port
-        if host and url.isascii():
-            host.encode("idna")  # as the lookup does; it refuses empty and long labels
-    except ValueError:
-        return False
-    return bool(host) and split.scheme in ("http", "https") and "@" not in split.netloc and url.isascii()
 
 
 def _is_network(text: str) -> bool:

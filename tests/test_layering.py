@@ -91,8 +91,9 @@ OPENINGS: dict[str, set[str]] = {
     "realtime/workers/worker.py": {"engine"},
     # This command is the engine process.
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
-    # The fleet, its engines and its gateways read one secret by one rule.
-    "fleet/secret.py": {"engine"},
+    # The fleet, its engines and its gateways have one secret.
+    "fleet/cluster/connect.py": {"engine"},
+    "fleet/keepers/keeper.py": {"engine"},
     # Files that an operator names are read by one rule.
     "fleet/plan.py": {"engine"},
     "realtime/config.py": {"engine"},

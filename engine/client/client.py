@@ -94,8 +94,8 @@ class EngineClient:
         while True:
             table = await asyncio.to_thread(file.look)
             if table is not None:
-                self._running.follow(table)
-            await self._running.leave_delisted()
+                self.supervisor.follow(table)
+            await self.supervisor.leave_delisted()
             await asyncio.sleep(LOOK_SECONDS)
 
     def _meet(self, spec: asyncio.Future[ModelSpec]) -> None:
@@ -106,7 +106,7 @@ class EngineClient:
 
     async def wait_until_ready(self) -> None:
         """Wait until an engine has connected, without a time limit."""
-        await asyncio.shield(self._running.spec)
+        await asyncio.shield(self.supervisor.spec)
 
     async def close(self, at_once: bool = False) -> None:
         """Stop. `at_once`: engines started here are killed even in the middle of a step."""
@@ -167,10 +167,10 @@ class EngineClient:
         refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
         try:
-            for pooled in self._running.pool.in_order():
+            for pooled in self.supervisor.pool.in_order():
                 opened = EngineStream(opening, self.spec, self._limits(), self._ended)
                 try:
-                    await self._running.pool.open_on(pooled, opened)
+                    await self.supervisor.pool.open_on(pooled, opened)
                     return opened
                 except BaseException as error:
                     opened.cancel_opening()
@@ -185,19 +185,19 @@ class EngineClient:
 
     def handoff_target(self, stream: EngineStream | None) -> HandoffTarget | None:
         """The engine that keeps the value of a session with this stream; None if there is none at the moment."""
-        return handoff_target(stream, self._running.pool)
+        return handoff_target(stream, self.supervisor.pool)
 
     async def adopt(self, key: str, is_wanted: Callable[[], bool] = lambda: True) -> AdoptedSession | None:
         """Adopt a session of another gateway, with its stream; None if no engine has it."""
-        return await self.handoffs.adopt(self._running.pool, key, is_wanted)
+        return await self.handoffs.adopt(self.supervisor.pool, key, is_wanted)
 
     async def renew(self, owned: Owned) -> int:
         """The new owner number of a session of this gateway; 0 if another gateway has adopted it."""
-        return await self.handoffs.renew(self._running.pool, owned)
+        return await self.handoffs.renew(self.supervisor.pool, owned)
 
     async def confirm(self) -> None:
         """Wait until the engines have reported which sessions of this gateway others have adopted."""
-        await self.handoffs.confirm(self._running.pool)
+        await self.handoffs.confirm(self.supervisor.pool)
 
     def _make_place(self, stream: EngineStream) -> EngineStream:
         """A placeholder stream that reserves room on an engine for this one."""
@@ -249,7 +249,8 @@ class EngineClient:
         return EngineMetrics() if self._supervisor is None else self._supervisor.metrics()
 
     @property
-    def _running(self) -> Supervisor:
+    def supervisor(self) -> Supervisor:
+        """What keeps the engines running and connected, from `start` on."""
         assert self._supervisor is not None, "start the client first"
         return self._supervisor
 
@@ -269,7 +270,7 @@ class EngineClient:
 
     def _ended(self, stream: EngineStream) -> None:
         self._names.discard(stream.id)
-        self._running.ended(stream)
+        self.supervisor.ended(stream)
 
 
 def _check_texts(options: Mapping[str, str]) -> None:

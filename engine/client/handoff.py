@@ -81,7 +81,7 @@ class HandoffClient:
         self._awaited: dict[int, asyncio.Future[HandoffAnswer]] = {}
         self._adopting: dict[tuple[PooledEngine, str], asyncio.Future[AdoptedSession | None]] = {}
         # Copies of sessions that are of no use: up to which number, and since when. The oldest comes first.
-        self._over: dict[str, tuple[int, float]] = {}
+        self.over: dict[str, tuple[int, float]] = {}
 
     def on_output(self, pooled: PooledEngine, output: messages.SessionOutput) -> None:
         match output:
@@ -109,16 +109,16 @@ class HandoffClient:
         assert pooled.link is not None
         self._send_claim(pooled.link, 0)
         now = asyncio.get_running_loop().time()
-        self._over = {key: known for key, known in self._over.items() if now - known[1] <= OVER_SECONDS}
-        for key, (number, _) in self._over.items():
+        self.over = {key: known for key, known in self.over.items() if now - known[1] <= OVER_SECONDS}
+        for key, (number, _) in self.over.items():
             pooled.link.send(messages.DropHandoff("", key, number))
 
     def note_over(self, key: str, number: int) -> None:
         """What a lost engine may still have of a session, up to this number, is of no use any more."""
-        self._over.pop(key, None)
-        self._over[key] = (number, asyncio.get_running_loop().time())
-        if len(self._over) > MAX_ENDED:
-            del self._over[next(iter(self._over))]
+        self.over.pop(key, None)
+        self.over[key] = (number, asyncio.get_running_loop().time())
+        if len(self.over) > MAX_ENDED:
+            del self.over[next(iter(self.over))]
 
     async def confirm(self, pool: EnginePool) -> None:
         """Wait until every engine has answered which of our sessions others have adopted, at most `CONFIRM_SECONDS`.

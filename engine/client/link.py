@@ -333,8 +333,8 @@ class EngineLink:
         self._events = events
         self._loop = asyncio.get_running_loop()
         self._welcome: asyncio.Future[codec.Welcome] = self._loop.create_future()
-        self._numbering = Numbering()
-        self._outbox = SendQueue()
+        self.numbering = Numbering()
+        self.outbox = SendQueue()
         # Items of unacknowledged batches, by number: a repair may ask for them.
         self._under_way: dict[int, list[messages.Item]] = {}
         # The last batch that needed a repair.
@@ -385,7 +385,7 @@ class EngineLink:
         # Nothing has been sent yet: the mirror is empty before and after, like the engine's cache.
         warm_up(self.processor)
         self._heard_at = self._beat_at = self._loop.time()
-        self._beat_timer = self._loop.call_later(BEAT_SECONDS, self._beat)
+        self._beat_timer = self._loop.call_later(BEAT_SECONDS, self.beat)
         return welcome.spec
 
     @property
@@ -396,7 +396,7 @@ class EngineLink:
     @property
     def has_room(self) -> bool:
         """Whether the engine has acknowledged enough batches to be sent more."""
-        return self._numbering.may_send
+        return self.numbering.may_send
 
     def send(self, command: messages.Command, items: list[messages.Item] | None = None) -> None:
         """Queue a command and its items for the next batch.
@@ -405,13 +405,13 @@ class EngineLink:
         """
         if self.lost is not None:
             return
-        self._outbox.put((command, items or []))
+        self.outbox.put((command, items or []))
         self._schedule_flush()
 
     def pace(self, source: Source) -> None:
         """Send the source's pieces, in what live commands leave of each batch."""
         if self.lost is None:
-            self._outbox.pace(source)
+            self.outbox.pace(source)
             self._schedule_flush()
 
     def collect(self, collector: Callable[[], None]) -> None:
@@ -430,8 +430,8 @@ class EngineLink:
     async def taken(self) -> None:
         """Wait until the engine has acknowledged all commands so far, or the link has ended."""
         await self.flushed()
-        number, waiting = self._numbering.sent, self._loop.create_future()
-        if self.lost is None and self._numbering.acknowledged_until < number:
+        number, waiting = self.numbering.sent, self._loop.create_future()
+        if self.lost is None and self.numbering.acknowledged_until < number:
             self._awaited.append((number, waiting))
             await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
 
@@ -486,14 +486,14 @@ class EngineLink:
     # Sending.
 
     def _schedule_flush(self) -> None:
-        if self._flush_timer is None and self._numbering.may_send:
+        if self._flush_timer is None and self.numbering.may_send:
             wait = self._flushed_at + TICK_SECONDS - self._loop.time()
             # Even without a wait, call_later lets commands of the same event loop iteration join the batch.
             self._flush_timer = self._loop.call_later(max(0.0, wait), self._flush)
 
     def _flush(self) -> None:
         """Send the next batch."""
-        if self._numbering.may_send:
+        if self.numbering.may_send:
             self._collect_all()
         self._flush_timer = None
         batch, failures = OutgoingBatch(), list[messages.Failed | None]()
@@ -506,21 +506,21 @@ class EngineLink:
                 failures.append(self._replace(command, batch, error))
                 return 0
 
-        if self._numbering.may_send:
-            self._outbox.fill(self._numbering.next_number, add)
+        if self.numbering.may_send:
+            self.outbox.fill(self.numbering.next_number, add)
         if not batch and not failures:
             self._tell_those_who_wait()
             return
         self._flushed_at = self._loop.time()
         if batch:
-            numbering = self._numbering
+            numbering = self.numbering
             frames = batch.frames(numbering.next_number, numbering.taken, self.processor.pack)
             numbering.keep(frames)
             self._under_way[numbering.sent] = batch.items
             self._acknowledge_later(cancel=True)
             self._socket.send(frames)
         self._tell_those_who_wait()
-        if self._outbox.has_more:
+        if self.outbox.has_more:
             self._schedule_flush()
         for failed in failures:
             if failed is not None:
@@ -538,7 +538,7 @@ class EngineLink:
     @property
     def _waits(self) -> bool:
         """Whether something other than replays waits for the next batch."""
-        return bool(self._collectors) or self._outbox.has_live
+        return bool(self._collectors) or self.outbox.has_live
 
     def _replace(
         self, command: messages.Command | None, batch: OutgoingBatch, error: Exception
@@ -555,7 +555,7 @@ class EngineLink:
         why = f"a value cannot be sent to the engine: {type(error).__name__}"
         return messages.Failed(command.stream, code_of(opens), f"stream {command.stream!r}: {why}")
 
-    def _beat(self) -> None:
+    def beat(self) -> None:
         now = self._loop.time()
         if now - self._beat_at > BEAT_SECONDS + STOPPED_SECONDS:
             self._heard_at = now
@@ -564,11 +564,11 @@ class EngineLink:
             self._lose(f"the engine at {self.address} has been silent for {SILENCE_SECONDS:g} s")
             return
         self._send_beat()
-        self._beat_timer = self._loop.call_later(BEAT_SECONDS, self._beat)
+        self._beat_timer = self._loop.call_later(BEAT_SECONDS, self.beat)
 
     def _send_beat(self) -> None:
         self._acknowledge_later(cancel=True)
-        self._socket.send(codec.encode(codec.Beat(self._numbering.sent, self._numbering.taken)))
+        self._socket.send(codec.encode(codec.Beat(self.numbering.sent, self.numbering.taken)))
 
     def _acknowledge_later(self, cancel: bool = False) -> None:
         if cancel:
@@ -598,9 +598,9 @@ class EngineLink:
                 self._lose(message.message)
             case codec.Update():
                 self._acknowledged(message.ack)
-                arrival = self._numbering.arrive(message.seq)
+                arrival = self.numbering.arrive(message.seq)
                 if arrival is Arrival.NEXT:
-                    self._numbering.take(message.seq)
+                    self.numbering.take(message.seq)
                     self._acknowledge_later()
                     self._take(message)
                 elif arrival is Arrival.AFTER_A_GAP:
@@ -608,28 +608,28 @@ class EngineLink:
             case codec.Beat():
                 self.status = message.status or self.status
                 self._acknowledged(message.ack)
-                if message.sent > self._numbering.taken:
+                if message.sent > self.numbering.taken:
                     self._ask_again()
             case codec.Again():
-                for kept in self._numbering.kept_since(message.seq):
+                for kept in self.numbering.kept_since(message.seq):
                     self._socket.send(kept)
             case codec.Missing():
                 self._repair(message)
 
     def _ask_again(self) -> None:
-        self._socket.send(codec.encode(codec.Again(self._numbering.taken + 1)))
+        self._socket.send(codec.encode(codec.Again(self.numbering.taken + 1)))
 
     def _acknowledged(self, number: int) -> None:
-        taken = self._numbering.acknowledged(number)
+        taken = self.numbering.acknowledged(number)
         for batch in taken:
             self._under_way.pop(batch, None)
-            self._outbox.acknowledged(batch)
+            self.outbox.acknowledged(batch)
         while self._awaited and self._awaited[0][0] <= number:
             _, waiting = self._awaited.pop(0)
             if not waiting.done():
                 waiting.set_result(None)
-        if taken and self._numbering.may_send:
-            if self._outbox.has_more or self._collectors:
+        if taken and self.numbering.may_send:
+            if self.outbox.has_more or self._collectors:
                 self._schedule_flush()
             self._events.on_room()
 

@@ -42,9 +42,9 @@ class Recovery:
         self._pool = pool
         self._timeout_s = timeout_s
         self._clock = clock
-        self._held: set[EngineStream] = set()
-        self._waiting: list[EngineStream] = []
-        self._reopening: dict[EngineStream, asyncio.Task[None]] = {}
+        self.held: set[EngineStream] = set()
+        self.waiting: list[EngineStream] = []
+        self.reopening: dict[EngineStream, asyncio.Task[None]] = {}
         # The one suspect that is being tried, and when that began.
         self._on_probation: tuple[EngineStream, float] | None = None
         self._wake = asyncio.Event()
@@ -53,7 +53,7 @@ class Recovery:
         while True:
             try:
                 # Not `wait_for`, which would miss a cancellation that comes together with the wake-up.
-                async with asyncio.timeout(RETRY_S if self._waiting else None):
+                async with asyncio.timeout(RETRY_S if self.waiting else None):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -62,16 +62,16 @@ class Recovery:
 
     async def close(self) -> list[EngineStream]:
         """Stop; returns the streams that are not on an engine."""
-        tasks = dict(self._reopening)
+        tasks = dict(self.reopening)
         for task in tasks.values():
             task.cancel()
         await asyncio.gather(*tasks.values(), return_exceptions=True)
-        return [*self._held, *self._waiting, *tasks]
+        return [*self.held, *self.waiting, *tasks]
 
     @property
     def is_under_way(self) -> bool:
         """Whether a stream has not passed the point where its engine was lost."""
-        lost = self._held or self._waiting or self._reopening
+        lost = self.held or self.waiting or self.reopening
         return bool(lost) or any(stream.place.lost_at is not None for stream in self._pool.streams())
 
     def hold(self, streams: list[EngineStream]) -> None:
@@ -79,22 +79,22 @@ class Recovery:
         if self._on_probation is not None and self._on_probation[0] in streams:
             self._on_probation = None
         for stream in streams:
-            self._reopening.pop(stream, None)
+            self.reopening.pop(stream, None)
             if stream.is_open and stream.was_opened:
-                self._held.add(stream)
+                self.held.add(stream)
 
     def release(self, streams: list[EngineStream]) -> None:
         """The crash suspects are known: streams that have not been ended may be reopened."""
         for stream in streams:
-            if stream in self._held:
-                self._held.remove(stream)
-                self._waiting.append(stream)
+            if stream in self.held:
+                self.held.remove(stream)
+                self.waiting.append(stream)
         self._wake.set()
 
     def carry(self, stream: EngineStream, pooled: PooledEngine) -> None:
         """Reopen a stream on an engine that has a place for it."""
         task = asyncio.create_task(self._reopen(stream, pooled), name=f"reopen {stream.id}")
-        self._reopening[stream] = task
+        self.reopening[stream] = task
 
     def wake(self) -> None:
         """An engine has become available."""
@@ -102,10 +102,10 @@ class Recovery:
 
     def forget(self, stream: EngineStream) -> None:
         """The stream has ended."""
-        self._held.discard(stream)
-        self._reopening.pop(stream, None)
-        if stream in self._waiting:
-            self._waiting.remove(stream)
+        self.held.discard(stream)
+        self.reopening.pop(stream, None)
+        if stream in self.waiting:
+            self.waiting.remove(stream)
 
     def note_progress(self, stream: EngineStream) -> None:
         """Count the stream as recovered if it has passed the point where its last engine stopped."""
@@ -121,14 +121,14 @@ class Recovery:
 
     def _place_waiting(self, now: float) -> None:
         self._review_probation(now)
-        for stream in list(self._waiting):
+        for stream in list(self.waiting):
             if self._is_too_late(stream, now):
                 self.counts.given_up += 1
                 stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))
                 continue
             pooled = self._pool.place_for_lost()
             if pooled is not None and self._may_try(stream, now):
-                self._waiting.remove(stream)
+                self.waiting.remove(stream)
                 self.carry(stream, pooled)
 
     def _is_too_late(self, stream: EngineStream, now: float) -> bool:
@@ -156,7 +156,7 @@ class Recovery:
 
     async def _reopen(self, stream: EngineStream, pooled: PooledEngine) -> None:
         mine = asyncio.current_task()
-        if self._reopening.get(stream) is not mine:
+        if self.reopening.get(stream) is not mine:
             return  # the stream ended before this task ran
         refusal: Exception | None = None
         try:
@@ -166,13 +166,13 @@ class Recovery:
         except Exception as error:
             logger.exception("stream %s cannot be reopened", stream.id)
             refusal = error
-        if self._reopening.get(stream) is not mine:
+        if self.reopening.get(stream) is not mine:
             return  # the stream ended, or its engine was lost again and it is held
-        del self._reopening[stream]
+        del self.reopening[stream]
         if refusal is None:
             self.note_progress(stream)
             self._wake.set()
         elif isinstance(refusal, (AtCapacity, EngineDead)):
-            self._waiting.append(stream)
+            self.waiting.append(stream)
         else:
             stream.end(messages.Failed(stream.id, type(refusal).__name__, str(refusal)))

@@ -425,10 +425,10 @@ class EngineStream:
         self._limits = limits
         self._on_end = on_end
         self._cutter = make_cutter(spec)
-        self._kept = KeptAudio(spec)
+        self.kept = KeptAudio(spec)
         self._memory = memory_for(spec, limits.keep_positions)
-        self._outputs = Outputs(spec.sample_rate, self.wake)
-        self._outputs.reported_until, self._outputs.track = opening.heard_until, opening.track
+        self.outputs = Outputs(spec.sample_rate, self.wake)
+        self.outputs.reported_until, self.outputs.track = opening.heard_until, opening.track
         self._tags = 0
         self._unanswered: set[int] = set()
         # Whether an engine has ever accepted the stream.
@@ -489,7 +489,7 @@ class EngineStream:
                 raise ItemRefused(f"the engine has never seen {item.key.hex()}; send the item's data with its hash")
         self._prepared_only = True
         if checked:
-            shift, later = self._kept.end - checked[0].offset, self._kept.end_sample - checked[0].sample
+            shift, later = self.kept.end - checked[0].offset, self.kept.end_sample - checked[0].sample
             self._send_items(
                 [structs.replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
             )
@@ -508,7 +508,7 @@ class EngineStream:
             pause = None
             self._send_items(self._cut_rest())
         self._tags += 1
-        self._kept.mark_flush(self._tags, self._unanswered, pause, ends_speech)
+        self.kept.mark_flush(self._tags, self._unanswered, pause, ends_speech)
         self._unanswered.add(self._tags)
         at = self.place.sample_to_engine(pause)
         self._send(messages.Flush(self.id, self._tags, at, ends_speech, turn_over))
@@ -518,9 +518,9 @@ class EngineStream:
 
     def change_turns(self, turns: messages.TurnRule | None) -> None:
         """Use another rule for the ends of turns from here on."""
-        self._kept.mark_turns(turns)
+        self.kept.mark_turns(turns)
         if not self._spec.rereads_window:  # else the saved state has the rule
-            self._rules.append((self._kept.end_sample, turns))
+            self._rules.append((self.kept.end_sample, turns))
         self._send(messages.ChangeTurns(self.id, turns))
 
     async def finish(self) -> None:
@@ -536,14 +536,14 @@ class EngineStream:
             return
         self._finished = self._aborted = True
         if self._delivery is None or not self._delivery.abort():
-            self.end(messages.Closed(self.id, self._kept.end_sample))
+            self.end(messages.Closed(self.id, self.kept.end_sample))
 
     def __aiter__(self) -> AsyncIterator[messages.Output]:
-        return aiter(self._outputs)
+        return aiter(self.outputs)
 
     def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         """Pass each output to the listener as it comes, instead of iteration. The listener must not raise."""
-        self._outputs.subscribe(listener)
+        self.outputs.subscribe(listener)
 
     @property
     def target(self) -> HandoffTarget | None:
@@ -558,7 +558,7 @@ class EngineStream:
     @property
     def read(self) -> int:
         """Number of outputs read that came from the engine that runs the stream now."""
-        return self._outputs.read
+        return self.outputs.read
 
     def rest(self) -> NDArray[np.float32]:
         """Return audio that was fed and not yet sent to the engine, with the context before it. Empty during a
@@ -587,14 +587,14 @@ class EngineStream:
         if self.previous_engine.is_from(link):
             self.previous_engine.end()
         self._opened = opened = asyncio.get_running_loop().create_future()
-        self._outputs.begin(0)
-        replay = self._memory.replay(self._kept)
+        self.outputs.begin(0)
+        replay = self._memory.replay(self.kept)
         self.place.begin(link, replay)
         suspicion = self.suspicion
         # A windowed model without a state judges all of its audio again.
-        track = self._opening.track if self._spec.rereads_window else self._outputs.track
+        track = self._opening.track if self._spec.rereads_window else self.outputs.track
         turns = self._opening.turns
-        while self._rules and self._rules[0][0] < self._outputs.reported_until:
+        while self._rules and self._rules[0][0] < self.outputs.reported_until:
             turns = self._rules.popleft()[1]
         self._opening.turns = turns
         opening = structs.replace(
@@ -606,7 +606,7 @@ class EngineStream:
             suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
             sample=replay.sample,
             segment=max(0, self._cutter.segment - replay.samples),
-            heard_until=max(0, self._outputs.reported_until - replay.samples),
+            heard_until=max(0, self.outputs.reported_until - replay.samples),
             flushes=self._tags,
             answered=min(self._unanswered, default=self._tags + 1) - 1,
             labels=self._labels,
@@ -625,11 +625,11 @@ class EngineStream:
         positions, samples = adopted.position_offset, adopted.sample_offset
         end, sample = adopted.end + positions, adopted.sample + samples
         self.place.begin(link, Replay(positions, samples, []))
-        self._kept.end, self._kept.end_sample = end, sample
+        self.kept.end, self.kept.end_sample = end, sample
         if adopted.kept is None:
             self._memory.start_at(end, adopted.token + positions)
         else:
-            self._kept.take(adopted.kept)
+            self.kept.take(adopted.kept)
             if adopted.state is not None:
                 self._memory.on_state(adopted.state)
         self._labels, self._labels_from = adopted.labels, samples
@@ -637,7 +637,7 @@ class EngineStream:
         self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
         self._watch_for_audio()
         track = None if adopted.track is None else adopted.track.later(samples)
-        self._outputs.adopt(adopted.consumed, adopted.heard_until + samples, track)
+        self.outputs.adopt(adopted.consumed, adopted.heard_until + samples, track)
         self.was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id)
         return self._cutter.continue_from(end, sample, adopted.segment + samples)
@@ -645,18 +645,18 @@ class EngineStream:
     @property
     def may_move(self) -> bool:
         """Whether the stream can migrate now without a change of its words: all outputs have been read."""
-        at_rest = self.target is not None and self.previous_engine.leaving is None and not len(self._outputs)
-        return at_rest and self.is_open and not self._aborted and self._memory.is_whole(self._kept)
+        at_rest = self.target is not None and self.previous_engine.leaving is None and not len(self.outputs)
+        return at_rest and self.is_open and not self._aborted and self._memory.is_whole(self.kept)
 
     @property
     def at_pause(self) -> bool:
         """Whether there is silence, and no flush is unanswered."""
-        return not self._outputs.speech_goes_on and not self._unanswered
+        return not self.outputs.speech_goes_on and not self._unanswered
 
     def start_migration(self, now: float) -> None:
         """Leave the engine for another one. The old one keeps the stream until the new one has all of it."""
         self.previous_engine.begin(self.target)
-        self.place.lose(now, self._kept.end)
+        self.place.lose(now, self.kept.end)
         self._leave_engine()
 
     @property
@@ -679,17 +679,17 @@ class EngineStream:
 
     def detach(self, why: str, now: float) -> None:
         """The engine is lost. Until another one takes over, audio is kept and nothing is sent."""
-        self.place.lose(now, self._kept.end)
+        self.place.lose(now, self.kept.end)
         self._answer_open(EngineDead(why))
         self._leave_engine()
 
     def uncomputed(self) -> range:
         """Positions that the engine may have been computing when it died."""
-        return self.place.uncomputed(self._kept.end)
+        return self.place.uncomputed(self.kept.end)
 
     def on_output(self, output: messages.Output) -> None:
         """Handle an output of the engine that runs the stream now."""
-        self._outputs.told += 1
+        self.outputs.told += 1
         self.place.from_engine(output)
         match output:
             case messages.Opened():
@@ -698,16 +698,16 @@ class EngineStream:
                     self._delivery.opened()
                 self._answer_open(None)
             case messages.Text():
-                self._outputs.put(self._memory.on_text(output))
+                self.outputs.put(self._memory.on_text(output))
             case messages.Speech():
-                self._outputs.put_speech(output)
+                self.outputs.put_speech(output)
             case messages.Labels() | messages.Revised():
                 self._on_late_result(output)
             case messages.Flushed():
                 self._on_flushed(output)
             case messages.StreamState():
                 self._memory.on_state(output)
-                self._memory.trim(self._kept)
+                self._memory.trim(self.kept)
             case messages.Failed() if self._opened is not None and not self._opened.done():
                 self._answer_open(error_of(output))
             case messages.Closed() | messages.Failed() | messages.Dead():
@@ -721,18 +721,18 @@ class EngineStream:
     def _on_late_result(self, output: messages.Labels | messages.Revised) -> None:
         if isinstance(output, messages.Labels) and output.state is not None:
             self._labels, self._labels_from = output.state, self.place.before[1]
-        self._outputs.put(output)
+        self.outputs.put(output)
 
     def _on_flushed(self, output: messages.Flushed) -> None:
         if output.tag in self._unanswered:
             self._unanswered.discard(output.tag)
-            self._outputs.put(output)
+            self.outputs.put(output)
 
     def progress(self, computed: int) -> None:
         """The engine that runs the stream now has computed the positions below `computed`, on its own count."""
         self.place.progress(computed)
         self.suspicion.passed(self.place.computed)
-        self._memory.trim(self._kept)
+        self._memory.trim(self.kept)
         self._room.set()
 
     def wake(self) -> None:
@@ -746,7 +746,7 @@ class EngineStream:
         self._ended = True
         self._answer_open(EngineDead("the stream ended before it was open"))
         self.previous_engine.end()
-        self._outputs.put(output)
+        self.outputs.put(output)
         self._room.set()
         self._on_end(self)
 
@@ -765,9 +765,9 @@ class EngineStream:
     def _has_room(self) -> bool:
         if self._ended:
             return True
-        if self._kept.end - self.place.computed >= self._limits.ahead_positions:
+        if self.kept.end - self.place.computed >= self._limits.ahead_positions:
             return False
-        return not self._outputs.full and (self.place.link is None or self.place.link.has_room)
+        return not self.outputs.full and (self.place.link is None or self.place.link.has_room)
 
     def _take_samples(self, samples: NDArray[np.float32]) -> None:
         self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
@@ -775,12 +775,12 @@ class EngineStream:
     def _watch_for_audio(self) -> None:
         """Make sure that a flush at a pause is answered even if no audio follows."""
         if not self._spec.rereads_window:
-            asyncio.get_running_loop().call_later(QUIET_LINE_SECONDS, self._bring_out, self._kept.end)
+            asyncio.get_running_loop().call_later(QUIET_LINE_SECONDS, self._bring_out, self.kept.end)
 
     def _bring_out(self, end: int) -> None:
         """Feed silence if a flush is unanswered and no audio came after position `end`."""
         if self._unanswered and not self._finished and not self._ended:
-            if self._kept.end > end:
+            if self.kept.end > end:
                 self._watch_for_audio()
             else:
                 self._send_items(self._cut_rest())
@@ -794,7 +794,7 @@ class EngineStream:
         # Audio that crosses with the end of the stream is not an error: the outputs tell the reader of the end.
         if not items or self._ended:
             return
-        self._kept.add(items)
+        self.kept.add(items)
         if self._delivery is not None:
             self._delivery.send(messages.Feed(self.id, []), self.place.to_engine(items))
 
@@ -807,7 +807,7 @@ class EngineStream:
         self._delivery = self.place.link = None
         self._room.set()
         if self._aborted:
-            self.end(messages.Closed(self.id, self._kept.end_sample))
+            self.end(messages.Closed(self.id, self.kept.end_sample))
 
     def _answer_open(self, error: EngineError | ValueError | None) -> None:
         if self._opened is None or self._opened.done():

@@ -100,8 +100,8 @@ class Supervisor:
         self._keys = keys
         self._gateway = uuid4().hex
         self._clock = asyncio.get_running_loop().time
-        self._recovery = Recovery(self.pool, timeout_s, self._clock)
-        self._migrations = Migrations(self.pool, self._recovery, make_place, self._clock)
+        self.recovery = Recovery(self.pool, timeout_s, self._clock)
+        self._migrations = Migrations(self.pool, self.recovery, make_place, self._clock)
         self._holding: dict[PooledEngine, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._arrival = asyncio.Event()
@@ -116,7 +116,7 @@ class Supervisor:
         for pooled in self.pool.all:
             self._begin_to_hold(pooled)
         self._tasks = [
-            asyncio.create_task(self._recovery.run(), name="recovery of streams"),
+            asyncio.create_task(self.recovery.run(), name="recovery of streams"),
             asyncio.create_task(self._migrations.run(), name="moves of streams"),
         ]
         serving = self.pool.all[: len(self.pool.all) - self.pool.spares]
@@ -135,7 +135,7 @@ class Supervisor:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         await self._migrations.close()
-        waiting = await self._recovery.close()
+        waiting = await self.recovery.close()
         for stream in [*waiting, *self.pool.streams()]:
             stream.end(messages.Dead("the server is shutting down"))
         for pooled in self.pool.all:
@@ -147,14 +147,14 @@ class Supervisor:
     def ended(self, stream: EngineStream) -> None:
         """The stream has ended: forget it."""
         self.pool.leave(stream)
-        self._recovery.forget(stream)
+        self.recovery.forget(stream)
 
     def metrics(self) -> EngineMetrics:
-        past, counts = self._past, self._recovery.counts
+        past, counts = self._past, self.recovery.counts
         total = replace(past, input_cache=replace(past.input_cache), step_ns=Counter(past.step_ns))
         total.streams_recovered, total.streams_given_up = counts.recovered, counts.given_up
         total.recovery_seconds_sum = counts.seconds_sum
-        total.recent_recovery_seconds = list(self._recovery.recent_seconds)
+        total.recent_recovery_seconds = list(self.recovery.recent_seconds)
         for pooled in self.pool.all:
             if pooled.link is not None:
                 total.input_cache.add(pooled.link.cache.stats)
@@ -226,7 +226,7 @@ class Supervisor:
             backoff, pooled.problem = RETRY_S, ""
             if not pooled.first_try.done():
                 pooled.first_try.set_result(None)
-            self._recovery.wake()
+            self.recovery.wake()
             why = await self._loss_of(pooled)
             await self._lose(pooled, why)
 
@@ -241,7 +241,7 @@ class Supervisor:
                 while any(other.link is None for other in before):
                     self._arrival.clear()
                     await self._arrival.wait()
-                while self._is_only_spare() and self._recovery.is_under_way:  # noqa: ASYNC110
+                while self._is_only_spare() and self.recovery.is_under_way:  # noqa: ASYNC110
                     await asyncio.sleep(RECOVERY_POLL_S)
 
     def _is_only_spare(self) -> bool:
@@ -294,14 +294,14 @@ class Supervisor:
             is_new = isinstance(output, messages.Closed) or (isinstance(output, messages.Text) and bool(output.delta))
             if is_new and stream.place.lost_at is not None:
                 stream.place.speaks()
-                self._recovery.note_progress(stream)
+                self.recovery.note_progress(stream)
             stream.on_output(output)
 
         def on_progress(progress: codec.Progress) -> None:
             stream = pooled.streams.get(progress.stream)
             if stream is not None:
                 stream.progress(progress.computed)
-                self._recovery.note_progress(stream)
+                self.recovery.note_progress(stream)
 
         def on_room() -> None:
             for stream in pooled.streams.values():
@@ -339,7 +339,7 @@ class Supervisor:
         now = self._clock()
         for stream in streams:
             stream.detach(why, now)
-        self._recovery.hold(streams)
+        self.recovery.hold(streams)
         try:
             crashed = await pooled.engine.crashed() or link.engine_failed
             others = link.status.slots_used > len(streams)
@@ -347,7 +347,7 @@ class Supervisor:
             if crashing is not None:
                 self._end_crashing_stream(crashing)
         finally:
-            self._recovery.release(streams)
+            self.recovery.release(streams)
 
     def _end_crashing_stream(self, stream: EngineStream) -> None:
         self._past.crashing_streams += 1

@@ -70,8 +70,8 @@ class Scheduler:
         self._vocabulary = vocabulary
         self._free_slots = list(range(limits.max_streams - 1, -1, -1))
         self._reserved_embeds = self._step = 0
-        self._live: list[Stream] = []
-        self._uploads: list[Stream] = []
+        self.live: list[Stream] = []
+        self.uploads: list[Stream] = []
         # Tasks under way, by slot, and uploads that the runner has paused; their streams are in no queue.
         self._planned: dict[int, DecodeTask] = {}
         self._unfinished: list[DecodeTask] = []
@@ -219,7 +219,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would compute something, or open or close slots of the runner."""
-        if self._live or self.uploads_wait or self._opened or self._closed_slots:
+        if self.live or self.uploads_wait or self._opened or self._closed_slots:
             return True
         if not self._absent:
             return False
@@ -228,11 +228,11 @@ class Scheduler:
 
     @property
     def live_waits(self) -> bool:
-        return bool(self._live)
+        return bool(self.live)
 
     @property
     def uploads_wait(self) -> bool:
-        return bool(self._uploads or self._unfinished)
+        return bool(self.uploads or self._unfinished)
 
     def has_replies(self) -> bool:
         return bool(self._replies)
@@ -247,12 +247,12 @@ class Scheduler:
     @property
     def rebuild_waits(self) -> bool:
         """Whether a live stream waits for its rebuild."""
-        return bool(self.rebuilding) and any(stream.is_rebuilding for stream in self._live)
+        return bool(self.rebuilding) and any(stream.is_rebuilding for stream in self.live)
 
     @property
     def others_wait(self) -> bool:
         """Whether something other than rebuilds waits."""
-        return self.uploads_wait or any(not stream.is_rebuilding for stream in self._live)
+        return self.uploads_wait or any(not stream.is_rebuilding for stream in self.live)
 
     @property
     def on_time(self) -> int:
@@ -282,28 +282,28 @@ class Scheduler:
         planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
         if rebuild_positions is None:
             rebuild_positions = self.limits.rebuild_positions if live else 0
-        if (live or rebuild_positions) and self._live:
-            rebuilt = [stream for stream in self._live if stream.is_rebuilding] if self.rebuilding else []
+        if (live or rebuild_positions) and self.live:
+            rebuilt = [stream for stream in self.live if stream.is_rebuilding] if self.rebuilding else []
             if rebuilt:
-                self._live = [stream for stream in self._live if not stream.is_rebuilding]
+                self.live = [stream for stream in self.live if not stream.is_rebuilding]
             if live:
-                self._live.sort(key=_oldest_first)
+                self.live.sort(key=_oldest_first)
                 if self.recovering and not self.rebuilding:
                     planner.let_catch_up(self.recovering - self.suspects.keys(), self._catch_up_positions())
-                self._live = planner.add_all(self._live)
+                self.live = planner.add_all(self.live)
             if rebuilt and rebuild_positions:
                 first = len(plan.decode)
                 rebuilt.sort(key=_soonest_first)
                 rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
                 plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
-            self._live += rebuilt
+            self.live += rebuilt
             plan.live = len(plan.decode)
         if upload_positions != 0 and self._unfinished:
             plan.decode, self._unfinished = plan.decode + self._unfinished, []
-        elif upload_positions != 0 and self._uploads:
-            self._uploads = planner.add_all(self._uploads, upload_positions)
+        elif upload_positions != 0 and self.uploads:
+            self.uploads = planner.add_all(self.uploads, upload_positions)
         for stream in waiting + arriving:
-            (self._live if stream.live else self._uploads).append(stream)
+            (self.live if stream.live else self.uploads).append(stream)
         self._planned |= {task.slot: task for task in plan.decode}
         return plan
 
@@ -366,7 +366,7 @@ class Scheduler:
             assert stream.base <= stream.computed <= stream.available == stream.timeline.end
             held = sum(len(entry) for entry in stream.held.values())
             assert held == stream.held_embeds <= self.spec.embeds_for(stream.live), "more than was set aside for it"
-            waiting = (self._live if stream.live else self._uploads).count(stream) if stream.resident else 0
+            waiting = (self.live if stream.live else self.uploads).count(stream) if stream.resident else 0
             waiting += self._absent.count(stream)
             waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
@@ -407,14 +407,14 @@ class Scheduler:
     def _set_suspects_aside(self) -> list[Stream]:
         """Take all crash suspects but one off the queues, so that a second crash identifies the stream."""
         at_the_spot = []
-        for stream in [*self._live, *self._uploads]:
+        for stream in [*self.live, *self.uploads]:
             spot = self.suspects.get(stream.id)
             if spot is not None and stream.computed >= spot.stop:
                 del self.suspects[stream.id]
             elif spot is not None and self._reach(stream) > spot.start:
                 at_the_spot.append(stream)
         for stream in at_the_spot[1:]:
-            (self._live if stream.live else self._uploads).remove(stream)
+            (self.live if stream.live else self.uploads).remove(stream)
         return at_the_spot[1:]
 
     def _reach(self, stream: Stream) -> int:
@@ -448,7 +448,7 @@ class Scheduler:
             return
         if self._parks:
             self._idle.pop(stream.id, None)
-        (self._live if stream.live else self._uploads).append(stream)
+        (self.live if stream.live else self.uploads).append(stream)
 
     # Parking.
 
@@ -481,7 +481,7 @@ class Scheduler:
             self._reserve()
             pages = stream.restore()
             if pages is None:
-                (self._live if stream.live else self._uploads).append(stream)
+                (self.live if stream.live else self.uploads).append(stream)
             else:
                 self.parked -= 1
                 plan.restored.append(MoveTask(stream.slot, pages))
@@ -583,7 +583,7 @@ class Scheduler:
         self._reserved_embeds -= self.spec.embeds_for(stream.live)
         self._free_slots.append(stream.slot)
         if stream.queued:
-            queue = self._absent if not stream.resident else self._live if stream.live else self._uploads
+            queue = self._absent if not stream.resident else self.live if stream.live else self.uploads
             queue[:] = [other for other in queue if other is not stream]
             self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
             self._planned.pop(stream.slot, None)

@@ -1,30 +1,43 @@
-"""Runs a model outside of the engine's loop, so that words never wait for it (`BackgroundModel`).
+"""Models that are computed beside the engine's loop, so that words never wait for them: `BackgroundModel`, the speaker
+embeddings (`SpeakerEmbedder`) and the turn detector (`SmartTurnDetector`).
 
 On a CPU, threads of low priority compute task by task: the operating system gives them the time that the readers of
 words leave free. On a GPU, one thread computes all tasks that wait as one batch on a stream of its own. The weights
-are loaded with the first task: an engine whose streams do not need the model does not hold them.
+are loaded when the threads start, with the first task or before it: an engine whose streams do not need the model does
+not hold them.
 """
 
 from __future__ import annotations
 
+import atexit
+import logging
 import threading
 from abc import abstractmethod
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from queue import Empty, SimpleQueue
-from typing import Generic, TypeVar
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
+from torch import Tensor
 
+from engine.models.campplus import CamPlusPlus, load_campplus, traced
+from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
+from engine.runner.base import Background, Embedder, Result, Samples, Task, TurnDetector
 from engine.runner.device import give_way
+from engine.weights.windowed_models import load_turn_detector
 
-Samples = NDArray[np.float32]
-Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
+
+# Sizes of batches of embeddings on a GPU; a batch of another size is filled up with silence.
+EMBEDDED_TOGETHER = (1, 8, 32)
+# Most questions to the turn detector in a batch on a GPU.
+JUDGED_TOGETHER = 32
 
 
-class BackgroundModel(Generic[Result]):
+class BackgroundModel(Background[Task, Result]):
     """`most` is the number of tasks in a batch on a GPU. `name` is that of the threads."""
 
     def __init__(self, name: str, device: torch.device, threads: int, most: int) -> None:
@@ -32,40 +45,62 @@ class BackgroundModel(Generic[Result]):
         self._device = device
         self._threads = threads if device.type == "cpu" else 1
         self._most = most if device.type != "cpu" else 1
-        self._running: list[threading.Thread] = []
-        self._queue: SimpleQueue[tuple[Samples, Future[Result]] | None] = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Task, Future[Result]] | None] = SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
+        self.running: list[threading.Thread] = []
 
-    def submit(self, audio: Samples) -> Future[Result]:
+    def prepare(self) -> None:
+        """Start the threads, if they do not run; each loads what it needs."""
+        if self.running:
+            return
+        self.running = [
+            threading.Thread(target=self._work, args=(number,), name=f"{self._name}-{number}", daemon=True)
+            for number in range(self._threads)
+        ]
+        for thread in self.running:
+            thread.start()
+        # A thread that computes must not outlive the interpreter.
+        atexit.register(self.close)
+
+    def submit(self, task: Task) -> Future[Result]:
         """Start on one task. The future has an exception if the weights cannot be loaded or the model fails."""
         found: Future[Result] = Future()
-        self._queue.put((audio, found))
-        if not self._running:
-            self._running = [
-                threading.Thread(target=self._work, name=f"{self._name}-{number}", daemon=True)
-                for number in range(self._threads)
-            ]
-            for thread in self._running:
-                thread.start()
+        self._queue.put((task, found))
+        self.prepare()
         return found
 
     def close(self) -> None:
-        """Stop; tasks that wait are not computed."""
+        atexit.unregister(self.close)
         with suppress(Empty):
             while (task := self._queue.get_nowait()) is not None:
                 task[1].cancel()
-        for _ in self._running:
+        for _ in self.running:
             self._queue.put(None)
-        for thread in self._running:
+        for thread in self.running:
             thread.join()
-        self._running = []
+        self.running = []
 
     @abstractmethod
-    def _compute(self, batch: list[Samples]) -> list[Result]:
-        """The results of a batch, on one of the threads. Loads the weights if they are not loaded."""
+    def _load(self, number: int) -> None:
+        """Load what thread `number` needs, and do the slow work of a first task. Other threads may load meanwhile."""
 
-    def _work(self) -> None:
-        is_first = True
+    @abstractmethod
+    def _compute(self, batch: list[Task]) -> list[Result]:
+        """The results of a batch, on one of the threads."""
+
+    def _work(self, number: int) -> None:
+        is_loaded = False
+
+        def load() -> None:
+            nonlocal is_loaded
+            if not is_loaded:
+                with self._on_device():
+                    self._load(number)
+                give_way()
+                is_loaded = True
+
+        with suppress(Exception):  # the first task tries again, and has the error
+            load()
         while (task := self._queue.get()) is not None:
             tasks = [task]
             while len(tasks) < self._most and not self._queue.empty():
@@ -78,24 +113,92 @@ class BackgroundModel(Generic[Result]):
             if not tasks:
                 continue
             try:
-                found = self._compute_here([audio for audio, _ in tasks])
+                load()
+                with self._on_device():
+                    found = self._compute([task for task, _ in tasks])
             except Exception as error:
                 for _, future in tasks:
                     future.set_exception(error)
                 continue
-            if is_first:
-                # Now that the weights are loaded.
-                is_first = False
-                give_way()
             for (_, future), result in zip(tasks, found, strict=True):
                 future.set_result(result)
 
-    @torch.inference_mode()
-    def _compute_here(self, batch: list[Samples]) -> list[Result]:
-        if self._device.type == "cpu":
-            return self._compute(batch)
-        if self._stream is None:
-            # The lowest priority: steps of the model go first.
-            self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
-        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
-            return self._compute(batch)
+    @contextmanager
+    def _on_device(self) -> Iterator[None]:
+        with torch.inference_mode():
+            if self._device.type == "cpu":
+                yield
+                return
+            if self._stream is None:
+                # The lowest priority: steps of the model go first.
+                self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+                yield
+
+
+class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
+    """CAM++. All pieces have `piece_samples` samples."""
+
+    def __init__(self, weights: Path, piece_samples: int, device: torch.device, threads: int = 1) -> None:
+        super().__init__("speakers", device, threads, EMBEDDED_TOGETHER[-1])
+        self._weights = weights
+        self._piece_samples = piece_samples
+        self._loading = threading.Lock()
+        self._model: CamPlusPlus | None = None
+        self._calls: dict[int, Callable[[Tensor], Tensor]] = {}
+
+    def _load(self, number: int) -> None:
+        self._embed(EMBEDDED_TOGETHER[0])
+
+    def _compute(self, batch: list[Samples]) -> list[Samples]:
+        count = next(size for size in EMBEDDED_TOGETHER if size >= len(batch))
+        pieces = np.zeros((count, self._piece_samples), np.float32)
+        np.stack(batch, out=pieces[: len(batch)])
+        found: Samples = self._embed(count)(torch.from_numpy(pieces).to(self._device)).cpu().numpy()
+        return list(found[: len(batch)])
+
+    def _embed(self, count: int) -> Callable[[Tensor], Tensor]:
+        """The model for this many pieces at once, loaded when it is first needed."""
+        with self._loading:
+            if self._model is None:
+                self._model = load_campplus(self._weights, self._device)
+            if count not in self._calls:
+                self._calls[count] = traced(self._model, self._piece_samples, count, self._device)
+            return self._calls[count]
+
+
+class SmartTurnDetector(BackgroundModel[Samples, float], TurnDetector):
+    """Smart Turn, on one thread: 8-bit layers on a CPU, float32 on a GPU."""
+
+    window_samples = WINDOW_SAMPLES
+
+    def __init__(self, weights: Path, device: torch.device) -> None:
+        super().__init__("turns", device, 1, JUDGED_TOGETHER)
+        self._weights = weights
+        self._model: SmartTurn | None = None
+        self._warned = False
+
+    def _load(self, number: int) -> None:
+        with self._warning_once():
+            model = load_turn_detector(self._weights)
+            if self._device.type == "cpu":
+                model.quantise()
+            else:
+                model.move(self._device, torch.float32)
+            model.judge([np.zeros(WINDOW_SAMPLES, np.float32)])
+            self._model = model
+
+    def _compute(self, batch: list[Samples]) -> list[float]:
+        assert self._model is not None
+        with self._warning_once():
+            return self._model.judge(batch)
+
+    @contextmanager
+    def _warning_once(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._warned:
+                self._warned = True
+                logger.warning("the turn detector failed, so turns end by text and silence: %s", error)
+            raise

@@ -1,5 +1,5 @@
-"""The interfaces of model runners, revisers, speech detectors and speaker embeddings that the engine loop uses. Without
-torch."""
+"""The interfaces of model runners, of speech detectors and of background models (revisers, speaker embeddings, turn
+detectors) that the engine loop uses. Without torch."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,10 +17,28 @@ from engine.messages import Open, Saved, Speech
 from engine.spec import ModelSpec, Vocabulary
 
 Samples = NDArray[np.float32]
+Task = TypeVar("Task")
+Result = TypeVar("Result")
 
 
 def never() -> bool:
     return False
+
+
+class Background(ABC, Generic[Task, Result]):
+    """Computes tasks beside the engine's loop, which does not wait for them."""
+
+    @abstractmethod
+    def submit(self, task: Task) -> Future[Result]:
+        """Start on one task."""
+
+    def prepare(self) -> None:
+        """A stream that will bring tasks was opened: get ready for the first one."""
+        return None
+
+    def close(self) -> None:
+        """Stop; tasks that wait are not computed."""
+        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,17 +53,20 @@ class EndedUtterance:
     said: Sequence[int] = ()
 
 
-class Reviser(ABC):
-    """Decodes whole utterances again, for a better final text. The loop does not wait."""
+class Reviser(Background[EndedUtterance, list[TimedToken]]):
+    """Decodes whole utterances again, for a better final text. Positions of the tokens are counted from the first of
+    the utterance's samples; no tokens: the model takes it for noise."""
 
-    @abstractmethod
-    def submit(self, utterance: EndedUtterance) -> Future[list[TimedToken]]:
-        """Start on one utterance. Positions of the tokens are counted from the first of its samples; no tokens: the
-        model takes it for noise."""
 
-    def close(self) -> None:
-        """Stop; utterances that wait are not computed."""
-        return None
+class Embedder(Background[Samples, Samples]):
+    """Computes speaker embeddings of pieces of speech: 192 numbers, together of length 1."""
+
+
+class TurnDetector(Background[Samples, float]):
+    """Computes the probability that a speaker's turn is complete, from the last `window_samples` of the audio before
+    the question, or from all that there is."""
+
+    window_samples: int
 
 
 class Runner(ABC):
@@ -148,38 +170,3 @@ class Detector(ABC):
     def resume(self, stream: str, saved: Saved) -> None:
         """Restore a saved state."""
         raise NotImplementedError("this detector does not save states")
-
-
-class Embedder(ABC):
-    """Computes speaker embeddings of pieces of speech: 192 numbers, together of length 1. The loop does not wait."""
-
-    @abstractmethod
-    def submit(self, audio: Samples) -> Future[NDArray[np.float32]]:
-        """Start on one piece."""
-
-    def prepare(self) -> None:
-        """A stream with labels was opened: get ready for its first piece."""
-        return None
-
-    def close(self) -> None:
-        """Stop; pieces that wait are not computed."""
-        return None
-
-
-class TurnDetector(ABC):
-    """Computes the probability that a speaker's turn is complete. The loop does not wait."""
-
-    # How much of the audio before the question counts, in samples.
-    window_samples: int
-
-    @abstractmethod
-    def submit(self, audio: Samples) -> Future[float]:
-        """Start on one question: the last `window_samples` of the audio, or all that there is."""
-
-    def prepare(self) -> None:
-        """A stream that asks was opened: get ready for its first question."""
-        return None
-
-    def close(self) -> None:
-        """Stop; questions that wait are not answered."""
-        return None

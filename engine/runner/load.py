@@ -23,14 +23,13 @@ from engine.models.seq2seq import allow_reader
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
 from engine.options import PIECE_SAMPLES, EngineConfig
+from engine.runner.background import SmartTurnDetector, SpeakerEmbedder
 from engine.runner.base import Runner
 from engine.runner.bias import KeywordTrees
 from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
 from engine.runner.frames.memory import MOVES, MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
-from engine.runner.speakers import SpeakerEmbedder
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
-from engine.runner.turns import SmartTurnDetector
 from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
 from engine.runner.windowed.memory import longest_window, plan_windows
 from engine.runner.windowed.reviser import UtteranceReviser

@@ -100,7 +100,7 @@ class HandoffTable:
         self._wanted: set[str] = set()
         self._elsewhere: dict[str, _Elsewhere] = {}
         # Ended sessions: key -> (last owner number, time), oldest first.
-        self._over: dict[str, tuple[int, float]] = {}
+        self.over: dict[str, tuple[int, float]] = {}
         # Seconds during which the engine could receive. While the engine is stopped, no owner counts as late.
         self._listened_s = 0.0
         self._ticked_at = self._reviewed_at = clock()
@@ -165,8 +165,8 @@ class HandoffTable:
             ):
                 self._take_away(handoff, handoff.owner)
         self._elsewhere = {key: found for key, found in self._elsewhere.items() if now - found.since <= CLAIM_SECONDS}
-        while self._over and now - next(iter(self._over.values()))[1] > OVER_SECONDS:
-            del self._over[next(iter(self._over))]
+        while self.over and now - next(iter(self.over.values()))[1] > OVER_SECONDS:
+            del self.over[next(iter(self.over))]
 
     def _take_away(self, handoff: SavedHandoff, owner: Peer) -> None:
         """The owner is late. If its release has arrived already, that counts."""
@@ -207,10 +207,10 @@ class HandoffTable:
             return
         self._forget(handoff)
         if handoff.owner_number >= messages.NEXT_OWNER:
-            self._over.pop(command.key, None)
-            self._over[command.key] = (command.owner_number, self._clock())
-            if len(self._over) > MAX_ENDED:
-                del self._over[next(iter(self._over))]
+            self.over.pop(command.key, None)
+            self.over[command.key] = (command.owner_number, self._clock())
+            if len(self.over) > MAX_ENDED:
+                del self.over[next(iter(self.over))]
         if handoff.owner_number < command.owner_number:
             # The session has migrated. A gateway that asks all engines now may have asked the other one too early.
             self._elsewhere[command.key] = _Elsewhere(command.owner_number, None, self._clock())
@@ -230,7 +230,7 @@ class HandoffTable:
         continues without. Sessions that it does not name keep waiting: it may have released them, and the release may
         be lost."""
         for key, number, is_elsewhere in claim.claims:
-            handoff, (last, _) = self._handoffs.get(key), self._over.get(key, (0, 0.0))
+            handoff, (last, _) = self._handoffs.get(key), self.over.get(key, (0, 0.0))
             was_left = handoff is not None and handoff.owner is None and handoff.left_by == peer.gateway
             if handoff is not None and handoff.owner is peer:
                 continue
@@ -248,8 +248,8 @@ class HandoffTable:
     def _save_handoff(self, peer: Peer, given: messages.SaveHandoff) -> None:
         handoff = self._handoffs.get(given.key)
         least = 0 if handoff is None else handoff.least if handoff.owner is peer else handoff.owner_number + 1
-        if handoff is None and given.key in self._over:
-            least = self._over[given.key][0]
+        if handoff is None and given.key in self.over:
+            least = self.over[given.key][0]
         if given.owner_number < least:
             peer.outputs.append(messages.Fenced(given.key, least))
             return

@@ -164,8 +164,8 @@ class CommandIntake:
         self, loop: EngineLoop, hosted_streams: HostedStreams, handoffs: HandoffTable, clock: Callable[[], float]
     ) -> None:
         self._loop = loop
-        self._hosted = hosted_streams
-        self._handoffs = handoffs
+        self.hosted = hosted_streams
+        self.handoffs = handoffs
         self._clock = clock
         # No new streams are accepted.
         self.draining = False
@@ -218,7 +218,7 @@ class CommandIntake:
         if isinstance(command, messages.Feed):
             self._feed(peer, command, audio)
         elif isinstance(command, messages.SessionCommand):
-            self._handoffs.on_command(peer, command)
+            self.handoffs.on_command(peer, command)
         elif isinstance(command, messages.Open):
             self._hand_on(now)
             self._open(peer, command, audio)
@@ -237,7 +237,7 @@ class CommandIntake:
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._hosted.streams[name].on_audio(command.items, self._loop.scheduler.spec.samples_per_position)
+            self.hosted.streams[name].on_audio(command.items, self._loop.scheduler.spec.samples_per_position)
             self._coming.append(messages.Feed(name, command.items))
 
     def _take_request(
@@ -245,18 +245,18 @@ class CommandIntake:
     ) -> None:
         match command:
             case messages.Flush():
-                self._hosted.streams[name].flushed(command.tag, command.pause, command.ends_speech)
+                self.hosted.streams[name].flushed(command.tag, command.pause, command.ends_speech)
                 self._coming.append(
                     messages.Flush(name, command.tag, command.pause, command.ends_speech, command.turn_over)
                 )
             case messages.ChangeTurns():
-                self._hosted.streams[name].turns_changed(command.turns)
+                self.hosted.streams[name].turns_changed(command.turns)
                 self._coming.append(messages.ChangeTurns(name, command.turns))
             case messages.Finish():
-                self._hosted.streams[name].finished()
+                self.hosted.streams[name].finished()
                 self._coming.append(messages.Finish(name))
             case messages.Abort():
-                self._hosted.release(peer, command.stream, name)
+                self.hosted.release(peer, command.stream, name)
                 self._coming.append(messages.Abort(name))
 
     def _open(self, peer: Peer, command: messages.Open, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
@@ -270,13 +270,13 @@ class CommandIntake:
             peer.outputs.append(messages.Failed(command.stream, type(refusal).__name__, str(refusal)))
             return
         spec = self._loop.scheduler.spec
-        name = self._hosted.open(peer, command, spec, self._clock())
+        name = self.hosted.open(peer, command, spec, self._clock())
         try:
             self._fill_in(name, command.items, audio)
         except BadItem as error:
             self._fail(name, str(error))
         else:
-            self._hosted.streams[name].on_audio(command.items, spec.samples_per_position)
+            self.hosted.streams[name].on_audio(command.items, spec.samples_per_position)
             self._coming.append(msgspec.structs.replace(command, stream=name))
         # The command is kept with the stream, for its options; its audio is not.
         command.items = []
@@ -315,9 +315,9 @@ class CommandIntake:
 
     def _fail(self, name: str, why: str, code: str = BadItem.__name__) -> None:
         """End one stream with an error."""
-        hosted = self._hosted.streams[name]
+        hosted = self.hosted.streams[name]
         hosted.send_output(messages.Failed(hosted.name, code, why.replace(name, hosted.name)))
-        self._hosted.forget(name)
+        self.hosted.forget(name)
         self._coming.append(messages.Abort(name))
 
     def _hand_on(self, now: int) -> None:
@@ -368,35 +368,33 @@ class EngineHost:
         self._socket = socket
         self._engine = engine
         self._clock = clock
-        self._peers: dict[bytes, Peer] = {}
-        self._hosted = HostedStreams()
-        self._handoffs = HandoffTable(self._hosted, clock, self._reaches, self._apply_received, self._abort)
-        self._intake = CommandIntake(loop, self._hosted, self._handoffs, clock)
+        self.peers: dict[bytes, Peer] = {}
+        self.hosted = HostedStreams()
+        self.handoffs = HandoffTable(self.hosted, clock, self._reaches, self._apply_received, self._abort)
+        self._intake = CommandIntake(loop, self.hosted, self.handoffs, clock)
         self._progress_at = self._status_at = 0.0
         # When the last report was made, and from when on the silence of gateways counts: this process may be stopped.
         self._reported_at = self._silence_from = clock()
         self._drains_until = 0.0
-        self._load = LoadReport(loop, clock())
+        self.load = LoadReport(loop, clock())
 
     def serve(self, stop: Callable[[], bool], drain: DrainRequest | None = None) -> None:
         """Run until `stop` returns True or the engine has drained. Raises EngineDead if the loop fails for all
         streams."""
-        while not stop() and not (drain is not None and drain.asked() and self._is_drained(drain.seconds)):
+        while not stop() and not (drain is not None and drain.asked() and self.is_drained(drain.seconds)):
             self._socket.wait(0 if self._loop.has_work() or self._runnable() else self._patience())
             self.tick()
 
-    def _is_drained(self, seconds: float) -> bool:
+    def is_drained(self, seconds: float) -> bool:
         """Start draining if not started; returns whether nothing is left or the time is over."""
-        now, status = self._clock(), self._load.status
+        now, status = self._clock(), self.load.status
         if not status.draining:
-            logger.info(
-                "draining: %d streams and %d sessions to migrate", len(self._hosted.streams), len(self._handoffs)
-            )
+            logger.info("draining: %d streams and %d sessions to migrate", len(self.hosted.streams), len(self.handoffs))
             self._drains_until = now + seconds
             status.draining = self._intake.draining = True
-            for peer in self._peers.values():
+            for peer in self.peers.values():
                 peer.last_sent_at = now - BEAT_SECONDS
-        nothing_left = not self._hosted.streams and not len(self._handoffs)
+        nothing_left = not self.hosted.streams and not len(self.handoffs)
         return nothing_left or now >= self._drains_until
 
     def tick(self) -> None:
@@ -409,17 +407,17 @@ class EngineHost:
         dead = self._step()
         self._report(now)
         if not self._loop.has_launched_step:
-            self._load.spend_beside_steps(self._clock() - began - (steps.ns - stepped_ns) / 1e9)
+            self.load.spend_beside_steps(self._clock() - began - (steps.ns - stepped_ns) / 1e9)
         if dead is not None:
             raise EngineDead(dead)
 
     def _patience(self) -> float:
         """How long to wait for a message when there is nothing to do."""
-        unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self._peers.values())
+        unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self.peers.values())
         return ACK_SECONDS if unacknowledged or self._loop.waits_for_results else BEAT_SECONDS / 4
 
     def _runnable(self) -> bool:
-        return any(peer.waits_for_a_turn for peer in self._peers.values())
+        return any(peer.waits_for_a_turn for peer in self.peers.values())
 
     # Arrivals.
 
@@ -431,7 +429,7 @@ class EngineHost:
             self._receive(*arrived)
 
     def _receive(self, name: bytes, frames: Frames) -> None:
-        peer = self._peers.get(name)
+        peer = self.peers.get(name)
         try:
             message = codec.decode(frames, to_engine=True)
             if isinstance(message, codec.Hello):
@@ -459,15 +457,15 @@ class EngineHost:
             return
         # The gateway reconnects, or the connection's name was used by another one. Drop the old state: the gateway has
         # what it needs to open its streams again, and says which sessions it continues.
-        for old in [peer for peer in self._peers.values() if peer.gateway == hello.gateway or peer.name == name]:
+        for old in [peer for peer in self.peers.values() if peer.gateway == hello.gateway or peer.name == name]:
             self._drop(old, comes_back=True)
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
-        self._peers[name] = Peer(name, hello.gateway, cache, self._clock())
-        welcome = codec.Welcome(codec.WIRE_VERSION, package_version(), self._engine, spec, self._load.status)
+        self.peers[name] = Peer(name, hello.gateway, cache, self._clock())
+        welcome = codec.Welcome(codec.WIRE_VERSION, package_version(), self._engine, spec, self.load.status)
         self._socket.send(name, codec.encode(welcome))
 
     def _dismiss(self, name: bytes, why: str) -> None:
-        peer = self._peers.get(name)
+        peer = self.peers.get(name)
         if peer is not None:
             self._drop(peer, comes_back=True)
         self._socket.send(name, codec.encode(codec.Unwelcome(why)))
@@ -488,11 +486,11 @@ class EngineHost:
         """
         if not comes_back:
             self._apply_received(peer)
-            if self._peers.get(peer.name) is not peer:
+            if self.peers.get(peer.name) is not peer:
                 return
-        del self._peers[peer.name]
-        self._handoffs.leave(peer)
-        for name in self._hosted.leave(peer):
+        del self.peers[peer.name]
+        self.handoffs.leave(peer)
+        for name in self.hosted.leave(peer):
             self._abort(name)
 
     def _apply_received(self, peer: Peer) -> None:
@@ -501,14 +499,14 @@ class EngineHost:
             pass
 
     def _abort(self, name: str) -> None:
-        self._hosted.forget(name)
+        self.hosted.forget(name)
         self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 
     def _reaches(self, peer: Peer, wanted: messages.Wanted) -> bool:
         """Ask a gateway to give up a session; False if it is gone, which only a failed send shows."""
-        if self._peers.get(peer.name) is not peer:
+        if self.peers.get(peer.name) is not peer:
             return False
-        beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
+        beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self.load.status)
         if not self._socket.send(peer.name, codec.encode(beat)):
             self._lose_gateway(peer)
             return False
@@ -564,9 +562,9 @@ class EngineHost:
         A step computes one position of each stream (a stride for windowed models). An engine that is late and took in
         everything at once would never catch up.
         """
-        positions = len(self._hosted.streams) * self._loop.scheduler.spec.stride_positions
+        positions = len(self.hosted.streams) * self._loop.scheduler.spec.stride_positions
         left = float(max(LEAST_ITEMS, ITEMS_A_POSITION * positions))
-        peers = list(self._peers.values())
+        peers = list(self.peers.values())
         while peers and left > 0 and self._clock() <= now + TAKE_SECONDS:
             for peer in peers:
                 if peer.waits_for_a_turn:
@@ -606,7 +604,7 @@ class EngineHost:
             for output in [] if result is None else result.outputs:
                 if isinstance(output, messages.Dead):
                     dead = output.message
-                    for peer in self._peers.values():
+                    for peer in self.peers.values():
                         peer.outputs.append(output)
                 else:
                     self._route(output)
@@ -615,14 +613,14 @@ class EngineHost:
         return dead
 
     def _route(self, output: Any) -> None:
-        name, hosted = output.stream, self._hosted.find(output.stream)
+        name, hosted = output.stream, self.hosted.find(output.stream)
         if isinstance(output, messages.Speech):
             if hosted is not None and output.probabilities:
                 hosted.speaking = output.track.speaking
                 if hosted.speaking or output.spoken or output.events:
                     hosted.last_active_at = self._clock()
         elif isinstance(output, (messages.Closed, messages.Failed)):
-            self._hosted.forget(name)
+            self.hosted.forget(name)
         if hosted is None:
             return
         if isinstance(output, (messages.Failed, messages.Refused)):
@@ -631,27 +629,27 @@ class EngineHost:
         hosted.send_output(output)
 
     def _report(self, now: float) -> None:
-        self._load.count(self._loop)
+        self.load.count(self._loop)
         progress: dict[bytes, list[codec.Progress]] = {}
-        if self._hosted.changed or now - self._progress_at >= PROGRESS_SECONDS:
+        if self.hosted.changed or now - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = now
             progress = self._progress(now)
-            self._handoffs.tick(now)
-        if self._hosted.changed or now - self._status_at >= STATUS_SECONDS:
-            self._status_at, self._hosted.changed = now, False
-            waited = [now - peer.inbox[0][2] for peer in self._peers.values() if peer.waits_for_a_turn]
-            self._load.measure(self._loop, self._hosted.streams.values(), max(waited, default=0.0), now)
+            self.handoffs.tick(now)
+        if self.hosted.changed or now - self._status_at >= STATUS_SECONDS:
+            self._status_at, self.hosted.changed = now, False
+            waited = [now - peer.inbox[0][2] for peer in self.peers.values() if peer.waits_for_a_turn]
+            self.load.measure(self._loop, self.hosted.streams.values(), max(waited, default=0.0), now)
         if now - self._reported_at > STOPPED_SECONDS:
             self._silence_from = now
         self._reported_at = now
-        for peer in list(self._peers.values()):
+        for peer in list(self.peers.values()):
             if now - max(peer.last_received_at, self._silence_from) > SILENCE_SECONDS:
                 logger.warning("gateway %s has been silent for %.0f s; its streams end", peer.gateway, SILENCE_SECONDS)
                 self._drop(peer)
             elif peer.outputs or peer.name in progress:
                 self._send(peer, self._update(peer, progress.get(peer.name, [])), now)
             elif self._beat_is_due(peer, now):
-                beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self._load.status)
+                beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self.load.status)
                 self._send(peer, codec.encode(beat), now)
 
     def _beat_is_due(self, peer: Peer, now: float) -> bool:
@@ -668,7 +666,7 @@ class EngineHost:
         logger.warning("gateway %s is gone; its sessions wait to be adopted", peer.gateway)
         # Its last messages may have arrived since.
         self._receive_all()
-        if self._peers.get(peer.name) is peer:
+        if self.peers.get(peer.name) is peer:
             self._drop(peer)
 
     def _update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
@@ -684,7 +682,7 @@ class EngineHost:
 
     def _encode_update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
         numbering = peer.numbering
-        update = codec.Update(numbering.next_number, numbering.taken, peer.outputs, progress, self._load.status)
+        update = codec.Update(numbering.next_number, numbering.taken, peer.outputs, progress, self.load.status)
         return codec.encode(update)
 
     def _end_unwritable(self, peer: Peer) -> None:
@@ -698,7 +696,7 @@ class EngineHost:
                 peer.outputs[index] = messages.Failed(stream, StreamFailed.__name__, text)
                 name = peer.streams.get(stream)
                 if name is not None:
-                    self._hosted.forget(name)
+                    self.hosted.forget(name)
                     self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 
     def _progress(self, now: float) -> dict[bytes, list[codec.Progress]]:
@@ -706,7 +704,7 @@ class EngineHost:
         progress: dict[bytes, list[codec.Progress]] = {}
         moving_is_work = not self._loop.silence_is_free
         for name, stream in self._loop.scheduler.streams.items():
-            hosted = self._hosted.streams.get(name)
+            hosted = self.hosted.streams.get(name)
             if hosted is None:
                 continue
             if moving_is_work and hosted.computed != stream.computed:

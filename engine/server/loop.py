@@ -140,33 +140,33 @@ class EngineLoop:
         self.scheduler = scheduler
         self.runner = runner
         self.meter = StepMeter(scheduler.spec, clock)
-        self._launched: deque[LaunchedStep] = deque()
+        self.launched: deque[LaunchedStep] = deque()
         self._uploads = UploadBudget(scheduler, self.meter.position_cost, runner.pauses_uploads, clock)
         self._rebuild = RebuildBudget(scheduler)
         # Called with the streams and positions about to be computed: if the engine dies now, they are crash suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
-        self._cut = SilenceSkipper(scheduler, None if detector is None else cut, self._emit)
+        self.silence_skipper = SilenceSkipper(scheduler, None if detector is None else cut, self._emit)
         # Labels need the detector's frames.
         self._embedder = None if detector is None else embedder
         self._speakers = SpeakerTracks(scheduler.spec, self._embedder, self._end_failed_stream)
         self._turn_detector = turn_detector
         self._questions = TurnQuestions(scheduler.spec, turn_detector)
-        self._listener: Listener | None = None
+        self.listener: Listener | None = None
         if detector is not None:
-            self._listener = Listener(
+            self.listener = Listener(
                 scheduler,
                 detector,
                 gate,
                 self._emit,
                 self._announce,
                 self._end_failed_stream,
-                self._cut,
+                self.silence_skipper,
                 self._speakers,
                 self._questions,
             )
         self.revisions = Revisions(
-            scheduler.spec, runner.vocabulary, runner.reviser, self._listener, clock, self._end_failed_stream
+            scheduler.spec, runner.vocabulary, runner.reviser, self.listener, clock, self._end_failed_stream
         )
         # Streams of windowed models are rebuilt from saved states, those of frame-synchronous models from their tokens.
         self._states: StreamStates | None = None
@@ -174,7 +174,7 @@ class EngineLoop:
             self._states = StreamStates(
                 scheduler,
                 runner,
-                self._listener,
+                self.listener,
                 self._speakers,
                 self._questions,
                 self.revisions,
@@ -241,15 +241,15 @@ class EngineLoop:
             self._commit(outputs, 0)
         if self.scheduler.has_work():
             plan = self._plan()
-            self._launched.append(self._execute(plan))
+            self.launched.append(self._execute(plan))
             committed = self._commit(outputs, self._most_ahead)
         else:
             committed = self._commit(outputs, 0)
             self._say_the_rest(outputs)
         self.meter.end(live_share)
-        if self._listener is not None:
-            self._listener.bound_words(outputs)
-        self._cut.add_skips(outputs)
+        if self.listener is not None:
+            self.listener.bound_words(outputs)
+        self.silence_skipper.add_skips(outputs)
         self.revisions.add_revisions(outputs)
         self._speakers.add_labels(outputs)
         self._questions.add_answered(outputs)
@@ -259,8 +259,8 @@ class EngineLoop:
 
     def _say_the_rest(self, outputs: list[Output]) -> None:
         """Append the remaining outputs when nothing is under way and nothing is to be planned."""
-        if self._listener is not None:
-            self._listener.collect(self._listener.launches)
+        if self.listener is not None:
+            self.listener.collect(self.listener.launches)
             outputs += self._take_outbox()
         outputs += self.scheduler.take_replies()
         self.meter.times.commit_ns += self.meter.lap()
@@ -276,14 +276,14 @@ class EngineLoop:
     @property
     def has_launched_step(self) -> bool:
         """Whether a step is under way: its streams are still crash suspects if the engine dies."""
-        return bool(self._launched)
+        return bool(self.launched)
 
     def has_work(self) -> bool:
         """Whether another step would do something without a new command."""
-        listening = self._listener is not None and self._listener.has_work
+        listening = self.listener is not None and self.listener.has_work
         saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
         answered = self._speakers.has_work or self._questions.has_news or self.revisions.has_work
-        return bool(self._launched or listening or saying or answered or self.scheduler.has_work())
+        return bool(self.launched or listening or saying or answered or self.scheduler.has_work())
 
     @property
     def waits_for_results(self) -> bool:
@@ -305,17 +305,17 @@ class EngineLoop:
 
     def _listen(self) -> float:
         """Run the speech detector. Returns the share of the audio that belongs to live streams."""
-        if self._listener is None or not self._listener.has_work:
+        if self.listener is None or not self.listener.has_work:
             return 0.0
-        self._listener.detect()
-        return self._listener.live_share
+        self.listener.detect()
+        return self.listener.live_share
 
     def _plan(self) -> StepPlan:
         rebuild = self._rebuild.positions()
         shares = Shares(live=False, upload_positions=0) if rebuild else self._uploads.shares()
         plan = self.scheduler.plan(shares.live, shares.upload_positions, rebuild)
         self._end_streams_with_errors()
-        plans = [*(launched.plan for launched in self._launched), plan]
+        plans = [*(launched.plan for launched in self.launched), plan]
         self._announce(self._targets(plans))
         self.meter.times.plan_ns = self.meter.lap()
         return plan
@@ -332,7 +332,7 @@ class EngineLoop:
         return found
 
     def _execute(self, plan: StepPlan) -> LaunchedStep:
-        launches = self._listener.launches if self._listener is not None else 0
+        launches = self.listener.launches if self.listener is not None else 0
         began = self.meter.mark - self.meter.times.plan_ns
         with _runner_failures():
             return LaunchedStep(plan, self.runner.launch(plan, self._uploads.time_is_up), launches, began)
@@ -341,14 +341,14 @@ class EngineLoop:
         """Commit the oldest steps until `most_ahead` are under way; returns the plan committed last. Waits for the
         device."""
         meter, plan = self.meter, None
-        while len(self._launched) > most_ahead:
-            launched = self._launched.popleft()
+        while len(self.launched) > most_ahead:
+            launched = self.launched.popleft()
             plan = launched.plan
             with _runner_failures():
                 results = launched.answers()
             meter.times.execute_ns += meter.lap()
-            if self._listener is not None:
-                self._listener.collect(launched.launches)
+            if self.listener is not None:
+                self.listener.collect(launched.launches)
                 outputs += self._take_outbox()
             outputs += self._judged(plan, self.scheduler.commit(plan, results))
             self._end_streams_with_errors()
@@ -370,14 +370,14 @@ class EngineLoop:
 
     def _announce(self, targets: Iterable[Target]) -> None:
         if self.announce is not None:
-            self.announce(self._cut.on_gateway_count(targets))
+            self.announce(self.silence_skipper.on_gateway_count(targets))
 
     def reached(self, name: str) -> int:
         """Return the computed position of an open stream on its gateway's count; skipped silence counts as computed. An
         upload whose speaker labels are late is not further than they are, so that its audio comes more slowly."""
         stream, late = self.scheduler.streams[name], self._speakers.waiting_from(name)
         computed = stream.computed if late is None else min(stream.computed, stream.clock.position_at(late))
-        return self._cut.gateway_count(name, computed)
+        return self.silence_skipper.gateway_count(name, computed)
 
     # Commands.
 
@@ -393,10 +393,10 @@ class EngineLoop:
             raise BadOption(message.stream, str(error)) from None
         if message.stream not in self.scheduler.streams:
             self._forget(message.stream)
-            message = self._cut.open(message)
+            message = self.silence_skipper.open(message)
         self.scheduler.admit(message)
-        if self._listener is not None:
-            self._listener.open(message)
+        if self.listener is not None:
+            self.listener.open(message)
         self._questions.use(message.stream, message.turns)
         self._speakers.open(message.stream, asked, message.live)
         self.revisions.open(message.stream, asked, message.live)
@@ -409,40 +409,40 @@ class EngineLoop:
         self._emit(Opened(message.stream))
 
     def _feed(self, message: Feed, now: int) -> None:
-        self._cut.feed(message.stream, message.items, now)
-        if self._listener is not None:
-            self._listener.add_audio(message.stream, message.items)
+        self.silence_skipper.feed(message.stream, message.items, now)
+        if self.listener is not None:
+            self.listener.add_audio(message.stream, message.items)
         self._speakers.add_audio(message.stream, message.items)
         self._questions.add_audio(message.stream, message.items)
         self.revisions.add_audio(message.stream, message.items)
 
     def _flush(self, message: Flush, now: int) -> None:
-        self._cut.check_open(message.stream)
+        self.silence_skipper.check_open(message.stream)
         if self._states is not None:
             self._states.note_flush(message)
-        if self._listener is not None and message.pause is not None:
+        if self.listener is not None and message.pause is not None:
             if message.turn_over:
-                self._listener.end_questions(message.stream, message.pause)
-            self._listener.end_at_pause(message, message.pause, partial(self._cut.flush, message))
+                self.listener.end_questions(message.stream, message.pause)
+            self.listener.end_at_pause(message, message.pause, partial(self.silence_skipper.flush, message))
             return
-        if self._listener is not None:
-            self._listener.end_now(message.stream)
+        if self.listener is not None:
+            self.listener.end_now(message.stream)
             if message.ends_speech:
-                self._listener.end_speech(message.stream)
+                self.listener.end_speech(message.stream)
                 self._questions.end_at(message.stream, message.tag)
                 self.revisions.end_at(message.stream, message.tag)
-        self._cut.flush(message)
+        self.silence_skipper.flush(message)
 
     def _change_turns(self, message: ChangeTurns, now: int) -> None:
-        self._cut.check_open(message.stream)
-        if self._listener is not None:
-            self._listener.change_turns(message.stream, message.turns)
+        self.silence_skipper.check_open(message.stream)
+        if self.listener is not None:
+            self.listener.change_turns(message.stream, message.turns)
             self._questions.use(message.stream, message.turns)
 
     def _finish(self, message: Finish, now: int) -> None:
-        if self._listener is not None:
-            self._listener.end_now(message.stream)
-        self._cut.finish(message)
+        if self.listener is not None:
+            self.listener.end_now(message.stream)
+        self.silence_skipper.finish(message)
 
     # Outputs.
 
@@ -464,9 +464,9 @@ class EngineLoop:
 
     def _forget(self, name: str) -> None:
         """Drop all state of a stream, if any. Done at once: the next command may open a stream of the same name."""
-        self._cut.close(name)
-        if self._listener is not None:
-            self._listener.close(name)
+        self.silence_skipper.close(name)
+        if self.listener is not None:
+            self.listener.close(name)
         self._questions.close(name)
         for held in (self.revisions.close(name), self._speakers.close(name)):
             if held is not None:

@@ -1,4 +1,4 @@
-"""The last audio of one stream, for what is computed beside the model: revisions and the turn detector.
+"""The last audio of one stream, for what is computed beside the model: revisions, speaker labels and turn questions.
 
 Samples are kept with 16 bits, declared silence as a number of samples, each with the position of its item: a saved
 state tells from which position on its audio must be sent again.
@@ -19,7 +19,7 @@ from engine.spec import ModelSpec
 Samples = NDArray[np.float32]
 
 
-def new_samples(item: Item, spec: ModelSpec) -> Samples | int:
+def _new_samples(item: Item, spec: ModelSpec) -> Samples | int:
     """The samples that an item adds to its stream; a number if they are silence, or prepared and not audio."""
     count = item.covered_samples(spec.samples_per_position)
     if item.payload is None or item.payload.ndim > 1:
@@ -47,7 +47,7 @@ class RecentAudio:
 
     def add(self, items: Iterable[Item], spec: ModelSpec) -> None:
         for item in items:
-            audio = new_samples(item, spec)
+            audio = _new_samples(item, spec)
             if isinstance(audio, int):
                 part = _Part(item.sample, item.sample + audio, item.offset, None)
             else:

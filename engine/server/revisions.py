@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
 
@@ -20,7 +19,7 @@ import numpy as np
 
 from engine.core.plan import TimedToken
 from engine.core.stream import words_of
-from engine.errors import BadItem
+from engine.errors import reading_state
 from engine.messages import Closed, Flushed, Item, Output, Revised, Saved, Text, Word
 from engine.options import REVISED
 from engine.runner.base import EndedUtterance, Reviser
@@ -250,7 +249,7 @@ class Revisions:
         stream = self._streams.get(name)
         if stream is None:
             return
-        with _readable(name):
+        with reading_state(name, "revisions"):
             stream.resume(saved)
             stream.add_audio(items, self._spec)
             for one in stream.waiting:
@@ -380,11 +379,3 @@ class Revisions:
         old, new = (b"".join(self._vocabulary.pieces[token] for token in text).split() for text in (draft, tokens))
         same = sum(block.size for block in SequenceMatcher(None, old, new, autojunk=False).get_matching_blocks())
         return max(len(old), len(new)) - same
-
-
-@contextmanager
-def _readable(name: str) -> Iterator[None]:
-    try:
-        yield
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise BadItem(name, f"its revisions cannot go on from this state: {error!r}") from error

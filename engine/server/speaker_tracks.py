@@ -10,20 +10,19 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.errors import BadItem, BadOption
+from engine.errors import BadOption, reading_state
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
 from engine.options import SPEAKERS, read_speakers
 from engine.runner.base import Embedder
-from engine.server.recent_audio import new_samples
+from engine.server.recent_audio import RecentAudio
 from engine.server.speakers import (
     FRAME_SAMPLES,
     SAMPLE_RATE,
@@ -49,37 +48,6 @@ MAX_UPLOAD_WAITING = 16
 STATE_EVERY = 2 * SAMPLE_RATE
 
 
-class _AudioQueue:
-    """Audio of one stream that the detector has not judged, in order. Declared silence is kept as a number."""
-
-    def __init__(self) -> None:
-        self._parts: deque[Samples | int] = deque()
-
-    def add(self, part: Samples | int) -> None:
-        self._parts.append(part)
-
-    def take(self, count: int) -> Samples:
-        """The next `count` samples; silence if there is less."""
-        found = np.zeros(count, np.float32)
-        self._each(count, found)
-        return found
-
-    def skip(self, count: int) -> None:
-        self._each(count, None)
-
-    def _each(self, count: int, into: Samples | None) -> None:
-        at = 0
-        while at < count and self._parts:
-            part = self._parts.popleft()
-            length = part if isinstance(part, int) else len(part)
-            used = min(length, count - at)
-            if into is not None and not isinstance(part, int):
-                into[at : at + used] = part[:used]
-            if used < length:
-                self._parts.appendleft(length - used if isinstance(part, int) else part[used:])
-            at += used
-
-
 @dataclass(slots=True)
 class _Waiting:
     """A piece whose embedding is not computed yet."""
@@ -99,10 +67,9 @@ class SpeakerTrack:
         self._labels = SpeakerLabels()
         for name, embedding in enrolled:
             self._labels.enrol(name, [embedding])
-        self._unjudged = _AudioQueue()
+        # Audio that the detector has not judged, or that a saved state may need.
+        self._audio = RecentAudio()
         self._waiting: deque[_Waiting] = deque()
-        # (sample, position) of the items whose audio a saved state may need.
-        self._items: deque[tuple[int, int]] = deque()
         # A restored state, and its audio, which is sent again: the samples from `_restored_from` on.
         self._restoring: tuple[Saved, list[Samples]] | None = None
         self._restored_from = 0
@@ -114,25 +81,22 @@ class SpeakerTrack:
 
     def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
         """Keep new audio until the detector has judged it."""
-        for item in items:
-            self._items.append((item.sample, item.offset))
-            self._unjudged.add(new_samples(item, spec))
+        self._audio.add(items, spec)
 
     def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
         """The detector's next frames, and which of them have a voice."""
         if speech.frame_samples != FRAME_SAMPLES:
             # A long silence that was not computed.
             for _ in speech.probabilities:
-                self._unjudged.skip(speech.frame_samples)
                 if self._passes(speech.sample + speech.frame_samples, None):
                     self._submit(self._cutter.pass_silence(speech.frame_samples))
-            return
-        count = len(speech.probabilities)
-        frames = self._unjudged.take(count * FRAME_SAMPLES).reshape(count, FRAME_SAMPLES)
-        for number, has_voice in enumerate(voiced):
-            frame = frames[number : number + 1]
-            if self._passes(speech.sample + number * FRAME_SAMPLES, frame[0]):
-                self._submit(self._cutter.feed(frame, [has_voice]))
+        else:
+            frames = self._audio.cut(speech.sample, speech.end).reshape(-1, FRAME_SAMPLES)
+            for number, has_voice in enumerate(voiced):
+                frame = frames[number : number + 1]
+                if self._passes(speech.sample + number * FRAME_SAMPLES, frame[0]):
+                    self._submit(self._cutter.feed(frame, [has_voice]))
+        self._audio.drop_before(self.needs_from if self._restoring is None else speech.end)
 
     def end(self) -> None:
         """No more audio comes: the last run of speech is a piece, and everything is decided."""
@@ -187,10 +151,9 @@ class SpeakerTrack:
     @property
     def needs_position(self) -> int | None:
         """The position of the item with that sample; None if it is not known."""
-        needed = self.needs_from
-        while len(self._items) > 1 and self._items[1][0] <= needed:
-            self._items.popleft()
-        return self._items[0][1] if self._items else None
+        if self._restoring is None:
+            self._audio.drop_before(self.needs_from)
+        return self._audio.position
 
     def save(self) -> Saved:
         """The state as plain data, without audio."""
@@ -213,12 +176,9 @@ class SpeakerTrack:
         """Audio from before a restored state, which the detector does not judge again; then that which it will."""
         assert self._restoring is not None
         end = self._restoring[0]["cutter"]["sample"]
-        for item in items:
-            self.add_audio([item], spec)
-        first = self._items[0][0] if self._items else end
-        self._restored_from = max(self._restored_from, first)
-        self._unjudged.skip(max(0, self._restored_from - first))
-        self._restoring[1].append(self._unjudged.take(max(0, end - self._restored_from)))
+        self.add_audio(items, spec)
+        self._restored_from = max(self._restored_from, end if self._audio.position is None else self._audio.start)
+        self._restoring[1].append(self._audio.cut(self._restored_from, end))
         self._finish_restoring(end)
 
     def _passes(self, start: int, frame: Samples | None) -> bool:
@@ -336,22 +296,14 @@ class SpeakerTracks:
     def resume(self, name: str, saved: Saved, earlier: int = 0) -> None:
         """Continue from a saved state, as `SpeakerTrack.resume` does. Raises BadItem."""
         if name in self._tracks:
-            with self._readable(name):
+            with reading_state(name, "speaker labels"):
                 self._tracks[name].resume(saved, earlier)
 
     def replay(self, name: str, items: Sequence[Item]) -> None:
         """The audio before a restored state, if the detector does not judge that again."""
         if name in self._tracks:
-            with self._readable(name):
+            with reading_state(name, "speaker labels"):
                 self._tracks[name].replay(items, self._spec)
-
-    @staticmethod
-    @contextmanager
-    def _readable(name: str) -> Iterator[None]:
-        try:
-            yield
-        except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-            raise BadItem(name, f"its speaker labels cannot go on from this state: {error!r}") from error
 
     def save(self, name: str) -> tuple[dict[str, Saved], int | None]:
         """The state of a stream, and the position from which on its audio is needed."""

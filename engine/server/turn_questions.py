@@ -20,7 +20,7 @@ from itertools import islice
 
 import msgspec
 
-from engine.errors import BadItem
+from engine.errors import reading_state
 from engine.messages import Closed, Flushed, Item, Output, Saved, Speech, TurnRule, TurnScored
 from engine.runner.base import TurnDetector
 from engine.server.recent_audio import RecentAudio
@@ -49,14 +49,14 @@ class StreamQuestions:
     def __init__(self, spec: ModelSpec, detector: TurnDetector | None) -> None:
         self._spec = spec
         self._detector = detector
-        self._audio = RecentAudio()
+        self.audio = RecentAudio()
         self._kept: deque[KeptBack] = deque()
         # Tags of flushes at which the client has ended the turn.
         self.ends: set[int] = set()
 
-    @property
-    def is_waiting(self) -> bool:
-        return bool(self._kept)
+    def __len__(self) -> int:
+        """Messages that are kept back."""
+        return len(self._kept)
 
     @property
     def has_news(self) -> bool:
@@ -66,11 +66,11 @@ class StreamQuestions:
     @property
     def position(self) -> int | None:
         """The position from which on another engine needs the audio; None if it needs none."""
-        return self._audio.position
+        return self.audio.position
 
     def add_audio(self, items: Iterable[Item]) -> None:
         if self._detector is not None:
-            self._audio.add(items, self._spec)
+            self.audio.add(items, self._spec)
 
     def take(self, speech: Speech) -> list[Speech]:
         """The next message of the stream: returns the messages that can be sent now."""
@@ -78,7 +78,7 @@ class StreamQuestions:
         self._drop_open(len(self._kept) - WAIT_MESSAGES)
         if self._detector is not None:
             asked = (event.sample for kept in self._kept for event, _ in kept.open)
-            self._audio.drop_before(min([speech.end, *asked]) - self._detector.window_samples)
+            self.audio.drop_before(min([speech.end, *asked]) - self._detector.window_samples)
         return self.answered()
 
     def answered(self) -> list[Speech]:
@@ -113,8 +113,8 @@ class StreamQuestions:
         kept = KeptBack(speech)
         for event in speech.events:
             if isinstance(event, TurnScored) and self._detector is not None:
-                start = max(event.sample - self._detector.window_samples, self._audio.start)
-                audio = self._audio.cut(start, event.sample)
+                start = max(event.sample - self._detector.window_samples, self.audio.start)
+                audio = self.audio.cut(start, event.sample)
                 kept.open.append((event, self._detector.submit(audio)))
         return kept
 
@@ -175,7 +175,12 @@ class TurnQuestions:
     @property
     def is_waiting(self) -> bool:
         """Whether answers are being computed."""
-        return any(stream.is_waiting for stream in self._streams.values())
+        return self.kept_back > 0
+
+    @property
+    def kept_back(self) -> int:
+        """Messages that wait for answers."""
+        return sum(map(len, self._streams.values()))
 
     def add_answered(self, outputs: list[Output]) -> None:
         """Add the messages that can be sent now to the outputs of a step: if the client has ended the turn or the
@@ -202,7 +207,5 @@ class TurnQuestions:
         if "turns" not in parts:
             return
         stream = self._streams[name] = StreamQuestions(self._spec, self._detector)
-        try:
+        with reading_state(name, "turns"):
             stream.resume(name, parts["turns"], items)
-        except (KeyError, TypeError, ValueError) as error:
-            raise BadItem(name, f"its turns cannot go on from this state: {error!r}") from error

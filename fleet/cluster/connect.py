@@ -16,9 +16,9 @@ from dataclasses import asdict
 from importlib import metadata
 from typing import Any
 
+from engine.fleet_secret import cluster_token, fingerprint, make_secret
 from fleet.keepers.process import Record, Records, is_running, launch, send
 from fleet.plan import FleetPlan
-from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
 from fleet.state import FleetError
 
 TESTED = "2.60"
@@ -50,7 +50,7 @@ def cluster_environment(plan: FleetPlan) -> dict[str, str]:
     """Environment variables for Ray's processes. Raises FleetError if the secret cannot be read."""
     return {
         "RAY_AUTH_MODE": "token",
-        "RAY_AUTH_TOKEN": cluster_token(read_secret(plan.secret_path)),
+        "RAY_AUTH_TOKEN": cluster_token(plan.read_secret()),
         # The head keeps its state on disk, so that it survives a restart.
         "RAY_gcs_storage": "rocksdb",
         "RAY_gcs_storage_path": str(plan.folder / "head"),
@@ -245,7 +245,7 @@ class FleetCalls:
     def _started(self, plan: FleetPlan) -> Any:
         from fleet.cluster.actors import ManagerActor
 
-        print_of_secret = fingerprint(read_secret(plan.secret_path))
+        print_of_secret = fingerprint(plan.read_secret())
         options = {"name": FLEET, "namespace": plan.name, "lifetime": "detached", "get_if_exists": True}
         made = self._ray.remote(ManagerActor).options(
             **options,

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from engine.fleet_secret import fingerprint
 from fleet.keepers.process import (
     Record,
     Records,
@@ -31,7 +32,6 @@ from fleet.keepers.process import (
     send,
 )
 from fleet.plan import FleetPlan
-from fleet.secret import fingerprint, read_secret
 from fleet.state import FleetError, Table, Unit, UnitState, left_to_others, write_table, write_whole
 
 # Seconds before a process that ended by itself is started again: the first time, and at most.
@@ -172,7 +172,7 @@ class Keeper:
 
     def _check_place(self) -> None:
         try:
-            secret = read_secret(self.plan.secret_path)
+            secret = self.plan.read_secret()
         except FleetError as error:
             self._blame, self._error = "node", str(error)
             return

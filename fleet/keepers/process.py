@@ -1,10 +1,13 @@
 """Detached processes and their records on disk. Used by keepers and for the head of the Ray cluster.
 
-A process outlives the one that started it; the record lets another keeper find it.
+A process outlives the one that started it; the record lets another keeper find it. Run as a program (`python -m
+fleet.keepers.process LOG PROGRAM ...`) this module starts one and prints its process id: so it is no child of the
+keeper, and a Ray worker that kills its children when it ends does not kill it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -64,7 +67,7 @@ def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) ->
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.is_file() and log.stat().st_size > MOST_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
-    starter = [sys.executable, "-m", "fleet.keepers.launch", str(log), *command]
+    starter = [sys.executable, "-m", "fleet.keepers.process", str(log), *command]
     done = subprocess.run(starter, env=dict(environment), capture_output=True, text=True, timeout=LAUNCH_S)
     if done.returncode:
         raise FleetError(f"cannot start {command[0]}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")
@@ -151,3 +154,21 @@ class Records:
 
     def _path(self, name: str) -> Path:
         return self.folder / f"{name}.unit"
+
+
+def main() -> None:
+    log, *command = sys.argv[1:]
+    # Ray gives its workers a low priority, which engines and gateways must not inherit. Raising it needs a privilege.
+    # A higher priority that the operator has set stays.
+    if os.getpriority(os.PRIO_PROCESS, 0) > 0:
+        with contextlib.suppress(PermissionError):
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+    with open(log, "ab") as file:
+        started = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+        )
+    sys.stdout.write(f"{started.pid}\n")
+
+
+if __name__ == "__main__":
+    main()

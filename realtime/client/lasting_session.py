@@ -152,7 +152,7 @@ class LastingSession:
         self._news = asyncio.Event()
         self._room = asyncio.Event()
         self._finished = False
-        self._token: str | None = None
+        self.token: str | None = None
         # Whether the server acknowledges audio; None before its first answer.
         self._acknowledges: bool | None = None
         # Sequence number of the last event received.
@@ -192,7 +192,7 @@ class LastingSession:
         while True:
             retry_after_s = 0.0
             try:
-                if self._token is None:
+                if self.token is None:
                     self._turns = OpenTurns()
                 async with open_session(self._target(), self._key, self._turns, DEAD_AFTER_S) as session:
                     connected_once, wait_s = True, FIRST_WAIT_S
@@ -206,7 +206,7 @@ class LastingSession:
                 if not connected_once or error.status in NOT_FOR_US:
                     raise
                 if error.status in GONE:
-                    self._token = None
+                    self.token = None
                 reason, retry_after_s = str(error), error.retry_after_s
             except CannotConnect as error:
                 if not connected_once:
@@ -223,10 +223,10 @@ class LastingSession:
             wait_s = min(2 * wait_s, LONGEST_WAIT_S)
 
     def _target(self) -> str:
-        if self._token is None:
+        if self.token is None:
             return self._url
         split = urlsplit(self._url)
-        query = urlencode({"resume": self._token, "after": self._seq})
+        query = urlencode({"resume": self.token, "after": self._seq})
         return urlunsplit((split.scheme, split.netloc, split.path, query, ""))
 
     async def _begin(self, session: WireSession) -> int:
@@ -237,7 +237,7 @@ class LastingSession:
             self._confirm(received)
             self._turns.go_on()
             return received
-        self._token, self._seq, self._base = None, 0, self.kept.first
+        self.token, self._seq, self._base = None, 0, self.kept.first
         await session.configure(self._options, INCLUDE)
         return self._base
 
@@ -261,8 +261,8 @@ class LastingSession:
     def _note(self, event: dict[str, Any]) -> None:
         self._seq = event.get("seq", self._seq)
         if event.get("type") == "session.updated":
-            self._token = (event["session"].get("resume") or {}).get("token")
-            self._acknowledges = self._token is not None
+            self.token = (event["session"].get("resume") or {}).get("token")
+            self._acknowledges = self.token is not None
             self._believe_what_was_sent()
         elif event.get("type") == "input_audio_buffer.acknowledged":
             self._confirm(self._base + event["samples"])

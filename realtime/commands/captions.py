@@ -326,7 +326,7 @@ async def _through_engine(
 
             try:
                 feeding = _feed(sound, clock, captions, send, stream.finish)
-                await _both(feeding, listen(), lambda: listener.last_news)
+                await both(feeding, listen(), lambda: listener.last_news)
             finally:
                 listener.show_gaps()
                 await stream.abort()
@@ -376,7 +376,7 @@ async def _through_server(
 
             talking = session.run(listener.on_event, partial(listener.trouble, "line"))
             try:
-                await _both(_feed(sound, clock, captions, send, finish), talking, lambda: listener.last_news)
+                await both(_feed(sound, clock, captions, send, finish), talking, lambda: listener.last_news)
             finally:
                 listener.show_gaps()
     except CannotConnect as error:
@@ -404,7 +404,7 @@ async def _feed(
     await finish()
 
 
-async def _both(
+async def both(
     feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None], news: Callable[[], float]
 ) -> None:
     """Run both until they end; if `listening` ends first, `feeding` is cancelled.

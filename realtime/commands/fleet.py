@@ -106,7 +106,7 @@ def _calls(plan: FleetPlan, start: bool = False) -> FleetCalls:
     fleet = FleetCalls(plan, start)
     if start:
         # A manager that was lost with its head node is started again first.
-        _wait_for(fleet, lambda status: True, PATIENCE_S)
+        wait_for(fleet, lambda status: True, PATIENCE_S)
     return fleet
 
 
@@ -123,7 +123,7 @@ def _up(plan: FleetPlan, options: argparse.Namespace) -> None:
     fleet = _calls(plan, start=True)
     fleet.call("want", asdict(plan))
     note("starting the fleet")
-    status = _wait_for(fleet, _is_up, options.wait)
+    status = wait_for(fleet, _is_up, options.wait)
     if status is None:
         told = _trouble(fleet.call("status"))
         raise CommandFailed(f"the fleet is not complete after {options.wait:g} s: {told}; it keeps trying")
@@ -161,7 +161,7 @@ def _empty(fleet: FleetCalls, name: str, wait_s: float) -> None:
     """Drain this node; after a rejoin it takes new work again."""
     note(f"draining {name}")
     fleet.call("drain", name)
-    if _wait_for(fleet, lambda status: _is_empty(status, name), wait_s) is None:
+    if wait_for(fleet, lambda status: _is_empty(status, name), wait_s) is None:
         note(f"{name} is not empty after {wait_s:g} s")
 
 
@@ -200,7 +200,7 @@ def _drain(plan: FleetPlan, options: argparse.Namespace) -> None:
         return out(f"{options.name} takes new work again")
     fleet.call("drain", options.name)
     out(f"{options.name} is draining: it gets no new streams or sessions, and those it has are moved")
-    if options.wait and _wait_for(fleet, lambda status: _is_empty(status, options.name), options.wait) is None:
+    if options.wait and wait_for(fleet, lambda status: _is_empty(status, options.name), options.wait) is None:
         raise CommandFailed(f"{options.name} is not empty after {options.wait:g} s; the drain continues")
 
 
@@ -211,7 +211,7 @@ def _upgrade(plan: FleetPlan, options: argparse.Namespace) -> None:
     fleet.call("want", asdict(plan))
     generation = fleet.call("upgrade")
     out(f"all engines and gateways are being replaced one by one by generation {generation}")
-    if options.wait and _wait_for(fleet, _is_up, options.wait) is None:
+    if options.wait and wait_for(fleet, _is_up, options.wait) is None:
         raise CommandFailed(f"not done after {options.wait:g} s: {_trouble(fleet.call('status'))}; it continues")
 
 
@@ -226,13 +226,13 @@ def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
     fleet = _calls(plan)
     fleet.call("go_down")
     note("draining everything")
-    if _wait_for(fleet, lambda status: status["is_down"], options.wait) is None:
+    if wait_for(fleet, lambda status: status["is_down"], options.wait) is None:
         raise CommandFailed(f"the fleet is not down after {options.wait:g} s; `tickertape fleet status` shows the rest")
     fleet.end()
     out("the fleet is down" + (", and its cluster too" if stop_head(plan) else "; its cluster keeps running"))
 
 
-def _wait_for(fleet: FleetCalls, wanted: Any, wait_s: float) -> dict[str, Any] | None:
+def wait_for(fleet: FleetCalls, wanted: Any, wait_s: float) -> dict[str, Any] | None:
     """The first status for which `wanted` is True; None after `wait_s`. The manager may not answer for a while after
     its head node was restarted. Raises FleetError if it does not answer in time."""
     from fleet.state import FleetError

@@ -13,7 +13,7 @@ from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
 from realtime.config import Config, load_config, shown
-from realtime.numbers import plain_float, plain_int
+from realtime.text_values import plain_float, plain_int
 
 Number = TypeVar("Number", int, float)
 

@@ -18,10 +18,8 @@ from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from uuid import uuid4
 
-from realtime.dates import now_text
 from realtime.dialects.base import DirectAnswer, Json, Nothing, Request, SessionFacts
 from realtime.errors import ClientFault, Refusal
-from realtime.numbers import decimal_number, whole_number
 from realtime.session.events import (
     Answered,
     Commit,
@@ -54,6 +52,7 @@ from realtime.session.settings import (
 )
 from realtime.session.text_options import REDACTED, Formatting, make_formatting
 from realtime.session.words import languages_of, text_of
+from realtime.text_values import decimal_number, now_text, whole_number
 
 # Clients often send tiny values, but a shorter pause occurs within sentences.
 MIN_ENDPOINTING_MS = 300

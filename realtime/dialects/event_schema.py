@@ -527,10 +527,15 @@ class ListenAlternative(Shape):
     raw_transcript: str | UnsetType = UNSET
 
 
-class ListenChannel(Shape):
-    alternatives: list[ListenAlternative]
+class ChannelFields(Shape, kw_only=True):
+    """What channels of live and of recorded audio have beside their alternatives."""
+
     search: list[ListenSearch] | UnsetType = UNSET
     detected_language: str | UnsetType = UNSET
+
+
+class ListenChannel(ChannelFields):
+    alternatives: list[ListenAlternative]
 
 
 class ListenModel(Shape):

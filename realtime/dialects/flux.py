@@ -26,7 +26,6 @@ from realtime.dialects.deepgram import (
     webhook_url,
 )
 from realtime.errors import ClientFault
-from realtime.numbers import decimal_number, whole_number
 from realtime.session.events import (
     Commit,
     Committed,
@@ -55,6 +54,7 @@ from realtime.session.settings import (
     TurnDetection,
 )
 from realtime.session.words import languages_of
+from realtime.text_values import decimal_number, whole_number
 
 # The name of Deepgram's English model; with any other name the language is detected, if the model can.
 ENGLISH = "flux-general-en"

@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from realtime.dialects.base import AudioText, GapRequest, Json, Nothing, Request, SessionFacts
 from realtime.dialects.deepgram import read_socket_query
 from realtime.errors import ClientFault
-from realtime.numbers import whole_number
 from realtime.session.events import End, ServerEvent
 from realtime.session.settings import G711_RATE, NAME_RULE, PUBLISHED_NAME, AudioFormat, Settings
+from realtime.text_values import whole_number
 
 TRACKS = ("inbound", "outbound")
 ENCODING = "audio/x-mulaw"

@@ -13,7 +13,6 @@ from msgspec import UNSET, Meta, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from realtime.dates import now_text
 from realtime.dialects.base import Json
 from realtime.dialects.deepgram import (
     MAX_PAUSE_S,
@@ -28,7 +27,7 @@ from realtime.dialects.deepgram import (
     written_hit,
     written_word,
 )
-from realtime.dialects.event_schema import ListenAlternative, ListenModel, ListenSearch, ListenWord, Shape
+from realtime.dialects.event_schema import ChannelFields, ListenAlternative, ListenModel, ListenWord, Shape
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.file_transcription import READ_BYTES, Transcript, UploadRequest
@@ -39,6 +38,7 @@ from realtime.http.upload_forms import FormReader, Upload
 from realtime.http.websocket_routes import LISTEN_PARAMETERS, Flag, check_once
 from realtime.session.formatting import paragraph_end, sentences_of
 from realtime.session.settings import AudioFormat, Settings
+from realtime.text_values import now_text
 
 # WAV format number and bytes per sample of the raw formats.
 WAV_FORMATS = {"audio/pcm": (1, 2), "audio/pcmu": (7, 1), "audio/pcma": (6, 1)}
@@ -70,10 +70,8 @@ class FileAlternative(ListenAlternative):
     paragraphs: Paragraphs | UnsetType = UNSET
 
 
-class FileChannel(Shape):
+class FileChannel(ChannelFields):
     alternatives: list[FileAlternative]
-    search: list[ListenSearch] | UnsetType = UNSET
-    detected_language: str | UnsetType = UNSET
 
 
 class Utterance(Shape):

@@ -25,7 +25,6 @@ from realtime.errors import ClientFault, Refusal
 from realtime.http.enrolment import Reference, enrolled, read_references
 from realtime.http.long_responses import Entries, TextParts, json_pieces, text_pieces
 from realtime.http.upload_forms import MAX_FIELD_BYTES, REFERENCE_FIELDS, Form
-from realtime.numbers import decimal_number
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.isolated_decoder import decoded_file
 from realtime.session.events import Samples, TimedWord
@@ -55,6 +54,7 @@ from realtime.session.words import (
     vtt_blocks,
     word_fields,
 )
+from realtime.text_values import decimal_number
 
 DIARIZED = "diarized_json"
 # OpenAI's name of a model that says who speaks.

@@ -24,7 +24,7 @@ from realtime.http.access_log import AccessLog
 from realtime.http.authentication import Authenticator, Context
 from realtime.http.call_routes import WHIP, CallRoutes
 from realtime.http.deepgram_file_route import ListenRoute
-from realtime.http.info_routes import Answers
+from realtime.http.info_routes import WEBHOOKS, Answers, WebhookRoutes
 from realtime.http.openapi import ApiDocs
 from realtime.http.origins import BrowserGuard, BrowserRules, Cors
 from realtime.http.prepared_audio_routes import PrepareRoutes
@@ -32,7 +32,6 @@ from realtime.http.stream_routes import STREAMS, StreamRoutes
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader
 from realtime.http.viewer_routes import ViewerRoutes
-from realtime.http.webhook_routes import WEBHOOKS, WebhookRoutes
 from realtime.http.websocket_routes import FLUX, LISTEN, TWILIO, WebSocketRoutes, refusal_response
 from realtime.serving.calls import Calls
 from realtime.serving.engine_api import EngineApi

@@ -18,10 +18,10 @@ from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.info_routes import MAX_JSON_BODY, read_body
 from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Operation, Parameter, described
-from realtime.numbers import whole_number
 from realtime.serving.pulled_streams import PulledStream, PulledStreams
 from realtime.serving.quota import Caller
 from realtime.session.settings import INCLUDE_WORDS, AudioFormat, Settings
+from realtime.text_values import whole_number
 
 STREAMS = "/v1/streams"
 MAX_READERS = 100

@@ -41,7 +41,6 @@ from realtime.dialects.twilio import CallStart, TwilioDialect, read_start
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
-from realtime.numbers import whole_number
 from realtime.serving.calls import CallInbox, CallLine, Calls
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import CLOSE_GRACE_S, Connection
@@ -57,6 +56,7 @@ from realtime.serving.websocket import header_text
 from realtime.serving.websocket_extension import EXTENSION, PART, SocketExtras
 from realtime.session.events import Hangup
 from realtime.session.settings import MAX_RATE, MIN_RATE, Settings
+from realtime.text_values import whole_number
 
 log = logging.getLogger("tickertape.server")
 
@@ -187,7 +187,7 @@ class WebSocketRoutes:
         self.sessions = context.sessions
         # Set by `build_app`.
         self.audience: Audience | None = None
-        self._context = context
+        self.context = context
         self._fair_turns = FairTurns()
         # Streams that this gateway pulls, which end with it.
         self.streams: PulledStreams | None = None
@@ -321,7 +321,7 @@ class WebSocketRoutes:
                 "A call has no socket here ('call_id'); its events come on its data channel.",
                 param="call_id",
             )
-        caller = self._context.caller(websocket.headers, offered, address)
+        caller = self.context.caller(websocket.headers, offered, address)
         selected = select_subprotocol(offered)
         if "resume" in query:
             extras = _extras(websocket.scope)
@@ -344,7 +344,7 @@ class WebSocketRoutes:
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
         check_once(query, READ_ONCE)
-        caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
+        caller = self.context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
         listening = Listening(read_socket_query(query, query.multi_items()))
         settings = self._in_force(listening.query.settings)
         dialects = [partial(_deepgram, listening, channel) for channel in range(listening.query.channels)]
@@ -358,7 +358,7 @@ class WebSocketRoutes:
         offered: list[str] = websocket.scope.get("subprotocols", [])
         query = websocket.query_params
         check_once(query, FLUX_READ_ONCE)
-        caller = self._context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
+        caller = self.context.caller(websocket.headers, offered, websocket.client.host if websocket.client else "")
         settings = self._in_force(read_flux_query(query, query.multi_items()))
         request_id = str(uuid4())
         dialect = partial(FluxDialect, request_id=request_id)
@@ -377,20 +377,20 @@ class WebSocketRoutes:
         """
         offered: list[str] = websocket.scope.get("subprotocols", [])
         address = websocket.client.host if websocket.client else ""
-        self._context.check_twilio(websocket.headers, websocket.url.path)
+        self.context.check_twilio(websocket.headers, websocket.url.path)
         has_key = offered_key(websocket.headers, offered) is not None
-        caller = self._context.caller(websocket.headers, offered, address) if has_key else None
+        caller = self.context.caller(websocket.headers, offered, address) if has_key else None
         await websocket.accept(select_subprotocol(offered))
         try:
             start = await self._call_start(websocket)
         except (Refusal, ClientFault):
             self.metrics.refused.labels("start").inc()
             raise
-        if caller is None and start.key is None and self._context.authenticator.asks_for_keys:
+        if caller is None and start.key is None and self.context.authenticator.asks_for_keys:
             self.metrics.refused.labels("auth").inc()
             text = "A key is required: give the stream the custom parameter 'key'."
             raise Refusal(401, "invalid_api_key", text)
-        caller = caller or self._context.caller_with(start.key, address)
+        caller = caller or self.context.caller_with(start.key, address)
         settings = self._in_force(start.settings)
         dialects = [partial(TwilioDialect, track=track, tracks=start.tracks) for track in start.tracks]
         async with self.sessions.open(caller, settings, dialects) as entries:
@@ -419,7 +419,7 @@ class WebSocketRoutes:
     def _in_force(self, asked: Settings) -> Settings:
         """The settings as the model supports them. Raises ClientFault. Without a ready engine they are returned as they
         are, because admission is refused anyway."""
-        engine = self._context.engine
+        engine = self.context.engine
         return asked.in_force(engine.spec) if engine.ready else asked
 
     async def _resume(
@@ -451,7 +451,7 @@ class WebSocketRoutes:
 
     def reloaded(self) -> None:
         """Apply a configuration that was read again."""
-        self._context.authenticator.use_keys(key.reveal() for key in self.config.auth.keys)
+        self.context.authenticator.use_keys(key.reveal() for key in self.config.auth.keys)
         if self.streams is not None:
             self.streams.end_without_key()
         if self.webhooks is not None:

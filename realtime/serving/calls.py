@@ -20,13 +20,18 @@ from typing import Any
 from audio.formats import MODEL_RATE
 from realtime.config import Config
 from realtime.dialects.base import encode_json
-from realtime.dialects.webrtc import CallDialect
+from realtime.dialects.openai import CallDialect
 from realtime.errors import Refusal
 from realtime.metrics.gateway import Metrics
-from realtime.serving.call_protocol import (
+from realtime.serving.connection import AsgiMessage
+from realtime.serving.forking_program import ForkingProgram
+from realtime.serving.inbox import Inbox
+from realtime.serving.live_session import LiveSession
+from realtime.serving.media_protocol import (
     ANSWER,
     AUDIO,
     CALL,
+    CALL_PROGRAM,
     CLOSE,
     ENDED,
     EVENT,
@@ -36,13 +41,8 @@ from realtime.serving.call_protocol import (
     LOST,
     MAX_FRAME_BYTES,
     MESSAGE,
-    PROGRAM,
     SAMPLES,
 )
-from realtime.serving.connection import AsgiMessage
-from realtime.serving.forking_program import ForkingProgram
-from realtime.serving.inbox import Inbox
-from realtime.serving.live_session import LiveSession
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import OpenSession
@@ -60,7 +60,7 @@ RETRY_AFTER_S = 5
 READ_BYTES = 64 * 1024
 INSTALL = "pip install 'tickertape[webrtc]'"
 
-_program = ForkingProgram(PROGRAM)
+_program = ForkingProgram(CALL_PROGRAM)
 
 
 def is_installed() -> bool:
@@ -69,7 +69,7 @@ def is_installed() -> bool:
 
 
 class CallLine:
-    """The socket to the process of a call, as a WebSocket of ASGI. Binary messages are frames of `call_protocol.py`."""
+    """The socket to the process of a call, as a WebSocket of ASGI. Binary messages are frames of the process."""
 
     def __init__(self, line: socket.socket, number: int) -> None:
         self.extras = SocketExtras(abort=self.kill, nothing_waits=lambda: not self._has_frame())
@@ -234,18 +234,18 @@ class Calls:
         self._config = config
         self._metrics = metrics
         self._serve = serve
-        self._calls: dict[str, Call] = {}
+        self.by_id: dict[str, Call] = {}
 
     async def begin(self, caller: Caller, settings: Settings, offer: str, reached: str | None) -> tuple[str, str]:
         """Answer an offer; returns the id of the call and the answer. `reached` is the address of this server that the
         request has come to. Raises Refusal."""
         job = self._job(offer, reached)
-        if len(self._calls) >= self._config.webrtc.calls:
+        if len(self.by_id) >= self._config.webrtc.calls:
             self._metrics.refused.labels("calls").inc()
             text = f"The server has {self._config.webrtc.calls} calls, and takes no more (webrtc.calls)."
             raise Refusal(503, "too_many_calls", text, retry_after_s=5, kind="server_error")
         call = Call(caller)
-        self._calls[call.id] = call
+        self.by_id[call.id] = call
         call.task = asyncio.create_task(self._run(call, settings, job), name=f"call {call.id}")
         try:
             return call.id, await asyncio.shield(call.answer)
@@ -255,7 +255,7 @@ class Calls:
 
     def find(self, call_id: str, caller: Caller) -> Call:
         """The call of this caller. Raises a 404 Refusal, also for a call of another caller."""
-        call = self._calls.get(call_id)
+        call = self.by_id.get(call_id)
         if call is None or call.caller.name != caller.name:
             text = "This gateway process has no such call. A call also ends when the client closes its connection."
             raise Refusal(404, "call_not_found", text, param="id")
@@ -269,7 +269,7 @@ class Calls:
 
     async def close(self) -> None:
         """End all calls at once: the server stops."""
-        tasks = [call.task for call in self._calls.values() if call.task is not None]
+        tasks = [call.task for call in self.by_id.values() if call.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -316,7 +316,7 @@ class Calls:
         except Exception:
             log.exception("call %s failed", call.id)
         finally:
-            self._calls.pop(call.id, None)
+            self.by_id.pop(call.id, None)
             if not call.answer.done():
                 call.answer.set_exception(_failed("The call has ended before it was answered."))
             # Marks the exception as seen: the request that waited for the answer may have been cancelled.

@@ -11,9 +11,9 @@ import math
 from collections import deque
 from dataclasses import dataclass
 
-from realtime.dates import date_text
 from realtime.serving.publishing import MAX_OPEN_TURNS, Added, Begun, Finished, Line, Update, Word
 from realtime.session.words import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
+from realtime.text_values import date_text
 
 SEGMENT_S = 6.0
 # Seconds after its end at which a segment is listed.

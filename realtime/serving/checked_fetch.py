@@ -16,12 +16,11 @@ import ssl
 from collections.abc import Sequence
 from ipaddress import IPv4Address, IPv6Address, ip_address, ip_network
 from typing import Any
-from urllib.parse import SplitResult, urljoin, urlsplit
+from urllib.parse import SplitResult, urljoin
 
 from audio.errors import UnsupportedFormat
+from realtime.text_values import WEB_PORTS, OtherScheme, web_url
 
-# The schemes that are fetched, with their ports.
-DEFAULT_PORTS = {"http": 80, "https": 443}
 # The first bytes of an HLS playlist.
 PLAYLIST = b"#EXTM3U"
 ANY_HOST = "*"
@@ -56,26 +55,20 @@ def check_url(url: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> Sp
     """The parts of a URL whose host is listed. Raises NotAllowed. Addresses are checked when they are known. `setting`
     is the name of the operator's list."""
     try:
-        split = urlsplit(url)
-        host, _ = split.hostname, split.port
-        if host and url.isascii():
-            host.encode("idna")  # as the lookup does; it refuses empty and long labels
-    except ValueError:
-        raise NotAllowed("the URL is not valid") from None
-    if split.scheme not in DEFAULT_PORTS:
+        split = web_url(url)
+    except OtherScheme:
         other = "; use `tickertape listen URL --server` for other streams" if setting == STREAM_HOSTS else ""
-        raise NotAllowed(f"the server {'pulls' if other else 'sends to'} http and https only{other}")
-    if not host or not url.isascii() or not url.isprintable() or " " in url:
-        raise NotAllowed("the URL is not valid; write http://HOST/PATH with letters, digits and percent codes")
-    if split.username is not None or split.password is not None:
-        raise NotAllowed("the URL must not contain a user name or password")
+        raise NotAllowed(f"the server {'pulls' if other else 'sends to'} http and https only{other}") from None
+    except ValueError as error:
+        raise NotAllowed(str(error)) from None
+    host = split.hostname or ""
     if not any(_matches(host, listed) for listed in hosts):
         raise NotAllowed(f"the host {host[:100]!r} is not listed in {setting}")
     return split
 
 
 def port_of(split: SplitResult) -> int:
-    return split.port or DEFAULT_PORTS[split.scheme]
+    return split.port or WEB_PORTS[split.scheme]
 
 
 def request_target(split: SplitResult) -> str:

@@ -72,7 +72,7 @@ class Connection:
         self._fair_turns = fair_turns
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
-        self._hangup: Hangup | None = None
+        self.hangup: Hangup | None = None
         self._pace: Pace | None = None
         self._pace_of_mistakes: Pace | None = None
 
@@ -84,7 +84,7 @@ class Connection:
         `pace` limits the rate of messages and `pace_of_mistakes` the rate of messages that were answered with an error.
         """
         self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
-        if self._hangup is None:
+        if self.hangup is None:
             self.live.outbox.on_overrun = self._overrun
         left = False
         try:
@@ -93,7 +93,7 @@ class Connection:
                 self._writer = group.create_task(self._write(first_frames), name=f"writer {self.live.id}")
                 self._reader = reader = group.create_task(self._read(), name=f"reader {self.live.id}")
                 # `hang_up` may have been called before the tasks existed.
-                if self._hangup is None:
+                if self.hangup is None:
                     await asyncio.wait((self._writer, reader), return_when=asyncio.FIRST_COMPLETED)
                 left = reader.done() and not reader.cancelled()
                 reader.cancel()
@@ -102,15 +102,15 @@ class Connection:
             # A newer connection of the session owns the callback: leave it.
             if self.live.outbox.on_overrun == self._overrun:
                 self.live.outbox.on_overrun = None
-        if self._hangup is None or left:
+        if self.hangup is None or left:
             return None
-        await self.close(self._hangup)
-        return self._hangup
+        await self.close(self.hangup)
+        return self.hangup
 
     def hang_up(self, hangup: Hangup) -> None:
         """Close this socket now. Events that wait in the outbox are not sent on it, and its input is ignored."""
-        if self._hangup is None:
-            self._hangup = hangup
+        if self.hangup is None:
+            self.hangup = hangup
             for task in (self._reader, self._writer):
                 if task is not None:
                     task.cancel()
@@ -170,7 +170,7 @@ class Connection:
 
         Returns False, with nothing done, unless it is plain audio and neither the session nor the pace has to wait.
         """
-        if self._hangup is not None or self.live.full or (self._pace is not None and not self._pace.may_pass()):
+        if self.hangup is not None or self.live.full or (self._pace is not None and not self._pace.may_pass()):
             return False
         try:
             taken = self._inbox.take_now(text)
@@ -203,7 +203,7 @@ class Connection:
         except OSError:
             # The client is gone; the reader notices it and ends the connection.
             return
-        self._hangup = frames
+        self.hangup = frames
 
     async def close(self, hangup: Hangup) -> None:
         """Send the close frame; abort the socket if the client does not read it within `CLOSE_GRACE_S`."""

@@ -20,8 +20,8 @@ from numpy.typing import NDArray
 from audio.containers import STEP_SAMPLES, read_stream, read_upload
 from audio.errors import AudioError, TooLargeToDecode
 from audio.pipes import ByteReader
-from realtime.serving.decoder_protocol import ANSWER, DONE, FAULT, HUNGRY, MORE, NO_MORE, PIECE, PULL
 from realtime.serving.forks import Forks, set_bounds
+from realtime.serving.media_protocol import DONE, FAULT, FRAME, HUNGRY, MORE, NO_MORE, PIECE, PULL
 from realtime.serving.pull_process import pull
 
 # Address space of a fork beyond the shared part. The index of a six-hour file takes 100 MB.
@@ -84,7 +84,7 @@ class _Line(ByteReader):
     def answer(self, kind: bytes, said: str = "") -> None:
         content = b"".join(block.tobytes() for block in self._made) if not said else said.encode()
         self._made, self._samples = [], 0
-        self._line.sendall(ANSWER.pack(kind, len(content)) + content)
+        self._line.sendall(FRAME.pack(kind, len(content)) + content)
 
     def _take(self) -> None:
         """Receive the next piece. Raises EOFError if the gateway has closed the socket."""

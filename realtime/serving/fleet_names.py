@@ -101,8 +101,8 @@ class Goodbye(msgspec.Struct, tag="goodbye"):
 
 
 Message = Hello | Welcome | Beat | Goodbye | ToCoordinator | FromCoordinator
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(Message)
+encoder = msgspec.msgpack.Encoder()
+decoder = msgspec.msgpack.Decoder(Message)
 
 
 def home_of(key: Key, gateways: Sequence[str]) -> str:
@@ -161,13 +161,13 @@ class _Link:
         socket = self._socket = GatewaySocket(
             link_context(), self.entry.address, self._on_frames, self._on_loss, self._on_refused, self._keys
         )
-        socket.send([_encoder.encode(self._names.hello(self.entry.name))])
+        socket.send([encoder.encode(self._names.hello(self.entry.name))])
 
     def send(self, message: Message) -> None:
         """Nothing is sent while the link is down: when it is up again, everything is told anew."""
         if self.is_up and self._socket is not None:
             self._sent += 1
-            self._socket.send([_encoder.encode(message)])
+            self._socket.send([encoder.encode(message)])
 
     def tick(self, now: float) -> None:
         if self._socket is None:
@@ -180,7 +180,7 @@ class _Link:
     def _on_frames(self, frames: Frames) -> None:
         self._heard_at = asyncio.get_running_loop().time()
         try:
-            message = _decoder.decode(frames[0])
+            message = decoder.decode(frames[0])
         except msgspec.DecodeError as error:
             log.warning("gateway %s sent a message that this one does not know: %s", self.entry.name, error)
             return self._on_loss()
@@ -594,7 +594,7 @@ class FleetNames:
 
     def _on_call(self, caller: bytes, frames: Frames) -> None:
         try:
-            message = _decoder.decode(frames[0])
+            message = decoder.decode(frames[0])
         except msgspec.DecodeError as error:
             log.warning("another gateway sent a message that this one does not know: %s", error)
             return
@@ -623,7 +623,7 @@ class FleetNames:
         self.coordinator.add(self._last_caller, lambda answer: self._answer(caller, answer))
 
     def _answer(self, caller: bytes, message: Message) -> None:
-        sent = self._listener is not None and self._listener.send(caller, [_encoder.encode(message)])
+        sent = self._listener is not None and self._listener.send(caller, [encoder.encode(message)])
         if not sent and caller in self._callers:
             # Not now: this may be called from within the coordinator. The caller notices at its next beat.
             asyncio.get_running_loop().call_soon(self._forget, caller)

@@ -15,7 +15,7 @@ import sys
 from contextlib import suppress
 from threading import Lock
 
-from realtime.serving.fork_protocol import END, ORDER
+from realtime.serving.media_protocol import END, ORDER
 
 STOP_S = 2.0
 

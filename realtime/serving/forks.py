@@ -17,7 +17,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import BinaryIO, NoReturn
 
-from realtime.serving.fork_protocol import END, ORDER
+from realtime.serving.media_protocol import END, ORDER
 
 REAP_S = 1.0
 

@@ -1,14 +1,9 @@
-"""What makes a session resumable: the log of sent frames, the session as a saved value, and its handoff to the engine.
-
-- `SentLog` keeps the last frames for a client that resumes on a new socket.
-- `SavedLive` is a live session as a value, with its encoding.
-- `SessionHandoff` saves that value with the engine, so that another gateway process can adopt the session.
-"""
+"""The handoff of a session: `SavedLive` is a live session as a value, with its encoding; `SessionHandoff` saves it with
+the engine, so that another gateway process can adopt the session."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -19,66 +14,11 @@ from engine import messages
 from engine.client.handoff import AdoptedSession, HandoffClient, Owned
 from engine.client.link import EngineLink
 from engine.client.stream import EngineStream, HandoffTarget
-from realtime.dialects.base import encode_json
 from realtime.errors import UnreadableValue
 from realtime.session import events
 from realtime.session.core import SavedSession
 from realtime.session.events import Append, Effect, Event, Gap, Measured, Tick
 from realtime.session.settings import Settings
-
-
-class SentLog:
-    """The newest sent frames of a session, each with its sequence number; at most `max_events` and `max_bytes`.
-
-    The id of a numbered event is made of the session id and the sequence number. An adopter continues the numbers, so
-    no id is used twice, and an event that it writes again gets the same id.
-    """
-
-    def __init__(self, session_id: str, max_events: int, max_bytes: int) -> None:
-        self.bytes = 0
-        # Sequence number of the last frame.
-        self.sequence = 0
-        # Ids of events without a number have no second underscore, so the two cannot collide.
-        self._id_prefix = f"event_{session_id.removeprefix('sess_')}_"
-        self._max_events = max_events
-        self._max_bytes = max_bytes
-        self._frames: deque[tuple[int, str, int]] = deque()
-
-    def add(self, body: dict[str, Any]) -> str:
-        """Number the event, keep it and return it as a frame. If it has an `event_id`, that is replaced."""
-        self.sequence += 1
-        numbered = {**body, "seq": self.sequence}
-        if "event_id" in body:
-            numbered["event_id"] = f"{self._id_prefix}{self.sequence:x}"
-        text = encode_json(numbered)
-        self._keep(text)
-        return text
-
-    def load(self, first: int, frames: list[str]) -> None:
-        """Add frames that another process sent; `first` is the number of the first. Known frames are skipped."""
-        for number, text in enumerate(frames, start=first):
-            if number > self.sequence:
-                self.sequence = number
-                self._keep(text)
-
-    def newest(self, count: int) -> list[str]:
-        """The last `count` frames; fewer if some of them were dropped."""
-        return [text for number, text, _ in self._frames if number > self.sequence - count]
-
-    def _keep(self, text: str) -> None:
-        size = len(text.encode())
-        self._frames.append((self.sequence, text, size))
-        self.bytes += size
-        while len(self._frames) > self._max_events or self.bytes > self._max_bytes:
-            self.bytes -= self._frames.popleft()[2]
-
-    def after(self, sequence: int) -> list[str] | None:
-        """Frames sent after the one with this number; None if some of them were dropped."""
-        first = self._frames[0][0] if self._frames else self.sequence + 1
-        if not first - 1 <= sequence <= self.sequence:
-            return None
-        return [text for number, text, _ in self._frames if number > sequence]
-
 
 # A live session as a value. Sent frames are encoded separately, in chunks. Bytes of an incomplete sample are not saved:
 # the client sends them again. Samples in the resampler are flushed before the last save.

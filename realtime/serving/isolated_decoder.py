@@ -20,18 +20,18 @@ import numpy as np
 
 from audio import errors
 from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecoders
-from realtime.serving.decoder_protocol import (
-    ANSWER,
+from realtime.serving.forking_program import ForkingProgram
+from realtime.serving.media_protocol import (
     BEGIN,
+    DECODER_PROGRAM,
     DONE,
     FAULT,
+    FRAME,
     MORE,
     NO_MORE,
     PIECE,
-    PROGRAM,
     PULL,
 )
-from realtime.serving.forking_program import ForkingProgram
 from realtime.session.events import Samples
 
 # Decoders that may work at the same time; more of them would take CPU time from live audio.
@@ -115,7 +115,7 @@ class IsolatedDecoder:
         try:
             async with asyncio.timeout(MAX_STEP_S):
                 await asyncio.get_running_loop().sock_sendall(self._line, order)
-                kind, length = ANSWER.unpack(await self._receive(ANSWER.size))
+                kind, length = FRAME.unpack(await self._receive(FRAME.size))
                 content = await self._receive(min(length, MAX_ANSWER_BYTES))
         except TimeoutError:
             raise DecodingTooSlow("the audio takes too long to decode; send it in another format") from None
@@ -235,4 +235,4 @@ def _shared(file: BinaryIO) -> BinaryIO:
     return shared
 
 
-_forks = ForkingProgram(PROGRAM)
+_forks = ForkingProgram(DECODER_PROGRAM)

@@ -24,7 +24,8 @@ from realtime.errors import ClientFault, CloseCode, OptionsRefused
 from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.engine_queue import EngineCommand, EngineQueue, ResentAudio
-from realtime.serving.handoff import SavedLive, SentLog, SessionHandoff
+from realtime.serving.frame_log import SentLog
+from realtime.serving.handoff import SavedLive, SessionHandoff
 from realtime.serving.outbox import Outbox
 from realtime.serving.publishing import SessionPublication
 from realtime.serving.throttle import SHARE_S
@@ -124,7 +125,7 @@ class StreamRunner:
         # The stream was told to finish; a stream with other options follows it.
         self._runs_out = False
         # All commands were executed and `work` waits for the next one.
-        self._rests = False
+        self.rests = False
         # Grows when a stream is abandoned, so that its late outputs do not reach the core.
         self._generation = 0
         # Number of streams opened so far; part of the stream's name.
@@ -152,7 +153,7 @@ class StreamRunner:
 
     def put(self, command: EngineCommand) -> None:
         """Queue a command. Audio is fed at once if the queue is empty and the stream has room."""
-        if not (self._rests and isinstance(command, Feed) and not self.queue and self._hear_now(command.samples)):
+        if not (self.rests and isinstance(command, Feed) and not self.queue and self._hear_now(command.samples)):
             self.queue.put(command)
 
     def save(self, last: bool) -> dict[str, Any]:
@@ -217,11 +218,11 @@ class StreamRunner:
                     began = clock()
             self.queue.rest()
             if not self.queue and not self.session.closed:
-                self._rests = True
+                self.rests = True
                 try:
                     await self.queue.wait()
                 finally:
-                    self._rests = False
+                    self.rests = False
 
     async def _execute(self, command: EngineCommand, group: asyncio.TaskGroup) -> None:
         match command:
@@ -522,7 +523,7 @@ class LiveSession:
 
     def frames_after(self, sequence: int) -> list[str] | None:
         """Frames sent after the one with this number; None if some of them were dropped."""
-        return self.sent.after(sequence)
+        return self.sent.missed(sequence)
 
     def greeting_again(self) -> str:
         """The first frame on a socket that resumes this session: `session.resumed` with the samples received so far."""

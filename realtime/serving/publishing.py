@@ -575,13 +575,13 @@ class SessionPublication:
         """An event was sent to the client; viewers get its words, written as the client asked for."""
         if self._publisher is None or (self._key is None and self._held is None):
             return
-        for update in self._updates(event, formatting):
+        for update in self.updates(event, formatting):
             if self._key is not None:
                 self._publisher.post(self._key, self._session, update)
             if self._held is not None and len(self._held) < MAX_HELD:
                 self._held.append(update)
 
-    def _updates(self, event: ServerEvent, formatting: Formatting) -> Iterator[Update]:
+    def updates(self, event: ServerEvent, formatting: Formatting) -> Iterator[Update]:
         match event:
             case Delta():
                 self._open.setdefault(event.item_id, False)

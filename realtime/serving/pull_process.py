@@ -1,7 +1,7 @@
 """The life of a process that pulls one stream from the network and decodes it, one process for each connection.
 
 It is a fork of the decoder program (`decoder_process.py`), with the limits of decoders on memory, open files and
-written files. `pull_protocol.py` has the messages; `pulled_audio.py` is the other side.
+written files. `media_protocol.py` has the messages; `pulled_audio.py` is the other side.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from audio.errors import AudioError, NoAudioTrack, UnsupportedFormat
 from audio.formats import MODEL_RATE, PCM16_SCALE
 from audio.network import BLOCK_SAMPLES, Block, StreamKind, read_network, scheme_of
 from realtime.serving.checked_fetch import CheckedFetch
-from realtime.serving.pull_protocol import BLOCK, DONE, FAULT, FRAME, MAX_JOB_BYTES, OPENED, START
+from realtime.serving.media_protocol import BLOCK, DONE, FAULT, FRAME, MAX_JOB_BYTES, OPENED, START
 
 SRT = "srt"
 # Bytes of ffmpeg's messages that are kept in a file, and bytes at their end that are read.

@@ -17,7 +17,7 @@ import numpy as np
 from audio.errors import AudioError
 from audio.formats import MODEL_RATE
 from realtime.serving.isolated_decoder import begin_pulling
-from realtime.serving.pull_protocol import BLOCK, DONE, FAULT, FRAME, MAX_FRAME_BYTES, OPENED, START
+from realtime.serving.media_protocol import BLOCK, DONE, FAULT, FRAME, MAX_FRAME_BYTES, OPENED, START
 from realtime.session.events import Samples
 
 # Seconds for opening a stream, and without audio after which a connection is given up. HLS segments have up to 10 s.

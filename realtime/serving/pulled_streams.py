@@ -10,9 +10,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import secrets
-from collections import deque
 from collections.abc import Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import Any
 
 from audio.formats import MODEL_RATE
@@ -21,6 +20,7 @@ from realtime.dialects.base import encode_json
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import Refusal
 from realtime.serving.checked_fetch import NotAllowed, check_url
+from realtime.serving.frame_log import EventLog
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from realtime.serving.quota import Caller
@@ -43,45 +43,6 @@ KEY_REMOVED = "the key that began the stream was removed"
 CONNECTING, LIVE, WAITING, ENDED, FAILED = "connecting", "live", "waiting", "ended", "failed"
 
 
-class EventLog:
-    """The newest events of a stream as JSON, numbered from 1. Readers wait for the next one."""
-
-    def __init__(self) -> None:
-        self.last = 0
-        self.is_closed = False
-        self._events: deque[str] = deque()
-        self._bytes = 0
-        self._news = asyncio.Event()
-
-    def add(self, frame: str) -> None:
-        self.last += 1
-        self._events.append(frame)
-        self._bytes += len(frame)
-        while len(self._events) > MAX_KEPT_EVENTS or self._bytes > MAX_KEPT_BYTES:
-            self._bytes -= len(self._events.popleft())
-        self._wake()
-
-    def close(self) -> None:
-        self.is_closed = True
-        self._wake()
-
-    def after(self, number: int, most: int) -> list[tuple[int, str]]:
-        """Up to `most` events after the one with this number, with their numbers; dropped ones are left out."""
-        first = self.last - len(self._events) + 1
-        start = max(number + 1, first)
-        return [(at, self._events[at - first]) for at in range(start, min(self.last, start + most - 1) + 1)]
-
-    async def wait(self, seconds: float) -> None:
-        """Wait for another event, or for this time."""
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._news.wait()
-
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
-
-
 class PulledStream:
     """One stream: its state, its events, and the task that runs it."""
 
@@ -96,7 +57,7 @@ class PulledStream:
         self.message: str | None = None
         self.seconds = 0.0
         self.missing_seconds = 0.0
-        self.events = EventLog()
+        self.events = EventLog(MAX_KEPT_EVENTS, MAX_KEPT_BYTES)
         self.readers = 0
         self.task: asyncio.Task[None] | None = None
         self._live: LiveSession | None = None
@@ -239,7 +200,7 @@ class PulledStreams:
         self._vouches_for = vouches_for
         self._config = config
         self._wall_clock = wall_clock
-        self._streams: dict[str, PulledStream] = {}
+        self.by_id: dict[str, PulledStream] = {}
 
     def begin(self, url: str, caller: Caller, settings: Settings) -> PulledStream:
         """Begin to pull a stream. Raises Refusal."""
@@ -252,42 +213,42 @@ class PulledStreams:
         except NotAllowed as error:
             raise Refusal(400, error.code, error.sentence, param="url") from None
         most = self._config.limits.streams
-        if sum(not stream.events.is_closed for stream in self._streams.values()) >= most:
+        if sum(not stream.events.is_closed for stream in self.by_id.values()) >= most:
             text = f"The server pulls at most {most} streams at once (limits.streams); delete one."
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
         stream = PulledStream(url, caller, settings, int(self._wall_clock()))
-        self._streams[stream.id] = stream
+        self.by_id[stream.id] = stream
         stream.task = asyncio.create_task(
             stream.run(self._sessions, hosts, self._vouches_for), name=f"stream {stream.id}"
         )
-        ended = [other for other in self._streams.values() if other.events.is_closed]
+        ended = [other for other in self.by_id.values() if other.events.is_closed]
         for other in ended[: max(0, len(ended) - MAX_ENDED_STREAMS)]:
-            del self._streams[other.id]
+            del self.by_id[other.id]
         return stream
 
     def of(self, caller: Caller) -> list[PulledStream]:
-        return [stream for stream in self._streams.values() if stream.caller.name == caller.name]
+        return [stream for stream in self.by_id.values() if stream.caller.name == caller.name]
 
     def find(self, stream_id: str, caller: Caller) -> PulledStream:
         """The stream of this caller. Raises a 404 Refusal, also for a stream of another caller."""
-        stream = self._streams.get(stream_id)
+        stream = self.by_id.get(stream_id)
         if stream is None or stream.caller.name != caller.name:
             raise Refusal(404, "stream_not_found", "There is no such stream.", param="id")
         return stream
 
     def end_without_key(self) -> None:
         """End the streams of keys that were removed."""
-        for stream in self._streams.values():
+        for stream in self.by_id.values():
             if not self._vouches_for(stream.caller.name):
                 stream.end_without_key()
 
     async def delete(self, stream: PulledStream) -> None:
-        self._streams.pop(stream.id, None)
+        self.by_id.pop(stream.id, None)
         await self._stop(stream)
 
     async def close(self) -> None:
         """End all streams: the server stops."""
-        for stream in list(self._streams.values()):
+        for stream in list(self.by_id.values()):
             await self._stop(stream)
 
     async def _stop(self, stream: PulledStream) -> None:

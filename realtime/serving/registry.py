@@ -65,11 +65,11 @@ class Sessions:
         self._signer = services.signer
         self._maker = SessionFactory(engine, config, clock, wall_clock, services)
         self._claimants = services.claimants
-        self._entries: dict[str, OpenSession] = {}
+        self.entries: dict[str, OpenSession] = {}
         # Adoptions in progress by session id, and tasks that end sessions which other processes adopt.
         self._coming: dict[str, _Adoption] = {}
         self._leaving: set[asyncio.Task[None]] = set()
-        self._quota: SessionQuota = services.quota or LocalQuota(config.limits, clock)
+        self.quota: SessionQuota = services.quota or LocalQuota(config.limits, clock)
         # Whether a drain leaves resumable sessions to other processes.
         self.hands_over = False
         self.standstill: PauseDetector | None = None
@@ -83,15 +83,15 @@ class Sessions:
             )
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     @property
     def connected(self) -> int:
-        return sum(entry.connection is not None for entry in self._entries.values())
+        return sum(entry.connection is not None for entry in self.entries.values())
 
     @property
     def speaking(self) -> int:
-        return sum(entry.live.session.speaking for entry in self._entries.values())
+        return sum(entry.live.session.speaking for entry in self.entries.values())
 
     def models(self) -> list[str]:
         return self._maker.models()
@@ -115,7 +115,7 @@ class Sessions:
         sessions that were not made is released.
         """
         self._check_name(caller, settings)
-        admission = Admission(self._quota, caller.name)
+        admission = Admission(self.quota, caller.name)
         entries: list[OpenSession] = []
         try:
             await self._admit(admission, len(dialects))
@@ -123,7 +123,7 @@ class Sessions:
                 entry = self._maker.make(caller, settings, make_dialect)
                 self._metrics.opened.labels(entry.live.dialect.name).inc()
                 entry.admission = admission.part()
-                self._entries[entry.live.id] = entry
+                self.entries[entry.live.id] = entry
                 entries.append(entry)
             for entry in entries if settings.on_final is not None else ():
                 self._send_finals(entry, settings.on_final)
@@ -169,7 +169,7 @@ class Sessions:
             raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 5)
         if not self.engine.ready:
             raise self._refusal("not_ready", 503, "engine_not_ready", "The engine is not ready yet.", 5)
-        self._check_capacity(self._quota.others, sessions)
+        self._check_capacity(self.quota.others, sessions)
         answer = await admission.enter(sessions)
         limits = self._config.limits
         match answer.reason:
@@ -198,14 +198,14 @@ class Sessions:
 
     def figures(self) -> Figures:
         """The figures of this process."""
-        entries = self._entries.values()
+        entries = self.entries.values()
         streamless = [entry for entry in entries if not entry.live.has_stream]
         waiting = sum(entry.started_at > self._clock() - COUNTED_SECONDS for entry in streamless)
         return Figures(len(entries), self.connected, self.speaking, len(streamless), waiting)
 
     def all_figures(self) -> Figures:
         """The figures of all processes of the server."""
-        return self.figures() + self._quota.others
+        return self.figures() + self.quota.others
 
     def _refusal(self, reason: str, status: int, code: str, message: str, retry_s: int) -> Refusal:
         self._metrics.refused.labels(reason).inc()
@@ -276,7 +276,7 @@ class Sessions:
             await entry.live.close()
 
     def _remove(self, entry: OpenSession) -> bool:
-        if self._entries.pop(entry.live.id, None) is None:
+        if self.entries.pop(entry.live.id, None) is None:
             return False
         if entry.admission is not None:
             entry.admission.release()
@@ -291,15 +291,15 @@ class Sessions:
     async def _owned_or_adopted(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
         """The session of this process if it still owns it; else the session is adopted. Raises EngineDead."""
         if self._claimants is None or self.draining:
-            return self._entries.get(session_id)
+            return self.entries.get(session_id)
         assert self.standstill is not None
         await self.standstill.wait_until_sure()
-        entry = self._entries.get(session_id)
+        entry = self.entries.get(session_id)
         if entry is not None and entry.live.resumable and (handoff := entry.live.handoff) is not None:
             # Another gateway may have adopted it without our knowing yet, or may claim it at this moment.
             if not await handoff.renew():
                 self._fenced(session_id, handoff.number + 1)
-        entry = self._entries.get(session_id)
+        entry = self.entries.get(session_id)
         return entry if entry is not None else await self._adopt_saved(session_id, caller, has_left)
 
     async def _adopt_saved(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
@@ -335,8 +335,8 @@ class Sessions:
             return None
         # Until its client is attached, it waits like a session whose client has left.
         entry.left_at = self._clock()
-        entry.admission = Admission(self._quota, caller)
-        self._entries[session_id] = entry
+        entry.admission = Admission(self.quota, caller)
+        self.entries[session_id] = entry
         entry.admission.enter_again()
         await self._publish_again(entry)
         self._send_finals_again(entry)
@@ -361,7 +361,7 @@ class Sessions:
 
     def _owned(self) -> list[Owned]:
         """The handoffs that engines have from this process."""
-        handoffs = [entry.live.handoff for entry in self._entries.values() if entry.live.resumable]
+        handoffs = [entry.live.handoff for entry in self.entries.values() if entry.live.resumable]
         return [owned for handoff in handoffs if handoff is not None and (owned := handoff.owned) is not None]
 
     def _wanted(self, session_id: str, number: int) -> bool:
@@ -371,7 +371,7 @@ class Sessions:
         After a standstill nothing is given up until the owners are known: the claim may have come over a connection
         that is lost by now, and the last save would be lost too. The engine uses the copy it has, or asks again.
         """
-        entry = self._entries.get(session_id)
+        entry = self.entries.get(session_id)
         if entry is None or entry.live.handoff is None or (self.standstill is not None and self.standstill.is_unsure):
             return False
         if entry.live.handoff.number > number:
@@ -390,7 +390,7 @@ class Sessions:
 
     def _fenced(self, session_id: str, number: int) -> None:
         """Another process owns a session with this number: if it is higher than ours, the session ends here."""
-        entry, coming = self._entries.get(session_id), self._coming.get(session_id)
+        entry, coming = self.entries.get(session_id), self._coming.get(session_id)
         if coming is not None:
             coming.fenced = max(coming.fenced, number)
         if entry is not None and entry.live.handoff is not None and entry.live.handoff.number < number:
@@ -439,14 +439,14 @@ class Sessions:
     async def tick(self) -> None:
         now = self._clock()
         is_unsure = self.standstill is not None and self.standstill.is_unsure
-        for entry in [] if is_unsure else list(self._entries.values()):
+        for entry in [] if is_unsure else list(self.entries.values()):
             await self._tick_live(entry)
             if entry.connection is None and entry.left_at is not None:
                 if not entry.live.resumable or now - entry.left_at >= self._config.session.resume_s:
                     await self.end(entry)
             else:
                 self._check_time(entry, now)
-        self._quota.tick(self.figures())
+        self.quota.tick(self.figures())
         self._update_gauges()
 
     async def _tick_live(self, entry: OpenSession) -> None:
@@ -469,7 +469,7 @@ class Sessions:
             connection.hang_up(Hangup(CloseCode.POLICY, f"the session lasted {limits.session_s:g} s", "duration"))
 
     def _update_gauges(self) -> None:
-        entries = self._entries.values()
+        entries = self.entries.values()
         for entry in entries:
             entry.count_audio(self._metrics)
         self._metrics.sessions.set(len(entries))
@@ -485,8 +485,8 @@ class Sessions:
         # 1. Sessions that cannot be handed off finish their turns.
         self.draining = True
         deadline = self._clock() + seconds
-        movable = [entry for entry in self._entries.values() if self.hands_over and _can_move(entry)]
-        for entry in [entry for entry in self._entries.values() if entry not in movable]:
+        movable = [entry for entry in self.entries.values() if self.hands_over and _can_move(entry)]
+        for entry in [entry for entry in self.entries.values() if entry not in movable]:
             if entry.connection is None:
                 await self.end(entry)
             else:
@@ -495,12 +495,12 @@ class Sessions:
         await self._hand_over(movable, deadline)
         await asyncio.gather(*self._leaving, return_exceptions=True)
         # 3. Wait for the turns; those cut off at the deadline get 2 s for their last text.
-        while self._entries and self._clock() < deadline + 2.0:
+        while self.entries and self._clock() < deadline + 2.0:
             await asyncio.sleep(0.05)
-            for entry in list(self._entries.values()):
+            for entry in list(self.entries.values()):
                 await self._tick_live(entry)
         # 4. End what is left.
-        for entry in list(self._entries.values()):
+        for entry in list(self.entries.values()):
             if self.hands_over and _can_move(entry):
                 # Its adoption was in progress when the drain began.
                 self._save_and_release(entry, RESTARTING)
@@ -517,7 +517,7 @@ class Sessions:
         for entry in entries:
             while _can_move(entry) and not _has_place(entry) and self._clock() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
-            if entry.live.id in self._entries and _can_move(entry):
+            if entry.live.id in self.entries and _can_move(entry):
                 self._save_and_release(entry, RESTARTING)
             await asyncio.sleep(pause_s)
 

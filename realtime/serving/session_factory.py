@@ -269,13 +269,13 @@ class SessionFactory:
             dialect_fixed=entry.inbox.dialect_fixed,
             item_ids=(entry.item_ids.prefix, entry.item_ids.number),
             outbox=[named(event) for event in live.outbox.waiting()],
-            sequence=live.sent.sequence,
+            sequence=live.sent.last,
             now=self._clock(),
             **engine_side,
         )
-        frames = live.sent.newest(live.sent.sequence - (0 if whole else entry.handed_off))
-        entry.handed_off = live.sent.sequence
-        return encode_live(saved), encode_frames(live.sent.sequence - len(frames) + 1, frames)
+        frames = live.sent.newest(live.sent.last - (0 if whole else entry.handed_off))
+        entry.handed_off = live.sent.last
+        return encode_live(saved), encode_frames(live.sent.last - len(frames) + 1, frames)
 
     def _reenact(self, entry: OpenSession, saved: SavedLive, adopted: AdoptedSession) -> None:
         """Bring the session to the state that the other process left."""
@@ -284,7 +284,7 @@ class SessionFactory:
         live.session.load(saved.session, 0.0)
         for chunk in adopted.chunks:
             live.sent.load(*decode_frames(chunk))
-        live.sent.sequence = saved.sequence
+        live.sent.last = saved.sequence
         for name, fields in saved.outbox:
             live.outbox.put(plain(name, fields))
         # 2. Handle the entries since the base again, on the clock of the other process.

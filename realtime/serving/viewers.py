@@ -325,7 +325,7 @@ class Audience:
         self.is_closing = False
         # Names that HLS players read.
         self.players = 0
-        self._publisher = publisher
+        self.publisher = publisher
         self._metrics = metrics
         self._places = 0
         publisher.reader = self
@@ -359,14 +359,14 @@ class Audience:
         channel = self.channels.get(key)
         if channel is None:
             channel = self.channels[key] = Channel(key, self._metrics)
-            self._publisher.follow(key)
+            self.publisher.follow(key)
         return channel
 
     def _drop_unused(self, channel: Channel) -> None:
         now = asyncio.get_running_loop().time()
         if not channel.viewers and channel.wanted_until <= now and self.channels.get(channel.key) is channel:
             del self.channels[channel.key]
-            self._publisher.unfollow(channel.key)
+            self.publisher.unfollow(channel.key)
 
     def on_current(self, key: Key, state: State) -> None:
         channel = self.channels.get(key)

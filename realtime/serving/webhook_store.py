@@ -57,7 +57,7 @@ class WebhookStore:
         self._file: sqlite3.Connection | None = None
         # A connection that is closed while another thread writes with it ends the process.
         self._use = threading.Lock()
-        self._added: dict[int, StoredEvent] = {}
+        self.unwritten: dict[int, StoredEvent] = {}
         self._removed: set[int] = set()
         self._wanted = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
@@ -70,12 +70,12 @@ class WebhookStore:
         return kept
 
     def add(self, event: StoredEvent) -> None:
-        self._added[event.number] = event
+        self.unwritten[event.number] = event
         self._wanted.set()
 
     def remove(self, number: int) -> None:
         # Also what was added and not yet written: an older row of the event may be in the file.
-        self._added.pop(number, None)
+        self.unwritten.pop(number, None)
         self._removed.add(number)
         self._wanted.set()
 
@@ -85,20 +85,20 @@ class WebhookStore:
             return False
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while (self._added or self._removed) and not self._has_failed:  # noqa: ASYNC110
+                while (self.unwritten or self._removed) and not self._has_failed:  # noqa: ASYNC110
                     await asyncio.sleep(0.01)
         self._writing.cancel()
         await asyncio.gather(self._writing, return_exceptions=True)
         self._writing = None
         await asyncio.wait((in_thread(self._close, "webhook store"),), timeout=seconds)
-        return not self._added and not self._removed
+        return not self.unwritten and not self._removed
 
     async def _write_all(self) -> None:
         while True:
             await self._wanted.wait()
             self._wanted.clear()
             # Copies: what changes during the write is in the next batch.
-            added, removed = list(self._added.values()), set(self._removed)
+            added, removed = list(self.unwritten.values()), set(self._removed)
             if not added and not removed:
                 continue
             try:
@@ -113,8 +113,8 @@ class WebhookStore:
             self._removed -= removed
             for event in added:
                 # Else it was changed or removed while it was written.
-                if self._added.get(event.number) is event:
-                    del self._added[event.number]
+                if self.unwritten.get(event.number) is event:
+                    del self.unwritten[event.number]
 
     # In a thread
 

@@ -198,8 +198,8 @@ class Session:
         self._boundaries = Boundaries(
             settings, sample_rate, new_item_id, self._do, self._flush, self.limits.max_turn_seconds, self.limits.learnt
         )
-        self._turns, self._audio = self._boundaries.turns, self._boundaries.audio
-        self._stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
+        self.turns, self._audio = self._boundaries.turns, self._boundaries.audio
+        self.stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
         self._marks: deque[PendingFlush] = deque()
         self._waiting: deque[Waiting] = deque()
         # Speech after the first waiting commit or clear, in samples of the session.
@@ -258,17 +258,17 @@ class Session:
     @property
     def idle(self) -> bool:
         """No turn is open, and no event for the client is outstanding."""
-        turns = self._turns
+        turns = self.turns
         return turns.current is None and not turns.ended and not turns.finishing and not self._waiting
 
     @property
     def final_due(self) -> float | None:
         """When the final of a turn stops waiting for labels or a revision; None if none waits."""
-        return self._turns.final_due
+        return self.turns.final_due
 
     def label_state(self, base: int) -> tuple[messages.Saved, int] | None:
         """With which speaker labels an engine stream goes on that begins at session sample `base`."""
-        speakers = self._turns.speakers
+        speakers = self.turns.speakers
         return None if speakers is None or speakers.state is None else (speakers.state, base - speakers.state_base)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
@@ -278,8 +278,8 @@ class Session:
             raise IllegalEvent(f"{type(event).__name__} is not allowed in phase {self.phase.name}")
         self._effects = effects = list[Effect]()
         getattr(self, handler)(event, now)
-        if self._turns.finishing and not self.closed:
-            self._boundaries.send_events(self._turns.finish(now), now)
+        if self.turns.finishing and not self.closed:
+            self._boundaries.send_events(self.turns.finish(now), now)
             self._drain_if_idle()
         return effects
 
@@ -303,7 +303,7 @@ class Session:
             settings=self.settings,
             phase=self.phase,
             boundaries=self._boundaries.save(),
-            stall=self._stall.save(),
+            stall=self.stall.save(),
             marks=list(self._marks),
             waiting=list(self._waiting),
             held_speech=self._held_speech,
@@ -319,7 +319,7 @@ class Session:
         self.phase = saved.phase
         self._boundaries.load(saved.boundaries, shift)
         self._audio = self._boundaries.audio
-        self._stall.load(saved.stall, shift)
+        self.stall.load(saved.stall, shift)
         self._marks, self._waiting = deque(saved.marks), deque(saved.waiting)
         self._held_speech, self._engine_start = saved.held_speech, saved.engine_start
         self._acked_samples, self._acked_at = saved.acked_samples, saved.acked_at + shift
@@ -355,13 +355,13 @@ class Session:
 
     def _append(self, event: Append, now: float) -> None:
         if len(event.samples):
-            self._stall.keep(self.appended, event.samples)
+            self.stall.keep(self.appended, event.samples)
             self._effects.append(Feed(event.samples))
         self._advance(len(event.samples), event.source_samples, event.source_ms, now)
 
     def _gap(self, event: Gap, now: float) -> None:
         if event.samples:
-            self._stall.keep(self.appended, event.samples)
+            self.stall.keep(self.appended, event.samples)
             self._effects.append(FeedGap(event.samples))
         self._advance(event.samples, event.source_samples, event.source_ms, now)
 
@@ -403,7 +403,7 @@ class Session:
             return
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._end(End(), now)
-        elif self._stall.stalled(now):
+        elif self.stall.stalled(now):
             self._effects.append(Measured("stalls", 1))
             self._reanchor(now)
 
@@ -411,9 +411,9 @@ class Session:
 
     def _text(self, event: messages.Text, now: float) -> None:
         if event.delta or event.words:
-            self._stall.heard_text(event, self._engine_start, now)
+            self.stall.heard_text(event, self._engine_start, now)
             self._engine_failures = 0
-            self._boundaries.send_events(self._turns.route(event, self._engine_start, now), now)
+            self._boundaries.send_events(self.turns.route(event, self._engine_start, now), now)
             self._drain_if_idle()
 
     def _speech(self, event: messages.Speech, now: float) -> None:
@@ -431,29 +431,29 @@ class Session:
         second = self._audio.covered // self.sample_rate
         # A replay repeats frames, and the last frame before a flush may reach beyond the audio.
         if min(speech.end, self.appended) > self._audio.covered:
-            self._stall.heard_speech(speech.spoken, now)
+            self.stall.heard_speech(speech.spoken, now)
             self._boundaries.on_speech(speech, now)
         if self._audio.covered // self.sample_rate > second:  # once per second: a histogram is too slow for each frame
             self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
         if not self.speaking:
-            self._stall.quiet(self._audio.covered)
+            self.stall.quiet(self._audio.covered)
         self._boundaries.flush_ended()
 
     def _labels(self, event: messages.Labels, now: float) -> None:
-        if self._turns.speakers is not None:
-            self._turns.speakers.add(event, self._engine_start)
-            self._boundaries.send_events(self._turns.newly_labelled(), now)
+        if self.turns.speakers is not None:
+            self.turns.speakers.add(event, self._engine_start)
+            self._boundaries.send_events(self.turns.newly_labelled(), now)
 
     def _flushed(self, event: messages.Flushed, now: float) -> None:
         if not self._marks:
             raise IllegalEvent("the engine answered a flush that was not requested")
         mark = self._marks.popleft().sample
         if event.is_revised:
-            self._turns.await_revision(event.sample + self._engine_start, now)
-        self._boundaries.send_events(self._turns.settle(), now)
+            self.turns.await_revision(event.sample + self._engine_start, now)
+        self._boundaries.send_events(self.turns.settle(), now)
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
-        self._boundaries.send_events(self._turns.complete_until(mark, now), now)
+        self._boundaries.send_events(self.turns.complete_until(mark, now), now)
         self._boundaries.settle(mark)
         if self.phase is Phase.COMMITTING and not self._waiting:
             self._move(Phase.ACTIVE)
@@ -464,7 +464,7 @@ class Session:
         words = None
         if event.words is not None:
             words = [timed_word(word, self._engine_start) for word in event.words]
-        self._turns.revise(event.start + self._engine_start, event.end + self._engine_start, words)
+        self.turns.revise(event.start + self._engine_start, event.end + self._engine_start, words)
 
     def _recall_speech(self, now: float) -> None:
         """Handle the speech probabilities that waited for a commit or clear."""
@@ -473,14 +473,14 @@ class Session:
             self._hear(speech, now)
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
-        self._boundaries.send_events(self._turns.settle(), now)
+        self._boundaries.send_events(self.turns.settle(), now)
         if self.phase is Phase.FINISHING:
             while self._waiting:
                 self._resolve(self._waiting.popleft(), now)
             self._recall_speech(now)
             self._boundaries.end_open(now)
-            self._boundaries.send_events(self._turns.complete_until(self.appended, now), now)
-            self._boundaries.send_events(self._turns.finish(now, at_once=True), now)
+            self._boundaries.send_events(self.turns.complete_until(self.appended, now), now)
+            self._boundaries.send_events(self.turns.finish(now, at_once=True), now)
             self._boundaries.settle(self.appended)
             self._send(Ended(self.appended))
             self._close_finished()
@@ -494,7 +494,7 @@ class Session:
             self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
         else:
             # The failed items are answered; the new stream gets only the audio after them.
-            self._stall.forget_before(self._boundaries.boundary)
+            self.stall.forget_before(self._boundaries.boundary)
             self._reanchor(now)
 
     def _engine_dead(self, event: messages.Dead, now: float) -> None:
@@ -502,8 +502,8 @@ class Session:
         self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
-        self._boundaries.send_events(self._turns.settle(), now)
-        self._turns.forget_awaited()
+        self._boundaries.send_events(self.turns.settle(), now)
+        self.turns.forget_awaited()
         self._engine_start = event.base
 
     def _resolve(self, waiting: Waiting, now: float) -> None:
@@ -523,15 +523,15 @@ class Session:
 
     def _reanchor(self, now: float) -> None:
         """Continue with a new stream; if text is outstanding, flush the new one."""
-        self._effects.append(self._stall.reanchor(self.appended, now))
+        self._effects.append(self.stall.reanchor(self.appended, now))
         self._marks.clear()
-        self._turns.forget_awaited()
-        if self._turns.ended or self._waiting:
+        self.turns.forget_awaited()
+        if self.turns.ended or self._waiting:
             self._flush()
 
     def _fail_items(self, code: str, message: str, now: float) -> None:
-        self._boundaries.send_events(self._turns.finish(now, at_once=True), now)
-        for turn in self._turns.fail_ended():
+        self._boundaries.send_events(self.turns.finish(now, at_once=True), now)
+        for turn in self.turns.fail_ended():
             self._send(ItemFailed(turn.item_id, code, message))
 
     def _acknowledge(self, now: float) -> None:

@@ -23,8 +23,8 @@ from typing import Any, BinaryIO, cast
 from aiortc.rtcdtlstransport import RTCCertificate, RTCDtlsFingerprint, RTCDtlsParameters, RTCDtlsTransport
 from aiortc.rtcsctptransport import RTCSctpCapabilities
 
-from realtime.serving.call_protocol import ANSWER, CLOSE, ENDED, EVENT, FAULT
 from realtime.serving.forks import Forks, set_bounds
+from realtime.serving.media_protocol import ANSWER, CLOSE, ENDED, EVENT, FAULT
 from realtime.webrtc.event_channel import BoundedSctp, EventChannel
 from realtime.webrtc.gateway_line import GatewayLine
 from realtime.webrtc.ice import IceLite, NoPort

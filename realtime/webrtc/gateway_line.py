@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.formats import MODEL_RATE
-from realtime.serving.call_protocol import AUDIO, FRAME, LOST, MAX_FRAME_BYTES, MESSAGE, SAMPLES, SILENCE
+from realtime.serving.media_protocol import AUDIO, FRAME, LOST, MAX_FRAME_BYTES, MESSAGE, SAMPLES, SILENCE
 from realtime.webrtc.opus_track import Heard, Missing
 
 # Bytes that wait for the gateway: 20 s of audio. Audio beyond it is lost, and told as lost when there is room again.

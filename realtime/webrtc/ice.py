@@ -48,9 +48,9 @@ class IceLite(asyncio.DatagramProtocol):
         self.port = 0
         self.connected = asyncio.Event()
         self._username = f"{self.ufrag}:{client_ufrag}"
-        self._datagrams: asyncio.Queue[bytes | None] = asyncio.Queue()
+        self.datagrams: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._peer: tuple[str, int] | None = None
-        self._known: set[tuple[str, int]] = set()
+        self.known: set[tuple[str, int]] = set()
         self._sources: set[bytes] = set()
         self._checked_at = time.monotonic()
         self._transport: asyncio.DatagramTransport | None = None
@@ -75,12 +75,12 @@ class IceLite(asyncio.DatagramProtocol):
         if self._transport is not None:
             self._transport.close()
             self._transport = None
-        self._datagrams.put_nowait(None)
+        self.datagrams.put_nowait(None)
 
     # For the DTLS transport
 
     async def _recv(self) -> bytes:
-        datagram = await self._datagrams.get()
+        datagram = await self.datagrams.get()
         if datagram is None:
             raise ConnectionError
         return datagram
@@ -104,8 +104,8 @@ class IceLite(asyncio.DatagramProtocol):
             # Nothing in a message of a stranger may raise out of here.
             with suppress(Exception):
                 self._take_check(stun.parse_message(data), address)
-        elif address in self._known and self._datagrams.qsize() < MAX_WAITING_DATAGRAMS and self._is_wanted(data):
-            self._datagrams.put_nowait(data)
+        elif address in self.known and self.datagrams.qsize() < MAX_WAITING_DATAGRAMS and self._is_wanted(data):
+            self.datagrams.put_nowait(data)
 
     def error_received(self, exc: Exception) -> None:
         """The client's port is closed; the missing checks will tell."""
@@ -140,10 +140,10 @@ class IceLite(asyncio.DatagramProtocol):
         attributes = message.attributes
         if attributes.get("USERNAME") != self._username or not message.check_message_integrity(self.password.encode()):
             return
-        if address not in self._known:
-            if len(self._known) >= MAX_PEER_ADDRESSES:
-                self._known = {self._peer} if self._peer is not None else set()
-            self._known.add(address)
+        if address not in self.known:
+            if len(self.known) >= MAX_PEER_ADDRESSES:
+                self.known = {self._peer} if self._peer is not None else set()
+            self.known.add(address)
         self._checked_at = time.monotonic()
         answer = stun.Message(stun.Method.BINDING, stun.Class.RESPONSE, message.transaction_id)
         answer.attributes["XOR-MAPPED-ADDRESS"] = address

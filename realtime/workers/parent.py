@@ -132,7 +132,7 @@ class Parent:
         self._secret = signing_secret(config) or secrets.token_bytes(32)
         self._quota = QuotaCoordinator(config.limits, asyncio.get_running_loop().time)
         self._names = FleetNames.of(config)
-        self._coordinator = self._names or Coordinator(config.session.resume_s)
+        self.coordinator = self._names or Coordinator(config.session.resume_s)
         self._link_secret = secrets.token_bytes(32) if self._names is None else self._names.link_secret
         self._linking: asyncio.Task[None] | None = None
         self._numbers = 0
@@ -202,7 +202,7 @@ class Parent:
         self._quota.add(worker.number, worker.line)
         config = encode_config(self.config)
         worker.line.send(Start(config, self._secret, self._engines, self.port, self._link_secret))
-        self._coordinator.add(worker.number, worker.line.send)
+        self.coordinator.add(worker.number, worker.line.send)
         worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
         return worker
 
@@ -259,7 +259,7 @@ class Parent:
         elif isinstance(message, Enter | Leave | Own):
             self._quota.on_message(worker.number, message)
         elif isinstance(message, ToCoordinator):
-            self._coordinator.on_message(worker.number, message)
+            self.coordinator.on_message(worker.number, message)
         elif isinstance(message, Counted | Scrape):
             self.totals.add_report(worker.number, message.report)
             if isinstance(message, Scrape):
@@ -302,7 +302,7 @@ class Parent:
         if worker.hearing is not None:
             await asyncio.wait((worker.hearing,), timeout=LAST_WORDS_S)
         self._quota.remove(worker.number)
-        self._coordinator.remove(worker.number)
+        self.coordinator.remove(worker.number)
         self.totals.forget(worker.number)
         worker.line.close()
 

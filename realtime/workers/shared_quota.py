@@ -43,16 +43,16 @@ class SharedQuota:
         self._line = line
         self._clock = clock
         # Requests stay here until they are answered, also after a timeout or cancellation: a late grant is returned.
-        self._asked: dict[int, _Question] = {}
+        self.asked: dict[int, _Question] = {}
         self._number = 0
         self._told_at = 0.0
 
     async def enter(self, caller: str, sessions: int) -> QuotaDecision:
-        if len(self._asked) >= MOST_QUESTIONS:
+        if len(self.asked) >= MOST_QUESTIONS:
             return QuotaDecision("capacity", 1)
         self._number = number = self._number + 1
         question = _Question(caller, sessions, asyncio.get_running_loop().create_future())
-        self._asked[number] = question
+        self.asked[number] = question
         self._line.send(Enter(number, caller, sessions))
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -85,7 +85,7 @@ class SharedQuota:
         """Take a message of the parent."""
         if isinstance(message, Others):
             self.others = message.figures
-        elif (question := self._asked.pop(message.number, None)) is not None:
+        elif (question := self.asked.pop(message.number, None)) is not None:
             question.answer.set_result(message.answer)
             if question.given_up:
                 self._give_up(question)

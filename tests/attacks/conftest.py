@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from engine.weights.store import cache_folder
 from tests.attacks.good_client import Lap
 from tests.attacks.real_server import GOOD_KEY, RealServer, real_server
+from tests.cached_models import skip_unless_cached
 
 # What the reports of tests call the longest hold of the gateway's event loop.
 HOLD = "longest hold of the event loop"
@@ -86,9 +86,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def skip_without_models() -> None:
-    missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(*NEEDED)
 
 
 @pytest.fixture(scope="module")

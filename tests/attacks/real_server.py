@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.addresses import Addresses
+
 GOOD_KEY = "the-key-of-the-good-client"
 BAD_KEY = "the-key-of-the-attacker"
 OTHER_KEY = "the-key-of-somebody-else"
@@ -105,7 +107,7 @@ class Hold:
 
 
 @dataclass(slots=True)
-class RealServer:
+class RealServer(Addresses):
     """A server that is ready."""
 
     process: subprocess.Popen[str]
@@ -113,18 +115,6 @@ class RealServer:
     engine_pid: int
     log_path: Path
     holds_path: Path
-
-    @property
-    def http(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def ws(self) -> str:
-        return f"ws://127.0.0.1:{self.port}/v1/realtime"
-
-    @property
-    def listen(self) -> str:
-        return f"ws://127.0.0.1:{self.port}/v1/listen"
 
     def engine_is_the_same(self) -> bool:
         return _engine_of(self.process.pid) == self.engine_pid

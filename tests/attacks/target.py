@@ -15,6 +15,7 @@ from typing import Any
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from tests.addresses import Addresses
 from tests.attacks.real_server import BAD_KEY
 
 TEXT, BINARY, CLOSE, PING, PONG, CONTINUED = 0x1, 0x2, 0x8, 0x9, 0xA, 0x0
@@ -61,20 +62,12 @@ def attack(
 
 
 @dataclass(slots=True)
-class Target:
+class Target(Addresses):
     """A server to attack, with the attacker's key. Counts what is sent to it."""
 
     port: int
     key: str = BAD_KEY
     sent: int = 0
-
-    @property
-    def ws(self) -> str:
-        return f"ws://127.0.0.1:{self.port}/v1/realtime"
-
-    @property
-    def listen(self) -> str:
-        return f"ws://127.0.0.1:{self.port}/v1/listen"
 
     @property
     def authorization(self) -> str:

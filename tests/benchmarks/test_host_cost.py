@@ -18,5 +18,5 @@ def test_every_item_is_computed_or_cut(silent_every: int, silent: int) -> None:
     assert len(streams) == 6
     assert sum(stream.computed < 60 for stream in streams.values()) == silent
     # Every handoff is kept, and outputs that were read are forgotten.
-    assert len(bench.host._handoffs) == 6
-    assert all(len(hosted.outputs) <= 6 for hosted in bench.host._hosted.streams.values())
+    assert len(bench.host.handoffs) == 6
+    assert all(len(hosted.outputs) <= 6 for hosted in bench.host.hosted.streams.values())

@@ -58,11 +58,11 @@ def test_a_words_lag_counts_from_the_append_that_held_its_last_sample() -> None:
     track = Track(np.arange(1280 * 20, dtype=np.int16).tobytes())
     client = LagClient(3, ORDERS, SCHEDULE, (track, track), findings)
     client.sent_at = [100.0 + 0.08 * index for index in range(20)]
-    client._texts.extend([("lost", 100.1), ("hello", 100.9)])
-    client._score({"word": "hello", "start": 0.08, "end": 0.16})
+    client.texts.extend([("lost", 100.1), ("hello", 100.9)])
+    client.score({"word": "hello", "start": 0.08, "end": 0.16})
     # The second append, sent at 100.08, ends with that sample; 480 of the 820 ms are the model's.
     assert findings.lags == [(0.9, pytest.approx(340.0))]
-    client._score({"word": "unknown", "start": 0.2, "end": 0.3})
+    client.score({"word": "unknown", "start": 0.2, "end": 0.3})
     assert len(findings.lags) == 1
 
 
@@ -70,14 +70,14 @@ def test_words_in_pauses_are_counted_and_not_scored() -> None:
     findings = Findings()
     track = Track(np.zeros(16_000 * 10, dtype=np.int16).tobytes())
     client = LagClient(0, replace(ORDERS, speech=[(2.0, 4.0), (6.0, 8.0)]), SCHEDULE, (track, track), findings)
-    client._start = 5 * 16_000
+    client.start = 5 * 16_000
     client.sent_at = [100.0 + 0.08 * index for index in range(200)]
-    client._silent = {100, 101}
+    client.silent = {100, 101}
     # In the sound that is five seconds and a half to seven seconds, which goes round after ten.
     for start, scored in ((0.5, False), (1.2, True), (2.7, True), (2.95, False), (7.5, True), (8.0, False)):
         before = len(findings.lags)
-        client._texts.append(("word", 120.0))
-        client._score({"word": "word", "start": start, "end": start + 0.1})
+        client.texts.append(("word", 120.0))
+        client.score({"word": "word", "start": start, "end": start + 0.1})
         assert (len(findings.lags) > before) == scored, start
     assert findings.in_pauses == 3
 
@@ -121,7 +121,7 @@ def test_a_benchmark_that_is_told_to_stop_ends_its_server() -> None:
 def test_no_two_sessions_send_the_same_frames() -> None:
     track = Track(np.arange(-12_800, 12_800, dtype=np.int16).tobytes())
     clients = [LagClient(number, ORDERS, SCHEDULE, (track, track), Findings()) for number in range(50)]
-    frames = [{bytes(track.piece(client._start + 1280 * k, 1280)) for k in range(20)} for client in clients]
+    frames = [{bytes(track.piece(client.start + 1280 * k, 1280)) for k in range(20)} for client in clients]
     assert sum(map(len, frames)) == len(set().union(*frames))
 
 

@@ -18,8 +18,8 @@ import torch
 from benchmarks.__main__ import benchmarks
 from benchmarks.recordings import SAMPLE
 from engine.weights.registry import TURN_DETECTOR
-from engine.weights.store import cache_folder
 from realtime.client import lasting_session, wire_client
+from tests.cached_models import skip_unless_cached
 
 # The command line, and what it prints among others.
 RUNS = {
@@ -75,9 +75,7 @@ def nothing_is_left_changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.mark.parametrize("run", CASES)
 def test_a_small_run_ends_and_prints_its_figures(run: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     name, *arguments = run.split()
-    for weights in NEED_WEIGHTS.get(name, ()):
-        if not (cache_folder() / weights).exists():
-            pytest.skip(f"not in the cache; run `tickertape pull {weights}`")
+    skip_unless_cached(*NEED_WEIGHTS.get(name, ()))
     if name == "behind_nginx" and not (shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")):
         pytest.skip("nginx is not installed")
     report = tmp_path / "report.json"

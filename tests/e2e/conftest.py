@@ -17,6 +17,7 @@ from realtime.app import Server, listening
 from realtime.config import Config, ServerConfig
 from realtime.http.upload_forms import Spool
 from realtime.serving.isolated_decoder import IsolatedDecoder
+from tests.addresses import Addresses
 from tests.realtime.gateway_doubles import FakeEngine
 
 # The openai package asks for this once, by way of a subprocess.
@@ -50,24 +51,12 @@ def _allow_start_up(guard: BlockBuster) -> None:
 
 
 @dataclass
-class Running:
+class Running(Addresses):
     """A server that listens."""
 
     server: Server
     engine: FakeEngine
     port: int
-
-    @property
-    def http(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def base_url(self) -> str:
-        return f"{self.http}/v1"
-
-    @property
-    def ws(self) -> str:
-        return f"ws://127.0.0.1:{self.port}/v1/realtime"
 
     @property
     def gateway(self) -> Any:

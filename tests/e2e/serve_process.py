@@ -16,6 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from engine.server.main import run_engine
+from tests.addresses import Addresses
 from tests.engine.fakes import until
 from tests.realtime.workers.engines import build
 
@@ -39,20 +40,12 @@ def engine_at(folder: Path, max_streams: int = 64) -> Iterator[str]:
 
 
 @dataclass
-class Served:
+class Served(Addresses):
     """A server that runs. `log` has what it says on both outputs."""
 
     process: asyncio.subprocess.Process
     log: Path
     port: int = 0
-
-    @property
-    def http(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    @property
-    def ws(self) -> str:
-        return f"ws://127.0.0.1:{self.port}/v1/realtime"
 
     @property
     def said(self) -> str:

@@ -20,7 +20,7 @@ DAY = 86_400.0
 KEY = "the-real-key"
 # Who looks at the clock on the wall, and why a jump of it does no harm.
 WALL_CLOCK = {
-    "realtime/dates.py": "shown to clients",
+    "realtime/text_values.py": "shown to clients",
     "realtime/http/authentication.py": "client secrets say until when they are valid, also at other gateways",
     "realtime/http/info_routes.py": "shown to clients and operators",
     "realtime/http/routes.py": "handed to those two",
@@ -113,7 +113,7 @@ async def test_client_secrets_go_by_the_clock_on_the_wall(serve: Serve, wall: Wa
         answer = await http.post("/v1/realtime/client_secrets", json={}, headers={"Authorization": f"Bearer {KEY}"})
         secret = answer.json()["value"]
         # It took the clock when it was loaded, before the test put its own in the place.
-        running.gateway._context.authenticator._clock = wall
+        running.gateway.context.authenticator._clock = wall
         assert await status_of(running.ws, secret) == 101
         wall.ahead = DAY
         assert await status_of(running.ws, secret) == 401

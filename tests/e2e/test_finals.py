@@ -22,14 +22,14 @@ TURNS = 2
 class RevisingStream(FakeStream):
     """Announces a revision with each flush that has words before it, and sends it afterwards."""
 
-    def _put(self, output: messages.Output) -> None:
+    def put(self, output: messages.Output) -> None:
         said = self.__dict__.setdefault("said", list[messages.Word]())
         if isinstance(output, messages.Text):
             said += output.words
         is_revised = REVISED in (self._engine.opened[-1]["options"] or {})  # type: ignore[operator]
         ends = isinstance(output, messages.Flushed | messages.Closed)
         if not (ends and is_revised and said):
-            super()._put(output)
+            super().put(output)
             return
         words = [
             messages.Word(
@@ -42,11 +42,11 @@ class RevisingStream(FakeStream):
         revised = messages.Revised(self.id, start, self.samples, words)
         if isinstance(output, messages.Flushed):
             output.is_revised = True
-            super()._put(output)
-            super()._put(revised)
+            super().put(output)
+            super().put(revised)
         else:
-            super()._put(revised)
-            super()._put(output)
+            super().put(revised)
+            super().put(output)
 
 
 @pytest.fixture

@@ -189,7 +189,7 @@ async def test_a_client_that_does_not_read_its_echoes_is_closed(serve: Serve, mo
     async with serve(limits=limits) as running, greeted_client(running.ws, max_queue=1) as client:
         await client.update(transcription={"prompt": "p" * 16_000})
         client.socket.transport.pause_reading()  # type: ignore[attr-defined]
-        (entry,) = running.gateway.sessions._entries.values()
+        (entry,) = running.gateway.sessions.entries.values()
         most = 0
         with pytest.raises((ConnectionClosed, TimeoutError)):
             async with asyncio.timeout(5):

@@ -6,7 +6,8 @@ import wave
 
 import pytest
 
-from engine.weights.store import cache_folder, pull
+from engine.weights.store import pull
+from tests.cached_models import skip_unless_cached
 from tests.e2e.raw_client import raw_client
 from tests.e2e.test_deepgram_client import rest
 from tests.realtime.dialects.test_flux import Wire
@@ -29,9 +30,7 @@ def recording() -> bytes:
 
 @pytest.mark.timeout(300)
 async def test_a_person_reads_and_turns_keep_the_promises_of_the_wire() -> None:
-    missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(*NEEDED)
     with server_process("--model", "moonshine-tiny") as server:
         url = f"ws://127.0.0.1:{server.port}/v2/listen?model=flux-general-en&encoding=linear16&sample_rate={RATE}"
         async with raw_client(f"{url}&eot_threshold=0.9&eager_eot_threshold=0.3&eot_timeout_ms=3000") as client:

@@ -240,7 +240,7 @@ async def test_a_client_secret_goes_with_its_key(serve: Serve) -> None:
         for bearer in bearers:
             async with greeted_client(running.ws, additional_headers=bearer):
                 pass
-        running.gateway._context.authenticator.use_keys(("ek_the-other-key",))
+        running.gateway.context.authenticator.use_keys(("ek_the-other-key",))
         with pytest.raises(InvalidStatus) as refused:
             async with greeted_client(running.ws, additional_headers=bearers[0]):
                 pass

@@ -109,7 +109,7 @@ async def test_sender_faster_than_the_engine_is_slowed_and_memory_stays_bounded(
     engine.feed_delay_s = 0.02
     async with serve(engine, limits={"audio_in_flight_s": 1.0}) as running, greeted_client(running.ws) as client:
         await client.update(turn_detection=None)
-        entry = next(iter(running.gateway.sessions._entries.values()))
+        entry = next(iter(running.gateway.sessions.entries.values()))
         most = 0.0
 
         async def watch() -> None:
@@ -153,14 +153,14 @@ async def test_sender_of_many_mistakes_is_slowed_and_gets_every_answer(serve: Se
 async def test_client_that_does_not_read_gets_longer_deltas_and_no_loss(serve: Serve) -> None:
     async with serve() as running, greeted_client(running.ws, max_queue=1) as client:
         await client.update(turn_detection=None)
-        live = next(iter(running.gateway.sessions._entries.values())).live
+        live = next(iter(running.gateway.sessions.entries.values())).live
         resume = hold_writer(running)
         for _ in range(100):
             await client.append(tone(0.4))
         await client.send("input_audio_buffer.commit")
         for _ in range(200):
             await asyncio.sleep(0.01)
-            if live.session._turns.last_committed and not live.session._turns.ended:
+            if live.session.turns.last_committed and not live.session.turns.ended:
                 break
         assert len(live.outbox) <= 4
         resume()

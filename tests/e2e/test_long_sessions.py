@@ -45,7 +45,7 @@ async def test_session_of_an_hour_keeps_its_times_and_nothing_else(serve: Serve)
         await client.update(
             format={"type": "audio/pcm", "rate": 16_000}, include=["item.input_audio_transcription.words"]
         )
-        session = next(iter(running.gateway.sessions._entries.values())).live.session
+        session = next(iter(running.gateway.sessions.entries.values())).live.session
         most_kept = 0
         for minute in range(60):
             await client.append(tone(1.0, 16_000))
@@ -54,8 +54,8 @@ async def test_session_of_an_hour_keeps_its_times_and_nothing_else(serve: Serve)
             started = next(event for event in events if event["type"].endswith("speech_started"))
             assert abs(started["audio_start_ms"] - minute * 60_000) <= 400
             assert abs(events[-1]["words"][0]["start"] - minute * 60) < 1.0
-            most_kept = max(most_kept, session._stall.kept_samples)
-            assert not session._turns.ended and session._turns.current is None
+            most_kept = max(most_kept, session.stall.kept_samples)
+            assert not session.turns.ended and session.turns.current is None
         assert len(engine.streams) == 1 and engine.streams[0].samples == 3600 * 16_000
         assert most_kept <= 61 * 16_000
 

@@ -298,12 +298,12 @@ class LateWords(FakeStream):
 
     late: Sequence[messages.Word] = ()
 
-    def _put(self, output: messages.Output) -> None:
+    def put(self, output: messages.Output) -> None:
         if isinstance(output, messages.Text):
             output.words, self.late = list(self.late), output.words
         elif isinstance(output, messages.Closed):
-            super()._put(messages.Text(self.id, "", list(self.late), [], output.sample))
-        super()._put(output)
+            super().put(messages.Text(self.id, "", list(self.late), [], output.sample))
+        super().put(output)
 
 
 async def test_the_last_word_of_a_streamed_upload_is_told(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

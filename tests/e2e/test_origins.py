@@ -209,7 +209,7 @@ async def test_keys_that_come_and_go_change_who_is_asked_for_an_origin(serve: Se
         headers = {"Authorization": "Bearer the-real-key"}
         async with greeted_client(running.ws, origin=FOREIGN, additional_headers=headers):
             pass
-        running.gateway._context.authenticator.use_keys(())
+        running.gateway.context.authenticator.use_keys(())
         assert (await upgrade(running.port, SOCKETS[0], f"127.0.0.1:{running.port}", FOREIGN))[0] == 403
 
 
@@ -217,11 +217,11 @@ async def test_pages_may_read_answers_when_the_first_key_has_come(serve: Serve) 
     asking = {"Origin": FOREIGN, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "api-key"}
     async with serve() as running, httpx.AsyncClient(base_url=running.http) as http:
         assert (await http.options("/v1/models", headers=asking)).status_code == 403
-        running.gateway._context.authenticator.use_keys(("the-real-key",))
+        running.gateway.context.authenticator.use_keys(("the-real-key",))
         assert (await http.options("/v1/models", headers=asking)).status_code == 200
         answer = await http.get("/v1/models", headers={"Origin": FOREIGN, "api-key": "the-real-key"})
         assert answer.status_code == 200 and answer.headers["access-control-allow-origin"] == "*"
-        running.gateway._context.authenticator.use_keys(())
+        running.gateway.context.authenticator.use_keys(())
         assert (await http.get("/v1/models", headers={"Origin": FOREIGN})).status_code == 403
 
 

@@ -24,6 +24,7 @@ from websockets.exceptions import InvalidStatus
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 from engine.weights.store import cache_folder
+from tests.cached_models import skip_unless_cached
 from tests.e2e.raw_client import raw_client
 from tests.e2e.serve_process import serving
 from tests.engine.fakes import build
@@ -335,10 +336,8 @@ async def test_ctrl_c_while_the_engine_starts_prints_no_traceback(workers: str) 
 @pytest.mark.timeout(300)
 async def test_the_command_of_an_engine_serves_a_gateway_and_ends_when_told(tmp_path: Path) -> None:
     """`tickertape engine` and `tickertape serve --engine`, with a real model."""
-    needed = [cache_folder() / name for name in ("moonshine-tiny", "sample-two-cities")]
-    if not all(folder.exists() for folder in needed):
-        pytest.skip("not in the cache; run `tickertape pull moonshine-tiny sample-two-cities`")
-    (recording,) = needed[1].glob("*.wav")
+    skip_unless_cached("moonshine-tiny", "sample-two-cities")
+    (recording,) = (cache_folder() / "sample-two-cities").glob("*.wav")
     beginning = io.BytesIO()
     with wave.open(str(recording)) as file, wave.open(beginning, "wb") as part:
         part.setparams(file.getparams())

@@ -227,7 +227,7 @@ async def test_options_are_those_of_deepgram(serve: Serve) -> None:
     async with serve() as running, phone_call(running.port, start_message(customParameters=parameters)) as call:
         await call.media(speech())
         await until_so(lambda: running.engine.streams)
-        (entry,) = running.gateway.sessions._entries.values()
+        (entry,) = running.gateway.sessions.entries.values()
         settings = entry.live.session.settings
         assert settings.turn_detection.silence_duration_ms == 700 and settings.publish == "line"
         assert "numbers" in settings.formatting.redact

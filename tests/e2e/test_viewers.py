@@ -237,14 +237,15 @@ async def test_a_link_is_for_one_name_and_for_reading_only(serve: Serve) -> None
             assert viewer.socket.close_code == 1008 and "read-only" in (viewer.socket.close_reason or "")
 
 
+async def client_secret(running: Running, http: httpx.AsyncClient, session: dict[str, str]) -> dict[str, str]:
+    """The header of a client with a secret for sessions with these settings."""
+    answer = await http.post(f"{running.base_url}/realtime/client_secrets", json={"session": session}, headers=BEARER)
+    return {"Authorization": f"Bearer {answer.json()['value']}"}
+
+
 async def test_client_secrets_publish_under_their_own_name_and_read_nothing(serve: Serve) -> None:
     async with serve(auth={"keys": (KEY,)}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
-        secrets = []
-        for session in ({"publish": "talk"}, {}):
-            answer = await http.post(
-                f"{running.base_url}/realtime/client_secrets", json={"session": session}, headers=BEARER
-            )
-            secrets.append({"Authorization": f"Bearer {answer.json()['value']}"})
+        secrets = [await client_secret(running, http, session) for session in ({"publish": "talk"}, {})]
         async with greeted_client(running.ws, additional_headers=secrets[0]) as client:
             async with socket_viewer(running.port, "talk", additional_headers=BEARER) as viewer:
                 assert (await viewer.event())["live"]
@@ -262,12 +263,7 @@ async def test_client_secrets_publish_under_their_own_name_and_read_nothing(serv
 
 async def test_client_secrets_of_deepgram_clients_publish_under_no_other_name(serve: Serve) -> None:
     async with serve(auth={"keys": (KEY,)}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
-        secrets = []
-        for session in ({"publish": "talk"}, {}):
-            answer = await http.post(
-                f"{running.base_url}/realtime/client_secrets", json={"session": session}, headers=BEARER
-            )
-            secrets.append({"Authorization": f"Bearer {answer.json()['value']}"})
+        secrets = [await client_secret(running, http, session) for session in ({"publish": "talk"}, {})]
         for path in ("v1/listen?encoding=linear16&sample_rate=16000", "v2/listen?model=flux-general-en"):
             url = f"ws://127.0.0.1:{running.port}/{path}"
             others = ((secrets[0], "&publish=board-meeting"), (secrets[1], "&publish=talk"), (secrets[0], ""))
@@ -343,7 +339,7 @@ async def test_a_reload_that_removes_a_key_ends_its_links(serve: Serve) -> None:
         made = await link(running)
         async with socket_viewer(running.port, "talk", made["token"]) as viewer:
             await viewer.event()
-            running.gateway._context.authenticator.use_keys([OTHER])
+            running.gateway.context.authenticator.use_keys([OTHER])
             with pytest.raises(ConnectionClosed):
                 await viewer.event()
 
@@ -358,7 +354,7 @@ async def test_a_reload_that_removes_a_key_ends_viewers_that_came_with_it(serve:
         ):
             for one in (viewer, stream, stays):
                 await one.event()
-            running.gateway._context.authenticator.use_keys([OTHER])
+            running.gateway.context.authenticator.use_keys([OTHER])
             with pytest.raises(ConnectionClosed):
                 await viewer.event()
             assert viewer.socket.close_code == 1008 and "key was removed" in (viewer.socket.close_reason or "")
@@ -368,7 +364,7 @@ async def test_a_reload_that_removes_a_key_ends_viewers_that_came_with_it(serve:
 
 async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> None:
     async with serve(auth={"keys": (KEY, OTHER)}) as running:
-        revocations = running.gateway.audience._publisher.revocations
+        revocations = running.gateway.audience.publisher.revocations
         async with httpx.AsyncClient(trust_env=False, verify=False, headers=BEARER) as http:
             for _ in range(50):
                 answer = await http.post(f"{running.base_url}/sessions/talk/links")
@@ -377,9 +373,9 @@ async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> N
         kept, of_other = await link(running, "kept"), await link(running, key=OTHER)
         made = [await link(running) for _ in range(3)]
         # As thousands of requests do it.
-        routes = running.gateway.audience._publisher
+        routes = running.gateway.audience.publisher
         links = viewer_links.ViewerLinks(None, revocations, lambda owner: True)  # type: ignore[arg-type]
-        owner = next(iter(running.gateway._context.authenticator._names))
+        owner = next(iter(running.gateway.context.authenticator._names))
         for number in range(100):
             assert links.revocation(owner, "talk", f"ffffffff-{number:016x}") is None, "no link lasts that long"
         for number in range(viewer_links.MAX_REVOKED + 200):

@@ -37,7 +37,7 @@ def whip(running: Running) -> str:
 
 async def ended(running: Running) -> None:
     """Until the server has no session, no call and no process of one."""
-    await until(lambda: len(running.gateway.sessions) == 0 and not running.gateway.calls._calls)
+    await until(lambda: len(running.gateway.sessions) == 0 and not running.gateway.calls.by_id)
 
 
 async def offer_of() -> str:
@@ -272,7 +272,7 @@ async def test_a_client_that_leaves_while_its_offer_is_answered_leaves_nothing(s
         offer = await offer_of()
         for _ in range(5):
             posting = asyncio.create_task(post(whip(running), offer))
-            await until(lambda: len(running.gateway.calls._calls) > 0)
+            await until(lambda: len(running.gateway.calls.by_id) > 0)
             posting.cancel()
             await asyncio.gather(posting, return_exceptions=True)
         await ended(running)
@@ -309,7 +309,7 @@ async def test_a_call_whose_process_dies_ends_alone(serve: Serve) -> None:
     async with serve() as running, call(whip(running), SPEECH) as one, call(whip(running), SPEECH) as other:
         await one.until("session.created")
         await other.until("session.created")
-        running.gateway.calls._calls[one.location.rpartition("/")[2]].line.kill()
+        running.gateway.calls.by_id[one.location.rpartition("/")[2]].line.kill()
         assert (await other.until(COMPLETED))[-1]["transcript"] == "w1 w2 w3"
         await until(lambda: len(running.gateway.sessions) == 1)
 

@@ -7,7 +7,8 @@ import wave
 
 import pytest
 
-from engine.weights.store import cache_folder, pull
+from engine.weights.store import pull
+from tests.cached_models import skip_unless_cached
 from tests.lossy_line import lossy_line
 from tests.waiting import until
 from tests.web.conftest import server_process
@@ -24,9 +25,7 @@ def blockbuster() -> None:
 
 
 def recording() -> bytes:
-    missing = [name for name in NEEDED if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(*NEEDED)
     with wave.open(str(pull("sample-two-cities"))) as file:
         assert (file.getnchannels(), file.getsampwidth(), file.getframerate()) == (1, 2, RATE)
         return file.readframes(SECONDS * RATE)

@@ -17,7 +17,15 @@ from engine.boundary import sockets
 from engine.boundary.sockets import EngineSocket, GatewaySocket, KeyPair, LinkKeys, leaves_the_machine
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
-from engine.fleet_secret import derive, read_secret
+from engine.fleet_secret import (
+    MIN_SECRET_BYTES,
+    MOST_SECRET_BYTES,
+    cluster_token,
+    derive,
+    fingerprint,
+    make_secret,
+    read_secret,
+)
 from engine.server.main import run_engine
 from tests.engine import fakes
 from tests.engine.client.cuttable_line import cuttable_line
@@ -113,6 +121,32 @@ def test_what_is_no_secret_is_said(tmp_path: Path) -> None:
         read_secret(path)
     path.write_text("  a secret that is long enough\n")
     assert read_secret(path) == b"a secret that is long enough"
+
+
+@pytest.mark.parametrize("length", [MIN_SECRET_BYTES - 1, MIN_SECRET_BYTES, MOST_SECRET_BYTES, MOST_SECRET_BYTES + 1])
+def test_a_secret_has_bounds(length: int, tmp_path: Path) -> None:
+    path = tmp_path / "secret"
+    path.write_text("x" * length)
+    if MIN_SECRET_BYTES <= length <= MOST_SECRET_BYTES:
+        assert read_secret(path) == b"x" * length
+    else:
+        with pytest.raises(ValueError, match="use 16 to 4096 random ones"):
+            read_secret(path)
+
+
+def test_a_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
+    path = tmp_path / "deep" / "secret"
+    make_secret(path)
+    secret = read_secret(path)
+    make_secret(path)
+    assert read_secret(path) == secret and path.stat().st_mode & 0o777 == 0o600
+
+
+def test_values_of_a_fleet_that_runs_stay_the_same() -> None:
+    """Machines with another version of the server have to derive the same ones."""
+    assert fingerprint(SECRET) == "6d67cf82393a3466"
+    assert cluster_token(SECRET) == "84daa179a943c3c37d36597192202c82a49e850c781a1c816d4a6ed4ef44d175"
+    assert fingerprint(SECRET) != fingerprint(SECRET + b"x")
 
 
 def test_each_purpose_has_its_key() -> None:

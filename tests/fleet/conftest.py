@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 
+from engine.fleet_secret import fingerprint, make_secret
 from fleet.keepers.keeper import EngineKeeper, GatewayKeeper, Keeper, Place
 from fleet.keepers.process import Records
 from fleet.plan import EnginePlan, FleetPlan, GatewayPlan
-from fleet.secret import fingerprint, make_secret, read_secret
 from fleet.state import Kind, Node, Table, Unit
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
@@ -52,7 +52,7 @@ def plan(tmp_path: Path) -> FleetPlan:
 @pytest.fixture
 def keeper_of(plan: FleetPlan) -> Iterator[Callable[..., Keeper]]:
     """Makes keepers; what they started is gone when the test is over."""
-    place = Place("n1", "127.0.0.1", fingerprint(read_secret(plan.secret_path)))
+    place = Place("n1", "127.0.0.1", fingerprint(plan.read_secret()))
 
     def make(name: str = "e1", **changed: Any) -> Keeper:
         kind = Kind.ENGINE if name[0] == "e" else Kind.GATEWAY
@@ -75,7 +75,7 @@ class LocalCrew:
         self.keepers: dict[str, Keeper] = {}
         self.calls = 0
         self.tables_sent = 0
-        self.print = fingerprint(read_secret(plan.secret_path))
+        self.print = fingerprint(plan.read_secret())
 
     def nodes(self) -> list[Node]:
         return list(self.there)

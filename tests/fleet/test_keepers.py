@@ -70,7 +70,7 @@ def test_a_low_priority_is_taken_off_and_a_high_one_stays(tmp_path: Path, given:
     program = [sys.executable, "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)"]
     log = tmp_path / "log"
     subprocess.run(
-        [*nice, sys.executable, "-m", "fleet.keepers.launch", str(log), *program], check=True, capture_output=True
+        [*nice, sys.executable, "-m", "fleet.keepers.process", str(log), *program], check=True, capture_output=True
     )
     until(lambda: log.read_text() == f"{has}\n", "the program's priority")
 

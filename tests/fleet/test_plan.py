@@ -11,11 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.fleet_secret import MIN_SECRET_BYTES, MOST_SECRET_BYTES
-from engine.fleet_secret import read_secret as secret_of_a_process
 from fleet.manager import fleet_capacity, load_of
 from fleet.plan import FleetPlan, read_plan
-from fleet.secret import cluster_token, fingerprint, make_secret, read_secret
 from fleet.state import (
     REPORTERS,
     FleetError,
@@ -82,33 +79,15 @@ def test_a_missing_file_is_said(tmp_path: Path) -> None:
         read_plan(tmp_path / "none.toml")
 
 
-def test_a_secret_is_made_once_and_for_its_owner_alone(tmp_path: Path) -> None:
-    path = tmp_path / "deep" / "secret"
-    make_secret(path)
-    secret = read_secret(path)
-    make_secret(path)
-    assert read_secret(path) == secret and path.stat().st_mode & 0o777 == 0o600
-    assert fingerprint(secret) != fingerprint(secret + b"x")
-    assert fingerprint(secret) not in cluster_token(secret) and len(cluster_token(secret)) == 64
-
-
-@pytest.mark.parametrize("length", [MIN_SECRET_BYTES - 1, MIN_SECRET_BYTES, MOST_SECRET_BYTES, MOST_SECRET_BYTES + 1])
-def test_a_secret_that_the_fleet_takes_is_one_that_its_processes_take(length: int, tmp_path: Path) -> None:
-    path = tmp_path / "secret"
-    path.write_text("x" * length)
-    if MIN_SECRET_BYTES <= length <= MOST_SECRET_BYTES:
-        assert read_secret(path) == secret_of_a_process(path)
-    else:
-        with pytest.raises(FleetError, match="use 16 to 4096 random ones"):
-            read_secret(path)
-
-
-def test_a_secret_that_is_missing_or_short_is_said(tmp_path: Path) -> None:
+def test_a_secret_that_cannot_be_used_is_said(tmp_path: Path) -> None:
+    plan = read_plan(written(tmp_path, 'secret_file = "secret"'))
     with pytest.raises(FleetError, match="it must be the same file on every node"):
-        read_secret(tmp_path / "none")
-    (tmp_path / "short").write_text("abc")
+        plan.read_secret()
+    (tmp_path / "secret").write_text("abc")
     with pytest.raises(FleetError, match="has 3 bytes; use 16 to"):
-        read_secret(tmp_path / "short")
+        plan.read_secret()
+    (tmp_path / "secret").write_text("a secret that is long enough\n")
+    assert plan.read_secret() == b"a secret that is long enough"
 
 
 def test_engines_are_reported_by_a_few_gateways_however_many_there_are() -> None:

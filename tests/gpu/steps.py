@@ -46,7 +46,7 @@ def make_runner(
         max_streams=settings.max_streams,
     )
     runner = VoxtralRunner(model, vocabulary, memory, settings)
-    runner._passes._kernels = kernels
+    runner.passes._kernels = kernels
     return runner
 
 

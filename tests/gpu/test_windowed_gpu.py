@@ -13,6 +13,7 @@ from engine.runner.load import windowed_on_device
 from engine.runner.windowed.decoder import Row
 from engine.runner.windowed.windows import DeviceWindows
 from engine.weights.store import cache_folder
+from tests.cached_models import skip_unless_cached
 from tests.gpu.windowed_words import build, differing, live_texts
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
@@ -41,18 +42,18 @@ def rows_said(family: str, device: torch.device, dtype: torch.dtype, records: bo
     """Five windows of different lengths, decoded behind known text and a draft."""
     model = small(family)
     runner, _ = windowed_on_device(family, model, [b" w"] * 60, device, dtype, 8 << 30, 8)
-    windows = runner._windows
-    assert isinstance(windows, DeviceWindows) and windows._decoder._stage is not None
-    windows._decoder._stage._records = records
+    windows = runner.windows
+    assert isinstance(windows, DeviceWindows) and windows.decoder._stage is not None
+    windows.decoder._stage._records = records
     if records:
-        windows._decoder.record()
+        windows.decoder.record()
     lengths = [16_000 * seconds for seconds in (1, 2, 3, 5, 8)]
     audio = 0.3 * torch.randn(5, lengths[-1], generator=torch.Generator().manual_seed(1)).to(device)
     for row, length in zip(audio, lengths, strict=True):
         row[length:] = 0.0
     encoded = model.encode(audio, lengths)
     rows = [Row([5, 6], [7, 8], 12 + number, None, encoded.audio[number]) for number in range(5)]
-    for _ in windows._decoder.staged_passes(rows, [encoded]):
+    for _ in windows.decoder.staged_passes(rows, [encoded]):
         pass
     runner.close()
     return rows
@@ -69,9 +70,7 @@ def test_the_recorded_step_equals_the_eager_step(family: str) -> None:
 
 @pytest.mark.parametrize("model", REAL_MODELS)
 def test_real_words_are_those_of_a_cpu(model: str) -> None:
-    missing = [name for name in (model, REAL_SPEECH) if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(model, REAL_SPEECH)
     sound = read_wav(next((cache_folder() / REAL_SPEECH).glob("*.wav")))
     clips = [sound[start : start + 16_000 * 20] for start in range(0, len(sound), 16_000 * 4)]
     texts = [live_texts(build(model, device, 8, 8, ample=True), clips, 8) for device in ("cpu", "cuda")]

@@ -7,6 +7,7 @@ import torch
 
 from benchmarks.sounds import read_wav
 from engine.weights.store import cache_folder
+from tests.cached_models import skip_unless_cached
 from tests.gpu.windowed_words import build, differing, live_texts
 
 REAL_SPEECH = "sample-two-cities"
@@ -15,9 +16,7 @@ REAL_SPEECH = "sample-two-cities"
 @pytest.mark.parametrize("model", ["moonshine-tiny", "whisper-tiny.en"])
 def test_batches_say_what_windows_say_alone(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither is 8-bit, and the device of the batches is the CPU: all that differs is the order of sums."""
-    missing = [name for name in (model, REAL_SPEECH) if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(model, REAL_SPEECH)
     monkeypatch.setattr("engine.runner.windowed.windows.DeviceWindows.warm_up", lambda windows: None)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)

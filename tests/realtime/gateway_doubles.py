@@ -110,7 +110,7 @@ class FakeStream:
         if self._engine.mute_flush:
             return len(self.flushes)
         self._say(self.samples)
-        self._put(messages.Flushed(self.id, len(self.flushes), self.samples))
+        self.put(messages.Flushed(self.id, len(self.flushes), self.samples))
         return len(self.flushes)
 
     async def finish(self) -> None:
@@ -118,22 +118,22 @@ class FakeStream:
         self.finished = True
         self._say(self.samples)
         self._label(len(self._undecided))
-        self._put(messages.Closed(self.id, self.samples))
+        self.put(messages.Closed(self.id, self.samples))
         self._engine.forget(self)
 
     async def abort(self) -> None:
         if not self.aborted and not self.finished:
             self.aborted = True
-            self._put(messages.Closed(self.id, self.samples))
+            self.put(messages.Closed(self.id, self.samples))
             self._engine.forget(self)
 
     def fail(self, message: str = "numbers went wrong") -> None:
         self.finished = True
-        self._put(messages.Failed(self.id, "StreamFailed", message))
+        self.put(messages.Failed(self.id, "StreamFailed", message))
         self._engine.forget(self)
 
     def die(self) -> None:
-        self._put(messages.Dead("the engine stopped"))
+        self.put(messages.Dead("the engine stopped"))
 
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return self._iterate()
@@ -158,7 +158,7 @@ class FakeStream:
         if self.finished or self.aborted:
             raise StreamFinished(self.id, "was finished; open a new stream")
 
-    def _put(self, output: messages.Output) -> None:
+    def put(self, output: messages.Output) -> None:
         self._outputs.put_nowait(output)
 
     def _hear(self, samples: NDArray[np.float32]) -> None:
@@ -194,7 +194,7 @@ class FakeStream:
                     self._undecided.append((max(0, end - WORD_SAMPLES), end, speaker, 0.9))
             self._frames += 1
         probabilities = [0.99 if is_loud else 0.01 for is_loud in loud]
-        self._put(judge(self.track, messages.Speech(self.id, start, FRAME, probabilities)))
+        self.put(judge(self.track, messages.Speech(self.id, start, FRAME, probabilities)))
         self._label(sum(self._frames * FRAME >= end + LABEL_SAMPLES for _, end, _, _ in self._undecided))
 
     def _label(self, count: int) -> None:
@@ -206,7 +206,7 @@ class FakeStream:
             total = np.arange(192, dtype="<i4").tobytes()
             voices = [{"samples": samples, "total": total} for samples in self._voices.values()]
             state = {"labels": {"voices": voices}} if decided else None
-            self._put(messages.Labels(self.id, decided, list(self._undecided), state))
+            self.put(messages.Labels(self.id, decided, list(self._undecided), state))
 
     def _say(self, until: int) -> None:
         if self._window:
@@ -218,7 +218,7 @@ class FakeStream:
         while self._pending and self._pending[0].end_sample <= max(until, 0) + FRAME:
             word = self._pending.pop(0)
             if not self._muted:
-                self._put(messages.Text(self.id, f" {word.text}", [word], [self._words], word.end_sample))
+                self.put(messages.Text(self.id, f" {word.text}", [word], [self._words], word.end_sample))
 
     def _say_window(self, last: bool) -> None:
         """As windowed models read a file: all text of a window at once, and a word ends where the next one begins.
@@ -235,7 +235,7 @@ class FakeStream:
         if not last and words:
             delta, self._unfinished = delta[:-1], words.pop()
         if delta or words:
-            self._put(messages.Text(self.id, delta, words, [self._words], self.samples))
+            self.put(messages.Text(self.id, delta, words, [self._words], self.samples))
 
 
 class FakeEngine:

@@ -15,14 +15,17 @@ from pathlib import Path
 import httpx
 import pytest
 
+from engine.weights.store import pull
 from realtime.app import listening
 from realtime.config import AuthConfig, Config, ServerConfig
+from tests.cached_models import skip_unless_cached
 from tests.realtime.gateway_doubles import FakeEngine, silence, tone
 from tests.web.devtools import Page, find_browser, open_page, running_browser
 from tests.web.firefox import find_firefox, running_firefox
 from tests.web.page_server import WORDS
 
 ROOT = Path(__file__).parents[2]
+READING = "sample-two-cities"
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +85,18 @@ def server_process(*flags: str) -> Iterator[ServerProcess]:
         yield server
     finally:
         server.kill()
+
+
+@asynccontextmanager
+async def real_page(chromium: str, folder: Path) -> AsyncIterator[tuple[Page, str]]:
+    """A page of a server with a real model, in a browser whose microphone plays a reading; and its address. The page
+    must not have reported an error by the end. The smaller model: a browser leaves little of two cores."""
+    skip_unless_cached("moonshine-tiny", READING)
+    with server_process("--model", "moonshine-tiny") as server, running_browser(chromium, pull(READING)) as address:
+        async with open_page(address, folder) as page:
+            await page.open(server.url)
+            yield page, server.url
+            assert page.errors == []
 
 
 def write_wav(path: Path, pcm: bytes, rate: int = 48_000) -> Path:

@@ -1,8 +1,10 @@
-"""What the page shows, and what must hold of it however much sound the browser's microphone loses on a busy machine."""
+"""What the page shows and keeps, and what must hold of it however much sound a busy machine loses."""
 
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,9 @@ from tests.web.tab import Tab
 TURNS = "[...document.querySelectorAll('#turns li')]"
 DONE = f"{TURNS}.filter((li) => li.dataset.state === 'done')"
 STATE = "document.querySelector('#state').textContent"
+RESTORED = "!document.querySelector('#restored').hidden"
+# Transcripts in the library.
+ROWS = "[...document.querySelectorAll('#library-list li')]"
 PROBLEM = "document.querySelector('#problem:not([hidden]) p')?.textContent"
 OPEN_TEXT = f"{TURNS}.find((li) => li.dataset.state === 'open')?.querySelector('.text').textContent"
 # All that was spoken has been heard, and turned into text.
@@ -95,3 +100,27 @@ async def choose(page: Tab, selector: str, value: str) -> None:
     """As if chosen in a list or typed into a field."""
     script = "(e) => { e.value = %s; for (const kind of ['input', 'change']) e.dispatchEvent(new Event(kind)); }"
     await page.evaluate(f"({script % json.dumps(value)})(document.querySelector({selector!r}))")
+
+
+def transcript(said: Sequence[str], seconds_ago: float = 0.0, **head: Any) -> dict[str, Any]:
+    """A transcript as the page keeps it, with a turn of one second for each text."""
+    began = round((time.time() - seconds_ago) * 1000)
+    turns = [
+        {"number": number, "text": text, "state": "done", "words": [], "start": number, "end": number + 1}
+        for number, text in enumerate(said)
+    ]
+    kept = {"id": began, "title": said[0], "seconds": len(said), "updated": began, **head}
+    return {"head": kept, "turns": turns}
+
+
+async def keep_transcripts(page: Tab, url: str, *transcripts: dict[str, Any]) -> None:
+    """Put transcripts into the browser's archive, the newest last, from a page of the server that does not use it."""
+    await page.open(url + "health")
+    await page.evaluate(
+        f"""(async () => {{
+          const {{ Archive }} = await import("{url}archive.js");
+          const archive = new Archive();
+          await archive.open();
+          for (const {{ head, turns }} of {json.dumps(transcripts)}) await archive.write(head, turns, []);
+        }})()"""
+    )

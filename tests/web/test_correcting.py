@@ -10,10 +10,9 @@ import pytest
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page
 from tests.web.page_server import SENTENCES
-from tests.web.shown import PROBLEM, TURNS, send_file, texts, turns
+from tests.web.shown import PROBLEM, RESTORED, TURNS, keep_transcripts, send_file, texts, transcript, turns
 
 HOSTILE = "<img src=x onerror=alert(1)> --> &amp;"
-RESTORED = "!document.querySelector('#restored').hidden"
 FIELD = "document.activeElement.matches('.edit')"
 ANNOUNCED = "document.querySelector('#announcer').textContent"
 KEPT = """(async () => {
@@ -180,20 +179,14 @@ async def test_a_correction_that_cannot_be_kept_stays_and_is_said(page: Page, se
 @pytest.mark.parametrize("count", [500, 5000])
 async def test_a_correction_costs_the_same_in_a_long_transcript(page: Page, server: PageServer, count: int) -> None:
     """One caption is drawn and one turn is written, however many there are; a speaker's name is written in one go."""
-    await page.open(server.url + "health")
-    await page.evaluate(
-        f"""(async () => {{
-          const {{ Archive }} = await import("{server.url}archive.js");
-          const archive = new Archive();
-          await archive.open();
-          const words = (n) => [{{ word: "some", start: n, end: n + 0.3, speaker: "A" }},
-            {{ word: "words", start: n + 0.4, end: n + 0.9, speaker: "B" }}];
-          const turn = (number) => ({{ number, text: "some words", state: "done", words: words(number),
-            start: number, end: number + 1 }});
-          const turns = Array.from({{ length: {count} }}, (_, number) => turn(number));
-          await archive.write({{ id: Date.now(), title: "long", seconds: {count}, updated: Date.now() }}, turns, []);
-        }})()"""
-    )
+    long = transcript(["some words"] * count)
+    for turn in long["turns"]:
+        spoken = (("some", 0.0, 0.3, "A"), ("words", 0.4, 0.9, "B"))
+        turn["words"] = [
+            {"word": text, "start": turn["start"] + start, "end": turn["start"] + end, "speaker": speaker}
+            for text, start, end, speaker in spoken
+        ]
+    await keep_transcripts(page, server.url, long)
     await page.before_load(
         """window.done = { puts: 0, writes: 0 };
         const { put } = IDBObjectStore.prototype, { transaction } = IDBDatabase.prototype;

@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
+from typing import Any
 
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page, open_page
 from tests.web.page_server import SENTENCES
-from tests.web.shown import DONE, OPEN_TEXT, PROBLEM, STATE, TURNS, check_order, listen, send_file, stop, texts, turns
+from tests.web.shown import (
+    DONE,
+    OPEN_TEXT,
+    PROBLEM,
+    RESTORED,
+    ROWS,
+    STATE,
+    TURNS,
+    check_order,
+    keep_transcripts,
+    listen,
+    send_file,
+    stop,
+    texts,
+    transcript,
+    turns,
+)
 
 KEPT = """(async () => {
   const open = indexedDB.open("tickertape");
@@ -18,8 +36,6 @@ KEPT = """(async () => {
   db.close();
   return turns.map((turn) => turn.text);
 })()"""
-RESTORED = "!document.querySelector('#restored').hidden"
-ROWS = "[...document.querySelectorAll('#library-list li')]"
 
 
 async def test_reload_shows_the_captions_and_goes_on_with_them(page: Page, server: PageServer, talk: Path) -> None:
@@ -114,8 +130,7 @@ async def test_earlier_transcripts_are_listed_opened_and_deleted(page: Page, ser
 
 async def test_choice_after_a_reload_is_in_view(page: Page, server: PageServer) -> None:
     """However long the captions are, and on a phone too."""
-    await page.open(server.url + "health")
-    await page.evaluate(keep_turns(server.url, 200))
+    await keep_transcripts(page, server.url, numbered(200))
     for size in ((1200, 800), (360, 640)):
         await page.size(*size, mobile=size[0] < 500)
         await page.open(server.url)
@@ -134,24 +149,15 @@ async def test_choice_after_a_reload_is_in_view(page: Page, server: PageServer) 
         assert await page.evaluate("document.activeElement.id") == button
 
 
-def keep_turns(url: str, count: int, seconds: float = 200) -> str:
-    """A script that puts a transcript into the browser's archive, as if it had been recorded an hour ago."""
-    return f"""(async () => {{
-      const {{ Archive }} = await import("{url}archive.js");
-      const archive = new Archive();
-      await archive.open();
-      const turn = (number) => ({{ number, text: `turn ${{number}}.`, state: "done", words: [],
-        start: number, end: number + 1 }});
-      const turns = Array.from({{ length: {count} }}, (_, number) => turn(number));
-      const head = {{ id: Date.now() - 3.6e6, title: "long", seconds: {seconds}, updated: Date.now() }};
-      await archive.write(head, turns, []);
-    }})()"""
+def numbered(count: int, **head: Any) -> dict[str, Any]:
+    """A transcript that was recorded an hour ago."""
+    said = [f"turn {number}." for number in range(count)]
+    return transcript(said, 3600, updated=round(time.time() * 1000), **head)
 
 
 async def test_earlier_transcripts_have_their_date_and_length(page: Page, server: PageServer) -> None:
     """Also one whose last turn was open when it was kept, and one that was kept without a length."""
-    await page.open(server.url + "health")
-    await page.evaluate(keep_turns(server.url, 75, seconds=0))
+    await keep_transcripts(page, server.url, numbered(75, seconds=0))
     await page.open(server.url)
     await page.until(RESTORED)
     await page.click("#afresh")

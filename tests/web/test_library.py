@@ -2,39 +2,26 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page, open_page
-from tests.web.shown import TURNS, send_file, stop
+from tests.web.shown import RESTORED, ROWS, TURNS, keep_transcripts, send_file, stop, transcript
 
-RESTORED = "!document.querySelector('#restored').hidden"
-ROWS = "[...document.querySelectorAll('#library-list li')]"
 PLACES = "[...document.querySelectorAll('#library-list .place')].map((place) => place.textContent)"
 FOUND = "document.querySelector('#library-found').textContent"
 NONE = "document.querySelector('#library-none:not([hidden])')?.textContent"
 
 
-async def keep(page: Page, url: str, transcripts: list[dict[str, object]]) -> None:
+async def keep(page: Page, url: str, transcripts: list[dict[str, Any]]) -> None:
     """Transcripts in the browser's archive, the newest last: `{name, texts}`."""
-    await page.open(url + "health")
-    await page.evaluate(
-        f"""(async () => {{
-          const {{ Archive }} = await import("{url}archive.js");
-          const archive = new Archive();
-          await archive.open();
-          let id = Date.now() - 1e6;
-          for (const {{ name, texts }} of {json.dumps(transcripts)}) {{
-            const turns = texts.map((text, number) => ({{ number, text, state: "done", words: [], start: number,
-              end: number + 1 }}));
-            id += 1000;
-            await archive.write({{ id, name, title: texts[0], seconds: texts.length, updated: id }}, turns, []);
-          }}
-        }})()"""
-    )
+    kept = [
+        transcript(one["texts"], 1000 - number, name=one["name"]) for number, one in enumerate(transcripts, start=1)
+    ]
+    await keep_transcripts(page, url, *kept)
     await page.open(url)
 
 

@@ -10,7 +10,7 @@ import pytest
 from tests.web.conftest import PageServer
 from tests.web.devtools import SHIFT, Page
 from tests.web.page_server import SENTENCES
-from tests.web.shown import DONE, STATE, TURNS, check_said, listen, send_file, stop, turns
+from tests.web.shown import DONE, STATE, TURNS, check_said, keep_transcripts, listen, send_file, stop, transcript, turns
 
 COUNT = "document.querySelector('#search-count').textContent"
 # The text that is marked as found now, over whatever elements it lies in.
@@ -46,18 +46,7 @@ async def test_find_walks_through_all_captions(page: Page, server: PageServer, t
 
 async def test_find_shows_what_is_not_in_the_document(page: Page, server: PageServer, talk: Path) -> None:
     """Two hundred turns, of which the page holds the last eighty."""
-    await page.open(server.url + "health")
-    await page.evaluate(
-        f"""(async () => {{
-          const {{ Archive }} = await import("{server.url}archive.js");
-          const archive = new Archive();
-          await archive.open();
-          const turn = (number) => ({{ number, text: `turn ${{number}}.`, state: "done", words: [],
-            start: number, end: number + 1 }});
-          const turns = Array.from({{ length: 200 }}, (_, number) => turn(number));
-          await archive.write({{ id: Date.now(), title: "long", seconds: 200, updated: Date.now() }}, turns, []);
-        }})()"""
-    )
+    await keep_transcripts(page, server.url, transcript([f"turn {number}." for number in range(200)]))
     await page.open(server.url)
     await page.until(f"{TURNS}.length > 0")
     assert await page.evaluate(f"{TURNS}.length") <= 80

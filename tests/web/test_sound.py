@@ -7,9 +7,8 @@ from pathlib import Path
 
 from tests.web.conftest import PageServer
 from tests.web.devtools import Page
-from tests.web.shown import DONE, PROBLEM, TURNS, listen, play_at_pace, send_file, stop
+from tests.web.shown import DONE, PROBLEM, RESTORED, TURNS, listen, play_at_pace, send_file, stop
 
-RESTORED = "!document.querySelector('#restored').hidden"
 SIZE = "document.querySelector('#sound-box:not([hidden]) #sound-size')?.textContent"
 # What is played: its bytes, where it begins, and its first letters.
 PLAYED = """

@@ -11,12 +11,11 @@ import pytest
 from tests.realtime.gateway_doubles import ENGLISH, silence, tone
 from tests.web.conftest import PageServer, write_wav
 from tests.web.devtools import Page
-from tests.web.shown import DONE, PROBLEM, STATE, TURNS, send_file
+from tests.web.shown import DONE, PROBLEM, RESTORED, STATE, TURNS, send_file
 
 HOSTILE = "<i>Ann</i> --> &amp;"
 WHO = "[...document.querySelectorAll('#turns .who')].map((who) => [who.textContent, who.dataset.colour])"
 SPEAKERS = f"{TURNS}.map((li) => li.turn.words.map((word) => word.speaker))"
-RESTORED = "!document.querySelector('#restored').hidden"
 
 
 @pytest.fixture

@@ -10,14 +10,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from engine.weights.store import pull
 from tests.e2e.snippets import block
 from tests.lossy_line import lossy_line
 from tests.waiting import PATIENCE_S
-from tests.web.conftest import page_server, server_process
-from tests.web.devtools import Page, open_page, running_browser
+from tests.web.conftest import page_server, real_page
+from tests.web.devtools import Page
 from tests.web.page_server import WORDS
-from tests.web.test_real_model import check_cache
 
 KEY = "a-long-secret"
 # Keeps the events where the test can see them, and the connection where it can be closed.
@@ -61,16 +59,9 @@ async def test_the_snippet_of_the_documentation_publishes_a_microphone_and_reads
 
 @pytest.mark.timeout(300)
 async def test_a_person_reads_aloud_and_the_words_come_back(chromium: str, tmp_path: Path) -> None:
-    check_cache()
-    with (
-        server_process("--model", "moonshine-tiny") as server,
-        running_browser(chromium, pull("sample-two-cities")) as address,
-    ):
-        async with open_page(address, tmp_path) as page:
-            await page.open(server.url)
-            await begin(page, server.url.removeprefix("http://").rstrip("/"))
-            await check_words(page)
-            assert page.errors == []
+    async with real_page(chromium, tmp_path) as (page, url):
+        await begin(page, url.removeprefix("http://").rstrip("/"))
+        await check_words(page)
 
 
 ANSWER = """(async () => {
@@ -87,18 +78,11 @@ ANSWER = """(async () => {
 @pytest.mark.timeout(300)
 async def test_what_a_bad_network_loses_is_marked_and_the_words_go_on(chromium: str, tmp_path: Path) -> None:
     """Every tenth datagram is lost in both directions, and others overtake each other."""
-    check_cache()
-    with (
-        server_process("--model", "moonshine-tiny") as server,
-        running_browser(chromium, pull("sample-two-cities")) as address,
-    ):
-        async with open_page(address, tmp_path) as page, lossy_line(loss=0.1, jitter_s=0.06) as line:
-            await page.open(server.url)
-            answer = line.through(await page.evaluate(ANSWER))
-            await page.evaluate(f"peer.setRemoteDescription({{type: 'answer', sdp: {json.dumps(answer)}}})")
-            await check_words(page)
-            gaps = await page.evaluate("heard.filter(event => event.type === 'call.gap')")
-            assert len(gaps) >= 10 and all(gap["audio_start_ms"] < gap["audio_end_ms"] for gap in gaps)
-            assert line.lost >= 10
-            assert await page.evaluate("peer.connectionState") == "connected"
-            assert page.errors == []
+    async with real_page(chromium, tmp_path) as (page, _), lossy_line(loss=0.1, jitter_s=0.06) as line:
+        answer = line.through(await page.evaluate(ANSWER))
+        await page.evaluate(f"peer.setRemoteDescription({{type: 'answer', sdp: {json.dumps(answer)}}})")
+        await check_words(page)
+        gaps = await page.evaluate("heard.filter(event => event.type === 'call.gap')")
+        assert len(gaps) >= 10 and all(gap["audio_start_ms"] < gap["audio_end_ms"] for gap in gaps)
+        assert line.lost >= 10
+        assert await page.evaluate("peer.connectionState") == "connected"

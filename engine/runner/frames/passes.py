@@ -116,7 +116,7 @@ class ModelPasses:
         blank_guard: bool,
         recorded: bool,
     ) -> None:
-        self._model = model
+        self.model = model
         self._encoder = encoder
         self._decoder = decoder
         self._encoder_inputs = encoder_inputs
@@ -131,7 +131,7 @@ class ModelPasses:
 
     def batch(self, size: int) -> None:
         """Compute one position of each stream in the buffers, `size` rows with padding, and store the results there."""
-        state, model = self._state, self._model
+        state, model = self._state, self.model
         slots, positions, inputs, forced, targets = self._buffers.inputs_of_pass(size)
         self._encoder_inputs.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
         delays = state.delays[slots]
@@ -152,7 +152,7 @@ class ModelPasses:
 
     def chunks(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute chunks of equal length in one pass; returns the last hidden rows, [streams * positions, width]."""
-        device, count = self._model.device, len(chunks[0].inputs)
+        device, count = self.model.device, len(chunks[0].inputs)
         where, rows = _numbers(chunks)
         slots, positions = upload(where, device)
         inputs, tokens, delays = upload(rows, device)
@@ -167,7 +167,7 @@ class ModelPasses:
     def openings(self) -> None:
         """Compute the keys and values of the silence before every stream, for each delay; the encoder's do not depend
         on the delay."""
-        model, positions, count = self._model, self._prefix, MAX_DELAY_POSITIONS
+        model, positions, count = self.model, self._prefix, MAX_DELAY_POSITIONS
         delays = torch.arange(1, count + 1, device=model.device)
         attention = self._encoder.opening_attention(torch.zeros_like(delays[:1]), positions, model.audio_frequencies)
         audio = model.encode(model.opening_rows(positions), attention)
@@ -186,7 +186,7 @@ class ModelPasses:
         delays: Tensor,
     ) -> Tensor:
         """Compute `count` positions of each stream; returns the decoder's last hidden rows [streams * count, width]."""
-        model = self._model
+        model = self.model
         attention = self._encoder.attention(slots, positions, count, model.audio_frequencies, self._kernels)
         audio = model.encode(self._encoder_inputs.rows[inputs], attention)
         attention = self._decoder.attention(slots, positions, count, model.text_frequencies, self._kernels)

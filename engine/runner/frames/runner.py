@@ -177,7 +177,7 @@ class VoxtralRunner(Runner):
         )
         use_graphs = model.device.type == "cuda" and settings.graphs
         encoder, decoder = self._caches
-        self._passes = ModelPasses(
+        self.passes = ModelPasses(
             model,
             encoder,
             decoder,
@@ -189,8 +189,8 @@ class VoxtralRunner(Runner):
             blank_guard=settings.blank_guard,
             recorded=use_graphs,
         )
-        self._graphs = StepGraphs(self._passes.batch, self._buffers.capacity) if use_graphs else None
-        self._slots: dict[int, _Slot] = {}
+        self._graphs = StepGraphs(self.passes.batch, self._buffers.capacity) if use_graphs else None
+        self.slots: dict[int, _Slot] = {}
         # Slots whose keywords are not on the device yet.
         self._unready: set[int] = set()
         self._chunk_sizes = chunk_sizes(layouts)
@@ -200,7 +200,7 @@ class VoxtralRunner(Runner):
             longest, most = self._chunk_sizes[0], min(CHUNK_STREAMS[-1], CHUNK_PASS_POSITIONS // self._chunk_sizes[0])
             self._chunk_buffers = ChunkBuffers(longest, most, memory.streams, model.device)
             self._chunk_graphs = StepGraphs(
-                partial(self._passes.recorded_chunks, self._chunk_buffers),
+                partial(self.passes.recorded_chunks, self._chunk_buffers),
                 most,
                 [n for n in CHUNK_STREAMS if n <= most],
             )
@@ -247,7 +247,7 @@ class VoxtralRunner(Runner):
             return
         self._warm = True
         self._encoder_inputs.write_silence()
-        self._passes.openings()
+        self.passes.openings()
         if self._graphs is not None:
             self._buffers.upload(StepRows([], [], [], []), Payloads([], []))
             self._graphs.capture()
@@ -262,7 +262,7 @@ class VoxtralRunner(Runner):
         for size in self._chunk_sizes:
             chunk = Chunk(self.memory.streams, 0, [SILENCE_ROW] * size, [STREAMING_PAD] * size, 1)
             for streams in (1, min(self.memory.streams, CHUNK_PASS_POSITIONS // size)):
-                self._passes.chunks([chunk] * streams)
+                self.passes.chunks([chunk] * streams)
         if self._chunk_graphs is not None:
             self._chunk_graphs.capture(beside=self._graphs)
         torch.cuda.synchronize()
@@ -274,9 +274,9 @@ class VoxtralRunner(Runner):
         self._graphs = self._chunk_graphs = self._chunk_buffers = None
         if self._parked is not None:
             self._parked.close()
-        del self._passes, self._encoder_inputs, self._state, self._buffers, self._bias
+        del self.passes, self._encoder_inputs, self._state, self._buffers, self._bias
         self._caches.clear()
-        self._slots.clear()
+        self.slots.clear()
         self._keywords.close()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -285,7 +285,7 @@ class VoxtralRunner(Runner):
     def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
         self.warm_up()
         for slot in plan.closed:
-            self._slots.pop(slot, None)
+            self.slots.pop(slot, None)
             self._unready.discard(slot)
         if self._parked is not None:
             self._parked.begin_step(plan.closed, plan.parked, plan.restored)
@@ -332,7 +332,7 @@ class VoxtralRunner(Runner):
             # Within the delay the output is always blank.
             blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
             coming = self._keywords.tree_in_background(task.options)
-            self._slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], coming=coming)
+            self.slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], coming=coming)
             self._bias.set_tree(task.slot, None)
             if coming is not None:
                 self._unready.add(task.slot)
@@ -344,7 +344,7 @@ class VoxtralRunner(Runner):
         that words do not depend on how long the preparation took."""
         prefix = self.spec.prefix_positions
         for task in tasks:
-            slot = self._slots[task.slot]
+            slot = self.slots[task.slot]
             if slot.coming is None or (task.end - prefix <= len(slot.forced) and not slot.coming.done()):
                 continue
             self._unready.discard(task.slot)
@@ -372,13 +372,13 @@ class VoxtralRunner(Runner):
                     if owner == group
                 ]
             )
-        fresh = [task.slot for task in changed if not self._slots[task.slot].opened]
+        fresh = [task.slot for task in changed if not self.slots[task.slot].opened]
         if fresh:
             encoder, decoder = self._caches
             encoder.open_streams([0] * len(fresh), fresh)
-            decoder.open_streams([self._slots[slot].delay - 1 for slot in fresh], fresh)
+            decoder.open_streams([self.slots[slot].delay - 1 for slot in fresh], fresh)
             for slot in fresh:
-                self._slots[slot].opened = True
+                self.slots[slot].opened = True
 
     # Decoding
 
@@ -402,7 +402,7 @@ class VoxtralRunner(Runner):
         ]
         if not rebuilt:
             return None
-        slots = [self._slots[slot] for slot, _ in rebuilt]
+        slots = [self.slots[slot] for slot, _ in rebuilt]
         self._state.set(
             [slot for slot, _ in rebuilt],
             [slot.forced[known - 1] for slot, (_, known) in zip(slots, rebuilt, strict=True)],
@@ -417,13 +417,13 @@ class VoxtralRunner(Runner):
     def _known(self, share: _Work) -> int:
         """Return the number of positions of a task with known tokens."""
         begin = share.task.start - self.spec.prefix_positions
-        return min(share.task.end - share.task.start, len(self._slots[share.task.slot].forced) - begin)
+        return min(share.task.end - share.task.start, len(self.slots[share.task.slot].forced) - begin)
 
     def _run_chunks(self, due: list[_Work], size: int) -> Download:
         """Queue the next `size` positions of each stream, as one pass."""
         chunks = []
         for share in due:
-            task, slot = share.task, self._slots[share.task.slot]
+            task, slot = share.task, self.slots[share.task.slot]
             first = min(share.done, self._known(share) - size)
             begin = task.start - self.spec.prefix_positions + first
             fed = [slot.forced[begin - 1] if begin else STREAMING_PAD, *slot.forced[begin : begin + size - 1]]
@@ -432,7 +432,7 @@ class VoxtralRunner(Runner):
             share.done = first + size
         buffers, graphs = self._chunk_buffers, self._chunk_graphs
         if buffers is None or graphs is None or size != buffers.length:
-            return Download(self._passes.chunks(chunks)[:1, :1].float())
+            return Download(self.passes.chunks(chunks)[:1, :1].float())
         buffers.upload(chunks)
         graphs.run(len(chunks))
         return Download(buffers.done)
@@ -446,14 +446,14 @@ class VoxtralRunner(Runner):
         if self._graphs is not None:
             self._graphs.run(len(batch))
         else:
-            self._passes.batch(len(batch))
+            self.passes.batch(len(batch))
         for share in batch:
             share.done += 1
         return batch, self._buffers.download()
 
     def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
         """Return the output token of each position that is known beforehand, else NOT_FORCED."""
-        known, prefix = self._slots, self.spec.prefix_positions
+        known, prefix = self.slots, self.spec.prefix_positions
         forced = []
         for slot, position in zip(slots, positions, strict=True):
             outputs, index = known[slot].forced, position - prefix

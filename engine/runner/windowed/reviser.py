@@ -4,21 +4,12 @@ Streamed words are decoded with little audio after them, by an encoder that sees
 encoder as it was published sees the whole utterance. The streamed tokens are the draft: one pass of the decoder checks
 them, and decoding continues from the first one that differs, so a draft without errors costs one pass. The result
 depends on the audio and not on the draft.
-
-Threads of low priority compute utterance by utterance: the operating system gives them the time that live streams
-leave free.
 """
 
 from __future__ import annotations
 
-import atexit
-import logging
-import threading
 from collections.abc import Sequence
-from concurrent.futures import Future
-from contextlib import suppress
 from math import inf
-from queue import Empty, SimpleQueue
 
 import torch
 from torch.nn.functional import pad
@@ -26,9 +17,9 @@ from torch.nn.functional import pad
 from engine.core.plan import TimedToken
 from engine.models.compiled import Decode
 from engine.models.seq2seq import SpeechModel, make_plans, reader
+from engine.runner.background import BackgroundModel
 from engine.runner.base import EndedUtterance, Reviser
 from engine.runner.bias import KeywordTrees
-from engine.runner.device import give_way
 from engine.runner.windowed.decoder import GreedyDecoder, Row
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
 from engine.runner.windowed.stability import (
@@ -43,12 +34,10 @@ from engine.runner.windowed.stability import (
     without_second_mark,
 )
 
-logger = logging.getLogger(__name__)
-
 SAMPLE_RATE = 16_000
 
 
-class UtteranceReviser(Reviser):
+class UtteranceReviser(BackgroundModel[EndedUtterance, list[TimedToken]], Reviser):
     """`readers` are the numbers of its threads among those that use the model; `decode` replaces its own method."""
 
     def __init__(
@@ -60,53 +49,21 @@ class UtteranceReviser(Reviser):
         readers: Sequence[int],
         decode: Decode | None = None,
     ) -> None:
+        super().__init__("revise", torch.device("cpu"), len(readers), 1)
         self._model = model
         self._pieces = pieces
         self._policy = policy
         self._keywords = keywords
+        self._readers = readers
         self._decoder = GreedyDecoder(model, decode=decode)
-        self._queue: SimpleQueue[tuple[EndedUtterance, Future[list[TimedToken]]] | None] = SimpleQueue()
-        self._threads = [
-            threading.Thread(target=self._work, args=(number,), name=f"revise-{number}", daemon=True)
-            for number in readers
-        ]
-        for thread in self._threads:
-            thread.start()
-        # A thread that computes must not outlive the interpreter.
-        atexit.register(self.close)
+        self.prepare()
 
-    def submit(self, utterance: EndedUtterance) -> Future[list[TimedToken]]:
-        found: Future[list[TimedToken]] = Future()
-        self._queue.put((utterance, found))
-        return found
+    def _load(self, number: int) -> None:
+        reader.number = self._readers[number]
+        make_plans(self._model)
 
-    def close(self) -> None:
-        atexit.unregister(self.close)
-        with suppress(Empty):
-            while (task := self._queue.get_nowait()) is not None:
-                task[1].cancel()
-        for _ in self._threads:
-            self._queue.put(None)
-        for thread in self._threads:
-            thread.join()
-        self._threads = []
-
-    def _work(self, number: int) -> None:
-        reader.number = number
-        give_way()
-        with torch.inference_mode():
-            try:
-                make_plans(self._model)
-            except Exception as error:  # the plans are made with the first utterance then, or that fails
-                logger.error("the second pass could not be prepared", exc_info=error)
-            while (task := self._queue.get()) is not None:
-                utterance, found = task
-                if not found.set_running_or_notify_cancel():
-                    continue
-                try:
-                    found.set_result(self.revise(utterance))
-                except Exception as error:
-                    found.set_exception(error)
+    def _compute(self, batch: list[EndedUtterance]) -> list[list[TimedToken]]:
+        return [self.revise(utterance) for utterance in batch]
 
     @torch.inference_mode()
     def revise(self, utterance: EndedUtterance) -> list[TimedToken]:

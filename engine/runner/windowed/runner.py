@@ -169,12 +169,12 @@ class WindowedRunner(SynchronousRunner):
         self.device = windows.device
         self._model = model
         self._policy = policy
-        self._windows = windows
+        self.windows = windows
         self.reviser = reviser
         self._seams = UtteranceJoiner(vocabulary.pieces)
         self._keywords = KeywordTrees(vocabulary)
         self._prompts = PromptTokenizer(vocabulary.pieces)
-        self._slots: dict[int, _Slot] = {}
+        self.slots: dict[int, _Slot] = {}
         self._uploads: _Reading | None = None
         # Slots of streams that could not be opened, and why; and readings of single streams that failed in a row.
         self._unusable: dict[int, str] = {}
@@ -194,7 +194,7 @@ class WindowedRunner(SynchronousRunner):
         live = [task for task in plan.decode[: plan.live] if task.slot not in results]
         uploads = [task for task in plan.decode[plan.live :] if task.slot not in results]
         if live:
-            results |= self._windows.run_in_parts(live, self._read_whole)
+            results |= self.windows.run_in_parts(live, self._read_whole)
         if uploads:
             if self._uploads is None:
                 self._uploads = self._read(uploads, live=False)
@@ -248,10 +248,10 @@ class WindowedRunner(SynchronousRunner):
     def _prepare(self, plan: StepPlan) -> None:
         """Close and open slots, and store the new audio of a plan."""
         for slot in plan.closed:
-            self._slots.pop(slot, None)
+            self.slots.pop(slot, None)
             self._unusable.pop(slot, None)
             for live in (True, False):
-                self._windows.stream_encoder(live).forget(slot)
+                self.windows.stream_encoder(live).forget(slot)
             if self._uploads is not None:
                 self._uploads.on_closed(slot)
                 if not self._uploads.open_slots:
@@ -262,19 +262,19 @@ class WindowedRunner(SynchronousRunner):
             except Exception as error:
                 logger.error("stream %s cannot be opened; the others go on", opened.stream, exc_info=error)
                 # It has nothing to go on from, and ends when it is to be read.
-                self._slots[opened.slot] = _Slot(opened.live, LanguageState.of(self.spec.options, {}, []))
+                self.slots[opened.slot] = _Slot(opened.live, LanguageState.of(self.spec.options, {}, []))
                 self._encoder_of(opened.slot).forget(opened.slot)
                 what = "state" if opened.saved is not None else "options"
                 self._unusable[opened.slot] = f"its {what} cannot be used ({type(error).__name__})"
-        self._windows.write(plan.encode)
+        self.windows.write(plan.encode)
 
     def _open(self, opened: OpenTask) -> None:
         prompt = self._prompts.tokens(opened.options.get("prompt", ""))
         language_state = LanguageState.of(self.spec.options, opened.options, prompt)
-        self._slots[opened.slot] = (
+        self.slots[opened.slot] = (
             _Slot(opened.live, language_state) if opened.saved is None else _resumed(opened, language_state)
         )
-        self._slots[opened.slot].keywords = self._keywords.lazy_tree(opened.options)
+        self.slots[opened.slot].keywords = self._keywords.lazy_tree(opened.options)
         if opened.saved is not None:
             self._encoder_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
 
@@ -289,15 +289,15 @@ class WindowedRunner(SynchronousRunner):
         waiting = {task.slot for task in tasks if self._waits(task)}
         unread = [task for task in tasks if task.slot not in waiting and not self._is_understood(task)]
         for task in unread:
-            if self._windows.is_broken(task):
+            if self.windows.is_broken(task):
                 reading.refuse(task.slot, "its audio holds values that are not numbers")
         # 2. Encode.
         sounds: dict[int, EncodedAudio] = {}
         for live in (True, False):
-            due = [task for task in unread if task.slot in reading.open_slots and self._slots[task.slot].live == live]
+            due = [task for task in unread if task.slot in reading.open_slots and self.slots[task.slot].live == live]
             if due:
                 # Streams closed meanwhile are left out: their slots may belong to others by then.
-                sounds |= yield from self._windows.encode(due, live, reading.open_slots)
+                sounds |= yield from self.windows.encode(due, live, reading.open_slots)
         # 3. Detect language and speech.
         self._judge([task for task in unread if task.slot in sounds and task.slot in reading.open_slots], sounds)
         # 4. Decode.
@@ -309,7 +309,7 @@ class WindowedRunner(SynchronousRunner):
         reading.rows |= {slot: row for slot, row in rows.items() if sounds[slot].frames}
         if reading.rows:
             heard = [sounds[slot] for slot in reading.rows]
-            yield from self._windows.passes(list(reading.rows.values()), heard, reading.live)
+            yield from self.windows.passes(list(reading.rows.values()), heard, reading.live)
         # 5. Commit.
         for task in tasks:
             slot = task.slot
@@ -322,23 +322,23 @@ class WindowedRunner(SynchronousRunner):
 
     def _waits(self, task: DecodeTask) -> bool:
         """Whether the window should grow before it is read."""
-        return not (task.final or task.pause) and self._slots[task.slot].language_state.waits(task.end - task.base)
+        return not (task.final or task.pause) and self.slots[task.slot].language_state.waits(task.end - task.base)
 
     def _judge(self, tasks: list[DecodeTask], sounds: dict[int, EncodedAudio]) -> None:
         """Detect language and speech in windows without committed text."""
-        new = [task for task in tasks if not self._slots[task.slot].spoken and sounds[task.slot].frames]
+        new = [task for task in tasks if not self.slots[task.slot].spoken and sounds[task.slot].frames]
         if self._model.judging is None or not new:
             return
-        for task, judgement in zip(new, self._windows.judge([sounds[task.slot] for task in new]), strict=True):
-            self._slots[task.slot].language_state.update(judgement, self.spec.options, task.end - task.base)
+        for task, judgement in zip(new, self.windows.judge([sounds[task.slot] for task in new]), strict=True):
+            self.slots[task.slot].language_state.update(judgement, self.spec.options, task.end - task.base)
 
     def judgement(self, slot: int) -> tuple[str, float | None]:
-        language_state = self._slots[slot].language_state
+        language_state = self.slots[slot].language_state
         return language_state.language, language_state.no_speech
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
         """The slot's state as plain data, and the first position whose audio the state needs."""
-        held = self._slots.get(slot) or _Slot(True, LanguageState.of(self.spec.options, {}, []))
+        held = self.slots.get(slot) or _Slot(True, LanguageState.of(self.spec.options, {}, []))
         stream_encoder, audio_from = self._encoder_of(slot).save(slot, base, end)
         saved: Saved = {
             "committed": [(heard.token, heard.peak, heard.log_probability) for heard in held.committed],
@@ -353,20 +353,20 @@ class WindowedRunner(SynchronousRunner):
         return saved, audio_from
 
     def warm_up(self) -> None:
-        self._windows.warm_up()
+        self.windows.warm_up()
 
     def close(self) -> None:
-        self._slots.clear()
-        self._windows.close()
+        self.slots.clear()
+        self.windows.close()
         if self.reviser is not None:
             self.reviser.close()
 
     def _encoder_of(self, slot: int) -> StreamEncoder:
-        held = self._slots.get(slot)
-        return self._windows.stream_encoder(held is None or held.live)
+        held = self.slots.get(slot)
+        return self.windows.stream_encoder(held is None or held.live)
 
     def _row(self, task: DecodeTask, sound: EncodedAudio) -> Row:
-        slot, model, policy = self._slots[task.slot], self._model, self._policy
+        slot, model, policy = self.slots[task.slot], self._model, self._policy
         seconds = sound.frames * model.samples_per_frame / SAMPLE_RATE
         said_marks = [] if task.pending else slot.marks
         committed = self._seams.prefix(sound.said, said_marks, [heard.token for heard in slot.committed])
@@ -393,7 +393,7 @@ class WindowedRunner(SynchronousRunner):
         )
 
     def _result(self, task: DecodeTask, sound: EncodedAudio, row: Row) -> DecodeResult:
-        slot = self._slots[task.slot]
+        slot = self.slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         places = [sound.origin + peak * scale for peak in row.peaks]
@@ -438,11 +438,11 @@ class WindowedRunner(SynchronousRunner):
 
     def _is_understood(self, task: DecodeTask) -> bool:
         """Whether the last pass has decoded all of a window that now ends."""
-        return task.final and self._slots[task.slot].understood == (task.base, task.end)
+        return task.final and self.slots[task.slot].understood == (task.base, task.end)
 
     def _finish(self, task: DecodeTask) -> DecodeResult:
         """Commit the slot's hypothesis, the rest of a window that ends. Marks at its end stay pending."""
-        slot = self._slots[task.slot]
+        slot = self.slots[task.slot]
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         rest = slot.hypothesis
         count = before_marks(rest, len(rest), self.vocabulary.pieces)
@@ -450,7 +450,7 @@ class WindowedRunner(SynchronousRunner):
         timed, said = self._joined(task, rest[:count], floor, rest[count].peak if marks else float(task.end))
         said = slot.committed + said
         words = before_marks(said, len(said), self.vocabulary.pieces)
-        self._encoder_of(task.slot).end(task, self._windows.audio(task), said[:words])
+        self._encoder_of(task.slot).end(task, self.windows.audio(task), said[:words])
         if said or marks:
             slot.marks = marks or self._timed(said[words:], floor, float(task.end))
         slot.restart()
@@ -461,7 +461,7 @@ class WindowedRunner(SynchronousRunner):
     ) -> tuple[list[TimedToken], list[HypothesisToken]]:
         """Tokens to commit with their times, and the same as the slot remembers them. The punctuation
         between two utterances is decided when the second one has words."""
-        slot = self._slots[task.slot]
+        slot = self.slots[task.slot]
         if new and slot.committed:
             new = self._seams.begun(slot.committed[-1].token, new)
         if not new or slot.spoken:

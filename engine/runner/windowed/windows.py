@@ -91,12 +91,12 @@ class HostWindows:
     ) -> None:
         self.device = torch.device("cpu")
         self._model = model
-        self._slab = AudioSlab(cache_embeds)
+        self.slab = AudioSlab(cache_embeds)
         self._encoder, self._file_encoder = stream_encoder, file_encoder
-        self._decoder = GreedyDecoder(model, decode=decode)
+        self.decoder = GreedyDecoder(model, decode=decode)
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "read", _be_next_reader, (count(1),)) if threads > 1 else None
-        self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken
+        self.write, self.audio, self.is_broken = self.slab.write, self.slab.audio, self.slab.is_broken
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
         return self._encoder if live else self._file_encoder
@@ -116,7 +116,7 @@ class HostWindows:
         return sounds
 
     def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
-        return self._decoder.passes(list(rows), Encoded.stack([sound.encoded for sound in sounds]))
+        return self.decoder.passes(list(rows), Encoded.stack([sound.encoded for sound in sounds]))
 
     def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
         return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
@@ -148,7 +148,7 @@ class HostWindows:
         make_plans(self._model)
         noise = torch.randn(1, 12 * SAMPLES_PER_POSITION) * 0.01
         encoded = self._model.encode(noise, [noise.shape[1]])
-        self._decoder.run([Row([], [], 8, None, encoded.audio[0])], encoded)
+        self.decoder.run([Row([], [], 8, None, encoded.audio[0])], encoded)
 
     def close(self) -> None:
         if self._helpers is not None:
@@ -198,11 +198,11 @@ class DeviceWindows:
         self._model = model
         self._memory = memory
         self._longest = longest
-        self._slab = AudioSlab(cache_embeds, device)
+        self.slab = AudioSlab(cache_embeds, device)
         self._encoder = WindowEncoder(model, pieces, policy, device)
         self._file_encoder = WindowEncoder(model, pieces, policy, device)
-        self._decoder = _StagedDecoder(model, memory, model.frames_of(longest), device, dtype)
-        self.write, self.audio, self.is_broken = self._slab.write, self._slab.audio, self._slab.is_broken
+        self.decoder = _StagedDecoder(model, memory, model.frames_of(longest), device, dtype)
+        self.write, self.audio, self.is_broken = self.slab.write, self.slab.audio, self.slab.is_broken
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
         return self._encoder if live else self._file_encoder
@@ -215,7 +215,7 @@ class DeviceWindows:
         for batch in self._batches(tasks):
             present = [task for task in batch if task.slot in wanted]
             if present:
-                heard = stream_encoder.hear_together(present, self._slab)
+                heard = stream_encoder.hear_together(present, self.slab)
                 sounds |= {task.slot: sound for task, sound in zip(present, heard, strict=True)}
                 yield
         return sounds
@@ -223,8 +223,8 @@ class DeviceWindows:
     def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
         heard = _heard(sounds)
         if live:
-            return self._decoder.staged_passes(list(rows), heard)
-        return self._decoder.passes(list(rows), Encoded.stack(heard))
+            return self.decoder.staged_passes(list(rows), heard)
+        return self.decoder.passes(list(rows), Encoded.stack(heard))
 
     def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
         return judge(self._model, Encoded.stack(_heard(sounds)))
@@ -246,9 +246,9 @@ class DeviceWindows:
             noise = 0.01 * torch.randn(rows, self._longest, device=self.device)
             for count in range(1, rows + 1):
                 encoded = self._model.encode(noise[:count], [self._longest] * count)
-            self._decoder.run([Row([], [], 2, None, frames) for _ in range(rows)], encoded)
+            self.decoder.run([Row([], [], 2, None, frames) for _ in range(rows)], encoded)
             del noise, encoded
-            self._decoder.record()
+            self.decoder.record()
         except torch.OutOfMemoryError as error:
             raise NotEnoughMemory(
                 f"the device ran out of memory; this engine planned {gib(self._memory.total_bytes)} for "
@@ -256,7 +256,7 @@ class DeviceWindows:
             ) from error
 
     def close(self) -> None:
-        self._decoder.forget()
+        self.decoder.forget()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 

@@ -254,7 +254,7 @@ async def test_a_stream_takes_no_more_audio_than_the_engine_can_follow() -> None
         stream = await client.open("a", live=False)
         feeding = asyncio.create_task(stream.feed(fakes.speech(30, 1)))
         most = 3.5 * SPEC.sample_rate / SPEC.samples_per_position
-        await stays(lambda: not feeding.done() and len(stream._kept) <= most)
+        await stays(lambda: not feeding.done() and len(stream.kept) <= most)
         feeding.cancel()
         await stream.abort()
 
@@ -270,9 +270,9 @@ async def test_a_stream_nobody_reads_takes_no_more_audio(monkeypatch: pytest.Mon
                 await asyncio.sleep(0.005)
 
         feeding = asyncio.create_task(feed())
-        await fakes.until(lambda: len(stream._outputs) >= 5)
+        await fakes.until(lambda: len(stream.outputs) >= 5)
         await stays(lambda: not feeding.done(), 1.0)
-        queued = len(stream._outputs)
+        queued = len(stream.outputs)
         reader = asyncio.create_task(fakes.Transcript().collect(stream))
         await feeding
         await stream.finish()
@@ -288,7 +288,7 @@ async def test_audio_is_taken_at_once_while_there_is_room_for_it() -> None:
         taken = 0
         while stream.feed_now(fakes.speech(0.5, taken)):
             taken += 1
-        assert 3 <= taken <= 7 and len(stream._kept) <= 3.5 * SPEC.sample_rate / SPEC.samples_per_position
+        assert 3 <= taken <= 7 and len(stream.kept) <= 3.5 * SPEC.sample_rate / SPEC.samples_per_position
         await stream.abort()
         assert not stream.feed_now(fakes.speech(0.1, 0))
 
@@ -300,7 +300,7 @@ async def test_a_listener_is_told_what_a_reader_would_be() -> None:
             stream = await client.open(name)
             await stream.feed(fakes.speech(2, 1))
             # What has come before there is a listener is told too.
-            await fakes.until(lambda stream=stream: len(stream._outputs) > 0)  # type: ignore[misc]
+            await fakes.until(lambda stream=stream: len(stream.outputs) > 0)  # type: ignore[misc]
             outputs: list[messages.Output] = []
             if name == "listened to":
                 stream.subscribe(outputs.append)
@@ -310,7 +310,7 @@ async def test_a_listener_is_told_what_a_reader_would_be() -> None:
                 await stream.finish()
                 outputs = [output async for output in stream]
             told.append(outputs)
-            assert stream.read == stream._outputs.told
+            assert stream.read == stream.outputs.told
     texts = ["".join(output.delta for output in outputs if isinstance(output, messages.Text)) for outputs in told]
     assert texts[0] == texts[1] and texts[0]
 
@@ -346,7 +346,7 @@ async def test_a_gateway_that_loses_its_cache_sends_again_and_repairs_nothing() 
     audio = np.tile(fakes.speech(1, 1), 4)
     wanted = await expected(audio)
     async with fakes.running(EngineThread(fakes.build)) as client:
-        (link,) = client._running.pool.links()
+        (link,) = client.supervisor.pool.links()
 
         async def forget(piece: int) -> None:
             await asyncio.sleep(0.005)
@@ -537,7 +537,7 @@ async def test_injected_items_leave_behind_live_audio_and_within_the_credits() -
     """A slow engine and as much to inject as it takes seconds to take in: a live stream does not notice."""
     slow = EngineThread(partial(fakes.build, step_seconds=0.002), warm=False)
     async with fakes.running(slow, cache_bytes=1 << 30) as client:
-        (link,) = client._running.pool.links()
+        (link,) = client.supervisor.pool.links()
         payloads = np.random.default_rng(1).standard_normal((30_000, ITEM_BYTES // 4), dtype=np.float32)
         items = [Item(index, 1, 0, hash_payload(payload), payload) for index, payload in enumerate(payloads)]
         stream = await client.open("live")
@@ -547,7 +547,7 @@ async def test_injected_items_leave_behind_live_audio_and_within_the_credits() -
         most = 0
         for seed in range(20):
             await stream.feed(fakes.speech(0.1, seed))
-            most = max(most, link._numbering.unacknowledged_bytes)
+            most = max(most, link.numbering.unacknowledged_bytes)
             await asyncio.sleep(0.01)
         await stream.finish()
         await asyncio.wait_for(reader, 10)
@@ -559,9 +559,9 @@ async def test_injected_items_leave_behind_live_audio_and_within_the_credits() -
 
 async def test_injecting_ends_with_the_link() -> None:
     async with fakes.running(EngineThread(fakes.build)) as client:
-        (link,) = client._running.pool.links()
+        (link,) = client.supervisor.pool.links()
         items = client.render(fakes.speech(1, 1)).items
-        link._numbering._window_bytes = 0
+        link.numbering._window_bytes = 0
         injecting = asyncio.create_task(client.inject(items))
         await stays(lambda: not injecting.done(), 0.1)  # it waits for room
         link.close()
@@ -581,7 +581,7 @@ async def test_streams_spread_over_engines_with_room_and_stay_there() -> None:
     engines = [EngineThread(partial(fakes.build, max_streams=10)) for _ in range(2)]
     async with fakes.running(*engines, max_load=0.0) as client:
         streams = [await client.open(f"s{i}") for i in range(18)]
-        carried = [len(pooled.streams) for pooled in client._running.pool.all]
+        carried = [len(pooled.streams) for pooled in client.supervisor.pool.all]
         assert sum(carried) == 18 and min(carried) >= 8, "none is asked for more than it has room for"
         for stream in streams:
             await stream.abort()
@@ -624,7 +624,7 @@ async def test_a_gateway_that_leaves_or_falls_silent_gives_its_places_back(
             await silent.start()
             await silent.wait_until_ready()
             await silent.open("a")
-            (link,) = silent._running.pool.links()
+            (link,) = silent.supervisor.pool.links()
             link._stop_timers()
             await fakes.until(lambda: watcher.capacity().used == 1)
             await fakes.until(lambda: watcher.capacity().used == 0)

@@ -48,7 +48,7 @@ async def test_a_poisoned_item_ends_its_stream_and_no_other(poison: str) -> None
     async with fakes.running(EngineThread(fakes.build)) as client:
         wanted = [(await fakes.transcribe(client, "s", samples)).words for samples in audio]
     async with fakes.running(EngineThread(fakes.build)) as client:
-        (link,) = client._running.pool.links()
+        (link,) = client.supervisor.pool.links()
         ended: list[messages.Output] = []
 
         async def attack(count: int) -> None:
@@ -68,7 +68,7 @@ async def test_a_poisoned_item_ends_its_stream_and_no_other(poison: str) -> None
         said = await asyncio.gather(
             fakes.transcribe(client, "a", audio[0], between=attack), fakes.transcribe(client, "b", audio[1])
         )
-        assert client._running.pool.links() == [link] and link.lost is None
+        assert client.supervisor.pool.links() == [link] and link.lost is None
         assert client.metrics().restarts == 0 and client.metrics().input_cache.repairs == 0
         await fakes.until(lambda: client.capacity().used == 0)
     assert [transcript.words for transcript in said] == wanted

@@ -36,7 +36,7 @@ async def test_a_stream_goes_on_elsewhere_and_the_engine_forgets_it_when_the_lin
         ):
             calm = await fakes.transcribe(watcher, "calm", audio, flush_every=10_000)
             await fakes.until(lambda: len(client.capacity().engines) == 2)
-            beyond, here = client._running.pool.all
+            beyond, here = client.supervisor.pool.all
             here.emptied = True
             stream = await client.open("moving")
             here.emptied = False

@@ -84,18 +84,24 @@ class Reader:
             self.said.append((self.stream.read, output))
 
 
+async def calm_words(client: EngineClient, flushes: tuple[int, ...]) -> fakes.Transcript:
+    """The transcript of a stream that nothing happens to."""
+    calm, stream = fakes.Transcript(), await client.open("calm")
+    reading = asyncio.create_task(calm.collect(stream))
+    await feed(stream, 0, len(AUDIO), flushes)
+    await stream.finish()
+    await reading
+    return calm
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("cut", [3000, 9999, 20_000])
 @pytest.mark.parametrize("unread", [0, 4])
 async def test_words_do_not_change_when_a_stream_moves(windowed: bool, cut: int, unread: int) -> None:
     engine = EngineThread(partial(fakes.build, windowed=windowed, detects=True))
     async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
-        calm, flushes = fakes.Transcript(), (2000, 8000)
-        stream = await first.open("calm")
-        reading = asyncio.create_task(calm.collect(stream))
-        await feed(stream, 0, len(AUDIO), flushes)
-        await stream.finish()
-        await reading
+        flushes = (2000, 8000)
+        calm = await calm_words(first, flushes)
         stream = await first.open("moving")
         reader = Reader(stream)
         await feed(stream, 0, cut, flushes)
@@ -173,18 +179,14 @@ async def test_words_do_not_change_when_the_engine_is_lost_right_after_a_stream_
     build = partial(fakes.build, windowed=True, detects=True)
     engine, flushes = fakes.process(build), (2000, 8000)
     async with fakes.running(engine) as first, fakes.running(RemoteEngine(engine.address)) as second:
-        calm, stream = fakes.Transcript(), await first.open("calm")
-        reading = asyncio.create_task(calm.collect(stream))
-        await feed(stream, 0, len(AUDIO), flushes)
-        await stream.finish()
-        await reading
+        calm = await calm_words(first, flushes)
         stream = await first.open("moving")
         reader = Reader(stream)
         await feed(stream, 0, cut, flushes)
         await fakes.until(lambda: len(reader.said) > 0)
         if was_rebuilt:
             # The second engine says some things again, and has not received the flushes that the first one answered.
-            (pooled,), lost = second._running.pool.all, stream.place.link
+            (pooled,), lost = second.supervisor.pool.all, stream.place.link
             connected = pooled.link
             fakes.kill(engine.pid)
             await fakes.until(lambda: stream.target is not None and stream.place.link is not lost)
@@ -210,7 +212,7 @@ async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number
     addresses = [RemoteEngine(engine.address) for engine in (one, two)]
     async with fakes.running(one, two) as owner, fakes.running(*addresses) as claimant, asyncio.timeout(30):
         await fakes.until(lambda: len(claimant.capacity().engines) == 2)
-        for pooled, number in zip(owner._running.pool.all, numbers, strict=True):
+        for pooled, number in zip(owner.supervisor.pool.all, numbers, strict=True):
             assert pooled.link is not None
             value = f"value {number}".encode()
             pooled.link.send(messages.SaveHandoff("", "key", number, 0, [], base=value, keep_s=60, last=True))
@@ -231,7 +233,7 @@ async def test_an_owner_goes_on_with_a_session_if_no_engine_has_a_higher_number(
     one, two = EngineThread(fakes.build, warm=False), EngineThread(fakes.build, warm=False)
     async with fakes.running(one, two) as owner, asyncio.timeout(30):
         await fakes.until(lambda: len(owner.capacity().engines) == 2)
-        links = [pooled.link for pooled in owner._running.pool.all]
+        links = [pooled.link for pooled in owner.supervisor.pool.all]
         for link, number in zip(links, (2, elsewhere), strict=True):
             assert link is not None
             link.send(messages.SaveHandoff("", "key", number, 0, [], base=b"value", keep_s=60))
@@ -245,7 +247,7 @@ async def test_an_engine_from_which_a_session_has_moved_does_not_keep_it_from_it
     addresses = [RemoteEngine(engine.address) for engine in (one, two)]
     async with fakes.running(one, two) as owner, fakes.running(*addresses) as claimant, asyncio.timeout(30):
         await fakes.until(lambda: len(claimant.capacity().engines) == 2)
-        links = [pooled.link for pooled in owner._running.pool.all]
+        links = [pooled.link for pooled in owner.supervisor.pool.all]
         to, former = links[moved_to], links[1 - moved_to]
         assert to is not None and former is not None
         former.send(messages.SaveHandoff("", "key", 1, 0, [], base=b"value 1", keep_s=60))
@@ -274,10 +276,10 @@ async def test_what_a_gateway_knows_of_sessions_that_are_over_is_bounded(monkeyp
         desk = client.handoffs
         for number in range(5):
             desk.note_over(f"s{number}", 1)
-        assert list(desk._over) == ["s2", "s3", "s4"]
-        (pooled,) = client._running.pool.all
+        assert list(desk.over) == ["s2", "s3", "s4"]
+        (pooled,) = client.supervisor.pool.all
         desk.claim(pooled)
-        assert len(desk._over) == 3
+        assert len(desk.over) == 3
         monkeypatch.setattr(handoff, "OVER_SECONDS", -1.0)
         desk.claim(pooled)
-        assert not desk._over
+        assert not desk.over

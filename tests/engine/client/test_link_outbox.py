@@ -136,7 +136,7 @@ async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() 
         await turns()
         first = commands_of(socket.batches[before])[0]
         assert isinstance(first, messages.Feed) and first.stream == "live"
-        under_way = link._outbox._replay_bytes
+        under_way = link.outbox._replay_bytes
         assert under_way <= REPLAY_WINDOW_BYTES + 2 * PIECE_BYTES
         socket.take_all()
         await turns()
@@ -282,7 +282,7 @@ async def test_what_is_collected_travels_with_the_batch_it_was_collected_for() -
 
 async def test_to_wait_for_what_leaves_is_to_wait_for_credit_too(monkeypatch: pytest.MonkeyPatch) -> None:
     link, socket = await connected()
-    monkeypatch.setattr(type(link._numbering), "may_send", False)
+    monkeypatch.setattr(type(link.numbering), "may_send", False)
     link.collect(lambda: link.send(Feed("live", []), items("live", 1)))
     leaving = asyncio.create_task(link.flushed())
     await turns()
@@ -386,12 +386,12 @@ async def test_a_gateway_that_was_stopped_does_not_take_the_engine_for_silent(mo
     true_time = link._loop.time
     monkeypatch.setattr(link, "_loop", SimpleNamespace(time=lambda: true_time() + later[0], call_later=lambda *_: None))
     later[0] = 10 * SILENCE_SECONDS
-    link._beat()
+    link.beat()
     assert not lost
     for _ in range(int(SILENCE_SECONDS) - 5):
         later[0] += 1
-        link._beat()
+        link.beat()
     assert not lost
     later[0] += 5.9
-    link._beat()
+    link.beat()
     assert "has been silent for 30 s" in lost[0], "from then on the silence counts"

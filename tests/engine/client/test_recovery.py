@@ -110,7 +110,7 @@ async def test_streams_of_a_dead_engine_move_to_the_others() -> None:
             asyncio.create_task(fakes.transcribe(client, f"s{i}", samples, between=wait_for_the_kill))
             for i, samples in enumerate(audio)
         ]
-        pool = client._running.pool.all
+        pool = client.supervisor.pool.all
         await fakes.until(lambda: sum(len(pooled.streams) for pooled in pool) == len(audio))
         # Where streams go is drawn: one of the engines has some.
         lost = max(range(2), key=lambda number: len(pool[number].streams))
@@ -341,7 +341,7 @@ async def test_what_is_kept_of_a_long_session_is_bounded() -> None:
         most = 0
         for _ in range(60):
             await stream.feed(fakes.speech(1, 3))
-            most = max(most, len(stream._kept))
+            most = max(most, len(stream.kept))
         await stream.finish()
         await reader
     positions_per_second = fakes.RATE / fakes.POSITION

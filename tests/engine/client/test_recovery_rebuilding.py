@@ -41,8 +41,9 @@ from engine.runner.windowed.windows import HostWindows
 from engine.server.loop import EngineLoop
 from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
-from engine.weights.store import cache_folder, pull
+from engine.weights.store import pull
 from engine.weights.windowed_models import load_speech_model
+from tests.cached_models import skip_unless_cached
 from tests.engine import fakes
 from tests.engine.server import test_skipped_silence as silence_cut
 
@@ -119,7 +120,7 @@ class Session:
         for name in self.link.loop.scheduler.streams:
             self.stream.progress(self.link.loop.reached(name))
         self.link.loop.scheduler.check_integrity()
-        self.most_kept = max(self.most_kept, len(self.stream._kept))
+        self.most_kept = max(self.most_kept, len(self.stream.kept))
 
     def die(self, steps: int) -> None:
         assert self.link is not None
@@ -289,8 +290,8 @@ async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state(bu
     for number in range(len(audio) // PACKET):
         await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
         session.run()
-        replay = session.stream._memory.replay(session.stream._kept)
-        if replay.state is None or replay.state.position != session.stream._kept.end:
+        replay = session.stream._memory.replay(session.stream.kept)
+        if replay.state is None or replay.state.position != session.stream.kept.end:
             continue
         link = LocalLink(build_tiny())
         link.send(Open("s", state=replay.state), replay.known)
@@ -330,9 +331,7 @@ def build_real() -> EngineLoop:
 
 
 async def test_real_speech_is_the_same_after_twenty_deaths() -> None:
-    missing = [name for name in (REAL_MODEL, REAL_SPEECH) if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(REAL_MODEL, REAL_SPEECH)
     audio = np.concatenate(list(read_file(pull(REAL_SPEECH))))[: 20 * 16_000]
     packets, chance = len(audio) // PACKET, random.Random(1)
     calm = await play(build_real, audio, {170}, [])

@@ -50,8 +50,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def place_of(running: supervisor.Supervisor, stream: EngineStream) -> str:
     """The one place where the stream is: with the recovery, on an engine, or nowhere any more."""
-    waits = running._recovery
-    kinds = {"held": waits._held, "waiting": waits._waiting, "being reopened": waits._reopening}
+    waits = running.recovery
+    kinds = {"held": waits.held, "waiting": waits.waiting, "being reopened": waits.reopening}
     places = [name for name, streams in kinds.items() if stream in streams]
     pool = [pooled for pooled in running.pool.all if pooled.streams.get(stream.id) is stream]
     if not stream.is_open:
@@ -132,13 +132,13 @@ class Play:
             engine.run(1000)
 
     def check_places(self) -> None:
-        pool = self.client._running.pool
+        pool = self.client.supervisor.pool
         assert len(pool.links()) <= ENGINES - pool.spares
         assert not any(pooled.streams for pooled in pool.all if not pooled.serves), (
             "a stream on an engine that is spare"
         )
         for stream in self.streams:
-            place_of(self.client._running, stream)
+            place_of(self.client.supervisor, stream)
 
     async def go_on(self) -> None:
         """From now on all is well."""
@@ -154,7 +154,7 @@ class Play:
             if all(reader.done() for reader in self.readers):
                 break
         hanging = [
-            (stream.id, place_of(self.client._running, stream))
+            (stream.id, place_of(self.client.supervisor, stream))
             for stream, reader in zip(self.streams, self.readers, strict=True)
             if not reader.done()
         ]
@@ -260,7 +260,9 @@ async def test_an_engine_that_never_died_is_counted_once() -> None:
 
     async def new_link() -> None:
         old = engine.link
-        await fakes.until(lambda: engine.link not in (None, old) and len(play.client._running.pool.links()) == ENGINES)
+        await fakes.until(
+            lambda: engine.link not in (None, old) and len(play.client.supervisor.pool.links()) == ENGINES
+        )
 
     assert engine.link is not None
     engine.status = engine.link.status = codec.Status(slots_total=100, steps=5, encoder_hits=3)
@@ -281,7 +283,7 @@ async def test_an_engine_that_never_died_is_counted_once() -> None:
 async def test_a_step_shared_with_another_gateways_stream_convicts_nobody(shared: bool) -> None:
     play = Play()
     await play.start()
-    stream, client = play.streams[0], play.client._running
+    stream, client = play.streams[0], play.client.supervisor
     await stream.feed(fakes.speech(PIECE_SECONDS, 1))
     ours, other_gateways = StreamInStep(f"{client._gateway}/1/s0", 3, 5), StreamInStep("another/1/s0", 3, 5)
     for engine in play.engines:
@@ -313,7 +315,7 @@ async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_tim
     running = asyncio.create_task(waits.run())
     for _ in range(5):
         await asyncio.sleep(0)
-    assert waits._waiting == [stream]
+    assert waits.waiting == [stream]
     waits.wake()
     running.cancel()
     done, _ = await asyncio.wait((running,), timeout=5)

@@ -30,7 +30,7 @@ class Pair:
 
     @property
     def pool(self) -> list[supervisor.PooledEngine]:
-        return self.client._running.pool.all
+        return self.client.supervisor.pool.all
 
     @property
     def serving(self) -> EngineProcess:

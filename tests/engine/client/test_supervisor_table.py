@@ -43,7 +43,7 @@ class Fleet:
             await fakes.until(lambda: sorted(share.name for share in self.client.capacity().engines) == sorted(names))
 
     def streams(self, name: str) -> int:
-        (pooled,) = [pooled for pooled in self.client._running.pool.all if pooled.name == name]
+        (pooled,) = [pooled for pooled in self.client.supervisor.pool.all if pooled.name == name]
         return len(pooled.streams)
 
 

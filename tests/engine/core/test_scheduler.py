@@ -408,7 +408,7 @@ class TestOrder:
             engine.admit(Open(name))
         step(engine)
         assert not engine.has_work()
-        assert engine._live == [] and not engine._uploads
+        assert engine.live == [] and not engine.uploads
 
     def test_a_small_encoder_budget_spreads_the_work(self) -> None:
         engine = scheduler(step_embeds=1)

@@ -135,7 +135,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.run_step(slide, failing)
 
     def run_step(self, slide: int, failing: int = 99) -> None:
-        had_work = bool(self.engine._live or self.engine._uploads)
+        had_work = bool(self.engine.live or self.engine.uploads)
         plan = self.engine.plan()
         assert bool(plan.decode or plan.encode) == had_work, "a step with work to do does some of it"
         results = [execute(self.spec, task, slide) for task in plan.decode]

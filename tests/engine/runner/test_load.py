@@ -53,7 +53,7 @@ def test_on_a_cpu_a_file_is_heard_as_whisper_was_trained_to_and_a_live_window_fo
     for live, final, pause in ((True, False, False), (True, False, True), (True, True, False), (False, True, False)):
         task = DecodeTask(0, "s", 0, 0, 25, [], [], final=final, pause=pause)
         with torch.inference_mode():
-            heard.append(runner._windows.stream_encoder(live).encode(task, torch.zeros(1, 2 * 16_000)).encoded.lengths)
+            heard.append(runner.windows.stream_encoder(live).encode(task, torch.zeros(1, 2 * 16_000)).encoded.lengths)
     assert heard == [[200], [700], [700], [1500]]
 
 

@@ -185,7 +185,7 @@ def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time(host: Host
     host.tick()
     host.now += 1
     host.tick()
-    assert not host.loop.scheduler.streams and not len(host.host._handoffs)
+    assert not host.loop.scheduler.streams and not len(host.host.handoffs)
     host.greet(b"d")
     adopt(host, b"d")
     assert held(host, b"d") == [messages.Held("s", 1)], "nobody has it"
@@ -213,7 +213,7 @@ def test_a_stream_without_a_will_ends_with_its_gateway(host: Host) -> None:
 def test_a_gateway_that_comes_back_begins_anew(host: Host, claim: tuple[str, int, bool]) -> None:
     entrust(host, b"a", 0)
     come_back(host, b"a", claim)
-    assert not host.loop.scheduler.streams and not len(host.host._handoffs)
+    assert not host.loop.scheduler.streams and not len(host.host.handoffs)
     assert not fenced(host, b"a")
 
 
@@ -236,7 +236,7 @@ def test_what_a_gateway_left_is_there_until_it_says_that_it_goes_on_with_it(host
     assert adopted(host, b"b")[0].owner_number == SECOND
     claim(host, b"a", ("s", 1, False))
     assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
-    assert len(host.host._handoffs) == 1
+    assert len(host.host.handoffs) == 1
 
 
 def test_a_session_whose_gateway_has_come_back_is_not_over(host: Host) -> None:
@@ -405,7 +405,7 @@ def test_what_is_kept_is_bounded(host: Host) -> None:
     adopt(host, b"b")
     assert adopted(host, b"b")[0].chunks == [bytes([chunk]) * 30 for chunk in (47, 48, 49)]
     entrust(host, b"b", 0, number=SECOND, entries=[b"x"] * (MOST_ENTRIES + 1))
-    assert not len(host.host._handoffs), "a will that outgrows its bounds is not kept"
+    assert not len(host.host.handoffs), "a will that outgrows its bounds is not kept"
 
 
 def test_a_session_without_a_stream_is_a_value_too() -> None:
@@ -423,7 +423,7 @@ def test_a_session_without_a_stream_is_a_value_too() -> None:
 def test_a_session_that_is_over_is_forgotten(host: Host) -> None:
     entrust(host, b"a", 0)
     host.send(b"a", command(messages.DropHandoff("good", "s", 1)), command(messages.Abort("good")))
-    assert not len(host.host._handoffs) and not host.loop.scheduler.streams
+    assert not len(host.host.handoffs) and not host.loop.scheduler.streams
 
 
 def test_flushes_and_tokens_are_counted_as_the_entries_account_for_them(host: Host) -> None:
@@ -473,14 +473,14 @@ def test_a_former_owner_does_not_go_on_with_a_session_that_is_over(host: Host) -
     claim(host, b"a", ("s", 1, False))
     assert fenced(host, b"a") == [messages.Fenced("s", SECOND)]
     entrust(host, b"a", 0)
-    assert fenced(host, b"a")[1:] == [messages.Fenced("s", SECOND)] and not len(host.host._handoffs)
+    assert fenced(host, b"a")[1:] == [messages.Fenced("s", SECOND)] and not len(host.host.handoffs)
     # A gateway with a higher number owns the session and continues.
     entrust(host, b"a", 0, number=THIRD)
-    assert len(host.host._handoffs) == 1
+    assert len(host.host.handoffs) == 1
     host.send(b"a", command(messages.DropHandoff("", "s", THIRD)))
     host.now += OVER_SECONDS
     listen(host, 1.0)
-    assert not host.host._handoffs._over
+    assert not host.host.handoffs.over
 
 
 def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,11 +489,11 @@ def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypa
         key = f"s{number}"
         host.send(b"a", command(messages.SaveHandoff("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
         host.send(b"a", command(messages.DropHandoff("", key, SECOND)))
-    assert list(host.host._handoffs._over) == ["s2", "s3", "s4"]
+    assert list(host.host.handoffs.over) == ["s2", "s3", "s4"]
     # With a single owner there is no former owner to fence.
     host.send(b"a", command(messages.SaveHandoff("", "alone", 1, 0, [], base=b"base", keep_s=KEEP_S)))
     host.send(b"a", command(messages.DropHandoff("", "alone", 1)))
-    assert "alone" not in host.host._handoffs._over
+    assert "alone" not in host.host.handoffs.over
 
 
 def renew(host: Host, name: bytes, number: int, key: str = "s") -> int:

@@ -70,12 +70,12 @@ class Host:
 
     def check_roster(self) -> None:
         """Host and loop know the same streams."""
-        hosted_streams = self.host._hosted
+        hosted_streams = self.host.hosted
         assert set(hosted_streams.streams) == set(self.loop.scheduler.streams)
-        for peer in self.host._peers.values():
+        for peer in self.host.peers.values():
             assert all(hosted_streams.streams[name].name == stream for stream, name in peer.streams.items())
             assert set(peer.streams.values()) <= set(hosted_streams.streams)
-        names = [name for peer in self.host._peers.values() for name in peer.streams.values()]
+        names = [name for peer in self.host.peers.values() for name in peer.streams.values()]
         names += [name for name, hosted in hosted_streams.streams.items() if hosted.peer is None]
         assert sorted(names) == sorted(hosted_streams.streams), "a stream that takes no commands was left behind"
 
@@ -224,7 +224,7 @@ def test_the_cache_does_not_depend_on_what_can_be_read() -> None:
     host.send(b"g", command(messages.Open("a")), command(messages.Open("bad")))
     host.send(b"g", raw("feed", "bad", "x"), feed("a", 0), audio=(audio(0),))
     host.send(b"g", feed("a", 1), audio=())
-    (peer,) = host.host._peers.values()
+    (peer,) = host.host.peers.values()
     assert peer.cache.keys() == [hash_payload(audio(0))]
 
 
@@ -320,10 +320,10 @@ def test_any_order_of_commands_leaves_host_and_loop_with_the_same_streams(
                 commands += [_random_command(kind, stream)] if to == name else []
             host.send(name, *commands, audio=(audio(1),))
         for name in (b"g", b"h"):
-            assert host.believed(name) == set(host.host._peers[name].streams)
-    host.host._drop(host.host._peers[b"g"])
+            assert host.believed(name) == set(host.host.peers[name].streams)
+    host.host._drop(host.host.peers[b"g"])
     host.tick()
-    assert {hosted.peer.name for hosted in host.host._hosted.streams.values()} <= {b"h"}
+    assert {hosted.peer.name for hosted in host.host.hosted.streams.values()} <= {b"h"}
 
 
 def _random_command(kind: str, stream: str) -> msgspec.Raw:
@@ -376,7 +376,7 @@ def test_an_engine_that_drains_takes_nothing_new_says_so_and_ends_when_it_is_emp
     host, drain = Host(), DrainRequest(lambda: True, 60.0)
     host.greet(b"g")
     host.send(b"g", command(messages.Open("a")))
-    assert not host.host._is_drained(drain.seconds)
+    assert not host.host.is_drained(drain.seconds)
     host.line.left.clear()
     host.send(b"g", command(messages.Open("b")))
     updates = [message for _, message in host.line.left if isinstance(message, codec.Update)]
@@ -391,9 +391,9 @@ def test_an_engine_that_is_not_emptied_in_time_ends_all_the_same() -> None:
     host = Host()
     host.greet(b"g")
     host.send(b"g", command(messages.Open("a")))
-    assert not host.host._is_drained(60.0)
+    assert not host.host.is_drained(60.0)
     host.now += 60.0
-    assert host.host._is_drained(60.0)
+    assert host.host.is_drained(60.0)
 
 
 class FloodedLine(Line):

@@ -29,14 +29,14 @@ def test_an_engine_that_is_late_takes_in_no_more_than_it_computes(calm: str) -> 
             idle = [command(messages.Adopt("", "nobody's", 1)) for _ in range(COMMANDS_AN_ITEM * LEAST_ITEMS // 4)]
             host.post(name, feed("good", position), *idle, audio=(audio(position),))
     host.host.tick()
-    taken = [peer.numbering.taken - 1 for peer in host.host._peers.values()]
+    taken = [peer.numbering.taken - 1 for peer in host.host.peers.values()]
     assert taken == [2, 2], "two batches of each were more than enough"
-    assert host.host._load.status.lag_ms == 0.0
+    assert host.host.load.status.lag_ms == 0.0
     host.now += 0.5
     host.host.tick()
-    assert host.host._load.status.lag_ms >= 500.0, "an engine is as late as what it has not taken in yet"
+    assert host.host.load.status.lag_ms >= 500.0, "an engine is as late as what it has not taken in yet"
     turns = 2
-    while any(peer.inbox for peer in host.host._peers.values()):
+    while any(peer.inbox for peer in host.host.peers.values()):
         host.host.tick()
         turns += 1
     assert turns == 10
@@ -55,7 +55,7 @@ def test_an_engine_of_a_windowed_model_takes_in_a_stride_of_every_stream() -> No
     for _ in range(2 * stride):
         host.post(b"g", *(command(messages.Adopt("", "nobody's", 1)) for _ in range(COMMANDS_AN_ITEM * streams)))
     host.host.tick()
-    assert 2 * stride * streams > LEAST_ITEMS and not host.host._peers[b"g"].inbox
+    assert 2 * stride * streams > LEAST_ITEMS and not host.host.peers[b"g"].inbox
 
 
 def test_short_appends_do_not_keep_an_engine_late() -> None:
@@ -68,9 +68,9 @@ def test_short_appends_do_not_keep_an_engine_late() -> None:
     for _ in range(6):
         others = [command(messages.Adopt("", "nobody's", 1)) for _ in range(5 * streams)]
         host.post(b"g", *others)
-    before = host.host._peers[b"g"].numbering.taken
+    before = host.host.peers[b"g"].numbering.taken
     host.host.tick()
-    assert host.host._peers[b"g"].numbering.taken - before >= 2
+    assert host.host.peers[b"g"].numbering.taken - before >= 2
 
 
 def test_a_gateway_that_is_waited_for_keeps_no_room_from_the_others() -> None:
@@ -87,7 +87,7 @@ def test_a_gateway_that_is_waited_for_keeps_no_room_from_the_others() -> None:
     for position in range(5):
         host.post(b"h", feed("a", position), audio=(audio(position),))
     host.host.tick()
-    assert {peer.gateway: len(peer.inbox) for peer in host.host._peers.values()} == {"g": 1, "h": 0}
+    assert {peer.gateway: len(peer.inbox) for peer in host.host.peers.values()} == {"g": 1, "h": 0}
 
 
 def test_an_engine_that_many_streams_come_to_goes_on_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,4 +125,4 @@ def test_time_for_messages_counts_as_load_unless_a_step_is_computed_meanwhile(
     monkeypatch.setattr(EngineLoop, "has_launched_step", property(lambda loop: flying))
     for _ in range(8):
         host.tick()
-    assert host.host._load.status.load == pytest.approx(0.0 if flying else 0.25 / 0.26, abs=0.02)
+    assert host.host.load.status.load == pytest.approx(0.0 if flying else 0.25 / 0.26, abs=0.02)

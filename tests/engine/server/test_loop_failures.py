@@ -278,8 +278,8 @@ def test_any_order_of_commands_leaves_no_ghosts(gated: bool, data: st.DataObject
             loop.scheduler.check_integrity()
         known = set(loop.scheduler.streams)
         assert balance == {name: int(name in known) for name in "ab"}
-        assert loop._listener is not None and loop._listener._open == known
-        assert set(loop._listener._detector.ears) == known  # type: ignore[attr-defined]
+        assert loop.listener is not None and loop.listener._open == known
+        assert set(loop.listener._detector.ears) == known  # type: ignore[attr-defined]
 
 
 class DeafDetector(PoisonDetector):

@@ -141,11 +141,11 @@ def test_a_flush_at_a_pause_does_not_wait_for_the_device() -> None:
     items = items_of(SPEC, fakes.speech(2, 1))
     loop.submit([Open("a"), Feed("a", items[:6])], 0)
     loop.step()
-    assert loop.has_launched_step and loop._listener is not None
-    unasked, launches = runner.unasked, loop._listener.launches
+    assert loop.has_launched_step and loop.listener is not None
+    unasked, launches = runner.unasked, loop.listener.launches
     flushes = [Feed("a", items[6:7]), Flush("a", 1, pause=0), Feed("a", items[7:8]), Flush("a", 2, pause=0)]
     loop.submit(flushes, 1)
-    assert (runner.unasked, loop._listener.launches) == (unasked, launches), "neither asked nor told to listen"
+    assert (runner.unasked, loop.listener.launches) == (unasked, launches), "neither asked nor told to listen"
     outputs: list[Output] = []
     for item in items[8:]:
         loop.submit([Feed("a", [item])], 2)
@@ -238,7 +238,7 @@ def test_streams_that_are_rebuilt_while_nobody_is_on_time_have_one_more_step_und
     ahead = []
     while loop.scheduler.rebuilding:
         loop.step()
-        ahead.append(len(loop._launched))
+        ahead.append(len(loop.launched))
     assert max(ahead) == 2
     while loop.has_work():
         loop.step()

@@ -252,7 +252,7 @@ class TestRebuilding:
                 loop.submit([audio(f"l{number}", frames, 1, REBUILT) for number in range(live)], frames)
                 frames += 1
             waited, before = (
-                any(stream.live and not stream.is_rebuilding for stream in loop.scheduler._live),
+                any(stream.live and not stream.is_rebuilding for stream in loop.scheduler.live),
                 runner.plans,
             )
             after_rebuilding = bool(before) and before[-1].rebuilt_positions > 0

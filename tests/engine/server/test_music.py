@@ -17,7 +17,8 @@ from engine.messages import Command, Feed, Finish, Open, Text
 from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.server.loop import EngineLoop
 from engine.server.main import build_loop
-from engine.weights.store import cache_folder, pull
+from engine.weights.store import pull
+from tests.cached_models import skip_unless_cached
 
 RECORDING = "sample-two-cities"
 SAMPLE_RATE = 16_000
@@ -28,9 +29,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[EngineLoop]:
-    missing = [name for name in (DEFAULT_MODEL, RECORDING) if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(DEFAULT_MODEL, RECORDING)
     yield build_loop(EngineConfig(DEFAULT_MODEL, "cpu", max_streams=2, threads=1))
 
 

@@ -33,7 +33,8 @@ from engine.runner.base import EndedUtterance
 from engine.server import revisions
 from engine.server.loop import EngineLoop
 from engine.server.main import build_loop
-from engine.weights.store import cache_folder, pull
+from engine.weights.store import pull
+from tests.cached_models import skip_unless_cached
 
 RECORDING = "sample-two-cities"
 PACKET = 1_280
@@ -43,9 +44,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[EngineLoop]:
-    missing = [name for name in (DEFAULT_MODEL, RECORDING) if not (cache_folder() / name).exists()]
-    if missing:
-        pytest.skip("not in the cache; run " + " and ".join(f"`tickertape pull {name}`" for name in missing))
+    skip_unless_cached(DEFAULT_MODEL, RECORDING)
     # A busy machine must not change what is tested.
     monkeypatch = pytest.MonkeyPatch()
     monkeypatch.setattr(revisions, "PATIENCE_SECONDS", 600.0)

@@ -210,7 +210,7 @@ def test_a_long_silence_keeps_nothing_and_a_declared_one_costs_nothing() -> None
     run = Run(build()).submit(Open("a"), Feed("a", items_of(SPEC, fakes.speech(1, 1))[:12])).drain()
     hour, position = 45_000, SPEC.prefix_positions + 12
     run.submit(Feed("a", [Item(position, hour, 12 * fakes.POSITION)])).drain()
-    stream = run.loop._cut._streams["a"]
+    stream = run.loop.silence_skipper._streams["a"]
     assert sum(item.length for item in stream.waiting if isinstance(item, Item)) <= 4
     assert run.loop.scheduler.streams["a"].computed < position + 20
     assert run.loop.reached("a") > position + hour - 5, "the gateway may send on"
@@ -224,7 +224,7 @@ def test_mistakes_end_as_before() -> None:
     run = Run(build()).submit(Open("a"), Feed("a", items[:3]), Finish("a"), Feed("a", items[3:4]), Open("b"))
     run.submit(Feed("b", [structs.replace(items[5], offset=99)]), Feed("b", [items[0]]), Abort("a")).drain()
     assert [output.stream for output in run.outputs if isinstance(output, Failed)] == ["b"]
-    assert not run.loop.scheduler.streams and not run.loop._cut._streams
+    assert not run.loop.scheduler.streams and not run.loop.silence_skipper._streams
 
 
 def test_uploads_and_engines_without_the_setting_compute_everything() -> None:

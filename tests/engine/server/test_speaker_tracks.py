@@ -199,9 +199,10 @@ def test_a_stream_that_is_replayed_goes_on_with_the_same_labels(seed: int) -> No
     first = int(random.integers(0, needed // POSITION // 2 + 1)) * 2
     stream.die_and_repeat(state, first)
     shift = first * POSITION
-    stream.track.add_audio([Item(0, 1, 0, b"k", AUDIO[stream.sent :], samples=len(AUDIO) - stream.sent)], SPEC)
-    rest = PROBABILITIES[stream.judged :]
-    stream.track.judge(*heard(Speech("s", stream.judged * FRAME_SAMPLES - shift, FRAME_SAMPLES, rest)))
+    rest = AUDIO[stream.sent :]
+    stream.track.add_audio([Item(0, 1, stream.sent - shift, b"k", rest, samples=len(rest))], SPEC)
+    unjudged = PROBABILITIES[stream.judged :]
+    stream.track.judge(*heard(Speech("s", stream.judged * FRAME_SAMPLES - shift, FRAME_SAMPLES, unjudged)))
     stream.track.end()
     stream.embeddings.compute()
     labels = stream.track.advance("s")

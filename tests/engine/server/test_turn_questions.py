@@ -109,7 +109,7 @@ def test_answers_come_in_order_at_their_samples_however_late_they_are(seed: int)
         found += answered(questions)
         assert questions.is_waiting or not questions.has_news
         # Not so late that answers are left out.
-        while kept_back(questions) > WAIT_MESSAGES // 2:
+        while questions.kept_back > WAIT_MESSAGES // 2:
             detector.answer(1)
             found += answered(questions)
     detector.answer()
@@ -122,16 +122,12 @@ def test_answers_come_in_order_at_their_samples_however_late_they_are(seed: int)
     assert sum(len(one.probabilities) for one in found if isinstance(one, Speech)) == len(LOUD)
 
 
-def kept_back(questions: TurnQuestions) -> int:
-    return sum(len(stream._kept) for stream in questions._streams.values())
-
-
 def test_an_answer_that_is_late_by_the_messages_is_left_out() -> None:
     detector = Answers()
     fed, found = Fed(asking(detector)), list[Speech]()
     for speech in speeches():
         found += fed.take(speech)
-        assert kept_back(fed.questions) <= WAIT_MESSAGES, "no message waits longer than the bound"
+        assert fed.questions.kept_back <= WAIT_MESSAGES, "no message waits longer than the bound"
     assert len(scores(found)) > 5 and {score[3] for score in scores(found)} == {None}
     assert not any(future.set_running_or_notify_cancel() for _, future in detector.waiting[:5]), "they are not computed"
 
@@ -216,7 +212,7 @@ def test_another_engine_asks_again_and_gets_the_same_answers(seed: int) -> None:
             name += "+"
             questions.resume(name, reread(saved), ITEMS[position:fed])
             kept = len(found)
-        if chance.random() < 0.6 or kept_back(questions) > WAIT_MESSAGES // 2:
+        if chance.random() < 0.6 or questions.kept_back > WAIT_MESSAGES // 2:
             detector.answer()
             found += answered(questions)
         assert {one.stream for one in found[kept:]} <= {name}, "it has another name on another engine"
@@ -244,7 +240,7 @@ def test_the_audio_of_a_stream_is_bounded() -> None:
         stream.add_audio([Item(number, 1, start, b"k", np.zeros(FRAME, np.float32), samples=FRAME)])
         asked: list[Any] = [TurnScored(start, start + FRAME, start, 0)] if number % 10 == 0 else []
         stream.take(Speech("s", start, FRAME, [0.0], asked))
-        most = max(most, len(stream._audio._parts) * FRAME)
+        most = max(most, stream.audio.kept_samples)
     assert most <= WINDOW + (WAIT_MESSAGES + 2) * FRAME
 
 

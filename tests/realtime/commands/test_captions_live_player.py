@@ -23,7 +23,7 @@ async def nothing() -> None:
 async def test_nothing_that_comes_back_is_given_up() -> None:
     began = asyncio.get_running_loop().time()
     with pytest.raises(CommandFailed, match=r"no text arrived for 0\.5 s"):
-        await captions._both(nothing(), forever(), lambda: 0.0)
+        await captions.both(nothing(), forever(), lambda: 0.0)
     assert asyncio.get_running_loop().time() - began < 10
 
 
@@ -36,7 +36,7 @@ async def test_words_that_come_late_are_waited_for() -> None:
             await asyncio.sleep(0.1)
             news[0] = loop.time()
 
-    await captions._both(nothing(), slow(), lambda: news[0])
+    await captions.both(nothing(), slow(), lambda: news[0])
 
 
 async def test_listener_that_fails_ends_the_feeding() -> None:
@@ -44,7 +44,7 @@ async def test_listener_that_fails_ends_the_feeding() -> None:
         raise CommandFailed("the server says: no")
 
     with pytest.raises(CommandFailed, match="the server says"):
-        await captions._both(forever(), fails(), lambda: 0.0)
+        await captions.both(forever(), fails(), lambda: 0.0)
 
 
 async def test_sound_that_fails_is_reported_after_the_last_words() -> None:
@@ -61,7 +61,7 @@ async def test_sound_that_fails_is_reported_after_the_last_words() -> None:
         said.append("last words")
 
     with pytest.raises(CommandFailed, match="no sound"):
-        await captions._both(broken(), listen(), lambda: 0.0)
+        await captions.both(broken(), listen(), lambda: 0.0)
     assert said == ["last words"]
 
 

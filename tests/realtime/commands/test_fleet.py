@@ -55,10 +55,10 @@ class Manager:
 def test_a_manager_that_does_not_answer_now_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(time, "sleep", lambda _: None)
     away, up = FleetError("the fleet's manager did not answer within 30 s"), {"up": True}
-    found = fleet._wait_for(Manager({"up": False}, away, away, up), lambda status: status["up"], 300.0)  # type: ignore[arg-type]
+    found = fleet.wait_for(Manager({"up": False}, away, away, up), lambda status: status["up"], 300.0)  # type: ignore[arg-type]
     assert found == up
     with pytest.raises(FleetError):
-        fleet._wait_for(Manager(away), lambda status: True, -1.0)  # type: ignore[arg-type]
+        fleet.wait_for(Manager(away), lambda status: True, -1.0)  # type: ignore[arg-type]
 
 
 def test_without_ray_the_extra_is_named(

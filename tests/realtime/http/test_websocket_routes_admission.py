@@ -167,7 +167,7 @@ async def place(shared: bool = False, claimants: Any = None) -> AsyncIterator[Pl
     async with shared_house() if shared else alone() as (quota, keeper):
         around = GatewayServices(metrics, signer, claimants, quota, Publisher.alone(1.0))
         sessions = Sessions(engine, CONFIG, lambda: now[0], lambda: 0.0, around)
-        counts = sessions._quota.counts if keeper is None else keeper.counts  # type: ignore[attr-defined]
+        counts = sessions.quota.counts if keeper is None else keeper.counts  # type: ignore[attr-defined]
         gateway = WebSocketRoutes(Context(engine, CONFIG, metrics, Authenticator((), signer), sessions))
         yield Place(gateway, counts, now, engine)
 

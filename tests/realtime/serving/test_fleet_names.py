@@ -334,8 +334,8 @@ async def test_a_gateway_that_does_not_read_is_dropped_and_nobody_else_waits(mon
         stuck.rcvhwm, stuck.linger, stuck.rcvbuf = 1, 0, 4096
         LinkKeys.between_gateways(SECRET).lock_gateway(stuck)
         stuck.connect(home.entry.address)
-        stuck.send(fleet_names._encoder.encode(viewer.names.hello("a")))
-        stuck.send(fleet_names._encoder.encode(Follow(*key)))
+        stuck.send(fleet_names.encoder.encode(viewer.names.hello("a")))
+        stuck.send(fleet_names.encoder.encode(Follow(*key)))
         await fakes.until(lambda: len(home.names.coordinator.channels[key].followers) == 2)
         posted = 0
         while len(home.names.coordinator.channels[key].followers) == 2:
@@ -406,9 +406,9 @@ async def test_messages_that_no_gateway_sends_are_dropped() -> None:
         for garbage in (b"", b"\xff" * 1000, b"\x81\xa4type\xa4nope", b"\x91" * 100_000):
             caller.send([garbage])
         # A name of another gateway: two that are reached at one address would take each other's names.
-        caller.send([fleet_names._encoder.encode(speaker.names.hello("b"))])
+        caller.send([fleet_names.encoder.encode(speaker.names.hello("b"))])
         await fakes.until(lambda: bool(heard))
-        assert fleet_names._decoder.decode(heard[0][0]) == fleet_names.Goodbye()  # type: ignore[index]
+        assert fleet_names.decoder.decode(heard[0][0]) == fleet_names.Goodbye()  # type: ignore[index]
         key = fleet.key_at(home)
         assert await speaker.publisher.claim(key, "s")
         caller.close()

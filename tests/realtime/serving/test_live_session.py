@@ -87,7 +87,7 @@ async def test_audio_that_nothing_stands_before_is_fed_at_once_and_in_order() ->
     engine.keep_audio = True
     live = live_session(engine)
     live.submit(audio(100, 0.0))
-    await until(lambda: live.runner._rests)
+    await until(lambda: live.runner.rests)
     live.submit(audio(100, 1.0))
     assert engine.streams[0].samples == 200, "without a turn of the event loop"
     live.runner.queue.put(FeedGap(100))
@@ -102,7 +102,7 @@ async def test_the_engine_knows_what_ends_a_turn() -> None:
     engine = FakeEngine()
     live = live_session(engine)
     live.submit(audio(100))
-    await until(lambda: live.runner._rests)
+    await until(lambda: live.runner.rests)
     assert engine.streams[0].turns is None
     for silence_ms in (500, 1500):
         live.submit(Configure(Settings(turn_detection=TurnDetection(silence_duration_ms=silence_ms))))
@@ -138,12 +138,12 @@ async def test_a_stream_that_fails_while_its_options_change_takes_nothing_with_i
     engine.output_delay_s = 0.01
     live = live_session(engine)
     live.submit(audio(RATE, 0.5))
-    await until(lambda: live.runner._rests)
-    engine.streams[0]._put(messages.Failed("sess.1", "StreamFailed", "numbers went wrong"))
+    await until(lambda: live.runner.rests)
+    engine.streams[0].put(messages.Failed("sess.1", "StreamFailed", "numbers went wrong"))
     live.submit(Configure(replace(live.session.settings, language="de")))
     live.submit(Commit())
     live.submit(audio(RATE, 0.5))
-    await until(lambda: len(engine.streams) == 2 and live.runner._rests)
+    await until(lambda: len(engine.streams) == 2 and live.runner.rests)
     assert (engine.streams[1].samples, engine.opened[1]["options"]) == (RATE, {"language": "de"})
     live.submit(Commit())
     live.submit(End())
@@ -158,7 +158,7 @@ async def test_a_stream_that_hangs_while_its_options_change_is_left() -> None:
     engine.output_delay_s = 60.0
     live = live_session(engine)
     live.submit(audio(RATE))
-    await until(lambda: live.runner._rests)
+    await until(lambda: live.runner.rests)
     live.submit(Configure(replace(live.session.settings, language="de")))
     await until(lambda: engine.streams[0].finished)
     live._apply(Reanchor(0, (RATE,)))
@@ -178,8 +178,8 @@ async def answers_to(steps: list[str], delay_s: float) -> tuple[LiveSession, Fak
             live.submit(Configure(replace(live.session.settings, language=step)))
         elif step == "fail" and stream is not None:
             # The last it says: what it is still told is no error and has no answer.
-            stream._put(messages.Failed(stream.id, "StreamFailed", "numbers went wrong"))
-            stream._put = lambda output: None  # type: ignore[method-assign, misc]
+            stream.put(messages.Failed(stream.id, "StreamFailed", "numbers went wrong"))
+            stream.put = lambda output: None  # type: ignore[method-assign, misc]
         elif step == "wait":
             await asyncio.sleep(0.002)
         elif step in ("audio", "commit"):
@@ -238,7 +238,7 @@ async def test_a_session_taken_over_before_its_new_stream_was_begun_asks_that_on
         **{**live.runner.save(last=False), "reanchor": (0, RATE // 2)},
     )  # fmt: skip
     for tag in (1, 2):
-        former._put(messages.Flushed("sess.1", tag, RATE))
+        former.put(messages.Flushed("sess.1", tag, RATE))
     adopted = AdoptedSession(1, b"", [], [], former, goes_on_at=RATE, flushes=2)  # type: ignore[arg-type]
     live.take_over(saved, adopted, core, np.zeros(0, np.float32))
     await until(lambda: not core.marks)
@@ -274,10 +274,10 @@ async def test_an_error_over_an_output_ends_this_session_alone(caplog: pytest.Lo
     live, other = live_session(engine), live_session(engine)
     for session in (live, other):
         session.submit(audio(100))
-        await until(lambda session=session: session.runner._rests)  # type: ignore[misc]
+        await until(lambda session=session: session.runner.rests)  # type: ignore[misc]
     # The core did not ask for these answers and reports an error.
     for _ in range(3):
-        engine.streams[0]._put(messages.Flushed("sess", 7, 0))
+        engine.streams[0].put(messages.Flushed("sess", 7, 0))
     await until(lambda: live.session.closed)
     assert isinstance(await live.outbox.get(), Hangup) and "session sess failed" in caplog.text
     other.submit(audio(100))

@@ -26,8 +26,8 @@ def test_viewers_read_finals_as_the_client_asked_for() -> None:
         TimedWord(f" {text}", n * 8_000, (n + 1) * 8_000) for n, text in enumerate("twenty five dollars".split())
     )
     event = Completed("i", "twenty five dollars", words, 0, 24_000, 3, 0.0)
-    (written,) = publication._updates(event, make_formatting(smart=True))
-    (spoken,) = publication._updates(event, make_formatting())
+    (written,) = publication.updates(event, make_formatting(smart=True))
+    (spoken,) = publication.updates(event, make_formatting())
     assert isinstance(written, Finished) and isinstance(spoken, Finished)
     assert (spoken.line.text, written.line.text) == ("twenty five dollars", "$25")
     assert [(text, start, end) for text, start, end in written.line.words] == [("$25", 0.0, 1.5)]
@@ -39,11 +39,11 @@ def test_words_that_a_client_replaces_by_long_ones_fit_into_a_message_between_pr
     for letter in ("a", "\N{HIRAGANA LETTER NO}"):
         words = tuple(TimedWord(f" {letter}", n * 16_000, (n + 1) * 16_000) for n in range(900_000, 901_000))
         text = " ".join([letter] * len(words))
-        (whole,) = publication._updates(Completed("i", text, words, 0, 24_000, 3, 0.0), formatting)
+        (whole,) = publication.updates(Completed("i", text, words, 0, 24_000, 3, 0.0), formatting)
         # Short text with many words.
-        (short,) = publication._updates(Completed("i", ".", words, 0, 24_000, 3, 0.0), make_formatting())
+        (short,) = publication.updates(Completed("i", ".", words, 0, 24_000, 3, 0.0), make_formatting())
         long = tuple(TimedWord(100 * "\N{GRINNING FACE}", word.start, word.end) for word in words)
-        (added,) = publication._updates(Delta("i", text, long), formatting)
+        (added,) = publication.updates(Delta("i", text, long), formatting)
         assert isinstance(whole, Finished) and isinstance(short, Finished) and isinstance(added, Added)
         assert 0 < sum(len(word) for word, _, _ in whole.line.words) <= MAX_LINE_CHARACTERS
         for turn in range(MAX_LINES):

@@ -46,7 +46,7 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
         await entries.tick()
         await entries.tick()
         assert len(ticks) == 2 and len(entries) == 1
-        assert socket._hangup is not None and socket._hangup.code == CloseCode.INTERNAL
+        assert socket.hangup is not None and socket.hangup.code == CloseCode.INTERNAL
         assert [record.message for record in caplog.records] == [f"session {bad.live.id} failed"]
     assert len(entries) == 0, "the good one had no socket"
 
@@ -79,8 +79,8 @@ async def test_a_session_whose_last_save_fails_is_released_and_its_client_hears_
         entry.live.handoff = BrokenHandoff()  # type: ignore[assignment]
         entries._save_and_release(entry, TAKEN_OVER)
         await asyncio.gather(*entries._leaving)
-        assert socket._hangup == TAKEN_OVER and len(entries) == 0
-        assert entries._quota.counts.total() == 0  # type: ignore[attr-defined]
+        assert socket.hangup == TAKEN_OVER and len(entries) == 0
+        assert entries.quota.counts.total() == 0  # type: ignore[attr-defined]
     assert [record.message for record in caplog.records] == [
         f"the last save of session {entry.live.id} failed; the session is released nevertheless"
     ]
@@ -92,7 +92,7 @@ async def test_callers_that_come_once_are_counted_within_bounds(monkeypatch: pyt
     for number in range(500):
         async with entries.open(Caller(f"address {number}"), Settings(), [OpenAIDialect]):
             pass
-    counts = entries._quota.counts  # type: ignore[attr-defined]
+    counts = entries.quota.counts  # type: ignore[attr-defined]
     assert len(counts._arrivals) == 50 and not counts._by_process[0]
     with pytest.raises(Refusal):
         async with entries.open(Caller("address 499"), Settings(), [OpenAIDialect]):

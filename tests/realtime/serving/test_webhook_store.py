@@ -30,7 +30,7 @@ async def main():
     found = await store.open()
     for number in range(int(sys.argv[3])):
         store.add(StoredEvent(1000 + number, "a", "http://x/", sys.argv[2], "k", float(number), 0, b"{}"))
-    while store._added:
+    while store.unwritten:
         await asyncio.sleep(0.01)
     print(len(found), flush=True)
     await asyncio.sleep(600)
@@ -100,7 +100,7 @@ async def test_an_event_that_was_written_changed_and_removed_is_gone(tmp_path: P
     store = WebhookStore(str(tmp_path))
     await store.open()
     store.add(event(1))
-    await until(lambda: not store._added)
+    await until(lambda: not store.unwritten)
     store.add(replace(event(1), dropped=1))
     store.remove(1)
     assert await store.close(30.0)

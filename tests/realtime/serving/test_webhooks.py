@@ -364,7 +364,7 @@ async def test_the_file_has_what_waits_and_nothing_that_was_dropped(tmp_path: Pa
     session = of.of_session("address x", "sess", 16_000)
     for number in range(6):
         session.tell(final(number), Settings())
-    await until(lambda: of._store is not None and not of._store._added)
+    await until(lambda: of._store is not None and not of._store.unwritten)
     session.tell(final(6, "x" * 3000), Settings())
     waiting = of.queued
     assert waiting < 6

@@ -481,10 +481,10 @@ def test_kept_audio_is_bounded_and_silence_is_not_kept() -> None:
     drive = Driver(core)
     for second in range(60):
         drive(append(0.992), speech(second * 0.992, 0.992, 0.01))
-        assert core._stall.kept_samples <= 3 * RATE
+        assert core.stall.kept_samples <= 3 * RATE
     for second in range(60):
         drive(append(0.992), speech((60 + second) * 0.992, 0.992, 0.99))
-        assert core._stall.kept_samples <= 6 * RATE
+        assert core.stall.kept_samples <= 6 * RATE
 
 
 def test_drain_lets_the_turn_finish_then_closes_with_restart() -> None:
@@ -533,8 +533,8 @@ def test_a_day_of_turns_keeps_no_history() -> None:
         drive(append(0.5), word(f"w{number}", number / 2, number / 2 + 0.3), Commit(), flushed())
         drive.sent.clear()
         drive.other.clear()
-    assert not core._turns.ended and core._turns.current is None and not core._marks
-    assert core._stall.kept_samples < RATE
+    assert not core.turns.ended and core.turns.current is None and not core.marks
+    assert core.stall.kept_samples < RATE
 
 
 # Random sequences.

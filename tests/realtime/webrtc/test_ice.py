@@ -94,23 +94,23 @@ async def test_what_waits_is_bounded(ice: IceLite, wire: Wire) -> None:
     ice.datagram_received(check(ice), CLIENT)
     for _ in range(2 * MAX_WAITING_DATAGRAMS):
         ice.datagram_received(b"\x16", CLIENT)
-    assert ice._datagrams.qsize() == MAX_WAITING_DATAGRAMS
+    assert ice.datagrams.qsize() == MAX_WAITING_DATAGRAMS
     for port in range(10 * MAX_PEER_ADDRESSES):
         ice.datagram_received(check(ice, nominate=False), ("127.0.0.1", 1000 + port))
-        assert len(ice._known) <= MAX_PEER_ADDRESSES
+        assert len(ice.known) <= MAX_PEER_ADDRESSES
     # The one that it uses is never forgotten.
-    assert CLIENT in ice._known
+    assert CLIENT in ice.known
 
 
 async def test_so_many_sources_of_rtp_are_heard(ice: IceLite, wire: Wire) -> None:
     ice.datagram_received(check(ice), CLIENT)
     for source in range(3 * MAX_RTP_SOURCES):
         ice.datagram_received(b"\x80\x60" + bytes(6) + source.to_bytes(4) + b"x", CLIENT)
-    assert ice._datagrams.qsize() == MAX_RTP_SOURCES
+    assert ice.datagrams.qsize() == MAX_RTP_SOURCES
     # RTCP is not heard at all.
     for source in range(3):
         ice.datagram_received(b"\x80\xc8" + bytes(2) + source.to_bytes(4) + bytes(8), CLIENT)
-    assert ice._datagrams.qsize() == MAX_RTP_SOURCES
+    assert ice.datagrams.qsize() == MAX_RTP_SOURCES
 
 
 async def test_a_flood_makes_the_process_sleep(ice: IceLite, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -396,12 +396,12 @@ class Client:
         self.is_done = False
         self.is_held = False
         self._ids: dict[str, Any] = {}
-        self._token = ""
+        self.token = ""
         self._acknowledged = self._sent = self._spoken = 0
         self._greeted = self._finished = self._cleared = False
         self._at = at
         self._next_try = 0.0
-        self._status = 0
+        self.status = 0
         fleet.clients.append(self)
         self.socket = self._open()
 
@@ -436,7 +436,7 @@ class Client:
 
     def _open(self) -> Socket:
         self._greeted = self._finished = self._cleared = False
-        query = f"resume={self._token}&after={max(self.events, default=0)}" if self._token else ""
+        query = f"resume={self.token}&after={max(self.events, default=0)}" if self.token else ""
         return self.fleet.gateways[self._at].open(query)
 
     def _lose(self, wait_s: float) -> None:
@@ -454,11 +454,11 @@ class Client:
                     self.wrongs.append(f"closed with 1011: {message['reason']}")
                 self._lose(0.2)
             case "websocket.http.response.start":
-                self._status = message["status"]
+                self.status = message["status"]
             case "websocket.http.response.body":
-                if self._status != 503:
-                    self.wrongs.append(f"answered with {self._status}: {json.loads(message['body'])['error']['code']}")
-                    self._token, self.is_done = "", True
+                if self.status != 503:
+                    self.wrongs.append(f"answered with {self.status}: {json.loads(message['body'])['error']['code']}")
+                    self.token, self.is_done = "", True
                 self._lose(0.2)
 
     def _note(self, event: dict[str, Any]) -> None:
@@ -478,7 +478,7 @@ class Client:
             }
             self.socket.send_text("session.update", session={"type": "transcription", **wishes})
         elif kind == "session.updated":
-            self._token, self._greeted = event["session"]["resume"]["token"], True
+            self.token, self._greeted = event["session"]["resume"]["token"], True
         elif kind == "session.resumed":
             self._sent, self._greeted = event["received_samples"], True
             if self._sent < self._acknowledged:

@@ -75,7 +75,7 @@ class Fleet:
 
     def streams(self, number: int) -> int:
         """Of all gateways on one engine."""
-        pool = [pooled for place in self.places for pooled in place.client._running.pool.all]
+        pool = [pooled for place in self.places for pooled in place.client.supervisor.pool.all]
         return sum(len(pooled.streams) for pooled in pool if pooled.engine.address == self.engines[number].address)
 
     @property
@@ -199,7 +199,7 @@ async def test_a_session_whose_gateway_and_engine_are_gone_is_answered_with_410(
         speaking = asyncio.create_task(lost.speak())
         async with asyncio.timeout(20):
             await fakes.until(lambda: len(lost.events) >= 3 and group.streams(0) + group.streams(1) == 1)
-            token = lost._token
+            token = lost.token
         speaking.cancel()
         # The gateway goes without a word, and the engine with all it had.
         for entry in group.places[0].entries:

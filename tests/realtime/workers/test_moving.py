@@ -43,7 +43,7 @@ class Place:
 
     @property
     def entries(self) -> list[Any]:
-        return list(self.gateway.sessions._entries.values())
+        return list(self.gateway.sessions.entries.values())
 
     def cut(self) -> None:
         for entry in self.entries:

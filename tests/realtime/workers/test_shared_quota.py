@@ -85,7 +85,7 @@ async def test_a_grant_to_a_cancelled_request_is_given_back(answered: bool) -> N
         if answered:
             await parent.hear(Enter)
             # The answer is there, and the task that asked has not gone on yet.
-            while quota._asked:  # noqa: ASYNC110
+            while quota.asked:  # noqa: ASYNC110
                 await asyncio.sleep(0)
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -103,7 +103,7 @@ async def test_a_late_refusal_gives_nothing_back(monkeypatch: pytest.MonkeyPatch
         parent.target.counts.add(1, "a caller", 2)
         assert (await quota.enter("a caller", 1)).reason == "capacity"
         await parent.hear(Enter)
-        while quota._asked:  # noqa: ASYNC110
+        while quota.asked:  # noqa: ASYNC110
             await asyncio.sleep(0)
         quota.tick(Figures())
         await parent.hear(Own)
@@ -116,12 +116,12 @@ async def test_questions_to_a_parent_that_does_not_answer_are_bounded(monkeypatc
     async with two_sides() as (quota, parent):
         for _ in range(20):
             assert (await quota.enter("a caller", 1)).reason == "capacity"
-        assert len(quota._asked) == 5
+        assert len(quota.asked) == 5
         for _ in range(5):
             await parent.hear(Enter)
         for _ in range(5):
             await parent.hear(Leave)
-        assert parent.target.counts.total() == 0 and not quota._asked
+        assert parent.target.counts.total() == 0 and not quota.asked
 
 
 async def test_what_a_worker_said_before_it_ended_is_not_counted_after() -> None:

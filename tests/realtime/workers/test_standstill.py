@@ -80,8 +80,8 @@ def tell(story: Story, seed: int, patience_s: float) -> tuple[Client, list[str]]
         fleet.run(SETTLED_S)
         counts = {
             "sessions": sum(len(gateway.sessions) for gateway in fleet.gateways),
-            "wills": sum(len(engine.host._handoffs) for engine in fleet.engines),
-            "streams": sum(len(engine.host._hosted.streams) for engine in fleet.engines),
+            "wills": sum(len(engine.host.handoffs) for engine in fleet.engines),
+            "streams": sum(len(engine.host.hosted.streams) for engine in fleet.engines),
         }
         return client, [f"{count} {name}" for name, count in counts.items() if count > 1]
 
@@ -160,7 +160,7 @@ def test_a_request_that_waited_long_in_the_socket_of_a_stopped_gateway_takes_not
         fleet.gateways[1].stop(5.0)
         client.leave(1)
         fleet.until(lambda: fleet.gateways[1].is_awake, 30)
-        fleet.until(lambda: client._status == 503, 5)
+        fleet.until(lambda: client.status == 503, 5)
         fleet.until(lambda: client.is_done, 60)
     assert not client.wrongs
     assert client.text == CALM
@@ -173,7 +173,7 @@ def test_a_request_whose_client_has_left_takes_nothing(at: int) -> None:
         client = Client(fleet, AUDIO)
         fleet.until(lambda: bool(client.text), 30)
         # Closed before the gateway has read the request.
-        fleet.gateways[at].open(f"resume={client._token}&after={max(client.events)}").is_closed = True
+        fleet.gateways[at].open(f"resume={client.token}&after={max(client.events)}").is_closed = True
         fleet.until(lambda: client.is_done, 60)
         assert [len(gateway.sessions) for gateway in fleet.gateways] == [1, 0, 0]
     assert not client.wrongs
@@ -187,7 +187,7 @@ def test_a_client_that_comes_back_to_its_gateway_keeps_its_session(rounds: int, 
     with running(Random(seed)) as fleet:
         client = Client(fleet, AUDIO)
         fleet.until(lambda: bool(client.text), 30)
-        fleet.gateways[1].open(f"resume={client._token}&after={max(client.events)}")
+        fleet.gateways[1].open(f"resume={client.token}&after={max(client.events)}")
         for _ in range(rounds):
             fleet.round()
         client.leave(0)
@@ -201,7 +201,7 @@ def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
         client = Client(fleet, AUDIO)
         fleet.until(lambda: bool(client.text), 30)
         gateway = client.socket.gateway
-        (entry,) = gateway.sessions._entries.values()
+        (entry,) = gateway.sessions.entries.values()
         # As if the words were under way when it was let go.
         entry.is_let_go, told = True, len(client.events)
         fleet.run(3.0)
@@ -231,7 +231,7 @@ def test_a_gateway_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
         former.stop(0.0)
         fleet.run(3.0)
         assert [len(gateway.sessions) for gateway in fleet.gateways] == [0, 0, 0]
-        assert not any(len(engine.host._handoffs) + len(engine.host._hosted.streams) for engine in fleet.engines)
+        assert not any(len(engine.host.handoffs) + len(engine.host.hosted.streams) for engine in fleet.engines)
     assert not client.wrongs
     assert client.text == CALM
 
@@ -242,7 +242,7 @@ def test_an_engine_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
     with running(Random(seed)) as fleet:
         client = Client(fleet, AUDIO, patience_s=60.0)
         fleet.until(lambda: bool(client.text), 30)
-        (home,) = [engine for engine in fleet.engines if engine.host._hosted.streams]
+        (home,) = [engine for engine in fleet.engines if engine.host.hosted.streams]
         home.stop(1000.0)
         fleet.until(lambda: client.is_done, 60)
         client.socket.to_server.append({"type": "websocket.disconnect", "code": 1000})
@@ -250,7 +250,7 @@ def test_an_engine_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
         fleet.until(lambda: not len(fleet.gateways[0].sessions), 30)
         home.stop(0.0)
         fleet.run(15.0)
-        assert not any(len(engine.host._handoffs) + len(engine.host._hosted.streams) for engine in fleet.engines)
+        assert not any(len(engine.host.handoffs) + len(engine.host.hosted.streams) for engine in fleet.engines)
     assert not client.wrongs
     assert client.text == CALM
 

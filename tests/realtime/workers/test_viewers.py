@@ -67,7 +67,7 @@ async def watch_at_both(parent: Parent, stack: contextlib.AsyncExitStack, token:
         make = socket_viewer if number % 2 else stream_viewer
         readings.append(Reading(await stack.enter_async_context(make(parent.port, "talk", token))))
         await fakes.until(lambda: bool(readings[-1].events))
-        if number and len(parent._coordinator.channels[TALK].followers) == 2:
+        if number and len(parent.coordinator.channels[TALK].followers) == 2:
             break
     for reading in readings:
         stack.callback(reading.task.cancel)
@@ -87,7 +87,7 @@ async def test_viewers_at_any_worker_see_all_words_also_when_the_speakers_worker
         await fakes.until(lambda: all(reading.task.done() for reading in with_link))
         readings = await watch_at_both(parent, stack)
         await fakes.until(lambda: all(reading.lines for reading in readings))
-        channel = parent._coordinator.channels[TALK]
+        channel = parent.coordinator.channels[TALK]
         first = channel.member
         assert first is not None
         kill(parent, first)

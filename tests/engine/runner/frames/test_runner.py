@@ -192,19 +192,24 @@ def test_more_streams_than_one_batch_holds(monkeypatch: pytest.MonkeyPatch) -> N
         assert feed.tokens == alone.tokens
 
 
+def put_in_a_rut(runner: VoxtralRunner, lead: float) -> None:
+    """The model loves blanks: their logits are ahead of all others by `lead`."""
+    compute = runner.passes.model.logits
+
+    def blanks_ahead(hidden: torch.Tensor) -> torch.Tensor:
+        logits = compute(hidden)
+        logits[:, PAD] = logits.max(dim=-1).values + lead
+        return logits
+
+    runner.passes.model.logits = blanks_ahead  # type: ignore[method-assign]
+
+
 def test_the_guard_breaks_a_rut_is_counted_and_is_rebuilt_by_a_replay() -> None:
     """A model that loves blanks: the guard ends the run, and a replay of the run leaves the guard where it was."""
     guarded = small_runner(guard=True)
     audio = speech_like(230, seed=6)
     tap = LogitsTap(guarded)
-    compute = guarded._passes._model.logits
-
-    def in_a_rut(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
-        logits[:, PAD] = logits.max(dim=-1).values + 4.25
-        return logits
-
-    guarded._passes._model.logits = in_a_rut  # type: ignore[method-assign]
+    put_in_a_rut(guarded, 4.25)
     feed, driver = Feed(0, audio), Driver(guarded)
     for _ in range(230):
         driver.step([(feed, 1)])
@@ -268,7 +273,7 @@ def test_a_long_list_of_keywords_is_prepared_once_and_beside_the_steps(monkeypat
     for _ in range(14):
         driver.step([(feed, 1) for feed in feeds])
     assert len(builders) == 1 and builders[0] != threading.get_ident()
-    assert all(slot.keywords is not None for slot in runner._slots.values())
+    assert all(slot.keywords is not None for slot in runner.slots.values())
     runner.close()
 
 
@@ -290,14 +295,7 @@ def test_keywords_that_cannot_be_prepared_end_their_stream_alone(monkeypatch: py
 
 def test_without_the_guard_a_rut_goes_on() -> None:
     runner = small_runner()
-    compute = runner._passes._model.logits
-
-    def in_a_rut(hidden: torch.Tensor) -> torch.Tensor:
-        logits = compute(hidden)
-        logits[:, PAD] = logits.max(dim=-1).values + 4.0
-        return logits
-
-    runner._passes._model.logits = in_a_rut  # type: ignore[method-assign]
+    put_in_a_rut(runner, 4.0)
     feed, driver = Feed(0, speech_like(225, seed=6)), Driver(runner)
     for _ in range(225):
         driver.step([(feed, 1)])

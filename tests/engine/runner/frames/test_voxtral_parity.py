@@ -101,9 +101,9 @@ def test_chunks_equal_the_reference(recording: Recording, largest: int) -> None:
     """One chunk, then random chunkings, with the tokens forced as in a replay; then on by itself."""
     forced = POSITIONS - 20
     runner = small_runner(embeds=POSITIONS + 1)
-    passes = runner._passes
+    passes = runner.passes
     prefix, computed = runner.spec.prefix_positions, torch.full_like(recording.reference, float("nan"))
-    compute, logits_of = passes.chunks, passes._model.logits
+    compute, logits_of = passes.chunks, passes.model.logits
 
     def tapped(chunks: Sequence[Chunk]) -> Tensor:
         """A position that is computed twice must be the same both times."""

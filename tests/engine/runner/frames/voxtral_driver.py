@@ -73,7 +73,7 @@ class LogitsTap:
 
     def __init__(self, runner: VoxtralRunner) -> None:
         self.rows: list[Tensor] = []
-        model = runner._passes._model
+        model = runner.passes.model
         compute = model.logits
 
         def tapped(hidden: Tensor) -> Tensor:

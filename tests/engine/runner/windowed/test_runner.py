@@ -58,8 +58,8 @@ def make_runner(model: Moonshine, threads: int = 1) -> WindowedRunner:
 
 
 def slab_of(runner: WindowedRunner) -> AudioSlab:
-    assert isinstance(runner._windows, HostWindows)
-    return runner._windows._slab
+    assert isinstance(runner.windows, HostWindows)
+    return runner.windows.slab
 
 
 def speech(seed: int, positions: int) -> NDArray[np.float32]:
@@ -337,7 +337,7 @@ class Scripted:
 def test_a_stray_peak_costs_a_file_no_words(model: Moonshine, monkeypatch: pytest.MonkeyPatch, live: bool) -> None:
     """A live stream would take it for audio that it has read before."""
     runner = make_runner(model)
-    monkeypatch.setattr(runner._windows, "_decoder", Scripted())
+    monkeypatch.setattr(runner.windows, "decoder", Scripted())
     plan = Uploads(runner, seeds=(42,)).plan
     plan.opened[0].live, plan.live = live, int(live)
     (result,) = runner.execute(plan)
@@ -374,14 +374,14 @@ def dictated(model: Moonshine, *passes: list[int]) -> tuple[WindowedRunner, Dict
     policy = Policy(doubt=-100.0)
     stream_encoders = WindowEncoder(model, pieces, policy), WindowEncoder(model, pieces, policy)
     windows, decoder = HostWindows(model, *stream_encoders, 400), Dictation(*passes)
-    windows._decoder = decoder  # type: ignore[assignment]
+    windows.decoder = decoder  # type: ignore[assignment]
     return WindowedRunner(model, Vocabulary(pieces), windowed_spec("tiny", WINDOW, STRIDE), policy, windows), decoder
 
 
 def utterance(runner: WindowedRunner, base: int, end: int, pending: bool) -> DecodeResult:
     plan = StepPlan(base, decode=[DecodeTask(0, "s", base, base, end, [0] * (end - base), [], True, pending=pending)])
     plan.live = 1
-    if not runner._slots:
+    if not runner.slots:
         plan.opened.append(OpenTask(0, "s", 0, {}, []))
     return runner.execute(plan)[0]
 
@@ -435,7 +435,7 @@ def test_final_ends_the_window_and_forgets_it(model: Moonshine) -> None:
         streams.step()
     streams.step(final=True)
     assert streams.base[0] == streams.steps * STRIDE
-    slot = streams.runner._slots[0]
+    slot = streams.runner.slots[0]
     assert not slot.committed and not slot.hypothesis and not slot.spoken
 
 
@@ -453,7 +453,7 @@ def test_an_utterance_that_ends_at_its_pause_is_not_read_again(
     paused.end_here()
     for slot in audio:
         assert paused.tokens(slot) == plain.tokens(slot) and plain.tokens(slot)
-        assert not paused.runner._slots[slot].hypothesis
+        assert not paused.runner.slots[slot].hypothesis
 
 
 def test_an_utterance_that_goes_on_after_its_pause_is_read_to_its_end(
@@ -501,8 +501,8 @@ def test_a_pass_that_says_old_words_again_is_followed_by_one_that_does_not_know_
     audio = torch.from_numpy(speech(9, 30))[None]
     with torch.inference_mode():
         sound = EncodedAudio(model.encode(audio, [audio.shape[1]]), 0.0, 30.0)
-    runner._slots[0].spoken = True
-    runner._slots[0].committed = [
+    runner.slots[0].spoken = True
+    runner.slots[0].committed = [
         HypothesisToken(4, 5.0),
         HypothesisToken(5, 10.0),
         HypothesisToken(7, 12.0),
@@ -513,7 +513,7 @@ def test_a_pass_that_says_old_words_again_is_followed_by_one_that_does_not_know_
         said.add_token(DecodedToken(token, -0.5, peak), end_token=2)
     result = runner._result(DecodeTask(0, "s", 0, 25, 29, [], [], False), sound, said)
     assert result.keep_from == kept_from and [timed.token for timed in result.timed] == []
-    assert bool(runner._slots[0].committed) == (kept_from == 0)
+    assert bool(runner.slots[0].committed) == (kept_from == 0)
 
 
 def test_a_reused_slot_starts_afresh(model: Moonshine) -> None:
@@ -522,7 +522,7 @@ def test_a_reused_slot_starts_afresh(model: Moonshine) -> None:
     for _ in range(4):
         streams.step()
     runner.execute(StepPlan(9, closed=[0]))
-    assert not runner._slots
+    assert not runner.slots
     again = Streams(runner, {0: speech(23, 40)})
     fresh = Streams(make_runner(model), {0: speech(23, 40)})
     for step in range(4):
@@ -534,7 +534,7 @@ def test_a_reused_slot_starts_afresh(model: Moonshine) -> None:
 def test_warm_up_leaves_no_trace(model: Moonshine) -> None:
     runner = make_runner(model)
     runner.warm_up()
-    assert not runner._slots and not slab_of(runner).rows.any()
+    assert not runner.slots and not slab_of(runner).rows.any()
     runner.close()
 
 
@@ -565,14 +565,14 @@ def test_a_saved_state_that_cannot_be_loaded_ends_its_stream_alone(model: Moonsh
 
 
 def broken_ear(runner: WindowedRunner, slots: set[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    hear = runner._windows.stream_encoder(True).encode
+    hear = runner.windows.stream_encoder(True).encode
 
     def failing(task: DecodeTask, audio: torch.Tensor) -> EncodedAudio:
         if task.slot in slots:
             raise IndexError("a hole in the audio")
         return hear(task, audio)
 
-    monkeypatch.setattr(runner._windows.stream_encoder(True), "encode", failing)
+    monkeypatch.setattr(runner.windows.stream_encoder(True), "encode", failing)
 
 
 @pytest.mark.parametrize("threads", [1, 2])

@@ -158,7 +158,7 @@ def test_a_stream_goes_on_from_a_saved_state(model: Moonshine | Whisper) -> None
 def test_what_an_earlier_batch_left_behind_is_not_heard(model: Moonshine | Whisper) -> None:
     """Not even if it was not numbers."""
     fresh, used = on_a_device(model), on_a_device(model)
-    stage = used._decoder._stage
+    stage = used.decoder._stage
     assert stage is not None
     for place in (stage._cross_keys, stage._cross_values, stage._keys, stage._values):
         place.fill_(torch.nan)
@@ -189,7 +189,7 @@ def test_warm_up_runs_and_leaves_no_trace(model: Moonshine | Whisper) -> None:
     windows = on_a_device(model)
     runner = runner_with(model, windows)
     runner.warm_up()
-    assert not runner._slots and not windows._slab.rows.any()
+    assert not runner.slots and not windows.slab.rows.any()
     runner.close()
 
 

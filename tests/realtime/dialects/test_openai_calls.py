@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from realtime.dialects.base import SessionFacts, Update
-from realtime.dialects.webrtc import CALL_FORMAT, CallDialect
+from realtime.dialects.openai import CALL_FORMAT, CallDialect
 from realtime.errors import ClientFault
 from realtime.session.events import Answered, Clear, Commit
 from realtime.session.settings import INCLUDE_RESUME, INCLUDE_WORDS, Settings
