@@ -220,7 +220,7 @@ def load_campplus(path: Path, device: torch.device | str = "cpu") -> CamPlusPlus
 
 @torch.inference_mode()
 def traced(
-    model: CamPlusPlus, samples: int, pieces: int = 1, device: torch.device | str = "cpu"
+    model: nn.Module, samples: int, pieces: int = 1, device: torch.device | str = "cpu"
 ) -> Callable[[Tensor], Tensor]:
     """The model for this many pieces of this length, as one call without Python: a fifth faster on a CPU, and other
     threads run Python meanwhile."""

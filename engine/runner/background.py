@@ -21,20 +21,18 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from engine.models.campplus import CamPlusPlus, load_campplus, traced
-from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
+from engine.models.campplus import load_campplus, traced
+from engine.models.smart_turn import WINDOW_SAMPLES
 from engine.runner.base import Background, Embedder, Result, Samples, Task, TurnDetector
 from engine.runner.device import give_way
 from engine.weights.windowed_models import load_turn_detector
 
 logger = logging.getLogger(__name__)
 
-# Sizes of batches of embeddings on a GPU; a batch of another size is filled up with silence.
-EMBEDDED_TOGETHER = (1, 8, 32)
-# Most questions to the turn detector in a batch on a GPU.
-JUDGED_TOGETHER = 32
+# Sizes of batches on a GPU; a batch of another size is filled up with silence.
+BATCHES = (1, 8, 32)
 
 
 class BackgroundModel(Background[Task, Result]):
@@ -45,6 +43,8 @@ class BackgroundModel(Background[Task, Result]):
         self._device = device
         self._threads = threads if device.type == "cpu" else 1
         self._most = most if device.type != "cpu" else 1
+        # Sizes of batches to get ready for.
+        self._sizes = [size for size in BATCHES if size <= self._most]
         self._queue: SimpleQueue[tuple[Task, Future[Result]] | None] = SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
         self.running: list[threading.Thread] = []
@@ -136,35 +136,51 @@ class BackgroundModel(Background[Task, Result]):
                 yield
 
 
+class FixedBatches:
+    """A model [pieces, samples] -> [pieces, ...], traced for each size of a batch when that is first needed."""
+
+    def __init__(self, model: nn.Module, samples: int, device: torch.device) -> None:
+        self._model = model
+        self._samples = samples
+        self._device = device
+        self._tracing = threading.Lock()
+        self._calls: dict[int, Callable[[Tensor], Tensor]] = {}
+
+    def __call__(self, batch: list[Samples]) -> Samples:
+        """The results of these pieces; a piece that is shorter than `samples` has silence before it."""
+        count = next(size for size in BATCHES if size >= len(batch))
+        pieces = np.zeros((count, self._samples), np.float32)
+        for row, piece in zip(pieces, batch, strict=False):
+            row[self._samples - len(piece) :] = piece
+        with self._tracing:
+            if count not in self._calls:
+                self._calls[count] = traced(self._model, self._samples, count, self._device)
+        found: Samples = self._calls[count](torch.from_numpy(pieces).to(self._device)).cpu().numpy()
+        return found[: len(batch)]
+
+
 class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
     """CAM++. All pieces have `piece_samples` samples."""
 
     def __init__(self, weights: Path, piece_samples: int, device: torch.device, threads: int = 1) -> None:
-        super().__init__("speakers", device, threads, EMBEDDED_TOGETHER[-1])
+        super().__init__("speakers", device, threads, BATCHES[-1])
+        self.on_gpu = device.type != "cpu"
         self._weights = weights
         self._piece_samples = piece_samples
         self._loading = threading.Lock()
-        self._model: CamPlusPlus | None = None
-        self._calls: dict[int, Callable[[Tensor], Tensor]] = {}
+        self._batches: FixedBatches | None = None
 
     def _load(self, number: int) -> None:
-        self._embed(EMBEDDED_TOGETHER[0])
+        with self._loading:
+            if self._batches is None:
+                model = load_campplus(self._weights, self._device)
+                self._batches = FixedBatches(model, self._piece_samples, self._device)
+        for size in self._sizes:
+            self._batches([np.zeros(self._piece_samples, np.float32)] * size)
 
     def _compute(self, batch: list[Samples]) -> list[Samples]:
-        count = next(size for size in EMBEDDED_TOGETHER if size >= len(batch))
-        pieces = np.zeros((count, self._piece_samples), np.float32)
-        np.stack(batch, out=pieces[: len(batch)])
-        found: Samples = self._embed(count)(torch.from_numpy(pieces).to(self._device)).cpu().numpy()
-        return list(found[: len(batch)])
-
-    def _embed(self, count: int) -> Callable[[Tensor], Tensor]:
-        """The model for this many pieces at once, loaded when it is first needed."""
-        with self._loading:
-            if self._model is None:
-                self._model = load_campplus(self._weights, self._device)
-            if count not in self._calls:
-                self._calls[count] = traced(self._model, self._piece_samples, count, self._device)
-            return self._calls[count]
+        assert self._batches is not None
+        return list(self._batches(batch))
 
 
 class SmartTurnDetector(BackgroundModel[Samples, float], TurnDetector):
@@ -173,9 +189,9 @@ class SmartTurnDetector(BackgroundModel[Samples, float], TurnDetector):
     window_samples = WINDOW_SAMPLES
 
     def __init__(self, weights: Path, device: torch.device) -> None:
-        super().__init__("turns", device, 1, JUDGED_TOGETHER)
+        super().__init__("turns", device, 1, BATCHES[-1])
         self._weights = weights
-        self._model: SmartTurn | None = None
+        self._judge: Callable[[list[Samples]], list[float]] | None = None
         self._warned = False
 
     def _load(self, number: int) -> None:
@@ -183,15 +199,18 @@ class SmartTurnDetector(BackgroundModel[Samples, float], TurnDetector):
             model = load_turn_detector(self._weights)
             if self._device.type == "cpu":
                 model.quantise()
+                self._judge = model.judge
             else:
                 model.move(self._device, torch.float32)
-            model.judge([np.zeros(WINDOW_SAMPLES, np.float32)])
-            self._model = model
+                batches = FixedBatches(model, WINDOW_SAMPLES, self._device)
+                self._judge = lambda batch: batches(batch).tolist()
+            for size in self._sizes:
+                self._judge([np.zeros(WINDOW_SAMPLES, np.float32)] * size)
 
     def _compute(self, batch: list[Samples]) -> list[float]:
-        assert self._model is not None
+        assert self._judge is not None
         with self._warning_once():
-            return self._model.judge(batch)
+            return self._judge(batch)
 
     @contextmanager
     def _warning_once(self) -> Iterator[None]:

@@ -61,6 +61,9 @@ class Reviser(Background[EndedUtterance, list[TimedToken]]):
 class Embedder(Background[Samples, Samples]):
     """Computes speaker embeddings of pieces of speech: 192 numbers, together of length 1."""
 
+    # It computes on a GPU, and so for hundreds of streams.
+    on_gpu = False
+
 
 class TurnDetector(Background[Samples, float]):
     """Computes the probability that a speaker's turn is complete, from the last `window_samples` of the audio before

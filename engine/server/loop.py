@@ -54,6 +54,7 @@ from engine.messages import (
 )
 from engine.options import REVISED, SPEAKERS
 from engine.runner.base import Detector, Embedder, Runner, TurnDetector
+from engine.server.label_process import ProcessTracks
 from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
 from engine.server.revisions import Revisions
 from engine.server.skipped_silence import SilenceSkipper
@@ -150,6 +151,8 @@ class EngineLoop:
         # Labels need the detector's frames.
         self._embedder = None if detector is None else embedder
         self._speakers = SpeakerTracks(scheduler.spec, self._embedder, self._end_failed_stream)
+        if self._embedder is not None and self._embedder.on_gpu and not runner.saves_state:
+            self._speakers = ProcessTracks(scheduler.spec, self._embedder, self._end_failed_stream)
         self._turn_detector = turn_detector
         self._questions = TurnQuestions(scheduler.spec, turn_detector)
         self.listener: Listener | None = None
@@ -293,6 +296,7 @@ class EngineLoop:
 
     def close(self) -> None:
         """Free what the loop holds outside of its own memory."""
+        self._speakers.stop()
         if self._embedder is not None:
             self._embedder.close()
         if self._turn_detector is not None:

@@ -1,14 +1,15 @@
-"""The last audio of one stream, for what is computed beside the model: revisions, speaker labels and turn questions.
+"""The last audio of one stream, for what is computed beside the model: revisions, the turn detector and speaker labels.
 
-Samples are kept with 16 bits, declared silence as a number of samples, each with the position of its item: a saved
-state tells from which position on its audio must be sent again.
+Declared silence is kept as a number of samples. Each part has the position of its item: a saved state tells from which
+position on its audio must be sent again. Audio is rounded to 16 bits when it is cut, so that audio which a gateway kept
+with 16 bits and sends again is the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,7 +20,7 @@ from engine.spec import ModelSpec
 Samples = NDArray[np.float32]
 
 
-def _new_samples(item: Item, spec: ModelSpec) -> Samples | int:
+def new_samples(item: Item, spec: ModelSpec) -> Samples | int:
     """The samples that an item adds to its stream; a number if they are silence, or prepared and not audio."""
     count = item.covered_samples(spec.samples_per_position)
     if item.payload is None or item.payload.ndim > 1:
@@ -28,13 +29,21 @@ def _new_samples(item: Item, spec: ModelSpec) -> Samples | int:
     return samples
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+def rounded_to_16_bits(samples: Samples) -> Samples:
+    """The samples as they would be after a transport with 16 bits. Changes the array in place."""
+    samples *= 32768
+    np.rint(samples, out=samples)
+    np.clip(samples, -32768, 32767, out=samples)
+    samples /= 32768
+    return samples
+
+
+class _Part(NamedTuple):
     start: int
     end: int
     position: int
     # None: silence.
-    samples: NDArray[np.int16] | None
+    samples: Samples | None
 
 
 class RecentAudio:
@@ -47,14 +56,17 @@ class RecentAudio:
 
     def add(self, items: Iterable[Item], spec: ModelSpec) -> None:
         for item in items:
-            audio = _new_samples(item, spec)
-            if isinstance(audio, int):
-                part = _Part(item.sample, item.sample + audio, item.offset, None)
-            else:
-                kept = np.clip(np.rint(audio * 32768), -32768, 32767).astype(np.int16)
-                part = _Part(item.sample, item.sample + len(kept), item.offset, kept)
-            self._parts.append(part)
-            self.end = part.end
+            self.add_part(item.sample, item.offset, new_samples(item, spec))
+
+    def add_part(self, sample: int, position: int, audio: Samples | int) -> None:
+        """Audio from this sample and position on; a number of samples is silence."""
+        if isinstance(audio, int):
+            part = _Part(sample, sample + audio, position, None)
+        else:
+            # A copy: the item also has the samples around its own.
+            part = _Part(sample, sample + len(audio), position, audio.copy())
+        self._parts.append(part)
+        self.end = part.end
 
     def drop_before(self, sample: int) -> None:
         """Drop parts that end before this sample. The last part stays: it tells where the stream is."""
@@ -64,12 +76,14 @@ class RecentAudio:
     def cut(self, start: int, end: int) -> Samples:
         """[start, end); silence where nothing is kept."""
         found = np.zeros(max(0, end - start), np.float32)
-        for part in self._parts:
+        # From the end: mostly the newest audio is wanted.
+        for part in reversed(self._parts):
+            if part.end <= start:
+                break
             low, high = max(start, part.start), min(end, part.end)
             if low < high and part.samples is not None:
                 found[low - start : high - start] = part.samples[low - part.start : high - part.start]
-        found /= 32768
-        return found
+        return rounded_to_16_bits(found)
 
     @property
     def start(self) -> int:

@@ -83,6 +83,10 @@ class SpeakerTrack:
         """Keep new audio until the detector has judged it."""
         self._audio.add(items, spec)
 
+    def add_part(self, sample: int, position: int, audio: Samples | int) -> None:
+        """The same for audio that is not in an item; a number of samples is silence."""
+        self._audio.add_part(sample, position, audio)
+
     def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
         """The detector's next frames, and which of them have a voice."""
         if speech.frame_samples != FRAME_SAMPLES:
@@ -92,10 +96,10 @@ class SpeakerTrack:
                     self._submit(self._cutter.pass_silence(speech.frame_samples))
         else:
             frames = self._audio.cut(speech.sample, speech.end).reshape(-1, FRAME_SAMPLES)
-            for number, has_voice in enumerate(voiced):
-                frame = frames[number : number + 1]
-                if self._passes(speech.sample + number * FRAME_SAMPLES, frame[0]):
-                    self._submit(self._cutter.feed(frame, [has_voice]))
+            new = 0
+            while new < len(frames) and not self._passes(speech.sample + new * FRAME_SAMPLES, frames[new]):
+                new += 1
+            self._submit(self._cutter.feed(frames[new:], voiced[new:]))
         self._audio.drop_before(self.needs_from if self._restoring is None else speech.end)
 
     def end(self) -> None:
@@ -272,6 +276,8 @@ class SpeakerTracks:
         self._held: dict[str, Closed] = {}
         # Live streams, whose pieces may be dropped if they wait too long.
         self._live: set[str] = set()
+        # Streams that may have new labels; other threads add those whose embeddings they have computed.
+        self._changed: deque[str] = deque()
 
     def check(self, stream: str, options: Mapping[str, str]) -> None:
         """Raises BadOption."""
@@ -288,8 +294,15 @@ class SpeakerTracks:
         if SPEAKERS in options and self._embedder is not None:
             voices = read_speakers(options[SPEAKERS])
             enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64)) for voice, vector in voices]
-            self._tracks[name] = SpeakerTrack(self._embedder.submit, enrolled)
-            self._embedder.prepare()
+            embedder = self._embedder
+
+            def embed(audio: Samples) -> Future[NDArray[np.float32]]:
+                embedding = embedder.submit(audio)
+                embedding.add_done_callback(lambda _: self._changed.append(name))
+                return embedding
+
+            self._tracks[name] = SpeakerTrack(embed, enrolled)
+            embedder.prepare()
             if live:
                 self._live.add(name)
 
@@ -321,6 +334,12 @@ class SpeakerTracks:
         if track is not None:
             track.add_audio(items, self._spec)
 
+    def add_part(self, name: str, sample: int, position: int, audio: Samples | int) -> None:
+        """Audio from this sample and position on; a number of samples is silence."""
+        track = self._tracks.get(name)
+        if track is not None:
+            track.add_part(sample, position, audio)
+
     def labels(self, name: str) -> bool:
         """Whether the stream has asked for labels."""
         return name in self._tracks
@@ -330,11 +349,12 @@ class SpeakerTracks:
         track = self._tracks.get(speech.stream)
         if track is not None:
             track.judge(speech, voiced)
+            self._changed.append(speech.stream)
 
     @property
     def has_work(self) -> bool:
-        """Whether a step would bring labels."""
-        return any(track.has_news for track in self._tracks.values())
+        """Whether a step may bring labels."""
+        return bool(self._changed)
 
     @property
     def is_waiting(self) -> bool:
@@ -354,7 +374,11 @@ class SpeakerTracks:
             outputs.remove(output)
             self._held[output.stream] = output
             self._tracks[output.stream].end()
-        for name, track in list(self._tracks.items()):
+            self._changed.append(output.stream)
+        for name in dict.fromkeys(self._changed.popleft() for _ in range(len(self._changed))):
+            track = self._tracks.get(name)
+            if track is None:
+                continue
             try:
                 while name in self._live and track.waiting > MAX_WAITING:
                     track.drop_oldest()
@@ -366,3 +390,7 @@ class SpeakerTracks:
                 outputs.append(labels)
             if name in self._held and not track.waiting:
                 outputs.append(self._held.pop(name))
+
+    def stop(self) -> None:
+        """Free what the tracks hold outside of their own memory."""
+        return None

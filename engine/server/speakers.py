@@ -237,8 +237,17 @@ class Voice:
     name: str = ""
     # End of the last piece that was assigned to it.
     heard: int = 0
+    _direction: NDArray[np.float64] | None = None
+
+    @property
+    def direction(self) -> NDArray[np.float64]:
+        """The sum with length 1; zero if it has learnt nothing."""
+        if self._direction is None:
+            self._direction = unit(self.total)
+        return self._direction
 
     def add(self, embeddings: Embedding) -> None:
+        self._direction = None
         self.total = self.total + embeddings
         # After hours of one voice: only the direction matters, and the state has 32 bits for each number.
         while np.abs(self.total).max() > _LARGEST_TOTAL:
@@ -249,6 +258,8 @@ class Voice:
 class _Pending:
     piece: Piece
     embedding: Embedding
+    # The embedding with length 1.
+    direction: NDArray[np.float64]
 
 
 def rounded(embedding: NDArray[np.float32]) -> Embedding:
@@ -260,6 +271,22 @@ def unit(total: Embedding) -> NDArray[np.float64]:
     """A sum of embeddings with length 1; zero stays zero."""
     length = math.sqrt(float(np.dot(total.astype(np.float64), total)))
     return total / length if length else total.astype(np.float64)
+
+
+def _span(piece: Piece, labelled: int, following: Piece | None) -> tuple[int, int]:
+    """Where the label of a piece begins and ends: behind the last label, up to half of the way to the next piece, whose
+    own label begins there."""
+    start = max(piece.start, labelled)
+    if following is None or following.start >= piece.end:
+        return start, piece.end
+    return start, max(start, (piece.middle + following.middle) // 2)
+
+
+def _fit(scores: Sequence[float], index: int) -> float:
+    """How sure the choice of this index is, by its distance to the best other score: between 0 and 1."""
+    others = [score for place, score in enumerate(scores) if place != index]
+    margin = scores[index] - max(others) if others else 4.0
+    return round(1 / (1 + math.exp(-max(-30.0, min(30.0, margin)))), 3)
 
 
 class SpeakerLabels:
@@ -318,7 +345,7 @@ class SpeakerLabels:
         """The next piece. Returns the labels that were due before it was cut: they do not depend on it, however late
         its embedding is computed."""
         labels = self.advance(piece.cut_at - 1)
-        self._pending.append(_Pending(replace(piece, starts=()), embedding))
+        self._pending.append(_Pending(replace(piece, starts=()), embedding, unit(embedding)))
         while len(self._pending) > MAX_PENDING:
             labels.append(self._decide())
         return labels
@@ -335,8 +362,17 @@ class SpeakerLabels:
         return [self._decide() for _ in range(len(self._pending))]
 
     def best_guess(self) -> list[Label]:
-        """The labels of the pieces that are not decided yet, as they would be without more audio. Changes nothing."""
-        return SpeakerLabels.resumed(self.save(), self.settings).end()
+        """The likely labels of the pieces that are not decided yet. Changes nothing."""
+        if not self._pending:
+            return []
+        path, _, emissions = self._best_path()
+        numbers = [*self.speakers, self._next]
+        labels, labelled = [], self._labelled
+        for place, (one, index) in enumerate(zip(self._pending, path, strict=True)):
+            following = self._pending[place + 1].piece if place + 1 < len(self._pending) else None
+            start, labelled = _span(one.piece, labelled, following)
+            labels.append(Label(start, labelled, numbers[index], _fit(emissions[place], index)))
+        return labels
 
     # Saved and restored
 
@@ -363,9 +399,10 @@ class SpeakerLabels:
             Voice(**{**voice, "total": np.frombuffer(voice["total"], "<i4").astype(np.int64)})
             for voice in saved["voices"]
         ]
+        embeddings = [np.frombuffer(one["embedding"], "<i2").astype(np.int64) for one in saved["pending"]]
         labels._pending = [
-            _Pending(piece_of(one["piece"]), np.frombuffer(one["embedding"], "<i2").astype(np.int64))
-            for one in saved["pending"]
+            _Pending(piece_of(one["piece"]), embedding, unit(embedding))
+            for one, embedding in zip(saved["pending"], embeddings, strict=True)
         ]
         labels._next, labels._last, labels._labelled = saved["next"], saved["last"], saved["labelled"]
         return labels
@@ -375,7 +412,7 @@ class SpeakerLabels:
     def _decide(self) -> Label:
         """Decide the oldest pending piece."""
         piece = self._pending[0].piece
-        path, fit = self._best_path()
+        path, fit, _ = self._best_path()
         index = path[0]
         if index == len(self._voices):
             voice = self._add(Voice(self._next, np.zeros(EMBEDDING_SIZE, np.int64), 0))
@@ -388,14 +425,8 @@ class SpeakerLabels:
         del self._pending[0]
         voice = self._merged(voice)
         self._last = voice.number
-        start = max(piece.start, self._labelled)
-        # Up to half of the way to the next piece, whose own label begins there.
-        following = self._pending[0].piece if self._pending else None
-        end = piece.end
-        if following is not None and following.start < piece.end:
-            end = max(start, (piece.middle + following.middle) // 2)
-        self._labelled = end
-        return Label(start, end, voice.number, fit)
+        start, self._labelled = _span(piece, self._labelled, self._pending[0].piece if self._pending else None)
+        return Label(start, self._labelled, voice.number, fit)
 
     def _teaches(self, one: _Pending, voice: Voice) -> bool:
         """Whether a voice learns from a piece. A doubtful piece gets a label, but would make the voice a mixture of two
@@ -403,52 +434,51 @@ class SpeakerLabels:
         if not voice.total.any():
             return True
         long_enough = one.piece.length >= self.settings.new_piece_samples
-        return long_enough and float(unit(one.embedding) @ unit(voice.total)) >= self.settings.learn
+        return long_enough and float(one.direction @ voice.direction) >= self.settings.learn
 
-    def _best_path(self) -> tuple[list[int], float]:
-        """For each pending piece, the index of its voice, or the number of voices for a new one; and how sure the first
-        one is. Ties go to the older voice."""
+    def _best_path(self) -> tuple[list[int], float, list[list[float]]]:
+        """For each pending piece, the index of its voice, or the number of voices for a new one; how sure the first one
+        is; and the scores of the pieces. Ties go to the older voice."""
         settings, known = self.settings, len(self._voices)
-        emissions = self._emissions()
+        emissions: list[list[float]] = self._emissions().tolist()
         may_be_new = known == 0 or self._far_samples >= settings.new_samples
         states = known + 1 if may_be_new else known
-        before = next((index for index, voice in enumerate(self._voices) if voice.number == self._last), None)
-        score = np.zeros(states)
-        back: list[NDArray[np.int64]] = []
-        first = np.zeros(states)
-        for number, (one, emission) in enumerate(zip(self._pending, emissions, strict=True)):
+        last = next((index for index, voice in enumerate(self._voices) if voice.number == self._last), None)
+        is_new = [settings.new if state == known and known else 0.0 for state in range(states)]
+        score, back = list[float](), list[list[int]]()
+        first: list[float] = []
+        for one, emission in zip(self._pending, emissions, strict=True):
             cost = settings.switch_after_pause if one.piece.after_pause else settings.switch
-            change = np.full((states, states), -float(cost))
-            np.fill_diagonal(change, 0.0)
-            if may_be_new and known:
-                change[:known, known] -= settings.new
-            if number == 0:
-                score = emission[:states].copy()
-                if before is not None:
-                    score += change[before]
-                elif may_be_new and known:
-                    score[known] -= settings.new
-                first = score.copy()
+            # What a change to each state adds; staying adds nothing.
+            change = [-cost - new for new in is_new]
+            if not first:
+                begins = [-new for new in is_new] if last is None else change
+                score = [emission[state] + (0.0 if state == last else begins[state]) for state in range(states)]
+                first = score
                 continue
-            ways = score[:, None] + change
-            best = ways.argmax(axis=0)
-            back.append(best)
-            score = ways[best, np.arange(states)] + emission[:states]
-        path = [int(score.argmax())]
-        for best in reversed(back):
-            path.append(int(best[path[-1]]))
+            ranked = sorted(range(states), key=lambda state: (-score[state], state))[:2]
+            came = []
+            for state in range(states):
+                other = ranked[0] if ranked[0] != state else ranked[-1]
+                came.append(other if score[other] + change[state] > score[state] else state)
+            back.append(came)
+            score = [
+                (score[state] if origin == state else score[origin] + change[state]) + emission[state]
+                for state, origin in enumerate(came)
+            ]
+        path = [max(range(states), key=lambda state: (score[state], -state))]
+        for came in reversed(back):
+            path.append(came[path[-1]])
         path.reverse()
-        others = np.delete(first, path[0])
-        margin = float(first[path[0]] - others.max()) if len(others) else 4.0
-        return path, round(1 / (1 + math.exp(-max(-30.0, min(30.0, margin)))), 3)
+        return path, _fit(first, path[0]), emissions
 
     def _emissions(self) -> NDArray[np.float64]:
         """[pending, voices + 1]: scores of the pieces; the last column is `new`.
 
         A new voice is compared with the other pending pieces that are far from all voices: they must be alike."""
         settings = self.settings
-        centroids = np.array([unit(voice.total) for voice in self._voices]).reshape(-1, EMBEDDING_SIZE)
-        pieces = np.array([unit(one.embedding) for one in self._pending])
+        centroids = np.array([voice.direction for voice in self._voices]).reshape(-1, EMBEDDING_SIZE)
+        pieces = np.array([one.direction for one in self._pending])
         new = np.array([one.piece.new for one in self._pending])
         lengths = np.array([one.piece.length for one in self._pending])
         thresholds = settings.threshold - settings.short * np.maximum(0.0, 1 - lengths / PIECE_SAMPLES)
@@ -471,7 +501,7 @@ class SpeakerLabels:
         if not voice.name and len(unnamed) >= MAX_VOICES:
             oldest = min(unnamed, key=lambda known: known.heard)
             others = [known for known in self._voices if known is not oldest]
-            nearest = max(others, key=lambda known: float(unit(known.total) @ unit(oldest.total)))
+            nearest = max(others, key=lambda known: float(known.direction @ oldest.direction))
             self._absorb(nearest, oldest)
         self._voices.append(voice)
         self._next += 1
@@ -482,7 +512,7 @@ class SpeakerLabels:
         for other in self._voices:
             if other is voice or (other.name and voice.name) or not voice.samples or not other.samples:
                 continue
-            if float(unit(other.total) @ unit(voice.total)) >= self.settings.merge:
+            if float(other.direction @ voice.direction) >= self.settings.merge:
                 older, younger = sorted((other, voice), key=lambda one: (not one.name, one.number))
                 self._absorb(older, younger)
                 return older

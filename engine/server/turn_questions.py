@@ -137,6 +137,8 @@ class TurnQuestions:
         self._spec = spec
         self._detector = detector
         self._streams: dict[str, StreamQuestions] = {}
+        # Those of them that keep messages back.
+        self._waiting: dict[str, StreamQuestions] = {}
 
     def use(self, name: str, rule: TurnRule | None) -> None:
         """The stream has this rule from now on. Once it has asked, its audio is kept until it ends."""
@@ -147,6 +149,7 @@ class TurnQuestions:
 
     def close(self, name: str) -> None:
         """Drop a stream, if it is known."""
+        self._waiting.pop(name, None)
         stream = self._streams.pop(name, None)
         if stream is not None:
             stream.give_up()
@@ -159,7 +162,12 @@ class TurnQuestions:
     def take(self, speech: Speech) -> list[Speech]:
         """The next message of a stream: returns its messages that can be sent now."""
         stream = self._streams.get(speech.stream)
-        return [speech] if stream is None else stream.take(speech)
+        if stream is None:
+            return [speech]
+        ready = stream.take(speech)
+        if len(stream):
+            self._waiting[speech.stream] = stream
+        return ready
 
     def end_at(self, name: str, tag: int) -> None:
         """The client has ended the turn with this flush: its answer does not wait for the turn detector."""
@@ -170,7 +178,7 @@ class TurnQuestions:
     @property
     def has_news(self) -> bool:
         """Whether a step would bring answers."""
-        return any(stream.has_news for stream in self._streams.values())
+        return any(stream.has_news for stream in self._waiting.values())
 
     @property
     def is_waiting(self) -> bool:
@@ -194,8 +202,10 @@ class TurnQuestions:
             if ends or isinstance(output, Closed):
                 place = outputs.index(output)
                 outputs[place:place] = stream.give_up()
-        for stream in self._streams.values():
+        for name, stream in list(self._waiting.items()):
             outputs += stream.answered()
+            if not len(stream):
+                del self._waiting[name]
 
     def save(self, name: str) -> tuple[dict[str, Saved], int | None]:
         """The state of a stream, and the position from which on its audio is needed."""
@@ -209,3 +219,5 @@ class TurnQuestions:
         stream = self._streams[name] = StreamQuestions(self._spec, self._detector)
         with reading_state(name, "turns"):
             stream.resume(name, parts["turns"], items)
+        if len(stream):
+            self._waiting[name] = stream

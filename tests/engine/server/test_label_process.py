@@ -1,0 +1,208 @@
+"""Labels from a process of their own are those of the loop; what fails there ends one stream, or the engine."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from engine.errors import EngineDead
+from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
+from engine.runner.base import Embedder
+from engine.server import label_process
+from engine.server.label_process import ProcessTracks
+from engine.server.speakers import FRAME_SAMPLES, Samples
+from tests.engine.server.test_speaker_tracks import (
+    AUDIO,
+    EXPECTED,
+    ON,
+    POSITION,
+    PROBABILITIES,
+    SPEC,
+    embedding_of,
+    heard,
+)
+
+PATIENCE_S = 60.0
+
+
+class ReadyEmbeddings(Embedder):
+    """Ready at once, unless `fails` or `waits`."""
+
+    def __init__(self) -> None:
+        self.fails = self.waits = False
+        self.pieces = 0
+
+    def submit(self, task: Samples) -> Future[NDArray[np.float32]]:
+        future: Future[NDArray[np.float32]] = Future()
+        self.pieces += 1
+        if self.fails:
+            future.set_exception(RuntimeError("no weights"))
+        elif not self.waits:
+            future.set_result(embedding_of(task))
+        return future
+
+
+class Loop:
+    def __init__(self) -> None:
+        self.embeddings = ReadyEmbeddings()
+        self.failed: list[tuple[str, str]] = []
+        self.tracks = ProcessTracks(SPEC, self.embeddings, self._end_failed)
+
+    def _end_failed(self, name: str, error: Exception) -> None:
+        self.failed.append((name, str(error)))
+        self.tracks.close(name)
+
+    def feed(self, name: str, positions: int, chunk: int = 7) -> None:
+        """Audio from the beginning, in items and messages as a loop gets them."""
+        sent = judged = 0
+        for start in range(0, positions, chunk):
+            for place in range(start, min(start + chunk, positions)):
+                own = AUDIO[place * POSITION : (place + 1) * POSITION]
+                self.tracks.add_audio(name, [Item(place, 1, place * POSITION, b"k", own, samples=len(own))])
+                sent += len(own)
+            until = sent // FRAME_SAMPLES
+            frames = Speech(name, judged * FRAME_SAMPLES, FRAME_SAMPLES, PROBABILITIES[judged:until])
+            self.tracks.judge(*heard(frames))
+            judged = until
+
+    def until(self, done: Callable[[list[Output]], bool], *first: Output) -> list[Output]:
+        """Steps of the loop until `done`: all outputs."""
+        outputs, deadline = list[Output](), time.monotonic() + PATIENCE_S
+        step: list[Output] = list(first)
+        while True:
+            self.tracks.add_labels(step)
+            outputs += step
+            if done(outputs):
+                return outputs
+            assert time.monotonic() < deadline, outputs
+            step = []
+            time.sleep(0.005)
+
+
+@pytest.fixture
+def loop() -> Iterator[Loop]:
+    running = Loop()
+    yield running
+    running.tracks.stop()
+
+
+def has_closed(outputs: list[Output]) -> bool:
+    return any(isinstance(output, Closed) for output in outputs)
+
+
+def decided(outputs: list[Output], name: str) -> list[LabelSpan]:
+    labels = [output for output in outputs if isinstance(output, Labels) and output.stream == name]
+    return [span for one in labels for span in one.decided]
+
+
+POSITIONS = -(-len(AUDIO) // POSITION)
+
+
+@pytest.mark.parametrize("chunk", [1, 40])
+def test_the_labels_are_those_of_the_loop_and_the_end_comes_last(loop: Loop, chunk: int) -> None:
+    loop.tracks.open("s", ON, live=True)
+    loop.feed("s", POSITIONS, chunk)
+    outputs = loop.until(has_closed, Closed("s", len(AUDIO)))
+    assert decided(outputs, "s") == EXPECTED
+    assert isinstance(outputs[-1], Closed)
+    states = [output.state for output in outputs if isinstance(output, Labels) and output.state]
+    assert states
+
+
+def test_another_process_goes_on_from_a_state(loop: Loop) -> None:
+    loop.tracks.open("s", ON, live=True)
+    loop.feed("s", POSITIONS // 2)
+
+    def has_state(outputs: list[Output]) -> bool:
+        return any(isinstance(output, Labels) and output.state for output in outputs)
+
+    before = loop.until(has_state)
+    state = next(output.state for output in reversed(before) if isinstance(output, Labels) and output.state)
+    known = decided(before, "s")
+    other = Loop()
+    try:
+        other.tracks.open("s", ON, live=True)
+        other.tracks.resume("s", state)
+        other.feed("s", POSITIONS)
+        after = decided(other.until(has_closed, Closed("s", len(AUDIO))), "s")
+    finally:
+        other.tracks.stop()
+    assert known + [span for span in after if not known or span[0] >= known[-1][1]] == EXPECTED
+
+
+def test_streams_without_labels_start_no_process(loop: Loop) -> None:
+    loop.tracks.open("s", {}, live=True)
+    loop.feed("s", 20)
+    end = Closed("s", 1)
+    assert loop.until(has_closed, end) == [end]
+    assert loop.tracks.pid is None
+    assert not loop.tracks.labels("s")
+
+
+@pytest.mark.parametrize("state", [{}, {"cutter": 3}, {"cutter": {}, "labels": {}, "waiting": []}])
+def test_a_state_that_cannot_be_read_ends_its_stream_alone(loop: Loop, state: Saved) -> None:
+    for name in ("bad", "good"):
+        loop.tracks.open(name, ON, live=True)
+    loop.tracks.resume("bad", state)
+    loop.feed("good", POSITIONS)
+    outputs = loop.until(has_closed, Closed("good", 1))
+    assert decided(outputs, "good") == EXPECTED
+    ((name, message),) = loop.failed
+    assert name == "bad" and "speaker labels" in message
+
+
+def test_an_embedding_that_fails_ends_its_stream_alone(loop: Loop) -> None:
+    loop.tracks.open("bad", ON, live=True)
+    loop.embeddings.fails = True
+    loop.feed("bad", POSITIONS)
+    loop.until(lambda outputs: bool(loop.failed))
+    assert loop.failed[0][0] == "bad" and "no weights" in loop.failed[0][1]
+    loop.embeddings.fails = False
+    loop.tracks.open("good", ON, live=True)
+    loop.feed("good", POSITIONS)
+    assert decided(loop.until(has_closed, Closed("good", 1)), "good") == EXPECTED
+
+
+def test_a_stream_that_is_dropped_gets_no_labels(loop: Loop) -> None:
+    loop.tracks.open("s", ON, live=True)
+    loop.feed("s", POSITIONS)
+    loop.tracks.add_labels([end := Closed("s", 1)])
+    assert loop.tracks.close("s") is end
+    assert loop.tracks.close("s") is None
+    loop.tracks.open("t", ON, live=True)
+    loop.feed("t", POSITIONS)
+    outputs = loop.until(has_closed, Closed("t", 1))
+    assert {output.stream for output in outputs if isinstance(output, Labels)} == {"t"}
+
+
+def test_an_upload_waits_for_its_labels(loop: Loop) -> None:
+    loop.tracks.open("u", ON, live=False)
+    loop.embeddings.waits = True
+    audio = np.ones(2000 * FRAME_SAMPLES, np.float32)
+    loop.tracks.add_audio("u", [Item(0, 1, 0, b"k", audio, samples=len(audio))])
+    loop.tracks.judge(*heard(Speech("u", 0, FRAME_SAMPLES, [0.9] * 2000)))
+    loop.until(lambda outputs: loop.tracks.waiting_from("u") == 0)
+
+
+def test_a_process_that_is_overloaded_gets_silence(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(label_process, "MAX_QUEUED_BYTES", -1)
+    loop.tracks.open("s", ON, live=True)
+    loop.feed("s", POSITIONS)
+    outputs = loop.until(has_closed, Closed("s", len(AUDIO)))
+    assert not decided(outputs, "s")
+    assert not loop.embeddings.pieces
+
+
+def test_the_engine_ends_with_its_process(loop: Loop) -> None:
+    loop.tracks.open("s", ON, live=True)
+    assert loop.tracks.pid is not None
+    os.kill(loop.tracks.pid, signal.SIGKILL)
+    with pytest.raises(EngineDead, match="speaker labels"):
+        loop.until(lambda outputs: False)
