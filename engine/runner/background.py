@@ -2,9 +2,9 @@
 embeddings (`SpeakerEmbedder`) and the turn detector (`SmartTurnDetector`).
 
 On a CPU, threads of low priority compute task by task: the operating system gives them the time that the readers of
-words leave free. On a GPU, one thread computes all tasks that wait as one batch on a stream of its own. The weights
-are loaded when the threads start, with the first task or before it: an engine whose streams do not need the model does
-not hold them.
+words leave free. The weights are loaded when the threads start, with the first task or before it: an engine whose
+streams do not need the model does not hold them. On a GPU, one thread computes all tasks that wait as one batch on a
+stream of its own. There the model is loaded and recorded before the engine serves, because that stops all streams.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import atexit
 import logging
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -21,18 +21,18 @@ from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from engine.models.campplus import load_campplus, traced
 from engine.models.smart_turn import WINDOW_SAMPLES
 from engine.runner.base import Background, Embedder, Result, Samples, Task, TurnDetector
-from engine.runner.device import give_way
+from engine.runner.device import Download, StepGraphs, give_way, upload
 from engine.weights.windowed_models import load_turn_detector
 
 logger = logging.getLogger(__name__)
 
-# Sizes of batches on a GPU; a batch of another size is filled up with silence.
-BATCHES = (1, 8, 32)
+# Sizes of batches on a GPU. A batch of another size is computed as the next larger one.
+BATCHES = (1, 4, 8, 16, 32)
 
 
 class BackgroundModel(Background[Task, Result]):
@@ -43,11 +43,15 @@ class BackgroundModel(Background[Task, Result]):
         self._device = device
         self._threads = threads if device.type == "cpu" else 1
         self._most = most if device.type != "cpu" else 1
-        # Sizes of batches to get ready for.
-        self._sizes = [size for size in BATCHES if size <= self._most]
         self._queue: SimpleQueue[tuple[Task, Future[Result]] | None] = SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
         self.running: list[threading.Thread] = []
+        self._tried_to_load = threading.Event()
+
+    def warm_up(self) -> None:
+        if self._device.type != "cpu":
+            self.prepare()
+            self._tried_to_load.wait()
 
     def prepare(self) -> None:
         """Start the threads, if they do not run; each loads what it needs."""
@@ -101,6 +105,7 @@ class BackgroundModel(Background[Task, Result]):
 
         with suppress(Exception):  # the first task tries again, and has the error
             load()
+        self._tried_to_load.set()
         while (task := self._queue.get()) is not None:
             tasks = [task]
             while len(tasks) < self._most and not self._queue.empty():
@@ -136,31 +141,32 @@ class BackgroundModel(Background[Task, Result]):
                 yield
 
 
-class FixedBatches:
-    """A model [pieces, samples] -> [pieces, ...], traced for each size of a batch when that is first needed."""
+class GraphedModel:
+    """A model [pieces, samples] -> [pieces, ...] on a GPU: one launch for a batch, of recorded sizes."""
 
     def __init__(self, model: nn.Module, samples: int, device: torch.device) -> None:
         self._model = model
-        self._samples = samples
-        self._device = device
-        self._tracing = threading.Lock()
-        self._calls: dict[int, Callable[[Tensor], Tensor]] = {}
+        self._pieces = torch.zeros(BATCHES[-1], samples, device=device)
+        self._results = torch.zeros_like(model(self._pieces))
+        self._graphs = StepGraphs(self._step, BATCHES[-1], BATCHES)
+        self._graphs.capture()
 
     def __call__(self, batch: list[Samples]) -> Samples:
         """The results of these pieces; a piece that is shorter than `samples` has silence before it."""
-        count = next(size for size in BATCHES if size >= len(batch))
-        pieces = np.zeros((count, self._samples), np.float32)
-        for row, piece in zip(pieces, batch, strict=False):
-            row[self._samples - len(piece) :] = piece
-        with self._tracing:
-            if count not in self._calls:
-                self._calls[count] = traced(self._model, self._samples, count, self._device)
-        found: Samples = self._calls[count](torch.from_numpy(pieces).to(self._device)).cpu().numpy()
-        return found[: len(batch)]
+        pieces = np.zeros((len(batch), self._pieces.shape[1]), np.float32)
+        for row, piece in zip(pieces, batch, strict=True):
+            row[len(row) - len(piece) :] = piece
+        self._pieces[: len(batch)] = upload(pieces, self._pieces.device)
+        self._graphs.run(len(batch))
+        found: Samples = Download(self._results[: len(batch)]).values()
+        return found
+
+    def _step(self, size: int) -> None:
+        self._results[:size] = self._model(self._pieces[:size])
 
 
 class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
-    """CAM++. All pieces have `piece_samples` samples."""
+    """CAM++. All pieces have `piece_samples` samples. On a CPU the threads share one traced model."""
 
     def __init__(self, weights: Path, piece_samples: int, device: torch.device, threads: int = 1) -> None:
         super().__init__("speakers", device, threads, BATCHES[-1])
@@ -168,19 +174,22 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
         self._weights = weights
         self._piece_samples = piece_samples
         self._loading = threading.Lock()
-        self._batches: FixedBatches | None = None
+        self._embed: Callable[[list[Samples]], Iterable[Samples]] | None = None
 
     def _load(self, number: int) -> None:
         with self._loading:
-            if self._batches is None:
-                model = load_campplus(self._weights, self._device)
-                self._batches = FixedBatches(model, self._piece_samples, self._device)
-        for size in self._sizes:
-            self._batches([np.zeros(self._piece_samples, np.float32)] * size)
+            if self._embed is not None:
+                return
+            model = load_campplus(self._weights, self._device)
+            if self.on_gpu:
+                self._embed = GraphedModel(model, self._piece_samples, self._device)
+            else:
+                embed = traced(model, self._piece_samples)
+                self._embed = lambda batch: [embed(torch.from_numpy(piece)[None])[0].numpy() for piece in batch]
 
     def _compute(self, batch: list[Samples]) -> list[Samples]:
-        assert self._batches is not None
-        return list(self._batches(batch))
+        assert self._embed is not None
+        return list(self._embed(batch))
 
 
 class SmartTurnDetector(BackgroundModel[Samples, float], TurnDetector):
@@ -199,13 +208,12 @@ class SmartTurnDetector(BackgroundModel[Samples, float], TurnDetector):
             model = load_turn_detector(self._weights)
             if self._device.type == "cpu":
                 model.quantise()
+                model.judge([np.zeros(WINDOW_SAMPLES, np.float32)])
                 self._judge = model.judge
             else:
                 model.move(self._device, torch.float32)
-                batches = FixedBatches(model, WINDOW_SAMPLES, self._device)
-                self._judge = lambda batch: batches(batch).tolist()
-            for size in self._sizes:
-                self._judge([np.zeros(WINDOW_SAMPLES, np.float32)] * size)
+                graphed = GraphedModel(model, WINDOW_SAMPLES, self._device)
+                self._judge = lambda batch: graphed(batch).tolist()
 
     def _compute(self, batch: list[Samples]) -> list[float]:
         assert self._judge is not None

@@ -32,6 +32,10 @@ class Background(ABC, Generic[Task, Result]):
     def submit(self, task: Task) -> Future[Result]:
         """Start on one task."""
 
+    def warm_up(self) -> None:
+        """Before the engine serves: do what would stop its streams later."""
+        return None
+
     def prepare(self) -> None:
         """A stream that will bring tasks was opened: get ready for the first one."""
         return None

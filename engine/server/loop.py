@@ -294,6 +294,12 @@ class EngineLoop:
         have something to say soon."""
         return self._speakers.is_waiting or self._questions.is_waiting or self.revisions.is_waiting
 
+    def warm_up_background(self) -> None:
+        """Get the models beside the loop ready, if that would stop the streams later."""
+        for model in (self._embedder, self._turn_detector):
+            if model is not None:
+                model.warm_up()
+
     def close(self) -> None:
         """Free what the loop holds outside of its own memory."""
         self._speakers.stop()

@@ -106,6 +106,7 @@ def warm_up(loop: EngineLoop) -> None:
     estimate from the start. For models that skip noise the first speech has to provide it.
     """
     loop.runner.warm_up()
+    loop.warm_up_background()
     _run_noise(loop, 1)
     loop.meter.live_cost.forget()
     if not loop.silence_is_free:
