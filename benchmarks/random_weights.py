@@ -34,6 +34,7 @@ from engine.runner.frames.parking import host_memory_to_plan_with
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import (
     DEVICE_DTYPE,
+    background_bytes,
     frames_limits,
     load_detector,
     load_embedder,
@@ -107,7 +108,7 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
         settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
     memory = plan_memory(
         config,
-        free_memory(device),
+        free_memory(device) - (0 if small else background_bytes(EngineConfig())),
         decoder_window=settings.decoder_window,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,

@@ -16,6 +16,7 @@ from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -170,7 +171,8 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
 
     def __init__(self, weights: Path, piece_samples: int, device: torch.device, threads: int = 1) -> None:
         super().__init__("speakers", device, threads, BATCHES[-1])
-        self.on_gpu = device.type != "cpu"
+        if device.type != "cpu":
+            self.recipe = partial(SpeakerEmbedder, weights, piece_samples, device)
         self._weights = weights
         self._piece_samples = piece_samples
         self._loading = threading.Lock()
@@ -181,7 +183,7 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
             if self._embed is not None:
                 return
             model = load_campplus(self._weights, self._device)
-            if self.on_gpu:
+            if self._device.type != "cpu":
                 self._embed = GraphedModel(model, self._piece_samples, self._device)
             else:
                 embed = traced(model, self._piece_samples)
@@ -192,7 +194,7 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
         return list(self._embed(batch))
 
 
-class SmartTurnDetector(BackgroundModel[Samples, float], TurnDetector):
+class SmartTurnDetector(BackgroundModel[Callable[[], Samples], float], TurnDetector):
     """Smart Turn, on one thread: 8-bit layers on a CPU, float32 on a GPU."""
 
     window_samples = WINDOW_SAMPLES
@@ -215,10 +217,10 @@ class SmartTurnDetector(BackgroundModel[Samples, float], TurnDetector):
                 graphed = GraphedModel(model, WINDOW_SAMPLES, self._device)
                 self._judge = lambda batch: graphed(batch).tolist()
 
-    def _compute(self, batch: list[Samples]) -> list[float]:
+    def _compute(self, batch: list[Callable[[], Samples]]) -> list[float]:
         assert self._judge is not None
         with self._warning_once():
-            return self._judge(batch)
+            return self._judge([audio() for audio in batch])
 
     @contextmanager
     def _warning_once(self) -> Iterator[None]:

@@ -65,13 +65,13 @@ class Reviser(Background[EndedUtterance, list[TimedToken]]):
 class Embedder(Background[Samples, Samples]):
     """Computes speaker embeddings of pieces of speech: 192 numbers, together of length 1."""
 
-    # It computes on a GPU, and so for hundreds of streams.
-    on_gpu = False
+    # Makes one like it in another process, where labels are made for hundreds of streams; None: they are made here.
+    recipe: Callable[[], Embedder] | None = None
 
 
-class TurnDetector(Background[Samples, float]):
+class TurnDetector(Background[Callable[[], Samples], float]):
     """Computes the probability that a speaker's turn is complete, from the last `window_samples` of the audio before
-    the question, or from all that there is."""
+    the question, or from all that there is. A task returns that audio."""
 
     window_samples: int
 

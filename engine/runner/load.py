@@ -39,7 +39,7 @@ from engine.runner.windowed.windows import DeviceWindows, HostWindows
 from engine.spec import ModelSpec, Vocabulary
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR
-from engine.weights.store import WeightsError, cached
+from engine.weights.store import WeightsError, cache_folder, cached
 from engine.weights.windowed_models import load_speech_model, load_streaming_weights
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,8 @@ STRIDE_POSITIONS = 10
 BLOCK_FRAMES = 26
 # Encoder-cache rows beyond those that streams hold: room for repeated audio.
 SPARE_EMBEDS = 512
+# Memory of a GPU for speaker labels (their process has a context of its own) and for the turn detector.
+LABELS_BYTES, TURN_DETECTOR_BYTES = 5 << 28, 3 << 28
 # Most windows that a windowed model reads in one step, of live streams or of uploads.
 WINDOWS_PER_STEP = 8
 
@@ -120,6 +122,13 @@ def load_turns(runner: Runner, config: EngineConfig) -> SmartTurnDetector | None
     return SmartTurnDetector(weights, device)
 
 
+def background_bytes(config: EngineConfig) -> int:
+    """Memory of a GPU that speaker labels and the turn detector will take, if their files are here."""
+    labels = config.speakers and (cache_folder() / "speakers").exists()
+    turns = config.turn_detector and (cache_folder() / TURN_DETECTOR).exists()
+    return LABELS_BYTES * labels + TURN_DETECTOR_BYTES * turns
+
+
 def _family(path: Path) -> str:
     """Return the model family of a checkpoint; empty without a configuration: then it is a windowed model. Raises
     BadCheckpoint."""
@@ -141,6 +150,7 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
         share_of=config.share_of,
         # Without skipped silence every stream computes all the time.
         parked_share=config.parked_share if config.cut_silence_s else 0.0,
+        background_bytes=background_bytes(config),
         blank_guard=config.blank_guard,
     )
     runner = VoxtralRunner.from_checkpoint(path, settings)
@@ -254,6 +264,7 @@ def _load_on_device(
 ) -> tuple[Runner, Limits]:
     # Engines that share a device plan with equal parts of it, so that all take the same number of streams.
     room = free_memory(device) if config.share_of == 1 else total_memory(device) // config.share_of
+    room -= background_bytes(config)
     return windowed_on_device(name, model, pieces, device, DEVICE_DTYPE, room, config.max_streams or None)
 
 

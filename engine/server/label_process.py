@@ -4,27 +4,29 @@
 
 Labels cost more of the processor than everything else that an engine's loop does for a stream: for hundreds of streams
 they would take the loop's whole time, and the interpreter's lock lets no second thread help. So the loop sends audio
-and the detector's frames to this process and gets labels back. The process cuts pieces and assigns voices
-(`speaker_tracks.py`); it has no model and sends each piece back to the engine, where a thread computes its embedding on
-the GPU (`SpeakerEmbedder`).
+and the detector's frames to this process and gets labels back. The process computes the embeddings on the same GPU.
 
 The engine's side is `ProcessTracks`. Its loop never waits: one thread writes and one reads. If the process ends, the
 engine ends too, and its streams are rebuilt with their labels elsewhere.
+
+A message to the process is the lengths of its two parts (two 32-bit numbers), a list of commands, and the samples of
+their audio one after the other, as float32: samples are neither copied nor encoded on their way. The first message is
+the pickled function that makes the embedder. Answers are lists with their length before them.
 """
 
 from __future__ import annotations
 
 import logging
+import pickle
+import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import Future
-from functools import partial
-from multiprocessing.connection import Connection
 from queue import SimpleQueue
 from typing import Any
 
@@ -45,8 +47,14 @@ logger = logging.getLogger(__name__)
 # Audio that waits to be written to the process, in bytes: two seconds of 600 streams. With more the process does not
 # keep up, and audio gets no labels until it does.
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
-# Times within which the process ends when it is told to.
-END_S = 2.0
+# Buffers that the system takes in one call.
+MAX_BUFFERS = 1000
+# How often the process looks for embeddings while no message comes.
+LOOK_EVERY_S = 0.005
+# Time within which the process ends when it is told to.
+END_S = 5.0
+
+_LENGTHS = struct.Struct("<II")
 
 
 class _Message(Struct, array_like=True, tag=True):
@@ -69,12 +77,13 @@ class _Resumed(_Message):
 
 
 class _Audio(_Message):
-    """float32 samples, or a number of samples of silence."""
+    """`samples` of the audio of the message, or silence."""
 
     stream: str
     sample: int
     position: int
-    samples: bytes | int
+    samples: int
+    is_silence: bool
 
 
 class _Frames(_Message):
@@ -96,24 +105,9 @@ class _Dropped(_Message):
     stream: str
 
 
-class _Embedded(_Message):
-    """The embedding of a piece, or why there is none."""
-
-    number: int
-    embedding: bytes
-    error: str = ""
-
-
-Command = _Opened | _Resumed | _Audio | _Frames | _Ended | _Dropped | _Embedded
+Command = _Opened | _Resumed | _Audio | _Frames | _Ended | _Dropped
 
 # From the process.
-
-
-class _Piece(_Message):
-    """Its audio with 16 bits."""
-
-    number: int
-    samples: bytes
 
 
 class _Found(_Message):
@@ -138,7 +132,7 @@ class _Late(_Message):
     sample: int | None
 
 
-Answer = _Piece | _Found | _Finished | _Failed | _Late
+Answer = _Found | _Finished | _Failed | _Late
 
 _commands = msgpack.Decoder(list[Command])
 _answers = msgpack.Decoder(list[Answer])
@@ -149,17 +143,26 @@ _answers = msgpack.Decoder(list[Answer])
 
 class ProcessTracks(SpeakerTracks):
     """The loop's view of the labels: commands go out, labels come in. For models whose streams are not saved as values:
-    the state of the labels is in the labels themselves."""
+    the state of the labels is in the labels themselves. `make` makes the embedder, in the process."""
 
-    def __init__(self, spec: ModelSpec, embedder: Embedder, end_failed: Callable[[str, Exception], None]) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        embedder: Embedder,
+        make: Callable[[], Embedder],
+        end_failed: Callable[[str, Exception], None],
+    ) -> None:
         super().__init__(spec, embedder, end_failed)
-        self._models = embedder
+        self._make = make
         self._names: set[str] = set()
         self._late: dict[str, int] = {}
-        self._out: SimpleQueue[Command | None] = SimpleQueue()
+        # What the next message has: commands, and the audio that belongs to them.
+        self._commands: list[Command] = []
+        self._audio: list[Samples] = []
+        self._out: SimpleQueue[tuple[list[Command], list[Samples]] | None] = SimpleQueue()
         self._in: deque[Answer] = deque()
         self._process: subprocess.Popen[bytes] | None = None
-        self._line: Connection | None = None
+        self._line: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._broken = False
         # Bytes of audio: each number is changed by one thread alone.
@@ -168,20 +171,19 @@ class ProcessTracks(SpeakerTracks):
 
     def open(self, name: str, options: Mapping[str, str], live: bool) -> None:
         if SPEAKERS in options:
-            self._start()
-            self._models.prepare()
+            self.start()
             self._names.add(name)
-            self._out.put(_Opened(name, {SPEAKERS: options[SPEAKERS]}, live))
+            self._commands.append(_Opened(name, {SPEAKERS: options[SPEAKERS]}, live))
 
     def resume(self, name: str, saved: Saved, earlier: int = 0) -> None:
         if name in self._names:
-            self._out.put(_Resumed(name, saved, earlier))
+            self._commands.append(_Resumed(name, saved, earlier))
 
     def close(self, name: str) -> Closed | None:
         if name in self._names:
             self._names.remove(name)
             self._late.pop(name, None)
-            self._out.put(_Dropped(name))
+            self._commands.append(_Dropped(name))
         return self._held.pop(name, None)
 
     def add_audio(self, name: str, items: Iterable[Item]) -> None:
@@ -191,10 +193,11 @@ class ProcessTracks(SpeakerTracks):
             audio = new_samples(item, self._spec)
             if isinstance(audio, int) or self._is_overloaded():
                 silence = audio if isinstance(audio, int) else len(audio)
-                self._out.put(_Audio(name, item.sample, item.offset, silence))
+                self._commands.append(_Audio(name, item.sample, item.offset, silence, True))
             else:
                 self._queued += audio.nbytes
-                self._out.put(_Audio(name, item.sample, item.offset, audio.tobytes()))
+                self._audio.append(audio)
+                self._commands.append(_Audio(name, item.sample, item.offset, len(audio), False))
 
     def labels(self, name: str) -> bool:
         return name in self._names
@@ -202,7 +205,7 @@ class ProcessTracks(SpeakerTracks):
     def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
         if speech.stream in self._names:
             told = [False] * len(voiced) if self._is_dropping else list(voiced)
-            self._out.put(_Frames(speech.stream, speech.sample, speech.frame_samples, told))
+            self._commands.append(_Frames(speech.stream, speech.sample, speech.frame_samples, told))
 
     @property
     def has_work(self) -> bool:
@@ -216,16 +219,16 @@ class ProcessTracks(SpeakerTracks):
         return self._late.get(name)
 
     def add_labels(self, outputs: list[Output]) -> None:
-        """As in the loop. Raises EngineDead if the process has ended."""
+        """As in the loop; all commands since the last call are sent. Raises EngineDead if the process has ended."""
         if self._broken:
             raise EngineDead("the process of speaker labels ended")
-        if not self._names:
-            self._in.clear()
-            return
         for output in [one for one in outputs if isinstance(one, Closed) and one.stream in self._names]:
             outputs.remove(output)
             self._held[output.stream] = output
-            self._out.put(_Ended(output.stream))
+            self._commands.append(_Ended(output.stream))
+        if self._commands:
+            self._out.put((self._commands, self._audio))
+            self._commands, self._audio = [], []
         for _ in range(len(self._in)):
             self._take(self._in.popleft(), outputs)
 
@@ -245,8 +248,23 @@ class ProcessTracks(SpeakerTracks):
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None if no stream has asked for labels."""
+        """Of the process; None if it does not run."""
         return None if self._process is None else self._process.pid
+
+    def start(self) -> None:
+        if self._process is not None:
+            return
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-m", "engine.server.label_process", str(theirs.fileno())]
+            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
+        self._line = ours
+        self._threads = [
+            threading.Thread(target=work, name="speaker labels", daemon=True, args=(ours,))
+            for work in (self._write, self._read)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def stop(self) -> None:
         process, line = self._process, self._line
@@ -269,146 +287,98 @@ class ProcessTracks(SpeakerTracks):
             logger.warning("the process of speaker labels does not keep up: some speech gets no labels")
         return self._is_dropping
 
-    def _start(self) -> None:
-        if self._process is not None:
-            return
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-m", "engine.server.label_process", str(theirs.fileno())]
-            self._process = subprocess.Popen(command, pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL)
-        self._line = Connection(ours.detach())
-        self._threads = [
-            threading.Thread(target=work, name="speaker labels", daemon=True) for work in (self._write, self._read)
-        ]
-        for thread in self._threads:
-            thread.start()
-
-    def _write(self) -> None:
-        """A thread: sends commands, all that wait in one message. A message without commands ends the process."""
-        assert self._line is not None
+    def _write(self, line: socket.socket) -> None:
+        """A thread: sends the messages of the loop, and an end when there are no more."""
         encoder = msgpack.Encoder()
-        is_last = False
-        while not is_last:
-            commands = [self._out.get()]
-            while not self._out.empty():
-                commands.append(self._out.get())
-            is_last = None in commands
-            sent = [command for command in commands if command is not None]
-            try:
-                self._line.send_bytes(encoder.encode(sent))
-                if is_last and sent:
-                    self._line.send_bytes(encoder.encode([]))
-            except OSError:
-                break
-            audio = (one.samples for one in sent if isinstance(one, _Audio))
-            self._written += sum(len(samples) for samples in audio if isinstance(samples, bytes))
-
-    def _read(self) -> None:
-        """A thread: receives labels for the loop, and pieces for the model."""
-        assert self._line is not None
         try:
-            while True:
-                for answer in _answers.decode(self._line.recv_bytes()):
-                    if isinstance(answer, _Piece):
-                        audio = np.frombuffer(answer.samples, np.int16).astype(np.float32)
-                        audio /= 32768
-                        self._models.submit(audio).add_done_callback(partial(self._embedded, answer.number))
-                    else:
-                        self._in.append(answer)
-        except (EOFError, OSError):
-            self._broken = self._process is not None
+            make = pickle.dumps(self._make)
+            _send(line, [_LENGTHS.pack(len(make), 0), make])
+            while (message := self._out.get()) is not None:
+                commands, audio = message
+                told, length = encoder.encode(commands), sum(samples.nbytes for samples in audio)
+                _send(line, [_LENGTHS.pack(len(told), length), told, *audio])
+                self._written += length
+            line.shutdown(socket.SHUT_WR)
+        except OSError:
+            return  # the process has ended, which the other thread finds too
 
-    def _embedded(self, number: int, embedding: Future[Samples]) -> None:
-        if embedding.cancelled():
-            return
-        error = embedding.exception()
-        vector = b"" if error is not None else embedding.result().astype(np.float32).tobytes()
-        self._out.put(_Embedded(number, vector, "" if error is None else f"{type(error).__name__}: {error}"))
+    def _read(self, line: socket.socket) -> None:
+        """A thread: receives labels for the loop."""
+        try:
+            with line.makefile("rb") as file:
+                while len(head := file.read(_LENGTHS.size)) == _LENGTHS.size:
+                    self._in.extend(_answers.decode(file.read(_LENGTHS.unpack(head)[0])))
+        except (OSError, ValueError):
+            logger.exception("what the process of speaker labels sent cannot be read")
+        self._broken = self._process is not None
+
+
+def _send(line: socket.socket, buffers: Sequence[Any]) -> None:
+    for start in range(0, len(buffers), MAX_BUFFERS):
+        part = [memoryview(buffer).cast("B") for buffer in buffers[start : start + MAX_BUFFERS]]
+        sent = line.sendmsg(part)
+        for buffer in part:
+            if sent < len(buffer):
+                line.sendall(buffer[sent:])
+            sent = max(0, sent - len(buffer))
 
 
 # The process
 
 
-class _Embeddings(Embedder):
-    """Sends pieces to the engine, and has their embeddings when they come."""
-
-    def __init__(self, answers: list[Any]) -> None:
-        self._answers = answers
-        self._waiting: dict[int, Future[Samples]] = {}
-        self._next = 0
-
-    def submit(self, task: Samples) -> Future[Samples]:
-        found: Future[Samples] = Future()
-        self._waiting[self._next] = found
-        self._answers.append(_Piece(self._next, np.rint(task * 32768).astype(np.int16).tobytes()))
-        self._next += 1
-        return found
-
-    def take(self, answer: _Embedded) -> None:
-        waiting = self._waiting.pop(answer.number)
-        if not waiting.set_running_or_notify_cancel():
-            return
-        if answer.error:
-            waiting.set_exception(RuntimeError(answer.error))
-        else:
-            waiting.set_result(np.frombuffer(answer.embedding, np.float32))
-
-
 class _Process:
     """Applies the commands of the engine, and collects the answers to them."""
 
-    def __init__(self) -> None:
-        self.answers: list[Any] = []
-        self._embeddings = _Embeddings(self.answers)
+    def __init__(self, embedder: Embedder) -> None:
+        self.answers: list[Answer] = []
         # The model's items are not sent, so its specification is not needed.
-        self._tracks = SpeakerTracks(ModelSpec("labels", 16_000, 1280), self._embeddings, self._fail)
+        self.tracks = SpeakerTracks(ModelSpec("labels", 16_000, 1280), embedder, self._fail)
         # Uploads, each with the sample from which on it waits for embeddings, as it was last told.
         self._uploads: dict[str, int | None] = {}
 
-    def apply(self, commands: list[Command]) -> None:
-        ended: list[Output] = []
+    def apply(self, commands: list[Command], audio: Samples) -> None:
+        outputs: list[Output] = []
+        at = 0
         for command in commands:
-            if isinstance(command, _Embedded):
-                self._embeddings.take(command)
-            elif isinstance(command, _Ended):
-                ended.append(Closed(command.stream, 0))
-            else:
-                try:
+            try:
+                if isinstance(command, _Audio):
+                    samples = command.samples if command.is_silence else audio[at : at + command.samples]
+                    at += 0 if command.is_silence else command.samples
+                    self.tracks.add_part(command.stream, command.sample, command.position, samples)
+                elif isinstance(command, _Ended):
+                    outputs.append(Closed(command.stream, 0))
+                else:
                     self._apply(command)
-                except StreamError as error:
-                    self._fail(command.stream, error)
-        self._tracks.add_labels(ended)
-        for output in ended:
+            except StreamError as error:
+                self._fail(command.stream, error)
+        self.tracks.add_labels(outputs)
+        for output in outputs:
             if isinstance(output, Labels):
                 self.answers.append(_Found(output))
             elif isinstance(output, Closed):
                 self.answers.append(_Finished(output.stream))
         for name, told in self._uploads.items():
-            late = self._tracks.waiting_from(name)
+            late = self.tracks.waiting_from(name)
             if late != told:
                 self._uploads[name] = late
                 self.answers.append(_Late(name, late))
 
     def _apply(self, command: Command) -> None:
-        if isinstance(command, _Audio):
-            audio = command.samples
-            samples = audio if isinstance(audio, int) else np.frombuffer(audio, np.float32)
-            self._tracks.add_part(command.stream, command.sample, command.position, samples)
-        elif isinstance(command, _Frames):
+        if isinstance(command, _Frames):
             speech = Speech(command.stream, command.sample, command.frame_samples, [0.0] * len(command.voiced))
-            self._tracks.judge(speech, command.voiced)
+            self.tracks.judge(speech, command.voiced)
         elif isinstance(command, _Opened):
             if not command.live:
                 self._uploads[command.stream] = None
-            self._tracks.open(command.stream, command.options, command.live)
+            self.tracks.open(command.stream, command.options, command.live)
         elif isinstance(command, _Resumed):
-            self._tracks.resume(command.stream, command.state, command.earlier)
+            self.tracks.resume(command.stream, command.state, command.earlier)
         elif isinstance(command, _Dropped):
             self._uploads.pop(command.stream, None)
-            self._tracks.close(command.stream)
+            self.tracks.close(command.stream)
 
     def _fail(self, name: str, error: Exception) -> None:
-        self._tracks.close(name)
+        self.tracks.close(name)
         self.answers.append(_Failed(name, str(error)))
 
 
@@ -416,15 +386,37 @@ def main() -> None:
     # The engine decides when this process ends: it closes the socket.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
-    line, process, encoder = Connection(int(sys.argv[1])), _Process(), msgpack.Encoder()
-    try:
-        while commands := _commands.decode(line.recv_bytes()):
-            process.apply(commands)
+    line, encoder = socket.socket(fileno=int(sys.argv[1])), msgpack.Encoder()
+    with line:
+        if not (head := _exactly(line, _LENGTHS.size)):
+            return
+        embedder: Embedder = pickle.loads(_exactly(line, _LENGTHS.unpack(head)[0]))()
+        embedder.warm_up()
+        process = _Process(embedder)
+        while True:
+            patience = LOOK_EVERY_S if process.tracks.is_waiting else None
+            commands, audio = list[Command](), np.zeros(0, np.float32)
+            if select.select([line], [], [], patience)[0]:
+                head = _exactly(line, _LENGTHS.size)
+                if not head:
+                    break
+                told, length = _LENGTHS.unpack(head)
+                commands = _commands.decode(_exactly(line, told))
+                audio = np.frombuffer(_exactly(line, length), np.float32)
+            process.apply(commands, audio)
             if process.answers:
-                line.send_bytes(encoder.encode(process.answers))
+                answers = encoder.encode(process.answers)
+                line.sendall(_LENGTHS.pack(len(answers), 0) + answers)
                 process.answers.clear()
-    except (EOFError, OSError):
-        return
+        embedder.close()
+
+
+def _exactly(line: socket.socket, count: int) -> bytearray:
+    """The next bytes; fewer only if the engine has ended."""
+    found, at = bytearray(count), 0
+    while at < count and (got := line.recv_into(memoryview(found)[at:])):
+        at += got
+    return found[:at]
 
 
 if __name__ == "__main__":

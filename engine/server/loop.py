@@ -151,8 +151,10 @@ class EngineLoop:
         # Labels need the detector's frames.
         self._embedder = None if detector is None else embedder
         self._speakers = SpeakerTracks(scheduler.spec, self._embedder, self._end_failed_stream)
-        if self._embedder is not None and self._embedder.on_gpu and not runner.saves_state:
-            self._speakers = ProcessTracks(scheduler.spec, self._embedder, self._end_failed_stream)
+        if self._embedder is not None and self._embedder.recipe is not None and not runner.saves_state:
+            self._speakers = ProcessTracks(
+                scheduler.spec, self._embedder, self._embedder.recipe, self._end_failed_stream
+            )
         self._turn_detector = turn_detector
         self._questions = TurnQuestions(scheduler.spec, turn_detector)
         self.listener: Listener | None = None
@@ -296,9 +298,9 @@ class EngineLoop:
 
     def warm_up_background(self) -> None:
         """Get the models beside the loop ready, if that would stop the streams later."""
-        for model in (self._embedder, self._turn_detector):
-            if model is not None:
-                model.warm_up()
+        self._speakers.start()
+        if self._turn_detector is not None:
+            self._turn_detector.warm_up()
 
     def close(self) -> None:
         """Free what the loop holds outside of its own memory."""

@@ -8,7 +8,9 @@ with 16 bits and sends again is the same.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -46,6 +48,15 @@ class _Part(NamedTuple):
     samples: Samples | None
 
 
+def _joined(parts: Iterable[_Part], start: int, end: int) -> Samples:
+    found = np.zeros(max(0, end - start), np.float32)
+    for part in parts:
+        low, high = max(start, part.start), min(end, part.end)
+        if low < high and part.samples is not None:
+            found[low - start : high - start] = part.samples[low - part.start : high - part.start]
+    return rounded_to_16_bits(found)
+
+
 class RecentAudio:
     """Parts are added at the end and dropped at the beginning."""
 
@@ -75,15 +86,12 @@ class RecentAudio:
 
     def cut(self, start: int, end: int) -> Samples:
         """[start, end); silence where nothing is kept."""
-        found = np.zeros(max(0, end - start), np.float32)
+        return self.later_cut(start, end)()
+
+    def later_cut(self, start: int, end: int) -> Callable[[], Samples]:
+        """The same audio when the function is called, on any thread."""
         # From the end: mostly the newest audio is wanted.
-        for part in reversed(self._parts):
-            if part.end <= start:
-                break
-            low, high = max(start, part.start), min(end, part.end)
-            if low < high and part.samples is not None:
-                found[low - start : high - start] = part.samples[low - part.start : high - part.start]
-        return rounded_to_16_bits(found)
+        return partial(_joined, list(takewhile(lambda part: part.end > start, reversed(self._parts))), start, end)
 
     @property
     def start(self) -> int:

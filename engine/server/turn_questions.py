@@ -114,7 +114,7 @@ class StreamQuestions:
         for event in speech.events:
             if isinstance(event, TurnScored) and self._detector is not None:
                 start = max(event.sample - self._detector.window_samples, self.audio.start)
-                audio = self.audio.cut(start, event.sample)
+                audio = self.audio.later_cut(start, event.sample)
                 kept.open.append((event, self._detector.submit(audio)))
         return kept
 

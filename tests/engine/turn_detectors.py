@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from collections.abc import Callable
 from concurrent.futures import Future
 
 import numpy as np
@@ -28,10 +29,10 @@ class Answers(TurnDetector):
         self.prepared = 0
         self._instant, self._always = instant, always
 
-    def submit(self, audio: NDArray[np.float32]) -> Future[float]:
+    def submit(self, task: Callable[[], NDArray[np.float32]]) -> Future[float]:
         found: Future[float] = Future()
         self.asked += 1
-        self.waiting.append((audio, found))
+        self.waiting.append((task(), found))
         if self._instant:
             self.answer()
         return found

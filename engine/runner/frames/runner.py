@@ -87,6 +87,8 @@ class RunnerSettings:
     share_of: int = 1
     # Host memory for the keys and values of silent streams, as a share of what is free.
     parked_share: float = 0.0
+    # Memory of the device that is left to the models beside this one.
+    background_bytes: int = 0
     blank_guard: bool = True
     graphs: bool = True
 
@@ -213,8 +215,8 @@ class VoxtralRunner(Runner):
         device = require_device(settings.device)
         memory = plan_share(
             config,
-            free_memory(device),
-            total_memory(device),
+            free_memory(device) - settings.background_bytes,
+            total_memory(device) - settings.share_of * settings.background_bytes,
             settings.share_of,
             decoder_window=settings.decoder_window,
             dtype=settings.dtype,

@@ -7,6 +7,7 @@ seconds, so it shows whether another engine has heard the same audio. Answers co
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from concurrent.futures import Future
 from functools import partial
 
@@ -37,8 +38,8 @@ class Late(TurnDetector):
     def __init__(self, seed: int | None) -> None:
         self._chance = None if seed is None else random.Random(seed)
 
-    def submit(self, audio: NDArray[np.float32]) -> Future[float]:
-        return _LateAnswer(answer_to(audio), 0 if self._chance is None else self._chance.randrange(6))
+    def submit(self, task: Callable[[], NDArray[np.float32]]) -> Future[float]:
+        return _LateAnswer(answer_to(task()), 0 if self._chance is None else self._chance.randrange(6))
 
 
 class _LateAnswer(Future[float]):

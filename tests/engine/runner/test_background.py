@@ -165,7 +165,7 @@ def test_a_turn_detector_that_cannot_be_read_is_told_once_and_no_question_is_ans
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
             with pytest.raises(BadCheckpoint, match="tickertape pull turn-detector --fresh"):
-                detector.submit(np.zeros(1000, np.float32)).result(60)
+                detector.submit(lambda: np.zeros(1000, np.float32)).result(60)
     detector.close()
     assert len(caplog.records) == 1 and "text and silence" in caplog.text
 
@@ -183,7 +183,7 @@ def test_answers_are_those_of_the_model_and_words_go_first() -> None:
     sounds = [0.1 * np.random.default_rng(seed).standard_normal(30_000 * seed).astype(np.float32) for seed in (1, 5)]
     try:
         detector.prepare()
-        found = [future.result(120) for future in [detector.submit(sound) for sound in sounds]]
+        found = [future.result(120) for future in [detector.submit(sound.copy) for sound in sounds]]
         expected: SmartTurn = load_turn_detector(TURN_WEIGHTS)
         expected.quantise()
         assert found == expected.judge(sounds)
