@@ -329,7 +329,7 @@ async def test_bad_requests_are_named(serve: Serve) -> None:
 async def test_one_write_to_a_reader_is_bounded_in_bytes() -> None:
     """A reader that does not read holds one write, and there are hundreds of readers."""
     stream = pulled_streams.PulledStream("http://127.0.0.1/", Caller("a"), Settings(), 0)
-    texts = ["x" * 20_000] * 20 + ["\u20ac" * 20_000] * 10 + ["x" * 100_000, "short", "short"]
+    texts = ["x" * 20_000] * 20 + ["\u20ac" * 20_000] * 8 + ["x" * 100_000, "short", "short"]
     sent = [json.dumps({"text": text}, ensure_ascii=False) for text in texts]
     for frame in sent:
         stream.events.add(frame)

@@ -44,7 +44,7 @@ def two_voices(seed: int, turns: int) -> NDArray[np.float32]:
     chance = np.random.default_rng(seed)
     parts = []
     for number in range(turns):
-        for loudness, most in ((0.4 + 0.4 * (number % 2), 5.0), (0.01, 1.5)):
+        for loudness, most in ((0.6 + 0.28 * (number % 2), 5.0), (0.01, 1.5)):
             size = int(chance.uniform(0.4, most) * 16_000)
             parts.append(loudness * chance.uniform(0.9, 1.1, size).astype(np.float32) * (-1) ** np.arange(size))
     return np.concatenate(parts).astype(np.float32)
