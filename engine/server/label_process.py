@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 # keep up, and audio gets no labels until it does.
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 # Buffers that the system takes in one call.
-MAX_BUFFERS = 1000
+BUFFERS_PER_CALL = 1000
 # How often the process looks for embeddings while no message comes.
 LOOK_EVERY_S = 0.005
 # Time within which the process ends when it is told to.
@@ -314,8 +314,8 @@ class ProcessTracks(SpeakerTracks):
 
 
 def _send(line: socket.socket, buffers: Sequence[Any]) -> None:
-    for start in range(0, len(buffers), MAX_BUFFERS):
-        part = [memoryview(buffer).cast("B") for buffer in buffers[start : start + MAX_BUFFERS]]
+    for start in range(0, len(buffers), BUFFERS_PER_CALL):
+        part = [memoryview(buffer).cast("B") for buffer in buffers[start : start + BUFFERS_PER_CALL]]
         sent = line.sendmsg(part)
         for buffer in part:
             if sent < len(buffer):

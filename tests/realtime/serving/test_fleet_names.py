@@ -330,24 +330,24 @@ async def test_a_gateway_that_does_not_read_is_dropped_and_nobody_else_waits(mon
         key = fleet.key_at(home)
         assert await home.publisher.claim(key, "s")
         viewer.publisher.follow(key)
-        stuck = zmq.Context.instance().socket(zmq.DEALER)
-        stuck.rcvhwm, stuck.linger, stuck.rcvbuf = 1, 0, 4096
-        LinkKeys.between_gateways(SECRET).lock_gateway(stuck)
-        stuck.connect(home.entry.address)
-        stuck.send(fleet_names.encoder.encode(viewer.names.hello("a")))
-        stuck.send(fleet_names.encoder.encode(Follow(*key)))
-        await fakes.until(lambda: len(home.names.coordinator.channels[key].followers) == 2)
-        posted = 0
-        while len(home.names.coordinator.channels[key].followers) == 2:
-            assert posted < 100_000
-            home.publisher.post(key, "s", Finished(Line(f"i{posted}", "x" * 3000)))
-            posted += 1
-            if posted % 100 == 0:
-                await asyncio.sleep(0)
-        home.publisher.post(key, "s", line(1))
-        await fakes.until(lambda: viewer.reader.lines(key)[-1:] == ["line 1"])
-        assert len(viewer.reader.updates) >= posted
-        stuck.close()
+        with zmq.Context.instance().socket(zmq.DEALER) as stuck:
+            stuck.rcvhwm, stuck.linger, stuck.rcvbuf = 1, 0, 4096
+            LinkKeys.between_gateways(SECRET).lock_gateway(stuck)
+            stuck.connect(home.entry.address)
+            stuck.send(fleet_names.encoder.encode(viewer.names.hello("a")))
+            stuck.send(fleet_names.encoder.encode(Follow(*key)))
+            await fakes.until(lambda: len(home.names.coordinator.channels[key].followers) == 2)
+            posted = 0
+            while len(home.names.coordinator.channels[key].followers) == 2:
+                assert posted < 100_000
+                home.publisher.post(key, "s", Finished(Line(f"i{posted}", "x" * 3000)))
+                posted += 1
+                if posted % 100 == 0:
+                    await asyncio.sleep(0)
+            home.publisher.post(key, "s", line(1))
+            await fakes.until(lambda: viewer.reader.lines(key)[-1:] == ["line 1"])
+            # The viewer stays; it may have got some of the lines together.
+            assert len(home.names.coordinator.channels[key].followers) == 1
 
 
 async def test_links_are_valid_at_all_gateways_and_revoked_at_all_also_at_one_that_comes_later() -> None:
