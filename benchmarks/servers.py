@@ -13,6 +13,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,24 +43,38 @@ class Child:
 
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
-        self._log = log
+        self._command, self._log = command, log
+        self.start()
+
+    def start(self) -> None:
+        """Start the command, also again after `kill`."""
         # Its own process group, so that workers and forked engines are ended with it.
-        with log.open("w") as file:
-            self._process = subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
+        with self._log.open("a") as file:
+            self._process = subprocess.Popen(self._command, start_new_session=True, stdout=file, stderr=file)
         self.pid = self._process.pid
 
     def check(self) -> None:
         if self._process.poll() is not None:
-            raise RunFailed(f"{self.name} ended with {self._process.returncode}:\n{self._log.read_text()[-2000:]}")
+            raise RunFailed(f"{self.name} ended with {self._process.returncode}:\n{self.said()[-2000:]}")
 
-    def stop(self) -> None:
+    def said(self) -> str:
+        """What it has printed."""
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        # Workers have sessions of their own.
+        for pid in with_descendants(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self, patience_s: float = 5.0) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
-                self._process.wait(5)
+                self._process.wait(patience_s)
             except subprocess.TimeoutExpired:
-                os.killpg(self.pid, signal.SIGKILL)
-                self._process.wait()
+                self.kill()
 
 
 class Server:
@@ -113,6 +128,12 @@ class Server:
         self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
         return self._start(f"gateway{number}", command, folder)
 
+    def replace_gateway(self, number: int) -> None:
+        """Kill a gateway with its workers, start it again, and wait until it is ready."""
+        self.gateways[number].kill()
+        self.gateways[number].start()
+        self._wait_until_ready()
+
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + READY_S
         waiting = list(range(len(self.urls)))
@@ -121,16 +142,16 @@ class Server:
             if time.monotonic() > until:
                 raise RunFailed(f"the server was not ready within {READY_S:.0f} s")
             try:
-                with urllib.request.urlopen(self._http(waiting[0], "/ready"), timeout=2):
+                with urllib.request.urlopen(self.http(waiting[0], "/ready"), timeout=2):
                     waiting.pop(0)
             except OSError:
                 time.sleep(0.1)
 
-    def _http(self, gateway: int, path: str) -> str:
+    def http(self, gateway: int, path: str) -> str:
         return self.urls[gateway].replace("ws", "http", 1).partition("/v1")[0] + path
 
     def capacity(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self._http(0, "/capacity"), timeout=5) as answer:
+        with urllib.request.urlopen(self.http(0, "/capacity"), timeout=5) as answer:
             told: dict[str, Any] = json.load(answer)
         return told
 

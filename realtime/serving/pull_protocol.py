@@ -12,6 +12,7 @@ FRAME = struct.Struct("<cI")
 # OPENED: JSON with `seconds` and `keeps_time` of audio.network.StreamKind. BLOCK: START, then float32 samples.
 # FAULT: JSON with `text`, and `final` if another attempt is useless. DONE: the stream has ended, without content.
 OPENED, BLOCK, FAULT, DONE = b"o", b"b", b"f", b"d"
-START = struct.Struct("<d")
+# `start` and `clock_shift` of audio.network.Block.
+START = struct.Struct("<dd")
 # The longest message: a block is 0.2 s of audio and one packet more.
 MAX_FRAME_BYTES = 4 * 1024 * 1024
