@@ -3,21 +3,23 @@
     python -m benchmarks.pulled_streams [--minutes 30] [--manifest M.jsonl] [--away 10] [--model NAME]
 
 ffmpeg plays a recording in real time as two live streams: HLS, served by a small web server, and RTMP, served by nginx
-with its RTMP module (Debian: libnginx-mod-rtmp). `tickertape listen URL --server` pulls each of them through a server
-with two workers whose engine is a process of its own. Each encoder is killed twice and started again `--away` seconds
-later, where the recording would be by then. Once the gateway is killed with all of its workers (SIGKILL) and started
-again. The recording is the sample that `tickertape pull` provides, again and again, or the clips of a manifest.
+with its RTMP module (Debian: libnginx-mod-rtmp). A gateway with one process pulls the first (`POST /v1/streams`, with
+`server.stream_file`); `tickertape listen URL --server` pulls the second, through a gateway with two workers. The engine
+is a process of its own. Each encoder is killed twice and started again `--away` seconds later, where the recording
+would be by then. Once both gateways are killed with all of their processes (SIGKILL) and started again. The recording
+is the sample that `tickertape pull` provides, again and again, or the clips of a manifest.
 
 The words are compared with those of a calm session: the same coded audio, at the same time, at a gateway that is not
 killed. A second calm session begins elsewhere in the recording, so that the model divides the audio differently: it
 shows how much two calm sessions differ. At the end the server transcribes the recording as a file. Words in a gap that
-the transcript marks, and next to it, do not count; nor do those before the stream was joined.
+is marked, and next to it, do not count; nor do those before the stream was joined.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import http.client
 import json
 import os
 import secrets
@@ -26,6 +28,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 import wave
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -47,7 +51,7 @@ from benchmarks.servers import Child, Server, add_server_options, free_port
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice
 from engine.options import DEFAULT_MODEL
 from realtime.bench.words import align
-from realtime.client.wire_client import COMPLETED
+from realtime.client.wire_client import DELTA
 
 RTMP_MODULE = Path("/usr/lib/nginx/modules/ngx_rtmp_module.so")
 PAUSE_S = 1.0
@@ -61,6 +65,10 @@ EDGE_S, KILL_S = 2.0, 20.0
 # Segments of HLS by which a listener is late at the end; and the longest wait for its last words.
 LATE_SEGMENTS = 6
 LAST_WORDS_S = 120.0
+# Seconds without a byte after which a reader of events connects again, and before it does.
+READER_S, ASK_AGAIN_S = 60.0, 0.5
+# The gateways: of `tickertape listen`, of calm sessions, of streams that the server pulls.
+LISTENS, CALM, PULLS = 0, 1, 2
 
 Figures = dict[str, Any]
 Span = tuple[float, float]
@@ -152,53 +160,125 @@ def rtmp(coded: Path) -> Iterator[Source]:
         nginx.stop()
 
 
-@dataclass
 class Listener:
     """`tickertape listen`, and the transcript that it writes."""
 
-    source: Source
-    child: Child
-    transcript: Path
-
-    @classmethod
-    def of(cls, source: Source, server_url: str) -> Listener:
-        transcript = source.coded.with_name(f"{source.name}.json")
+    def __init__(self, source: Source, server_url: str) -> None:
+        self.source = source
+        self._transcript = source.coded.with_name(f"{source.name}.json")
         command = [sys.executable, "-m", "realtime.cli", "listen", source.url, "--server", server_url, "--words"]
-        child = Child(
-            f"tickertape listen {source.name}",
-            [*command, "--output", str(transcript)],
-            transcript.with_suffix(".log"),
-        )
-        return cls(source, child, transcript)
+        command += ["--output", str(self._transcript)]
+        self._child = Child("tickertape listen", command, source.coded.with_name("listen.log"))
 
     def has_words(self) -> bool:
-        self.child.check()
-        return self.transcript.exists() and '"words"' in self.transcript.read_text()
+        self._child.check()
+        return self._transcript.exists() and '"words"' in self._transcript.read_text()
+
+    def end(self) -> None:
+        self._child.check()
+        self._child.stop(LAST_WORDS_S)
 
     def heard(self) -> tuple[list[Word], list[Span]]:
-        """Its words, and the gaps that it has marked."""
-        lines = [json.loads(line) for line in self.transcript.read_text().splitlines()]
+        """Its words, and the gaps that it has marked, in seconds of the stream."""
+        lines = [json.loads(line) for line in self._transcript.read_text().splitlines()]
         gaps = [(line["start"], line["end"]) for line in lines if line.get("gap")]
         return words_of([word for line in lines for word in line.get("words", ())]), gaps
+
+
+class ServerStream:
+    """A stream that the server pulls, and a reader of its events that connects again."""
+
+    def __init__(self, source: Source, server_url: str) -> None:
+        self.source = source
+        request = urllib.request.Request(f"{server_url}/v1/streams", json.dumps({"url": source.url}).encode())
+        with urllib.request.urlopen(request) as answer:
+            self._url = f"{server_url}/v1/streams/{json.load(answer)['id']}"
+        self._events: list[dict[str, Any]] = []
+        self._last = 0
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    def has_words(self) -> bool:
+        return any(event["type"] == DELTA for event in self._events)
+
+    def end(self) -> None:
+        with urllib.request.urlopen(urllib.request.Request(self._url, method="DELETE")):
+            pass
+        self._reading.join(LAST_WORDS_S)
+        if self._reading.is_alive():
+            raise RunFailed("the events of the stream did not end")
+
+    def heard(self) -> tuple[list[Word], list[Span]]:
+        """Its words, and the gaps that it has marked, in seconds of the stream."""
+        sessions: list[tuple[float, list[dict[str, Any]]]] = []
+        for event in self._events:
+            if event["type"] == "stream.session":
+                sessions.append((event["stream_seconds"], []))
+            elif sessions:
+                sessions[-1][1].append(event)
+        words: list[Word] = []
+        gaps: list[Span] = []
+        for begins, events in sessions:
+            # What the session before has told of the time after `begins` is told again.
+            words = [word for word in words if word.middle < begins]
+            words += [replace(word, start=word.start + begins, end=word.end + begins) for word in told(events)]
+            marked = [event for event in events if event["type"] == "stream.gap"]
+            gaps += [(begins + gap["audio_start_ms"] / 1000, begins + gap["audio_end_ms"] / 1000) for gap in marked]
+        return words, gaps
+
+    def _read(self) -> None:
+        while True:
+            request = urllib.request.Request(f"{self._url}/events", headers={"Last-Event-ID": str(self._last)})
+            try:
+                with urllib.request.urlopen(request, timeout=READER_S) as answer:
+                    for line in answer:
+                        name, _, value = line.decode().partition(": ")
+                        if name == "id":
+                            self._last = int(value)
+                        elif name == "data":
+                            self._events.append(json.loads(value))
+            except urllib.error.HTTPError as error:
+                if error.code == 404:
+                    return  # it was deleted
+            except (OSError, http.client.HTTPException):
+                pass
+            if self._events and self._events[-1].get("message") == "deleted":
+                return
+            time.sleep(ASK_AGAIN_S)
+
+
+Puller = Listener | ServerStream
 
 
 def words_of(words: Sequence[dict[str, Any]]) -> list[Word]:
     return [Word(word["word"], word["start"], word["end"]) for word in words]
 
 
+def told(events: Sequence[dict[str, Any]]) -> list[Word]:
+    """The words of a session as they were streamed. The last of a turn has no time; it gets that of the one before."""
+    texts: dict[str, str] = {}
+    timed: dict[str, list[Word]] = {}
+    for event in events:
+        if event["type"] == DELTA:
+            item = event["item_id"]
+            texts[item] = texts.get(item, "") + event["delta"]
+            timed.setdefault(item, []).extend(words_of(event.get("words") or ()))
+    found: list[Word] = []
+    for item, text in texts.items():
+        words = timed[item] or found[-1:] or [Word("", 0.0, 0.0)]
+        found += [replace(words[min(at, len(words) - 1)], text=word) for at, word in enumerate(text.split())]
+    return found
+
+
 # Calm sessions
 
 
 class CalmClient(PacedClient):
-    """The audio from `start` seconds on, with the options of `tickertape listen`."""
+    """The audio from `start` seconds on."""
 
     def __init__(self, url: str, audio: Samples, start: float) -> None:
         super().__init__(url, appends_of(pcm16(audio[round(start * SAMPLE_RATE) :])))
         self._options = replace(self._options, finals="streamed")
-
-    def heard(self) -> list[Word]:
-        done = [event for event in self.events if event["type"] == COMPLETED]
-        return words_of([word for event in done for word in event.get("words") or ()])
 
 
 def transcribed(coded: Path, server_url: str) -> list[Word]:
@@ -264,19 +344,27 @@ def overlap(gap: Span, interruption: Span) -> bool:
     return gap[0] < interruption[1] + EDGE_S and interruption[0] - EDGE_S < gap[1]
 
 
-def stream_figures(listener: Listener, reference: Sequence[Word], file: Sequence[Word], killed_at: float) -> Figures:
-    heard, gaps = listener.heard()
-    source, against = listener.source, compare(reference, heard, gaps)
-    in_recording = [(start + against.shifts[0], end + against.shifts[0]) for start, end in gaps]
-    killed_at -= source.began + against.shifts[0]
+def stream_figures(puller: Puller, reference: Sequence[Word], file: Sequence[Word], killed: Span) -> Figures:
+    """`killed`: when the gateways were killed, and when they were ready again (the clock's seconds)."""
+    heard, gaps = puller.heard()
+    source, against = puller.source, compare(reference, heard, gaps)
+    shift = against.shifts[0]
+    killed_at = killed[0] - source.began - shift
     near = [one for one in against.differences if abs(one.moment - killed_at) < KILL_S]
-    for difference in against.differences:
-        print(f"{source.name} {difference.moment:.1f} s: {difference.expected or '-'} | {difference.heard or '-'}")
-    marks = {
-        f"gap_{number}": f"{start:.1f} to {end:.1f} s of the stream, {end - start:.1f} s; encoder away for "
-        + (" and ".join(f"{b - a:.1f} s" for a, b in source.interruptions if overlap(place, (a, b))) or "no time")
-        for number, ((start, end), place) in enumerate(zip(gaps, in_recording, strict=True), 1)
-    }
+    for one in against.differences:
+        print(f"{source.name} {one.moment:.1f} s: {one.expected or '-'} | {one.heard or '-'}")
+    causes = [(f"encoder away for {end - start:.1f} s", (start, end)) for start, end in source.interruptions]
+    # A stream is heard some segments late.
+    kill = killed[0] - source.began - KILL_S, killed[1] - source.began
+    marks = {}
+    for number, (start, end) in enumerate(gaps, 1):
+        place = start + shift, end + shift
+        known = [text for text, cause in causes if overlap(place, cause)]
+        known = known or (["gateway killed"] if overlap(place, kill) else ["no cause"])
+        marks[f"gap_{number}"] = f"{start:.1f} to {end:.1f} s, {end - start:.1f} s: {', '.join(known)}"
+    unmarked = [
+        cause for _, cause in causes if not any(overlap((start + shift, end + shift), cause) for start, end in gaps)
+    ]
     return {
         "words": against.words,
         "words_that_differ": len(against.differences),
@@ -284,15 +372,10 @@ def stream_figures(listener: Listener, reference: Sequence[Word], file: Sequence
         "words_left_out": against.left_out,
         "words_that_differ_from_the_file": len(compare(file, heard, gaps).differences),
         **marks,
-        "interruptions_without_a_gap": sum(
-            not any(overlap(gap, one) for gap in in_recording) for one in source.interruptions
-        ),
-        "gaps_without_an_interruption": sum(
-            not any(overlap(gap, one) for one in source.interruptions) for gap in in_recording
-        ),
+        "interruptions_without_a_gap": len(unmarked),
+        "gaps_without_a_cause": sum(text.endswith("no cause") for text in marks.values()),
         # How much the times of the words have moved since the first stretch.
-        "times_moved_s": [round(shift - against.shifts[0], 2) for shift in against.shifts[1:]],
-        "connections_to_the_server_lost": listener.child.said().count("trying again"),
+        "times_moved_s": [round(later - shift, 2) for later in against.shifts[1:]],
     }
 
 
@@ -322,15 +405,17 @@ def coded_as_aac(sound: Samples, folder: Path) -> Path:
 
 async def play(
     server: Server, sources: Sequence[Source], sound: Samples, options: argparse.Namespace
-) -> tuple[list[Listener], list[CalmClient], float]:
-    """Plays everything; returns when the gateway was killed, too."""
+) -> tuple[list[Puller], list[CalmClient], Span]:
+    """Plays everything; returns when the gateways were killed and when they were ready again, too."""
     for source in sources:
         source.begin()
     await until((sources[0].coded.with_name("hls") / "live.m3u8").exists)
-    listeners = [Listener.of(source, server.http(0, "")) for source in sources]
-    calm = [CalmClient(server.urls[1].partition("?")[0], sound, start) for start in (0.0, ELSEWHERE_S)]
+    pullers: list[Puller] = [ServerStream(sources[0], server.http(PULLS, ""))]
+    pullers += [Listener(source, server.http(LISTENS, "")) for source in sources[1:]]
+    url = server.urls[CALM].partition("?")[0]
+    calm = [CalmClient(url, sound, start) for start in (0.0, ELSEWHERE_S)]
     speaking = [asyncio.create_task(client.speak()) for client in calm]
-    await until(lambda: all(listener.has_words() for listener in listeners))
+    await until(lambda: all(puller.has_words() for puller in pullers))
     began, ends = time.monotonic(), sources[0].began + len(sound) / SAMPLE_RATE
 
     def moment(share: float) -> float:
@@ -341,21 +426,20 @@ async def play(
             await sleep_until(moment(share))
             await source.interrupt(options.away)
 
-    async def kill() -> float:
+    async def kill() -> Span:
         await sleep_until(moment(KILLED_AT))
         killed_at = time.monotonic()
-        await asyncio.to_thread(server.replace_gateway, 0)
-        print(f"the gateway was killed, and ready again after {time.monotonic() - killed_at:.1f} s", flush=True)
-        return killed_at
+        await asyncio.to_thread(server.replace_gateways, LISTENS, PULLS)
+        print(f"gateways killed, and ready again after {time.monotonic() - killed_at:.1f} s", flush=True)
+        return killed_at, time.monotonic()
 
     killing = asyncio.create_task(kill())
     await asyncio.gather(killing, *speaking, *map(interrupt, sources))
     await asyncio.sleep(LATE_SEGMENTS * options.segment)
     server.check()
-    for listener in listeners:
-        listener.child.check()
-        await asyncio.to_thread(listener.child.stop, LAST_WORDS_S)
-    return listeners, calm, killing.result()
+    for puller in pullers:
+        await asyncio.to_thread(puller.end)
+    return pullers, calm, killing.result()
 
 
 def measure(options: argparse.Namespace, folder: Path) -> Figures:
@@ -364,21 +448,24 @@ def measure(options: argparse.Namespace, folder: Path) -> Figures:
     config = folder / "tickertape.toml"
     # A gateway that is started again has to know the tokens of its sessions.
     config.write_text(f'[auth]\nsecret = "{secrets.token_hex(32)}"\n')
+    pulls = folder / "pulls.toml"
+    pulls.write_text(f'[server]\nstream_hosts = ["127.0.0.1"]\nstream_file = "{folder / "streams.json"}"\n')
+    flags = {LISTENS: ["--config", str(config)], PULLS: ["--config", str(pulls), "--workers", "1"]}
     with ExitStack() as stack:
         sources = [stack.enter_context(hls(coded, options.segment))]
         if RTMP_MODULE.exists() or not options.small:
             sources.append(stack.enter_context(rtmp(coded)))
         for source in sources:
             stack.callback(source.stop)
-        server = stack.enter_context(Server(options, counts_streams_only=True, flags=["--config", str(config)]))
-        listeners, calm, killed_at = asyncio.run(play(server, sources, sound, options))
-        file = transcribed(coded, server.http(1, ""))
-    reference, other = (client.heard() for client in calm)
+        server = stack.enter_context(Server(options, counts_streams_only=True, own_flags=flags))
+        pullers, calm, killed = asyncio.run(play(server, sources, sound, options))
+        file = transcribed(coded, server.http(CALM, ""))
+    reference, other = (told(client.events) for client in calm)
     between = compare(reference, other)
     return {
         "minutes": len(sound) / SAMPLE_RATE / 60,
-        "away_s": options.away,
-        **{one.source.name: stream_figures(one, reference, file, killed_at) for one in listeners},
+        "gateways_ready_again_s": killed[1] - killed[0],
+        **{puller.source.name: stream_figures(puller, reference, file, killed) for puller in pullers},
         "two calm sessions": {"words": between.words, "words_that_differ": len(between.differences)},
         "calm session and file": {"words_that_differ": len(compare(file, reference).differences)},
     }
@@ -391,7 +478,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--away", type=float, default=10.0, help="seconds for which an encoder is away")
     parser.add_argument("--segment", type=int, default=4, help="seconds of an HLS segment")
     add_server_options(parser)
-    parser.set_defaults(workers=2, gateways=2)
+    parser.set_defaults(workers=2, gateways=3)
     options = parser.parse_args(arguments)
     if options.small:
         options.null, options.minutes, options.away, options.segment = True, 0.5, 3.0, 1
@@ -399,7 +486,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.model = DEFAULT_MODEL
     with tempfile.TemporaryDirectory(prefix="streams-") as folder:
         figures = measure(options, Path(folder))
-    show("Pulled streams, interrupted, with a gateway killed", figures)
+    show("Pulled streams whose encoders break off and whose gateways are killed", figures)
     write_json(options, {"command": " ".join(sys.argv[1:]), "cores": os.cpu_count(), "results": figures})
 
 

@@ -12,7 +12,7 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -80,10 +80,17 @@ class Child:
 class Server:
     """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them.
     With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load. `flags`
-    are further ones of the gateways."""
+    are further ones of the gateways, `own_flags` those of one of them, by its number."""
 
-    def __init__(self, options: argparse.Namespace, counts_streams_only: bool, flags: Sequence[str] = ()) -> None:
-        self._options, self._counts_streams_only, self._flags = options, counts_streams_only, flags
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        counts_streams_only: bool,
+        flags: Sequence[str] = (),
+        own_flags: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        self._options, self._counts_streams_only = options, counts_streams_only
+        self._flags, self._own_flags = flags, own_flags or {}
         # A benchmark that is told to stop (SIGTERM) leaves its blocks, and so ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
@@ -124,14 +131,16 @@ class Server:
         command = ["realtime.cli", "serve", "--engine", address, "--port", str(port)]
         command += ["--workers", str(options.workers)] if options.workers else []
         command += ["--limits.max-load", "0"] if self._counts_streams_only else []
-        command += self._flags
+        command += [*self._flags, *self._own_flags.get(number, ())]
         self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
         return self._start(f"gateway{number}", command, folder)
 
-    def replace_gateway(self, number: int) -> None:
-        """Kill a gateway with its workers, start it again, and wait until it is ready."""
-        self.gateways[number].kill()
-        self.gateways[number].start()
+    def replace_gateways(self, *numbers: int) -> None:
+        """Kill gateways with their workers, start them again, and wait until they are ready."""
+        for number in numbers:
+            self.gateways[number].kill()
+        for number in numbers:
+            self.gateways[number].start()
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:

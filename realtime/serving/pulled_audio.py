@@ -81,6 +81,15 @@ class PulledAudio:
         self._pace = _Pace()
         self._earliness = _Earliness()
 
+    @property
+    def place(self) -> tuple[float, float] | None:
+        """The stream's own time at the end of the audio so far, and when that audio came; None before the first."""
+        return None if self._end is None else (self._end - self._clock_shift, self._came_at)
+
+    def go_on(self, end: float, came_at: float) -> None:
+        """An earlier `PulledAudio` has got the stream up to this place: the first connection is a reconnect."""
+        self._end, self._came_at = end, came_at
+
     async def audio(self) -> AsyncGenerator[Samples | int]:
         """Raises PullFailed if the first connection fails, or at last when the stream is given up."""
         clock = asyncio.get_running_loop().time
@@ -131,9 +140,10 @@ class PulledAudio:
     ) -> list[Samples | int]:
         """The gap before these samples if there is one, and what of them was not heard before."""
         now, seconds = asyncio.get_running_loop().time(), len(samples) / MODEL_RATE
+        if not self._pace.has_begun:
+            self._pace.begin(FILE_AHEAD_S if kind.seconds is not None else LIVE_AHEAD_S)
         if self._end is None:
             self._end = start
-            self._pace.begin(FILE_AHEAD_S if kind.seconds is not None else LIVE_AHEAD_S)
         elif is_first:
             self._on_line("")
         missing = start - self._end
@@ -201,13 +211,14 @@ class _Pace:
     """Audio comes at most `ahead` seconds before its time."""
 
     def __init__(self) -> None:
+        self.has_begun = False
         self._ahead_s = 0.0
         self._time = asyncio.get_running_loop().time
         # When the audio that comes next would have been spoken, if none is early.
         self._due = 0.0
 
     def begin(self, ahead_s: float) -> None:
-        self._ahead_s, self._due = ahead_s, self._time()
+        self.has_begun, self._ahead_s, self._due = True, ahead_s, self._time()
 
     def came(self, samples: int) -> None:
         self._due = max(self._due, self._time() - self._ahead_s) + samples / MODEL_RATE

@@ -1,12 +1,15 @@
-"""Comparing the words of a pulled stream with those of a calm session: what is in a gap does not count, all else does."""
+"""The words of a pulled stream are compared with those of a calm session: in marked gaps nothing counts, else all."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 
 from benchmarks.measuring import RunFailed
-from benchmarks.pulled_streams import Difference, compare, overlap
+from benchmarks.pulled_streams import Difference, ServerStream, compare, overlap, told
 from benchmarks.scoring import Word
+from realtime.client.wire_client import DELTA
 
 # A word a second, none twice.
 SPOKEN = [Word(f"word{number}", number + 0.2, number + 0.8) for number in range(100)]
@@ -48,7 +51,7 @@ def test_words_that_were_not_spoken_count_and_a_moved_clock_is_seen() -> None:
     late = [Word(word.text, word.start + 3, word.end + 3) if word.start > 50 else word for word in heard]
     late.insert(80, Word("nonsense", late[79].end, late[80].start))
     found = compare(SPOKEN, late, gaps=[(40.0, 53.0)])
-    assert found.differences == [Difference(pytest.approx(92.5), "", "nonsense")]
+    assert found.differences == [Difference(pytest.approx(93.0), "", "nonsense")]
     assert found.shifts == [pytest.approx(0.0), pytest.approx(-3.0)]
 
 
@@ -60,3 +63,35 @@ def test_stream_without_a_known_word_has_no_result() -> None:
 def test_gap_belongs_to_the_interruption_that_it_overlaps() -> None:
     assert overlap((98.0, 111.0), (100.0, 110.0))
     assert not overlap((50.0, 60.0), (100.0, 110.0))
+
+
+def delta(item: str, text: str, *times: float) -> dict[str, Any]:
+    """A delta with words of half a second that begin at these times."""
+    words = [{"word": word, "start": at, "end": at + 0.5} for word, at in zip(text.split(), times, strict=False)]
+    return {"type": DELTA, "item_id": item, "delta": text, "words": words}
+
+
+def test_streamed_words_have_times_and_the_last_of_a_turn_that_of_the_one_before() -> None:
+    found = told([delta("1", " It was", 1.0), delta("1", " so.", 1.5), delta("2", " Was it?", 4.0, 4.5)])
+    assert [(word.text, word.start) for word in found] == [
+        ("It", 1.0),
+        ("was", 1.5),
+        ("so.", 1.5),
+        ("Was", 4.0),
+        ("it?", 4.5),
+    ]
+
+
+def test_session_after_a_restart_tells_again_what_came_after_its_beginning() -> None:
+    stream = ServerStream.__new__(ServerStream)
+    stream._events = [
+        {"type": "stream.session", "stream_seconds": 0.0},
+        delta("1", "one two three", 1.0, 2.0, 3.0),
+        {"type": "stream.gap", "audio_start_ms": 4000, "audio_end_ms": 5000},
+        {"type": "stream.session", "stream_seconds": 2.9},
+        {"type": "stream.gap", "audio_start_ms": 0, "audio_end_ms": 10_000},
+        delta("2", "four", 10.5),
+    ]
+    words, gaps = stream.heard()
+    assert [(word.text, word.start) for word in words] == [("one", 1.0), ("two", 2.0), ("four", pytest.approx(13.4))]
+    assert gaps == [(4.0, 5.0), (2.9, pytest.approx(12.9))]
