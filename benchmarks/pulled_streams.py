@@ -481,7 +481,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.set_defaults(workers=2, gateways=3)
     options = parser.parse_args(arguments)
     if options.small:
-        options.null, options.minutes, options.away, options.segment = True, 0.5, 3.0, 1
+        options.null, options.minutes, options.away, options.segment = True, 0.4, 3.0, 1
     elif not (options.null or options.voxtral or options.whisper or options.model):
         options.model = DEFAULT_MODEL
     with tempfile.TemporaryDirectory(prefix="streams-") as folder:
