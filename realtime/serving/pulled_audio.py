@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from math import remainder
 
 import numpy as np
 
@@ -31,6 +32,8 @@ LIVE_AHEAD_S, FILE_AHEAD_S = 30.0, 2.0
 # Seconds of a live stream that keeps time that may come again after a reconnect, because players of HLS begin some
 # segments before the live edge; and by which its times may be ahead of the clock. Beyond that it has another clock.
 AGAIN_S, AHEAD_S = 60.0, 60.0
+# After these seconds the times of MPEG-TS begin anew; libav adds them to a clock that goes back within a connection.
+TS_CLOCK_S = 2**33 / 90_000
 # A difference in seconds that is not worth a gap; and one between audio and clock, because audio comes unevenly.
 SMALL_S = 0.05
 UNEVEN_S = 1.0
@@ -174,6 +177,8 @@ class PulledAudio:
             # A live stream goes on with its newest clock; a file begins again with its first one.
             self._end -= self._clock_shift
         away, missing = max(0.0, now - self._came_at - seconds), start - self._end
+        if kind.seconds is None:
+            missing = remainder(missing, TS_CLOCK_S)
         self._repeated = 0
         is_same_clock = kind.keeps_time and -AGAIN_S <= missing <= away + AHEAD_S
         if kind.seconds is not None or is_same_clock:

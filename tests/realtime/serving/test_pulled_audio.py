@@ -235,6 +235,13 @@ async def test_encoder_that_is_started_again_between_connections_is_heard_from_i
     assert tones(heard.samples[round(first * 16_000) :])[:4] == [0, 1, 2, 3]
 
 
+async def test_clock_that_libav_has_prolonged_is_that_of_the_next_connection() -> None:
+    pulled, now = PulledAudio("http://127.0.0.1/live.m3u8"), asyncio.get_running_loop().time()
+    pulled.go_on(2**33 / 90_000 + 160.0, now - 5.0)
+    kind = pulled_audio._Kind(None, keeps_time=True)
+    assert pulled._after_reconnect(kind, 158.0, 0.2, now) == pytest.approx(-2.0)
+
+
 async def test_audio_that_comes_late_was_lost_and_uneven_audio_was_not() -> None:
     earliness = pulled_audio._Earliness()
     assert earliness.lost(0.2, 100.0) == 0.0
