@@ -49,6 +49,9 @@ class Block:
 
     start: float
     samples: NDArray[np.float32]
+    # Seconds that were added to the times of the stream because its clock has changed, as it does when an encoder is
+    # started again. Where it changes, only the clock of the listener can tell whether audio is missing.
+    clock_shift: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +202,7 @@ def _blocks(frames: Iterator[av.AudioFrame]) -> Iterator[Block]:
             elif signal.rate != frame.sample_rate or (time is not None and abs(time - signal.expected) > JUMP_S):
                 yield from signal.end()
                 jump = 0.0 if time is None else time - signal.expected
-                # If the clock of the stream has changed, its audio goes on without a gap.
+                # If the clock of the stream has changed, its times go on without a gap.
                 signal.clock_shift -= 0.0 if 0 <= jump <= MAX_JUMP_S else jump
                 signal = _Signal(frame.sample_rate, signal.expected if time is None else time, signal.clock_shift)
             yield from signal.add(frame)
@@ -236,7 +239,7 @@ class _Signal:
             yield self._block()
 
     def _block(self) -> Block:
-        block = Block(self._at, np.concatenate(self._waiting))
+        block = Block(self._at, np.concatenate(self._waiting), self.clock_shift)
         self._waiting = []
         self._at += len(block.samples) / MODEL_RATE
         return block

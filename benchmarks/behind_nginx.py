@@ -65,6 +65,13 @@ Span = tuple[float, float]
 # nginx
 
 
+def nginx_program() -> str:
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        raise RunFailed("nginx is not installed")
+    return program
+
+
 @contextmanager
 def nginx_before(port: int) -> Iterator[Nginx]:
     """nginx with our example, in front of the server at this port."""
@@ -79,9 +86,7 @@ def nginx_before(port: int) -> Iterator[Nginx]:
 
 class Nginx:
     def __init__(self, server_port: int, folder: Path) -> None:
-        program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-        if program is None:
-            raise RunFailed("nginx is not installed")
+        program = nginx_program()
         self.port = free_port()
         text = EXAMPLE.read_text().replace("8080", str(self.port)).replace("127.0.0.1:8000", f"127.0.0.1:{server_port}")
         (folder / "nginx.conf").write_text(text)

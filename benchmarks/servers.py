@@ -12,7 +12,8 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -42,33 +43,54 @@ class Child:
 
     def __init__(self, name: str, command: list[str], log: Path) -> None:
         self.name = name
-        self._log = log
+        self._command, self._log = command, log
+        self.start()
+
+    def start(self) -> None:
+        """Start the command, also again after `kill`."""
         # Its own process group, so that workers and forked engines are ended with it.
-        with log.open("w") as file:
-            self._process = subprocess.Popen(command, start_new_session=True, stdout=file, stderr=file)
+        with self._log.open("a") as file:
+            self._process = subprocess.Popen(self._command, start_new_session=True, stdout=file, stderr=file)
         self.pid = self._process.pid
 
     def check(self) -> None:
         if self._process.poll() is not None:
-            raise RunFailed(f"{self.name} ended with {self._process.returncode}:\n{self._log.read_text()[-2000:]}")
+            raise RunFailed(f"{self.name} ended with {self._process.returncode}:\n{self.said()[-2000:]}")
 
-    def stop(self) -> None:
+    def said(self) -> str:
+        """What it has printed."""
+        return self._log.read_text()
+
+    def kill(self) -> None:
+        # Workers have sessions of their own.
+        for pid in with_descendants(self.pid):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self._process.wait()
+
+    def stop(self, patience_s: float = 5.0) -> None:
         if self._process.poll() is None:
             self._process.send_signal(signal.SIGINT)
             try:
-                self._process.wait(5)
+                self._process.wait(patience_s)
             except subprocess.TimeoutExpired:
-                os.killpg(self.pid, signal.SIGKILL)
-                self._process.wait()
+                self.kill()
 
 
 class Server:
     """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them.
     With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load. `flags`
-    are further ones of the gateways."""
+    are further ones of the gateways, `own_flags` those of one of them, by its number."""
 
-    def __init__(self, options: argparse.Namespace, counts_streams_only: bool, flags: Sequence[str] = ()) -> None:
-        self._options, self._counts_streams_only, self._flags = options, counts_streams_only, flags
+    def __init__(
+        self,
+        options: argparse.Namespace,
+        counts_streams_only: bool,
+        flags: Sequence[str] = (),
+        own_flags: Mapping[int, Sequence[str]] | None = None,
+    ) -> None:
+        self._options, self._counts_streams_only = options, counts_streams_only
+        self._flags, self._own_flags = flags, own_flags or {}
         # A benchmark that is told to stop (SIGTERM) leaves its blocks, and so ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
@@ -109,9 +131,17 @@ class Server:
         command = ["realtime.cli", "serve", "--engine", address, "--port", str(port)]
         command += ["--workers", str(options.workers)] if options.workers else []
         command += ["--limits.max-load", "0"] if self._counts_streams_only else []
-        command += self._flags
+        command += [*self._flags, *self._own_flags.get(number, ())]
         self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
         return self._start(f"gateway{number}", command, folder)
+
+    def replace_gateways(self, *numbers: int) -> None:
+        """Kill gateways with their workers, start them again, and wait until they are ready."""
+        for number in numbers:
+            self.gateways[number].kill()
+        for number in numbers:
+            self.gateways[number].start()
+        self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
         until = time.monotonic() + READY_S
@@ -121,16 +151,16 @@ class Server:
             if time.monotonic() > until:
                 raise RunFailed(f"the server was not ready within {READY_S:.0f} s")
             try:
-                with urllib.request.urlopen(self._http(waiting[0], "/ready"), timeout=2):
+                with urllib.request.urlopen(self.http(waiting[0], "/ready"), timeout=2):
                     waiting.pop(0)
             except OSError:
                 time.sleep(0.1)
 
-    def _http(self, gateway: int, path: str) -> str:
+    def http(self, gateway: int, path: str) -> str:
         return self.urls[gateway].replace("ws", "http", 1).partition("/v1")[0] + path
 
     def capacity(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self._http(0, "/capacity"), timeout=5) as answer:
+        with urllib.request.urlopen(self.http(0, "/capacity"), timeout=5) as answer:
             told: dict[str, Any] = json.load(answer)
         return told
 

@@ -164,6 +164,9 @@ class ServerConfig:
     # Hosts from which the server may pull streams for clients (POST /v1/streams): names, `*.example.org`, `*` for any
     # public host; addresses and networks (10.0.0.0/8), which also allow private addresses. Empty: the route is off.
     stream_hosts: tuple[str, ...] = ()
+    # File in which the streams that the server pulls are kept, with their URLs, so that they go on after a restart;
+    # unset: they end with the server. With keys it needs `auth.secret`.
+    stream_file: str | None = None
     # Lowest level of log lines: debug, info, warning or error.
     log_level: str = "info"
     # Format of log lines: text, or json with an object in each line.
@@ -485,6 +488,9 @@ def _check_browsers(server: ServerConfig) -> None:
             text = "must be a name such as captions.example.org, without scheme and port; or *"
             raise ConfigError(f"server.allowed_hosts: {shown(host)} {text}")
     _check_hosts("server.stream_hosts", server.stream_hosts)
+    reason = server.stream_file and _never_a_file(server.stream_file)
+    if reason:
+        raise ConfigError(f"server.stream_file: {shown(server.stream_file)} {reason}; set the path of a file")
 
 
 def _check_hosts(name: str, hosts: tuple[str, ...]) -> None:
@@ -575,6 +581,8 @@ def _check_workers(config: Config) -> None:
     workers, secret = config.server.workers, config.auth.secret
     if secret and len(secret) < MIN_SECRET:
         raise ConfigError(f"auth.secret must have at least {MIN_SECRET} characters")
+    if config.server.stream_file and config.auth.keys and not secret:
+        raise ConfigError("server.stream_file needs auth.secret: the names of keys in the file are made with it")
     if workers > 1 and not hasattr(socket, "SO_REUSEPORT"):
         raise ConfigError(
             "server.workers: this system cannot share a port between processes (SO_REUSEPORT); set it to 1"

@@ -112,12 +112,14 @@ def encode(samples: NDArray[np.float32], *arguments: str) -> bytes:
     return subprocess.run([*command, *arguments, "pipe:1"], input=samples.tobytes(), stdout=-1, check=True).stdout
 
 
-def hls_segments(folder: Path, seconds: int, each: int = 2) -> list[tuple[float, bytes]]:
-    """Seconds and bytes of the MPEG-TS segments of `spoken(seconds)`, as ffmpeg's HLS muxer cuts them."""
+def hls_segments(folder: Path, seconds: int, each: int = 2, clock_s: float = 0.0) -> list[tuple[float, bytes]]:
+    """Seconds and bytes of the MPEG-TS segments of `spoken(seconds)`, as ffmpeg's HLS muxer cuts them. The stream's
+    clock begins at `clock_s`."""
     assert FFMPEG is not None
     raw = folder / "sound.wav"
     raw.write_bytes(wav_bytes(spoken(seconds)))
-    options = ["-hls_time", str(each), "-hls_list_size", "0", "-f", "hls", str(folder / "whole.m3u8")]
+    options = ["-output_ts_offset", str(clock_s), "-hls_time", str(each), "-hls_list_size", "0"]
+    options += ["-f", "hls", str(folder / "whole.m3u8")]
     subprocess.run([FFMPEG, "-nostdin", "-v", "error", "-i", str(raw), "-c:a", "aac", *options], check=True)
     lines = (folder / "whole.m3u8").read_text().splitlines()
     return [

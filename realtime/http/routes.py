@@ -93,10 +93,11 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     gateway.audience = Audience(publisher, services.metrics)
     links = ViewerLinks(services.link_signer, publisher.revocations, authenticator.vouches_for)
     viewers = ViewerRoutes(context, gateway.audience, publisher, links)
-    gateway.streams = PulledStreams(sessions, config, time.time, authenticator.vouches_for)
+    is_alone = services.claimants is None
+    gateway.streams = PulledStreams(sessions, config, time.time, authenticator.vouches_for, is_alone)
     gateway.calls = Calls(sessions, config, services.metrics, gateway.serve_call)
     calls = CallRoutes(context, gateway.calls)
-    streams = StreamRoutes(context, gateway.streams, services.claimants is None)
+    streams = StreamRoutes(context, gateway.streams)
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
         ClientFault: _on_fault,

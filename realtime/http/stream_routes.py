@@ -18,9 +18,8 @@ from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.info_routes import MAX_JSON_BODY, read_body
 from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Operation, Parameter, described
-from realtime.serving.pulled_streams import PulledStream, PulledStreams
+from realtime.serving.pulled_streams import PulledStream, PulledStreams, stream_settings
 from realtime.serving.quota import Caller
-from realtime.session.settings import INCLUDE_WORDS, AudioFormat, Settings
 from realtime.text_values import whole_number
 
 STREAMS = "/v1/streams"
@@ -90,11 +89,9 @@ class _EventResponse(StreamingResponse):
 class StreamRoutes:
     """Answers requests about pulled streams. Off unless `server.stream_hosts` lists a host."""
 
-    def __init__(self, context: Context, streams: PulledStreams, is_alone: bool) -> None:
-        """`is_alone`: this gateway is the only one of its server; other gateways would not know its streams."""
+    def __init__(self, context: Context, streams: PulledStreams) -> None:
         self._context = context
         self._streams = streams
-        self._is_alone = is_alone
 
     @described(
         Operation(
@@ -115,8 +112,7 @@ class StreamRoutes:
         url, language = body.get("url"), body.get("language")
         if not isinstance(url, str) or not (language is None or isinstance(language, str)):
             raise Refusal(400, "invalid_value", "'url' must be a string, and 'language' too.", param="url")
-        asked = Settings(format=AudioFormat("audio/pcm", 16_000), language=language, include=(INCLUDE_WORDS,))
-        engine = self._context.engine
+        asked, engine = stream_settings(language), self._context.engine
         stream = self._streams.begin(url, caller, asked.in_force(engine.spec) if engine.ready else asked)
         return _json(stream.described(), 201)
 
@@ -189,7 +185,7 @@ class StreamRoutes:
         if not self._context.config.server.stream_hosts:
             text = "This server pulls no streams; its operator can allow hosts with server.stream_hosts."
             raise Refusal(403, "streams_not_allowed", text)
-        if not self._is_alone:
+        if not self._streams.is_alone:
             text = "Streams need a server with one gateway process (server.workers = 1, and no fleet)."
             raise Refusal(403, "streams_not_allowed", text)
         return caller

@@ -465,6 +465,8 @@ class WebSocketRoutes:
             pass
         if self.webhooks is not None:
             await self.webhooks.start()
+        if self.streams is not None:
+            await self.streams.open()
         tickers = [asyncio.create_task(self.sessions.run_ticker(), name="ticker")]
         if self.audience is not None:
             tickers.append(asyncio.create_task(self.audience.run(), name="viewers"))

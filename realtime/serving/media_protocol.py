@@ -36,10 +36,10 @@ MORE, HUNGRY = b"m", b"h"
 # waits for the network; and `hosts`, the allowed hosts, or null for the command of a user, who may contact any host.
 MAX_JOB_BYTES = 64 * 1024
 # From it (to `pulled_audio.py`), as frames. OPENED: JSON with `seconds` and `keeps_time` of audio.network.StreamKind.
-# BLOCK: START, then float32 samples. FAULT: JSON with `text`, and `final` if another attempt is useless. DONE has no
-# content.
+# BLOCK: START (`start` and `clock_shift` of audio.network.Block), then float32 samples. FAULT: JSON with `text`, and
+# `final` if another attempt is useless. DONE has no content.
 OPENED, BLOCK = b"o", b"b"
-START = struct.Struct("<d")
+START = struct.Struct("<dd")
 
 # Gateway (`calls.py`) to the process of a call (`realtime/webrtc`), as frames. The first is the JOB (JSON: `offer`,
 # `bind`, `addresses`, `ports`, `connect_s`, `message_bytes`), EVENT a text for the data channel, and CLOSE ends the

@@ -51,7 +51,7 @@ def pull(line: socket.socket, set_bounds: Callable[[], None]) -> None:
             if isinstance(part, StreamKind):
                 _tell(line, OPENED, json.dumps({"seconds": part.seconds, "keeps_time": part.keeps_time}).encode())
             else:
-                _tell(line, BLOCK, START.pack(part.start) + part.samples.tobytes())
+                _tell(line, BLOCK, START.pack(part.start, part.clock_shift) + part.samples.tobytes())
     except AudioError as error:
         fault = {"text": str(error), "final": isinstance(error, FINAL)}
     except MemoryError:

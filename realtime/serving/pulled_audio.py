@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing, asynccontextmanager
 from dataclasses import dataclass
+from math import remainder
 
 import numpy as np
 
@@ -27,11 +29,16 @@ STALL_S = 30.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
 # Seconds of audio that may come ahead of real time: HLS comes in segments, and Icecast sends some audio at once.
 LIVE_AHEAD_S, FILE_AHEAD_S = 30.0, 2.0
-# How far the times of a stream that keeps time may differ from the clock after a reconnect: players of HLS begin some
-# segments before the live edge.
-BEHIND_S, AHEAD_S = 600.0, 60.0
-# A difference in seconds that is not worth a gap.
+# Seconds of a live stream that keeps time that may come again after a reconnect, because players of HLS begin some
+# segments before the live edge; and by which its times may be ahead of the clock. Beyond that it has another clock.
+AGAIN_S, AHEAD_S = 60.0, 60.0
+# After these seconds the times of MPEG-TS begin anew; libav adds them to a clock that goes back within a connection.
+TS_CLOCK_S = 2**33 / 90_000
+# A difference in seconds that is not worth a gap; and one between audio and clock, because audio comes unevenly.
 SMALL_S = 0.05
+UNEVEN_S = 1.0
+# Seconds of audio that say how early it usually comes; a segment of HLS has up to 10.
+USUAL_S = 20.0
 
 
 class PullFailed(Exception):
@@ -70,9 +77,21 @@ class PulledAudio:
         # The stream's time at the end of the audio so far, and when that audio came; None before the first audio.
         self._end: float | None = None
         self._came_at = 0.0
+        # What was added to the stream's own times on this connection (`Block.clock_shift`).
+        self._clock_shift = 0.0
         # Audio of this connection that was heard on an earlier one, in samples.
         self._repeated = 0
         self._pace = _Pace()
+        self._earliness = _Earliness()
+
+    @property
+    def place(self) -> tuple[float, float] | None:
+        """The stream's own time at the end of the audio so far, and when that audio came; None before the first."""
+        return None if self._end is None else (self._end - self._clock_shift, self._came_at)
+
+    def go_on(self, end: float, came_at: float) -> None:
+        """An earlier `PulledAudio` has got the stream up to this place: the first connection is a reconnect."""
+        self._end, self._came_at = end, came_at
 
     async def audio(self) -> AsyncGenerator[Samples | int]:
         """Raises PullFailed if the first connection fails, or at last when the stream is given up."""
@@ -109,9 +128,9 @@ class PulledAudio:
                     fault = json.loads(content)
                     raise PullFailed(fault["text"], fault["final"])
                 elif name == BLOCK and kind is not None:
-                    (start,) = START.unpack_from(content)
+                    start, clock_shift = START.unpack_from(content)
                     samples = np.frombuffer(content, np.float32, offset=START.size)
-                    for part in self._placed(kind, start, samples, is_first):
+                    for part in self._placed(kind, start, clock_shift, samples, is_first):
                         yield part
                     is_first = False
                 elif name == DONE:
@@ -119,18 +138,23 @@ class PulledAudio:
         if kind is None or kind.seconds is None:
             raise PullFailed("the stream has ended")
 
-    def _placed(self, kind: _Kind, start: float, samples: Samples, is_first: bool) -> list[Samples | int]:
+    def _placed(
+        self, kind: _Kind, start: float, clock_shift: float, samples: Samples, is_first: bool
+    ) -> list[Samples | int]:
         """The gap before these samples if there is one, and what of them was not heard before."""
-        now = asyncio.get_running_loop().time()
+        now, seconds = asyncio.get_running_loop().time(), len(samples) / MODEL_RATE
+        if not self._pace.has_begun:
+            self._pace.begin(FILE_AHEAD_S if kind.seconds is not None else LIVE_AHEAD_S)
         if self._end is None:
             self._end = start
-            self._pace.begin(FILE_AHEAD_S if kind.seconds is not None else LIVE_AHEAD_S)
         elif is_first:
             self._on_line("")
         missing = start - self._end
         if is_first and self._came_at:
-            missing = self._after_reconnect(kind, start, len(samples) / MODEL_RATE, now)
-        end = start + len(samples) / MODEL_RATE
+            missing = self._after_reconnect(kind, start, seconds, now)
+        elif clock_shift != self._clock_shift and kind.seconds is None:
+            missing = self._earliness.lost(seconds, now)
+        self._clock_shift = clock_shift
         parts: list[Samples | int] = []
         if missing > SMALL_S:
             parts.append(round(missing * MODEL_RATE))
@@ -140,33 +164,66 @@ class PulledAudio:
             samples = samples[known:]
         if len(samples):
             parts.append(samples)
-            self._end, self._came_at = end, now
-        self._pace.came(sum(part if isinstance(part, int) else len(part) for part in parts))
+            self._end, self._came_at = start + seconds, now
+        count = sum(part if isinstance(part, int) else len(part) for part in parts)
+        self._pace.came(count)
+        self._earliness.came(count / MODEL_RATE, now)
         return parts
 
     def _after_reconnect(self, kind: _Kind, start: float, seconds: float, now: float) -> float:
         """Seconds missing before the first audio of a new connection; negative: so much of it was heard before."""
         assert self._end is not None
+        if kind.seconds is None:
+            # A live stream goes on with its newest clock; a file begins again with its first one.
+            self._end -= self._clock_shift
         away, missing = max(0.0, now - self._came_at - seconds), start - self._end
+        if kind.seconds is None:
+            missing = remainder(missing, TS_CLOCK_S)
         self._repeated = 0
-        is_same_clock = kind.keeps_time and -BEHIND_S <= missing - away <= AHEAD_S
+        is_same_clock = kind.keeps_time and -AGAIN_S <= missing <= away + AHEAD_S
         if kind.seconds is not None or is_same_clock:
             self._repeated = round(max(0.0, -missing) * MODEL_RATE)
             return missing
         return away
 
 
+class _Earliness:
+    """How early audio comes: the seconds of audio so far, less the seconds of the clock."""
+
+    def __init__(self) -> None:
+        self._audio_s = 0.0
+        # The last `USUAL_S` of audio: where each piece ended, and how early it came.
+        self._lately: deque[tuple[float, float]] = deque()
+
+    def came(self, seconds: float, now: float) -> None:
+        self._audio_s += seconds
+        self._lately.append((self._audio_s, self._audio_s - now))
+        while self._lately[0][0] < self._audio_s - USUAL_S:
+            self._lately.popleft()
+
+    def lost(self, seconds: float, now: float) -> float:
+        """Seconds that are lost before a piece of this length that comes now: so much later than usual it is."""
+        if self._lately:
+            # The end of the audio with the old clock, which came together with this piece.
+            self._lately.pop()
+        if not self._lately:
+            return 0.0
+        late = min(early for _, early in self._lately) - (self._audio_s + seconds - now)
+        return late if late > UNEVEN_S else 0.0
+
+
 class _Pace:
     """Audio comes at most `ahead` seconds before its time."""
 
     def __init__(self) -> None:
+        self.has_begun = False
         self._ahead_s = 0.0
         self._time = asyncio.get_running_loop().time
         # When the audio that comes next would have been spoken, if none is early.
         self._due = 0.0
 
     def begin(self, ahead_s: float) -> None:
-        self._ahead_s, self._due = ahead_s, self._time()
+        self.has_begun, self._ahead_s, self._due = True, ahead_s, self._time()
 
     def came(self, samples: int) -> None:
         self._due = max(self._due, self._time() - self._ahead_s) + samples / MODEL_RATE

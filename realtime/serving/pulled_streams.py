@@ -2,7 +2,8 @@
 
 A stream goes on until it is deleted, its file ends, or it can never be pulled. If its session ends (no capacity, an
 internal error), another one is opened. Its events are those of a session of the OpenAI API, and some of its own; the
-newest are kept in an `EventLog`, which any number of readers share. Streams end with the process.
+newest are kept in an `EventLog`, which any number of readers share. Streams end with the process; with
+`server.stream_file` the next process begins them again where they were (`kept_streams.py`).
 """
 
 from __future__ import annotations
@@ -21,12 +22,13 @@ from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import Refusal
 from realtime.serving.checked_fetch import NotAllowed, check_url
 from realtime.serving.frame_log import EventLog
+from realtime.serving.kept_streams import KeptStream, StreamFile
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.session.events import Append, End, Gap, Hangup, Samples
-from realtime.session.settings import Settings
+from realtime.session.settings import INCLUDE_WORDS, AudioFormat, Settings
 
 log = logging.getLogger("tickertape.streams")
 
@@ -38,6 +40,10 @@ MAX_URL_CHARACTERS = 2000
 MAX_ENDED_STREAMS = 32
 # Seconds before a session is opened again; doubles with each attempt.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
+# Seconds by which words come later than the engine hears their audio.
+WORDS_S = 2.0
+# Numbers that are left out after a restart, for events that were told after the file was written.
+EVENTS_NOT_KEPT = 1000
 KEY_REMOVED = "the key that began the stream was removed"
 
 CONNECTING, LIVE, WAITING, ENDED, FAILED = "connecting", "live", "waiting", "ended", "failed"
@@ -46,8 +52,11 @@ CONNECTING, LIVE, WAITING, ENDED, FAILED = "connecting", "live", "waiting", "end
 class PulledStream:
     """One stream: its state, its events, and the task that runs it."""
 
-    def __init__(self, url: str, caller: Caller, settings: Settings, created: int) -> None:
-        self.id = f"stream_{secrets.token_hex(12)}"
+    def __init__(
+        self, url: str, caller: Caller, settings: Settings, created: int, kept: KeptStream | None = None
+    ) -> None:
+        """`kept`: the stream as an earlier process has left it."""
+        self.id = f"stream_{secrets.token_hex(12)}" if kept is None else kept.id
         self.url = url
         self.caller = caller
         self.settings = settings
@@ -55,9 +64,11 @@ class PulledStream:
         self.status = CONNECTING
         # Why the stream waits or has failed.
         self.message: str | None = None
-        self.seconds = 0.0
-        self.missing_seconds = 0.0
+        self.seconds = 0.0 if kept is None else kept.seconds
+        self.missing_seconds = 0.0 if kept is None else kept.missing_seconds
         self.events = EventLog(MAX_KEPT_EVENTS, MAX_KEPT_BYTES)
+        if kept is not None:
+            self.events.last = kept.last_event + EVENTS_NOT_KEPT
         self.readers = 0
         self.task: asyncio.Task[None] | None = None
         self._live: LiveSession | None = None
@@ -65,6 +76,31 @@ class PulledStream:
         self._reading: asyncio.Task[None] | None = None
         self._is_fed = False
         self._has_lost_key = False
+        self._place = None if kept is None else kept.place
+        self._pulled: PulledAudio | None = None
+
+    def kept(self, wall_clock: float) -> KeptStream:
+        """What the next process needs to go on."""
+        place = None if self._pulled is None else self._pulled.place
+        # Words come some time after their audio. What has no words yet is heard again, or it is in the gap.
+        untold = 0.0
+        if self._live is not None:
+            fed = self._live.session.source_ms / 1000
+            untold = min(fed, fed - self._live.session.heard_seconds + WORDS_S)
+        if place is not None:
+            end, came_at = place
+            place = end - untold, wall_clock - (asyncio.get_running_loop().time() - came_at) - untold
+        return KeptStream(
+            self.id,
+            self.url,
+            self.caller.name,
+            self.settings.language,
+            self.created,
+            self.seconds - untold,
+            self.missing_seconds,
+            self.events.last,
+            place if place is not None else self._place,
+        )
 
     def described(self) -> dict[str, Any]:
         return {
@@ -93,12 +129,18 @@ class PulledStream:
             self._has_lost_key = True
             self.task.cancel()
 
-    async def run(self, sessions: Sessions, hosts: tuple[str, ...], vouches_for: Callable[[str], bool]) -> None:
+    async def run(
+        self,
+        sessions: Sessions,
+        hosts: tuple[str, ...],
+        vouches_for: Callable[[str], bool],
+        wall_clock: Callable[[], float],
+    ) -> None:
         """Pull the stream until it ends or fails. `vouches_for` says whether a caller's key is still valid."""
         try:
             async with asyncio.TaskGroup() as group:
                 serving = group.create_task(self._keep_a_session(sessions, vouches_for), name=f"session of {self.id}")
-                failure = await self._feed(hosts)
+                failure = await self._feed(hosts, wall_clock)
                 # The words of the audio so far come, and then the session ends.
                 self._is_fed = True
                 if self._live is not None:
@@ -119,9 +161,13 @@ class PulledStream:
                 self.set_status(ENDED, "deleted")
             self.events.close()
 
-    async def _feed(self, hosts: tuple[str, ...]) -> PullFailed | None:
+    async def _feed(self, hosts: tuple[str, ...], wall_clock: Callable[[], float]) -> PullFailed | None:
         """Give the session the audio, until it ends or fails."""
         pulled = PulledAudio(self.url, hosts=hosts, on_line=self._on_line)
+        if self._place is not None:
+            end, came_at = self._place
+            pulled.go_on(end, asyncio.get_running_loop().time() - max(0.0, wall_clock() - came_at))
+        self._pulled = pulled
         try:
             async with aclosing(pulled.audio()) as audio:
                 async for part in audio:
@@ -185,6 +231,11 @@ class PulledStream:
                 self.events.add(frame)
 
 
+def stream_settings(language: str | None) -> Settings:
+    """The settings of a stream's sessions."""
+    return Settings(format=AudioFormat("audio/pcm", MODEL_RATE), language=language, include=(INCLUDE_WORDS,))
+
+
 class PulledStreams:
     """All streams of this gateway."""
 
@@ -194,13 +245,32 @@ class PulledStreams:
         config: Config,
         wall_clock: Callable[[], float],
         vouches_for: Callable[[str], bool],
+        is_alone: bool,
     ) -> None:
-        """`vouches_for` says whether the key of a caller, by its name, is still valid."""
+        """`vouches_for` says whether the key of a caller, by its name, is still valid. `is_alone`: this gateway is the
+        only one of its server; other gateways would not know its streams."""
+        self.is_alone = is_alone
         self._sessions = sessions
         self._vouches_for = vouches_for
         self._config = config
         self._wall_clock = wall_clock
         self.by_id: dict[str, PulledStream] = {}
+        path = config.server.stream_file if is_alone and config.server.stream_hosts else None
+        self._file = None if path is None else StreamFile(path, self._kept)
+
+    async def open(self) -> None:
+        """Go on with the streams of the process before this one."""
+        left = [] if self._file is None else await self._file.open()
+        for kept in left[: self._config.limits.streams]:
+            try:
+                check_url(kept.url, self._config.server.stream_hosts)
+            except NotAllowed as error:
+                log.warning("stream %s does not go on: %s", kept.id, error)
+                continue
+            caller, settings = Caller(kept.caller), stream_settings(kept.language)
+            self._start(PulledStream(kept.url, caller, settings, kept.created, kept))
+        if self.by_id:
+            log.info("streams that go on after the restart: %d", len(self.by_id))
 
     def begin(self, url: str, caller: Caller, settings: Settings) -> PulledStream:
         """Begin to pull a stream. Raises Refusal."""
@@ -217,10 +287,7 @@ class PulledStreams:
             text = f"The server pulls at most {most} streams at once (limits.streams); delete one."
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
         stream = PulledStream(url, caller, settings, int(self._wall_clock()))
-        self.by_id[stream.id] = stream
-        stream.task = asyncio.create_task(
-            stream.run(self._sessions, hosts, self._vouches_for), name=f"stream {stream.id}"
-        )
+        self._start(stream)
         ended = [other for other in self.by_id.values() if other.events.is_closed]
         for other in ended[: max(0, len(ended) - MAX_ENDED_STREAMS)]:
             del self.by_id[other.id]
@@ -244,12 +311,28 @@ class PulledStreams:
 
     async def delete(self, stream: PulledStream) -> None:
         self.by_id.pop(stream.id, None)
+        if self._file is not None:
+            self._file.changed()
         await self._stop(stream)
 
     async def close(self) -> None:
         """End all streams: the server stops."""
+        if self._file is not None:
+            await self._file.close()
         for stream in list(self.by_id.values()):
             await self._stop(stream)
+
+    def _start(self, stream: PulledStream) -> None:
+        self.by_id[stream.id] = stream
+        hosts = self._config.server.stream_hosts
+        running = stream.run(self._sessions, hosts, self._vouches_for, self._wall_clock)
+        stream.task = asyncio.create_task(running, name=f"stream {stream.id}")
+        if self._file is not None:
+            self._file.changed()
+
+    def _kept(self) -> list[KeptStream]:
+        now = self._wall_clock()
+        return [stream.kept(now) for stream in self.by_id.values() if not stream.events.is_closed]
 
     async def _stop(self, stream: PulledStream) -> None:
         if stream.task is not None:

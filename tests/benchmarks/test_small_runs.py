@@ -44,6 +44,7 @@ RUNS = {
     "fleet_size": ["calls per round", "gateways cpu us per link second", "save bytes per session second", "back s p99"],
     "turns": ["wrong cuts", "end after word s p95", "cpu ms per pause", "fused"],
     "behind_nginx": ["lost 0", "samples lost 0", "closed with 1012", "turns cut 0", "closed otherwise 0"],
+    "pulled_streams": ["words that differ", "interruptions without a gap", "two calm sessions"],
     "survival engine": ["words changed by kills", "recovery s p50"],
     "survival spare": ["killed s p50", "spare private bytes"],
     "survival spare --voxtral": ["killed s p50", "spare private bytes"],
@@ -78,6 +79,8 @@ def test_a_small_run_ends_and_prints_its_figures(run: str, tmp_path: Path, capsy
     skip_unless_cached(*NEED_WEIGHTS.get(name, ()))
     if name == "behind_nginx" and not (shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")):
         pytest.skip("nginx is not installed")
+    if name == "pulled_streams" and shutil.which("ffmpeg") is None:
+        pytest.skip("ffmpeg is not installed")
     report = tmp_path / "report.json"
     status = importlib.import_module(f"benchmarks.{name}").main([*arguments, "--small", "--json", str(report)])
     assert not status

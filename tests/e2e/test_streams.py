@@ -155,6 +155,83 @@ async def test_hls_with_an_interruption_marks_the_gap(serve: Serve, tmp_path: Pa
         assert [status for status, _ in told] == ["live", "waiting", "live", "ended"]
 
 
+@needs_ffmpeg
+async def test_stream_goes_on_after_a_restart_of_the_server(serve: Serve, tmp_path: Path) -> None:
+    segments, file = hls_segments(tmp_path, 20), tmp_path / "streams.json"
+    server = HOSTS | {"stream_file": str(file)}
+    async with web_server() as web:
+        serve_segments(web, segments)
+        web.pages["/live.m3u8"] = playlist(segments, 0, 3)
+        async with serve(server=server) as running:
+            client = Client(running)
+            stream = await client.begin(web.url("/live.m3u8"))
+            found = running.gateway.streams.by_id[stream["id"]]
+            await until(lambda: found.seconds > 5.5 and found.status == "live")
+            await until(lambda: stored(file) and stored(file)[0]["place"] and stored(file)[0]["seconds"] > 3)
+            last = found.events.last
+            assert file.stat().st_mode & 0o777 == 0o600
+            # As a killed process leaves it, and not as one that stops.
+            left = file.read_bytes()
+        file.write_bytes(left)
+        # Two segments are gone when the server is back.
+        web.pages["/live.m3u8"] = playlist(segments, 5, 8)
+        async with serve(server=server) as running:
+            client = Client(running)
+            (again,) = (await client.http.get("/v1/streams")).json()["data"]
+            assert (again["id"], again["url"]) == (stream["id"], stream["url"])
+            found = running.gateway.streams.by_id[stream["id"]]
+            await until(lambda: found.missing_seconds)
+            web.pages["/live.m3u8"] = playlist(segments, 5, 10, ended=True)
+            events = await client.all_events(stream["id"])
+            told = (await client.http.get(f"/v1/streams/{stream['id']}")).json()
+    kept = json.loads(left)[0]["seconds"]
+    (begin,) = [event for event in events if event["type"] == "stream.session"]
+    (gap,) = [event for event in events if event["type"] == "stream.gap"]
+    # The new session begins where words were told, and the gap lasts until the first segment that is there.
+    assert begin["stream_seconds"] == pytest.approx(kept, abs=0.01) and gap["audio_start_ms"] == 0
+    assert gap["audio_end_ms"] / 1000 + kept == pytest.approx(sum(length for length, _ in segments[:5]), abs=0.3)
+    assert told["seconds"] == pytest.approx(20, abs=0.4) and told["last_event"] > last
+    assert len(transcript(events)) == pytest.approx((20 - kept - told["missing_seconds"]) / 0.4, abs=3)
+    assert stored(file) == []
+
+
+def stored(file: Path) -> list[dict[str, Any]]:
+    """The streams in the file, if there is one."""
+    found: list[dict[str, Any]] = json.loads(file.read_bytes()) if file.exists() else []
+    return found
+
+
+async def test_kept_streams_that_may_not_be_pulled_any_more_do_not_go_on(serve: Serve, tmp_path: Path) -> None:
+    file = tmp_path / "streams.json"
+    server = HOSTS | {"stream_file": str(file)}
+    async with web_server() as web:
+        web.pages["/live"] = endless
+        async with serve(server=server) as running:
+            client = Client(running)
+            kept, deleted = await client.begin(web.url("/live")), await client.begin(web.url("/live"))
+            await client.http.delete(f"/v1/streams/{deleted['id']}")
+            await until(lambda: [one["id"] for one in stored(file)] == [kept["id"]])
+        left = file.read_bytes()
+        # The server stopped: the stream is kept, and goes on.
+        assert [one["id"] for one in stored(file)] == [kept["id"]]
+        async with serve(server=server) as running:
+            client = Client(running)
+            assert [one["id"] for one in (await client.http.get("/v1/streams")).json()["data"]] == [kept["id"]]
+        # Its host is not listed any more; its caller may not use the server any more; the file is damaged.
+        file.write_bytes(left)
+        async with serve(server=server | {"stream_hosts": ("192.0.2.1",)}) as running:
+            assert not running.gateway.streams.by_id
+        file.write_bytes(left)
+        async with serve(server=server, auth={"keys": ("a-long-secret",)}) as running:
+            found = running.gateway.streams.by_id[kept["id"]]
+            await until(lambda: found.events.is_closed)
+            assert found.status == "failed" and len(running.gateway.sessions) == 0
+        for damaged in (b"", b"[", b"{}", b'[{"id": 5}]', left[:-20]):
+            file.write_bytes(damaged)
+            async with serve(server=server) as running:
+                assert not running.gateway.streams.by_id
+
+
 async def endless(writer: asyncio.StreamWriter) -> None:
     """A live WAV stream that goes on."""
     sound = bytearray(wav_bytes(spoken(6.0)))
@@ -336,7 +413,7 @@ async def test_one_write_to_a_reader_is_bounded_in_bytes() -> None:
     stream.events.close()
     context: Any = SimpleNamespace(draining=False)
     streams: Any = None
-    writes = [write async for write in StreamRoutes(context, streams, True)._tell(stream, 0)][1:]
+    writes = [write async for write in StreamRoutes(context, streams)._tell(stream, 0)][1:]
     whole = "".join(f"id: {number}\ndata: {frame}\n\n" for number, frame in enumerate(sent, 1))
     assert b"".join(writes).decode() == whole
     # An event that is larger itself is written alone.

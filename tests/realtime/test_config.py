@@ -195,6 +195,16 @@ def test_a_path_at_which_the_fleet_can_write_no_file_is_refused(tmp_path: Path, 
         load_config(environment={}, flags={key: str(path)})
 
 
+def test_file_of_streams_must_be_a_file_and_needs_names_of_keys_that_last(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / ("x" * 300)):
+        with pytest.raises(ConfigError, match=r"^server.stream_file: .*set the path of a file$"):
+            load_config(environment={}, flags={"server.stream_file": str(path)})
+    flags = {"server.stream_file": str(tmp_path / "streams.json"), "auth.keys": ["a-long-secret"]}
+    with pytest.raises(ConfigError, match=r"^server.stream_file needs auth.secret: "):
+        load_config(environment={}, flags=flags)
+    load_config(environment={}, flags=flags | {"auth.secret": "a secret for tokens, long enough to be one"})
+
+
 def test_no_text_contains_a_nul_character(tmp_path: Path) -> None:
     """Only a file can contain one. Paths, names and addresses cannot: each part of the server fails in its own way."""
     hints = {

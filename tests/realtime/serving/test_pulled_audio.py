@@ -189,6 +189,76 @@ async def test_hls_that_is_back_soon_misses_nothing_and_repeats_nothing(tmp_path
 
 
 @needs_ffmpeg
+async def test_encoder_that_is_started_again_within_a_connection_has_a_gap_by_the_clock(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its clock begins anew, so the times of the stream do not tell what is missing."""
+    # The three segments at the start come at once; only the last of their audio says how early audio usually comes.
+    monkeypatch.setattr(pulled_audio, "USUAL_S", 0.5)
+    old, new = hls_segments(tmp_path, 6, clock_s=300.0)[:3], hls_segments(tmp_path, 4)[:2]
+    async with web_server() as web:
+        clock = asyncio.get_running_loop().time
+        serve_segments(web, old + new)
+        web.pages["/live.m3u8"] = playlist(old, 0, 3)
+        heard = Heard(web.url("/live.m3u8"))
+        hearing = asyncio.create_task(heard.all())
+        await until(lambda: heard.seconds > 5.5)
+        before, away_s = clock(), 3.0
+        await stays(lambda: not heard.gaps, away_s)
+        web.pages["/live.m3u8"] = playlist(old + new, 0, 5)
+        await until(lambda: heard.seconds > 9)
+        took = clock() - before
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+    assert not any(heard.lines) and len(heard.gaps) == 1 and away_s - 1 <= heard.gaps[0] / 16_000 <= took
+    assert tones(heard.samples)[:9] == [0, 1, 2, 3, 4, 5, 0, 1, 2]
+
+
+@needs_ffmpeg
+async def test_encoder_that_is_started_again_between_connections_is_heard_from_its_first_second(tmp_path: Path) -> None:
+    """The new clock is behind the old one: that is no audio that was heard before."""
+    old, new = hls_segments(tmp_path, 6, clock_s=300.0)[:3], hls_segments(tmp_path, 6)[:3]
+    async with web_server() as web:
+        serve_segments(web, old + new)
+        web.pages["/live.m3u8"] = playlist(old, 0, 3)
+        heard = Heard(web.url("/live.m3u8"))
+        hearing = asyncio.create_task(heard.all())
+        await until(lambda: heard.seconds > 5.5)
+        del web.pages["/live.m3u8"]
+        await until(lambda: any(heard.lines))
+        first = heard.seconds
+        web.pages["/live.m3u8"] = playlist(old + new, 3, 6)
+        await until(lambda: heard.seconds > first + 5)
+        hearing.cancel()
+        await asyncio.gather(hearing, return_exceptions=True)
+    assert len(heard.gaps) <= 1
+    assert tones(heard.samples[round(first * 16_000) :])[:4] == [0, 1, 2, 3]
+
+
+async def test_clock_that_libav_has_prolonged_is_that_of_the_next_connection() -> None:
+    pulled, now = PulledAudio("http://127.0.0.1/live.m3u8"), asyncio.get_running_loop().time()
+    pulled.go_on(2**33 / 90_000 + 160.0, now - 5.0)
+    kind = pulled_audio._Kind(None, keeps_time=True)
+    assert pulled._after_reconnect(kind, 158.0, 0.2, now) == pytest.approx(-2.0)
+
+
+async def test_audio_that_comes_late_was_lost_and_uneven_audio_was_not() -> None:
+    earliness = pulled_audio._Earliness()
+    assert earliness.lost(0.2, 100.0) == 0.0
+    for second in range(0, 40, 4):  # a segment of four seconds, which comes when it is complete
+        for piece in range(20):
+            earliness.came(0.2, 104.0 + second + 0.001 * piece)
+    # The next segment would come at 144; ten seconds later ten seconds are lost.
+    earliness.came(0.1, 154.0)
+    assert earliness.lost(0.2, 154.0) == pytest.approx(10.0, abs=0.2)
+    earliness.came(10.0 + 0.2, 154.0)
+    for piece in range(19):
+        earliness.came(0.2, 154.0 + 0.001 * piece)
+    earliness.came(0.1, 158.8)
+    assert earliness.lost(0.2, 158.8) == 0.0
+
+
+@needs_ffmpeg
 @pytest.mark.parametrize("protocol", ["rtmp", "srt"])
 async def test_publisher_that_comes_back_is_heard_again(protocol: str, tmp_path: Path) -> None:
     """ffmpeg serves one listener and ends; then it serves another one."""
