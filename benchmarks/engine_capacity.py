@@ -450,7 +450,7 @@ def start_windowed(options: argparse.Namespace, report: dict[str, Any]) -> Bench
     if not options.small:
         runner.warm_up()
     bench = Bench(runner, limits, options, counts)
-    memory = runner._windows._memory  # type: ignore[attr-defined]
+    memory = runner.windows._memory  # type: ignore[attr-defined]
     device = require_device("cpu" if options.small else "cuda")
     report |= {"model": runner.spec.name, "memory": asdict(memory) | {"total_gib": memory.total_bytes / GIB}}
     report |= {"room_for": memory.streams, "free_gib": free_memory(device) / GIB}

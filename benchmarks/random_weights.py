@@ -211,7 +211,7 @@ class ScriptedSpeaker(DecoderBatch):
 def count_tokens(windows: DeviceWindows, counts: list[int], script_of: Whisper | None) -> None:
     """`counts` gets an entry, the number of rows, for each token that a batch decodes one by one. With a model to make
     a script for, live streams say what the script has."""
-    decoder = windows._decoder
+    decoder = windows.decoder
     passes = decoder._passes
 
     def counted(rows: list[Row], decoder_batch_for: Callable[[int], DecoderBatch]) -> Iterator[None]:
@@ -239,7 +239,7 @@ def windowed_runner(
     found, pieces = random_whisper(size, device) if size else load_speech_model(resolve(model or ""))
     name = Path(model).name if model else f"whisper-{size}"
     runner, limits = windowed_on_device(name, found, pieces, device, dtype, room, max_streams)
-    windows = runner._windows
+    windows = runner.windows
     assert isinstance(windows, DeviceWindows)
     count_tokens(windows, counts, found if isinstance(found, Whisper) and size else None)
     return runner, limits

@@ -26,6 +26,7 @@ from tests.engine.client.test_pool_table import put
 from tests.realtime.workers import engines
 from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.test_moving import Place, status_of
+from tests.waiting import PATIENCE_S
 
 
 @pytest.fixture(autouse=True)
@@ -90,7 +91,7 @@ class Fleet:
         return links == [self.engines[number].address]
 
     async def moved_to(self, number: int) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await fakes.until(
                 lambda: self.streams(number) == 1 and not self.streams(1 - number) and self.has_will_at(number)
             )
@@ -121,7 +122,7 @@ class Fleet:
         await self.back()
 
     async def back(self) -> None:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await fakes.until(
                 lambda: len(self.places[self.at].entries) == 1 and self.places[self.at].gateway.sessions.connected == 1
             )
@@ -147,7 +148,7 @@ async def fleet(tmp_path: Path, windowed: bool) -> AsyncIterator[Fleet]:
             url = running.url.replace("http", "ws", 1) + "/v1/realtime"
             found.append(Place(url, client, running.server.gateway))
         group = Fleet(found, threads, path)
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await fakes.until(lambda: all(len(place.client.capacity().engines) == 2 for place in found))
         yield group
 
@@ -180,7 +181,7 @@ async def test_a_session_says_the_same_whatever_happens_around_it(
         moving = SpeakingClient(lambda: group.places[group.at].url, audio, **detection)
         moving.hold_at(1.0)
         speaking = asyncio.create_task(moving.speak())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await fakes.until(lambda: len(moving.events) >= 3 and group.streams(0) + group.streams(1) == 1)
         for number, chapter in enumerate(story):
             # A stream that another gateway had leaves its engine when a turn has ended since.
@@ -197,7 +198,7 @@ async def test_a_session_whose_gateway_and_engine_are_gone_is_answered_with_410(
         lost = SpeakingClient(lambda: group.places[0].url, audio)
         lost.hold_at(3.0)
         speaking = asyncio.create_task(lost.speak())
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             await fakes.until(lambda: len(lost.events) >= 3 and group.streams(0) + group.streams(1) == 1)
             token = lost.token
         speaking.cancel()
@@ -209,7 +210,7 @@ async def test_a_session_whose_gateway_and_engine_are_gone_is_answered_with_410(
         await group.engines[home].stop()
         url = f"{group.places[1].url}?resume={token}&after=0"
         statuses = []
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not statuses or statuses[-1] == 503:
                 statuses.append(await status_of(url))
         assert statuses[-1] == 410
