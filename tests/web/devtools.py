@@ -34,6 +34,8 @@ FLAGS = (
 )
 KEYS = {"c": 67, "/": 191, "+": 187, "Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
 CTRL, SHIFT = 2, 8
+# A browser that gets little of a busy machine takes its time.
+CALL_S = 150.0
 
 
 def find_browser() -> str | None:
@@ -67,7 +69,7 @@ class Page(Tab):
             message["sessionId"] = self._session
         answer = self._answers[self._number] = asyncio.get_running_loop().create_future()
         await self._socket.send(json.dumps(message))
-        return await asyncio.wait_for(answer, 90)
+        return await asyncio.wait_for(answer, CALL_S)
 
     async def attach(self, context: str | None = None) -> None:
         """Open a tab of its own, with nothing kept from others, or beside those of `context`."""
@@ -89,6 +91,16 @@ class Page(Tab):
         await asyncio.gather(self._reader, return_exceptions=True)
 
     async def _read(self) -> None:
+        try:
+            await self._read_all()
+        except Exception as error:
+            # Whoever waits for an answer is told why none comes.
+            for answer in self._answers.values():
+                if not answer.done():
+                    answer.set_exception(PageError(f"the browser's messages cannot be read: {error!r}"))
+            raise
+
+    async def _read_all(self) -> None:
         async for frame in self._socket:
             message = json.loads(frame)
             if "id" in message:
@@ -124,7 +136,7 @@ class Page(Tab):
         """Load the page; its modules have run by then."""
         self._loaded.clear()
         await self.call("Page.navigate", url=url)
-        await asyncio.wait_for(self._loaded.wait(), 20)
+        await asyncio.wait_for(self._loaded.wait(), CALL_S)
 
     async def evaluate(self, expression: str) -> Any:
         answer = await self.call("Runtime.evaluate", expression=expression, awaitPromise=True, returnByValue=True)
@@ -160,7 +172,7 @@ class Page(Tab):
     async def reload(self) -> None:
         self._loaded.clear()
         await self.call("Page.reload")
-        await asyncio.wait_for(self._loaded.wait(), 20)
+        await asyncio.wait_for(self._loaded.wait(), CALL_S)
 
     async def crash(self) -> None:
         """The tab's process ends at once."""
