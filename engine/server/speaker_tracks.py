@@ -121,11 +121,6 @@ class SpeakerTrack:
         """The first sample of the oldest piece without an embedding, if more wait than an upload should have."""
         return self._waiting[0].piece.start if len(self._waiting) > MAX_UPLOAD_WAITING else None
 
-    @property
-    def has_news(self) -> bool:
-        """Whether the next embedding has been computed."""
-        return bool(self._waiting) and self._waiting[0].embedding.done()
-
     def advance(self, stream: str) -> Labels | None:
         """The labels that are known by now; None if nothing is new. Raises what the computation of an embedding did."""
         found: list[Label] = []

@@ -2,7 +2,7 @@
 
 Links are not stored. They are signed with a secret of this start of the server, so a restart ends all of them: what was
 revoked can never become valid again. The gateways of a fleet have one secret for links; there `links_from_ms` is the
-start of the first gateway of which the others know. Only revocations are kept, in a bounded number for each owner.
+earliest start that a gateway has told the others. Only revocations are kept, in a bounded number for each owner.
 """
 
 from __future__ import annotations

@@ -116,7 +116,7 @@ class IceLite(asyncio.DatagramProtocol):
         self._allowance = min(self._allowance, float(MAX_DATAGRAMS_PER_S)) - 1
         self._counted_at = now
         if self._allowance < 0:
-            # This process serves nobody else. Meanwhile the system drops what does not fit into the socket's buffer.
+            # The process has one call only, so no other waits. The system drops datagrams that do not fit its buffer.
             time.sleep(NAP_S)
 
     def _is_wanted(self, data: bytes) -> bool:

@@ -1,7 +1,7 @@
 """Reads the SDP offer of a client, and writes the answer of this server: one audio track in, one data channel.
 
 The candidates of an offer are ignored. This server is an ICE lite agent: it answers the connectivity checks of clients
-and sends none, so nobody can make it send to an address that did not ask for it.
+and sends none, so an offer cannot make it send to an address that has not sent a check first.
 """
 
 from __future__ import annotations

@@ -124,15 +124,19 @@ def test_an_engine_without_labelled_streams_starts_no_thread(tmp_path: Path) -> 
     embedder.close()
 
 
+def check_embeddings(embedder: SpeakerEmbedder, audio: list[NDArray[np.float32]], atol: float) -> None:
+    """They are those of the model itself, on the CPU in float32."""
+    found = [future.result(120) for future in [embedder.submit(one) for one in audio]]
+    with torch.inference_mode():
+        expected = load_campplus(SPEAKER_WEIGHTS)(torch.from_numpy(np.stack(audio))).numpy()
+    np.testing.assert_allclose(found, expected, atol=atol)
+
+
 @with_speakers
 def test_embeddings_are_those_of_the_model_on_any_thread_and_words_go_first() -> None:
     embedder = SpeakerEmbedder(SPEAKER_WEIGHTS, PIECE_SAMPLES, CPU, threads=2)
     try:
-        audio = pieces(4)
-        found = [future.result(120) for future in [embedder.submit(one) for one in audio]]
-        with torch.inference_mode():
-            expected = load_campplus(SPEAKER_WEIGHTS)(torch.from_numpy(np.stack(audio))).numpy()
-        np.testing.assert_allclose(found, expected, atol=1e-4)
+        check_embeddings(embedder, pieces(4), atol=1e-4)
         niceness = [os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in embedder.running]
         assert max(niceness) > os.getpriority(os.PRIO_PROCESS, os.getpid())
     finally:
@@ -144,11 +148,7 @@ def test_embeddings_are_those_of_the_model_on_any_thread_and_words_go_first() ->
 def test_a_batch_on_a_gpu_has_the_same_embeddings() -> None:
     embedder = SpeakerEmbedder(SPEAKER_WEIGHTS, PIECE_SAMPLES, torch.device("cuda"))
     try:
-        audio = pieces(40)
-        found = [future.result(120) for future in [embedder.submit(one) for one in audio]]
-        with torch.inference_mode():
-            expected = load_campplus(SPEAKER_WEIGHTS)(torch.from_numpy(np.stack(audio))).numpy()
-        np.testing.assert_allclose(found, expected, atol=5e-3)
+        check_embeddings(embedder, pieces(40), atol=5e-3)
     finally:
         embedder.close()
 
