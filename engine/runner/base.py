@@ -28,6 +28,10 @@ def never() -> bool:
 class Background(ABC, Generic[Task, Result]):
     """Computes tasks beside the engine's loop, which does not wait for them."""
 
+    # Makes one like it in another process, for hundreds of streams (engine/server/background_process.py); None: tasks
+    # are computed in this process.
+    recipe: Callable[[], Background[Task, Result]] | None = None
+
     @abstractmethod
     def submit(self, task: Task) -> Future[Result]:
         """Start on one task."""
@@ -64,9 +68,6 @@ class Reviser(Background[EndedUtterance, list[TimedToken]]):
 
 class Embedder(Background[Samples, Samples]):
     """Computes speaker embeddings of pieces of speech: 192 numbers, together of length 1."""
-
-    # Makes one like it in another process, where labels are made for hundreds of streams; None: they are made here.
-    recipe: Callable[[], Embedder] | None = None
 
 
 class TurnDetector(Background[Callable[[], Samples], float]):

@@ -54,8 +54,8 @@ STRIDE_POSITIONS = 10
 BLOCK_FRAMES = 26
 # Encoder-cache rows beyond those that streams hold: room for repeated audio.
 SPARE_EMBEDS = 512
-# Memory of a GPU for speaker labels (their process has a context of its own) and for the turn detector.
-LABELS_BYTES, TURN_DETECTOR_BYTES = 5 << 28, 3 << 28
+# Memory of a GPU for speaker labels and for the turn detector, each with the context of their process.
+LABELS_BYTES, TURN_DETECTOR_BYTES = 5 << 28, 5 << 28
 # Most windows that a windowed model reads in one step, of live streams or of uploads.
 WINDOWS_PER_STEP = 8
 

@@ -54,7 +54,7 @@ from engine.messages import (
 )
 from engine.options import REVISED, SPEAKERS
 from engine.runner.base import Detector, Embedder, Runner, TurnDetector
-from engine.server.label_process import ProcessTracks
+from engine.server.background_process import BackgroundProcess, ProcessTracks, Recipes, SentAudio
 from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
 from engine.server.revisions import Revisions
 from engine.server.skipped_silence import SilenceSkipper
@@ -62,7 +62,7 @@ from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speech import Listener, Target
 from engine.server.speech_track import GateSettings
 from engine.server.stream_state import StreamStates
-from engine.server.turn_questions import TurnQuestions
+from engine.server.turn_questions import AskedAudio, KeptAudio, TurnQuestions
 
 logger = logging.getLogger(__name__)
 
@@ -150,13 +150,12 @@ class EngineLoop:
         self.silence_skipper = SilenceSkipper(scheduler, None if detector is None else cut, self._emit)
         # Labels need the detector's frames.
         self._embedder = None if detector is None else embedder
-        self._speakers = SpeakerTracks(scheduler.spec, self._embedder, self._end_failed_stream)
-        if self._embedder is not None and self._embedder.recipe is not None and not runner.saves_state:
-            self._speakers = ProcessTracks(
-                scheduler.spec, self._embedder, self._embedder.recipe, self._end_failed_stream
-            )
         self._turn_detector = turn_detector
-        self._questions = TurnQuestions(scheduler.spec, turn_detector)
+        self._process = self._make_process()
+        self._speakers = SpeakerTracks(scheduler.spec, self._embedder, self._end_failed_stream)
+        if self._process is not None and self._embedder is not None and self._process.recipes.embedder:
+            self._speakers = ProcessTracks(self._process, self._embedder, self._end_failed_stream)
+        self._questions = TurnQuestions(self._asked_audio)
         self.listener: Listener | None = None
         if detector is not None:
             self.listener = Listener(
@@ -256,8 +255,12 @@ class EngineLoop:
             self.listener.bound_words(outputs)
         self.silence_skipper.add_skips(outputs)
         self.revisions.add_revisions(outputs)
+        if self._process is not None:
+            self._process.take_answers()
         self._speakers.add_labels(outputs)
         self._questions.add_answered(outputs)
+        if self._process is not None:
+            self._process.send()
         if self._states is not None:
             outputs += self._states.states_after_step(committed, outputs)
         self._forget_ended(outputs)
@@ -288,6 +291,7 @@ class EngineLoop:
         listening = self.listener is not None and self.listener.has_work
         saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
         answered = self._speakers.has_work or self._questions.has_news or self.revisions.has_work
+        answered = answered or (self._process is not None and self._process.has_work)
         return bool(self.launched or listening or saying or answered or self.scheduler.has_work())
 
     @property
@@ -298,18 +302,39 @@ class EngineLoop:
 
     def warm_up_background(self) -> None:
         """Get the models beside the loop ready, if that would stop the streams later."""
-        self._speakers.start()
-        if self._turn_detector is not None:
+        if self._process is not None:
+            self._process.start()
+        elif self._embedder is not None:
+            self._embedder.warm_up()
+        if self._process is None and self._turn_detector is not None:
             self._turn_detector.warm_up()
 
     def close(self) -> None:
         """Free what the loop holds outside of its own memory."""
-        self._speakers.stop()
+        if self._process is not None:
+            self._process.stop()
         if self._embedder is not None:
             self._embedder.close()
         if self._turn_detector is not None:
             self._turn_detector.close()
         self.runner.close()
+
+    def _make_process(self) -> BackgroundProcess | None:
+        """On a GPU, labels and the turn detector have a process of their own; not for models whose streams are saved as
+        values: their state would be in two processes."""
+        recipes = Recipes(*(None if model is None else model.recipe for model in (self._embedder, self._turn_detector)))
+        if self.runner.saves_state or not any(recipes):
+            return None
+        window = 0 if self._turn_detector is None else self._turn_detector.window_samples
+        return BackgroundProcess(self.scheduler.spec, recipes, window)
+
+    def _asked_audio(self, name: str) -> AskedAudio | None:
+        """The audio of a stream, to ask the turn detector about it; None if there is no detector."""
+        if self._turn_detector is None:
+            return None
+        if self._process is not None and self._process.recipes.turn_detector:
+            return SentAudio(self._process, self._speakers.labels, name)
+        return KeptAudio(self.scheduler.spec, self._turn_detector)
 
     def _check_alive(self) -> None:
         if self._dead:

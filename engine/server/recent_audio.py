@@ -1,17 +1,18 @@
 """The last audio of one stream, for what is computed beside the model: revisions, the turn detector and speaker labels.
 
-Declared silence is kept as a number of samples. Each part has the position of its item: a saved state tells from which
-position on its audio must be sent again. Audio is rounded to 16 bits when it is cut, so that audio which a gateway kept
-with 16 bits and sends again is the same.
+Audio is kept in parts of a second, into which items are written one after the other: the audio of a turn is few parts
+to join. Declared silence is a part without samples. Each part has the position of its first item: a saved state tells
+from which position on its audio must be sent again. Audio is rounded to 16 bits when it is cut, so that audio which a
+gateway kept with 16 bits and sends again is the same.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +21,9 @@ from engine.messages import Item
 from engine.spec import ModelSpec
 
 Samples = NDArray[np.float32]
+
+# Room of a part; an item that is longer has a part of its own length.
+PART_SAMPLES = 16_000
 
 
 def new_samples(item: Item, spec: ModelSpec) -> Samples | int:
@@ -40,11 +44,12 @@ def rounded_to_16_bits(samples: Samples) -> Samples:
     return samples
 
 
-class _Part(NamedTuple):
+@dataclass(slots=True)
+class _Part:
     start: int
     end: int
     position: int
-    # None: silence.
+    # Those up to `end` are written. None: silence.
     samples: Samples | None
 
 
@@ -72,12 +77,18 @@ class RecentAudio:
     def add_part(self, sample: int, position: int, audio: Samples | int) -> None:
         """Audio from this sample and position on; a number of samples is silence."""
         if isinstance(audio, int):
-            part = _Part(sample, sample + audio, position, None)
-        else:
-            # A copy: the item also has the samples around its own.
-            part = _Part(sample, sample + len(audio), position, audio.copy())
-        self._parts.append(part)
-        self.end = part.end
+            self._parts.append(_Part(sample, sample + audio, position, None))
+            self.end = sample + audio
+            return
+        end = sample + len(audio)
+        part = self._parts[-1] if self._parts else None
+        if part is None or part.samples is None or part.end != sample or end - part.start > len(part.samples):
+            part = _Part(sample, end, position, np.empty(max(PART_SAMPLES, len(audio)), np.float32))
+            self._parts.append(part)
+        assert part.samples is not None
+        part.samples[sample - part.start : end - part.start] = audio
+        # Last: another thread may read the part meanwhile.
+        part.end = self.end = end
 
     def drop_before(self, sample: int) -> None:
         """Drop parts that end before this sample. The last part stays: it tells where the stream is."""
@@ -106,4 +117,4 @@ class RecentAudio:
     @property
     def kept_samples(self) -> int:
         """Samples in memory; silence takes none."""
-        return sum(len(part.samples) for part in self._parts if part.samples is not None)
+        return sum(part.end - part.start for part in self._parts if part.samples is not None)

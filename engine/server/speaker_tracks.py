@@ -385,12 +385,3 @@ class SpeakerTracks:
                 outputs.append(labels)
             if name in self._held and not track.waiting:
                 outputs.append(self._held.pop(name))
-
-    def start(self) -> None:
-        """Before the engine serves: start what takes long."""
-        if self._embedder is not None:
-            self._embedder.warm_up()
-
-    def stop(self) -> None:
-        """Free what the tracks hold outside of their own memory."""
-        return None

@@ -12,8 +12,9 @@ What is kept back belongs to the state of a stream: another engine asks again.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -31,6 +32,61 @@ from engine.spec import ModelSpec
 WAIT_MESSAGES = 10
 
 
+class AskedAudio(ABC):
+    """The audio of one stream, about which a turn detector is asked."""
+
+    # The detector judges this much audio before a question.
+    window_samples: int
+
+    @property
+    @abstractmethod
+    def position(self) -> int | None:
+        """The position of the first item that is kept; None if there is none."""
+
+    @abstractmethod
+    def add(self, items: Iterable[Item]) -> None: ...
+
+    @abstractmethod
+    def drop_before(self, sample: int) -> None:
+        """No question will need audio before this sample."""
+
+    @abstractmethod
+    def ask(self, sample: int) -> Future[float]:
+        """Ask whether the turn is complete at this sample. Does not wait."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """The stream has ended."""
+
+
+class KeptAudio(AskedAudio):
+    """Audio that is kept here, for a detector on threads of this process."""
+
+    def __init__(self, spec: ModelSpec, detector: TurnDetector) -> None:
+        self._spec = spec
+        self._detector = detector
+        self.window_samples = detector.window_samples
+        self.recent = RecentAudio()
+        detector.prepare()
+
+    @property
+    def position(self) -> int | None:
+        return self.recent.position
+
+    def add(self, items: Iterable[Item]) -> None:
+        self.recent.add(items, self._spec)
+
+    def drop_before(self, sample: int) -> None:
+        self.recent.drop_before(sample)
+
+    def ask(self, sample: int) -> Future[float]:
+        start = max(sample - self.window_samples, self.recent.start)
+        return self._detector.submit(self.recent.later_cut(start, sample))
+
+    def close(self) -> None:
+        return None
+
+
 @dataclass(slots=True)
 class KeptBack:
     """A message whose questions are not all answered, with the answers to come."""
@@ -44,12 +100,10 @@ class KeptBack:
 
 
 class StreamQuestions:
-    """The questions of one stream. Without a detector they have no answers, and nothing is kept."""
+    """The questions of one stream. Without audio, because there is no detector, they have no answers."""
 
-    def __init__(self, spec: ModelSpec, detector: TurnDetector | None) -> None:
-        self._spec = spec
-        self._detector = detector
-        self.audio = RecentAudio()
+    def __init__(self, audio: AskedAudio | None) -> None:
+        self._audio = audio
         self._kept: deque[KeptBack] = deque()
         # Tags of flushes at which the client has ended the turn.
         self.ends: set[int] = set()
@@ -66,20 +120,26 @@ class StreamQuestions:
     @property
     def position(self) -> int | None:
         """The position from which on another engine needs the audio; None if it needs none."""
-        return self.audio.position
+        return None if self._audio is None else self._audio.position
 
     def add_audio(self, items: Iterable[Item]) -> None:
-        if self._detector is not None:
-            self.audio.add(items, self._spec)
+        if self._audio is not None:
+            self._audio.add(items)
 
     def take(self, speech: Speech) -> list[Speech]:
         """The next message of the stream: returns the messages that can be sent now."""
-        self._kept.append(self._ask(speech))
-        self._drop_open(len(self._kept) - WAIT_MESSAGES)
-        if self._detector is not None:
+        if self._kept or speech.events:
+            self._kept.append(self._ask(speech))
+            self._drop_open(len(self._kept) - WAIT_MESSAGES)
+            ready = self.answered()
+        else:
+            ready = [speech]
+        if self._audio is not None:
+            # Another engine asks about what is kept back again.
             asked = (event.sample for kept in self._kept for event, _ in kept.open)
-            self.audio.drop_before(min([speech.end, *asked]) - self._detector.window_samples)
-        return self.answered()
+            needed = min([speech.end, *asked]) if self._kept else speech.end
+            self._audio.drop_before(needed - self._audio.window_samples)
+        return ready
 
     def answered(self) -> list[Speech]:
         """The messages whose questions have been answered since."""
@@ -95,6 +155,11 @@ class StreamQuestions:
         """All messages that were kept back, with the answers that have come."""
         self._drop_open(len(self._kept))
         return self.answered()
+
+    def close(self) -> None:
+        self._drop_open(len(self._kept))
+        if self._audio is not None:
+            self._audio.close()
 
     def save(self) -> Saved:
         """The messages that are kept back, as plain data."""
@@ -112,10 +177,8 @@ class StreamQuestions:
     def _ask(self, speech: Speech) -> KeptBack:
         kept = KeptBack(speech)
         for event in speech.events:
-            if isinstance(event, TurnScored) and self._detector is not None:
-                start = max(event.sample - self._detector.window_samples, self.audio.start)
-                audio = self.audio.later_cut(start, event.sample)
-                kept.open.append((event, self._detector.submit(audio)))
+            if isinstance(event, TurnScored) and self._audio is not None:
+                kept.open.append((event, self._audio.ask(event.sample)))
         return kept
 
     def _drop_open(self, count: int) -> None:
@@ -131,11 +194,11 @@ def _probability(answer: Future[float]) -> float | None:
 
 
 class TurnQuestions:
-    """The questions of all streams with a rule that asks."""
+    """The questions of all streams with a rule that asks. `audio_of` makes the audio of the stream with a name; None if
+    there is no turn detector."""
 
-    def __init__(self, spec: ModelSpec, detector: TurnDetector | None) -> None:
-        self._spec = spec
-        self._detector = detector
+    def __init__(self, audio_of: Callable[[str], AskedAudio | None]) -> None:
+        self._audio_of = audio_of
         self._streams: dict[str, StreamQuestions] = {}
         # Those of them that keep messages back.
         self._waiting: dict[str, StreamQuestions] = {}
@@ -143,16 +206,14 @@ class TurnQuestions:
     def use(self, name: str, rule: TurnRule | None) -> None:
         """The stream has this rule from now on. Once it has asked, its audio is kept until it ends."""
         if rule is not None and rule.asks and name not in self._streams:
-            self._streams[name] = StreamQuestions(self._spec, self._detector)
-            if self._detector is not None:
-                self._detector.prepare()
+            self._add(name)
 
     def close(self, name: str) -> None:
         """Drop a stream, if it is known."""
         self._waiting.pop(name, None)
         stream = self._streams.pop(name, None)
         if stream is not None:
-            stream.give_up()
+            stream.close()
 
     def add_audio(self, name: str, items: Iterable[Item]) -> None:
         stream = self._streams.get(name)
@@ -183,7 +244,7 @@ class TurnQuestions:
     @property
     def is_waiting(self) -> bool:
         """Whether answers are being computed."""
-        return self.kept_back > 0
+        return bool(self._waiting)
 
     @property
     def kept_back(self) -> int:
@@ -216,8 +277,12 @@ class TurnQuestions:
         """Continue from a saved state. Raises BadItem."""
         if "turns" not in parts:
             return
-        stream = self._streams[name] = StreamQuestions(self._spec, self._detector)
+        stream = self._add(name)
         with reading_state(name, "turns"):
             stream.resume(name, parts["turns"], items)
         if len(stream):
             self._waiting[name] = stream
+
+    def _add(self, name: str) -> StreamQuestions:
+        stream = self._streams[name] = StreamQuestions(self._audio_of(name))
+        return stream

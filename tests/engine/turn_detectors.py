@@ -19,19 +19,22 @@ def answer_to(audio: NDArray[np.float32]) -> float:
 
 
 class Answers(TurnDetector):
-    """Answers when it is told to; `instant`: at once. `always`: with this probability."""
+    """Answers when it is told to; `instant`: at once. `always`: with this probability. `fails`: with an error."""
 
     window_samples = WINDOW
 
-    def __init__(self, instant: bool = False, always: float | None = None) -> None:
+    def __init__(self, instant: bool = False, always: float | None = None, fails: bool = False) -> None:
         self.waiting: list[tuple[NDArray[np.float32], Future[float]]] = []
         self.asked = 0
         self.prepared = 0
-        self._instant, self._always = instant, always
+        self._instant, self._always, self._fails = instant, always, fails
 
     def submit(self, task: Callable[[], NDArray[np.float32]]) -> Future[float]:
         found: Future[float] = Future()
         self.asked += 1
+        if self._fails:
+            found.set_exception(RuntimeError("broken"))
+            return found
         self.waiting.append((task(), found))
         if self._instant:
             self.answer()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -12,8 +13,9 @@ from numpy.typing import NDArray
 
 from engine.errors import BadItem
 from engine.messages import Closed, Flushed, Item, Output, Saved, Speech, Text, TurnRule, TurnScored
+from engine.server.recent_audio import PART_SAMPLES
 from engine.server.speech_track import DECISIONS, SpeechTrack
-from engine.server.turn_questions import WAIT_MESSAGES, StreamQuestions, TurnQuestions
+from engine.server.turn_questions import WAIT_MESSAGES, AskedAudio, KeptAudio, StreamQuestions, TurnQuestions
 from tests.engine.server.test_speaker_tracks import POSITION, SPEC
 from tests.engine.turn_detectors import WINDOW, Answers, answer_to
 
@@ -72,8 +74,12 @@ def questions_of(detector: Answers | None, name: str = "s") -> TurnQuestions:
     return questions
 
 
+def audio_of(detector: Answers | None) -> Callable[[str], AskedAudio | None]:
+    return lambda name: None if detector is None else KeptAudio(SPEC, detector)
+
+
 def asking(detector: Answers | None, name: str = "s") -> TurnQuestions:
-    questions = TurnQuestions(SPEC, detector)
+    questions = TurnQuestions(audio_of(detector))
     questions.use(name, RULE)
     return questions
 
@@ -204,11 +210,14 @@ def test_another_engine_asks_again_and_gets_the_same_answers(seed: int) -> None:
         found += questions.take(speech)
         if chance.random() < 0.2:
             saved, position = questions.save(name)
-            assert position is not None and speech.end - position * POSITION < WINDOW + (WAIT_MESSAGES + 2) * 5 * FRAME
+            assert (
+                position is not None
+                and speech.end - position * POSITION < WINDOW + PART_SAMPLES + (WAIT_MESSAGES + 2) * 5 * FRAME
+            )
             questions.close(name)
             assert not questions.is_waiting
             detector = Answers()
-            questions = TurnQuestions(SPEC, detector)
+            questions = TurnQuestions(audio_of(detector))
             name += "+"
             questions.resume(name, reread(saved), ITEMS[position:fed])
             kept = len(found)
@@ -230,23 +239,24 @@ def reread(parts: dict[str, Saved]) -> dict[str, Saved]:
 def test_a_state_that_cannot_be_read_is_refused() -> None:
     for bad in ({}, {"kept": [1]}, {"kept": 5}, {"kept": [["speech", "s"]]}):
         with pytest.raises(BadItem, match="turns"):
-            TurnQuestions(SPEC, Answers()).resume("s", {"turns": bad}, [])
+            TurnQuestions(audio_of(Answers())).resume("s", {"turns": bad}, [])
 
 
 def test_the_audio_of_a_stream_is_bounded() -> None:
-    stream, most = StreamQuestions(SPEC, Answers()), 0
+    audio, most = KeptAudio(SPEC, Answers()), 0
+    stream = StreamQuestions(audio)
     for number in range(800):
         start = number * FRAME
         stream.add_audio([Item(number, 1, start, b"k", np.zeros(FRAME, np.float32), samples=FRAME)])
         asked: list[Any] = [TurnScored(start, start + FRAME, start, 0)] if number % 10 == 0 else []
         stream.take(Speech("s", start, FRAME, [0.0], asked))
-        most = max(most, stream.audio.kept_samples)
-    assert most <= WINDOW + (WAIT_MESSAGES + 2) * FRAME
+        most = max(most, audio.recent.kept_samples)
+    assert most <= WINDOW + PART_SAMPLES + (WAIT_MESSAGES + 2) * FRAME
 
 
 def test_declared_silence_is_silence() -> None:
     detector = Answers(instant=True)
-    stream = StreamQuestions(SPEC, detector)
+    stream = StreamQuestions(KeptAudio(SPEC, detector))
     loud: NDArray[np.float32] = np.full(POSITION, 0.5, np.float32)
     stream.add_audio(
         [Item(0, 1, 0, b"k", loud, samples=POSITION), Item(1, 2, POSITION), Item(3, 1, 3 * POSITION, b"k", loud)]

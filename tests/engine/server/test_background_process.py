@@ -1,4 +1,5 @@
-"""Labels from a process of their own are those of the loop; what fails there ends one stream, or the engine."""
+"""Labels and answers about turns from a process of their own are those of the loop; what fails there ends one stream,
+or the engine."""
 
 from __future__ import annotations
 
@@ -16,9 +17,10 @@ from numpy.typing import NDArray
 from engine.errors import EngineDead
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
 from engine.runner.base import Embedder
-from engine.server import label_process
-from engine.server.label_process import ProcessTracks
+from engine.server import background_process
+from engine.server.background_process import BackgroundProcess, ProcessTracks, Recipes, SentAudio
 from engine.server.speakers import FRAME_SAMPLES, Samples
+from engine.server.turn_questions import TurnQuestions
 from tests.engine.server.test_speaker_tracks import (
     AUDIO,
     EXPECTED,
@@ -29,8 +31,13 @@ from tests.engine.server.test_speaker_tracks import (
     embedding_of,
     heard,
 )
+from tests.engine.server.test_turn_questions import EXPECTED as EXPECTED_SCORES
+from tests.engine.server.test_turn_questions import ITEMS, RULE, scores, speeches
+from tests.engine.turn_detectors import WINDOW, Answers
 
 PATIENCE_S = 60.0
+
+InstantAnswers = partial(Answers, instant=True)
 
 
 class ReadyEmbeddings(Embedder):
@@ -51,7 +58,9 @@ class ReadyEmbeddings(Embedder):
 class Loop:
     def __init__(self, make: Callable[[], Embedder] = ReadyEmbeddings) -> None:
         self.failed: list[tuple[str, str]] = []
-        self.tracks = ProcessTracks(SPEC, make(), make, self._end_failed)
+        self.process = BackgroundProcess(SPEC, Recipes(make, InstantAnswers), WINDOW)
+        self.tracks = ProcessTracks(self.process, make(), self._end_failed)
+        self.questions = TurnQuestions(partial(SentAudio, self.process, self.tracks.labels))
 
     def _end_failed(self, name: str, error: Exception) -> None:
         self.failed.append((name, str(error)))
@@ -75,7 +84,10 @@ class Loop:
         outputs, deadline = list[Output](), time.monotonic() + PATIENCE_S
         step: list[Output] = list(first)
         while True:
+            self.process.take_answers()
             self.tracks.add_labels(step)
+            self.questions.add_answered(step)
+            self.process.send()
             outputs += step
             if done(outputs):
                 return outputs
@@ -93,7 +105,7 @@ def make() -> Callable[[], Embedder]:
 def loop(make: Callable[[], Embedder]) -> Iterator[Loop]:
     running = Loop(make)
     yield running
-    running.tracks.stop()
+    running.process.stop()
 
 
 def has_closed(outputs: list[Output]) -> bool:
@@ -136,7 +148,7 @@ def test_another_process_goes_on_from_a_state(loop: Loop) -> None:
         other.feed("s", POSITIONS)
         after = decided(other.until(has_closed, Closed("s", len(AUDIO))), "s")
     finally:
-        other.tracks.stop()
+        other.process.stop()
     assert known + [span for span in after if not known or span[0] >= known[-1][1]] == EXPECTED
 
 
@@ -145,7 +157,7 @@ def test_streams_without_labels_start_no_process(loop: Loop) -> None:
     loop.feed("s", 20)
     end = Closed("s", 1)
     assert loop.until(has_closed, end) == [end]
-    assert loop.tracks.pid is None
+    assert loop.process.pid is None
     assert not loop.tracks.labels("s")
 
 
@@ -175,6 +187,7 @@ def test_a_stream_that_is_dropped_gets_no_labels(loop: Loop) -> None:
     loop.tracks.open("s", ON, live=True)
     loop.feed("s", POSITIONS)
     loop.tracks.add_labels([end := Closed("s", 1)])
+    loop.process.send()
     assert loop.tracks.close("s") is end
     assert loop.tracks.close("s") is None
     loop.tracks.open("t", ON, live=True)
@@ -193,7 +206,7 @@ def test_an_upload_waits_for_its_labels(loop: Loop) -> None:
 
 
 def test_a_process_that_is_overloaded_gets_silence(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(label_process, "MAX_QUEUED_BYTES", -1)
+    monkeypatch.setattr(background_process, "MAX_QUEUED_BYTES", -1)
     loop.tracks.open("s", ON, live=True)
     loop.feed("s", POSITIONS)
     outputs = loop.until(has_closed, Closed("s", len(AUDIO)))
@@ -202,7 +215,78 @@ def test_a_process_that_is_overloaded_gets_silence(loop: Loop, monkeypatch: pyte
 
 def test_the_engine_ends_with_its_process(loop: Loop) -> None:
     loop.tracks.open("s", ON, live=True)
-    assert loop.tracks.pid is not None
-    os.kill(loop.tracks.pid, signal.SIGKILL)
+    assert loop.process.pid is not None
+    os.kill(loop.process.pid, signal.SIGKILL)
     with pytest.raises(EngineDead, match="speaker labels"):
         loop.until(lambda outputs: False)
+
+
+# Questions about turns
+
+
+def ask_everything(loop: Loop, name: str, step: int) -> list[Output]:
+    """The audio and the messages of a stream with a rule that asks; each message when the one before is answered."""
+    fed, outputs = 0, list[Output]()
+    for speech in speeches(step, name):
+        while fed < len(ITEMS) and ITEMS[fed].sample < speech.end:
+            loop.questions.add_audio(name, ITEMS[fed : fed + 1])
+            loop.tracks.add_audio(name, ITEMS[fed : fed + 1])
+            fed += 1
+        outputs += loop.until(lambda found: not loop.questions.is_waiting, *loop.questions.take(speech))
+    return outputs
+
+
+@pytest.mark.parametrize("options", [{}, ON])
+@pytest.mark.parametrize("step", [3, 40])
+def test_the_answers_are_those_of_the_loop_with_labels_and_without(
+    loop: Loop, options: dict[str, str], step: int
+) -> None:
+    loop.questions.use("s", RULE)
+    loop.tracks.open("s", options, live=True)
+    found = scores(ask_everything(loop, "s", step))
+    assert found == EXPECTED_SCORES
+
+
+def test_a_stream_that_ends_is_asked_no_more_and_its_name_can_be_used_again(loop: Loop) -> None:
+    for _ in range(2):
+        loop.questions.use("s", RULE)
+        assert scores(ask_everything(loop, "s", 10)) == EXPECTED_SCORES
+        loop.questions.close("s")
+
+
+def test_questions_of_an_overloaded_process_have_no_answer(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_process, "MAX_QUEUED_BYTES", -1)
+    loop.questions.use("s", RULE)
+    found = scores(ask_everything(loop, "s", 10))
+    assert len(found) == len(EXPECTED_SCORES) and {score[3] for score in found} == {None}
+
+
+def test_too_many_questions_have_no_answer(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background_process, "MAX_QUESTIONS", 1)
+    audio = SentAudio(loop.process, loop.tracks.labels, "s")
+    audio.add(ITEMS[:20])
+    first, second = audio.ask(10_000), audio.ask(11_000)
+    assert isinstance(second.exception(0), RuntimeError)
+    loop.until(lambda outputs: first.done())
+    third = audio.ask(11_000)
+    loop.until(lambda outputs: third.done())
+    assert first.result() != third.result()
+
+
+def fails() -> Answers:
+    return Answers(fails=True)
+
+
+def test_a_turn_detector_that_fails_leaves_questions_without_an_answer() -> None:
+    process = BackgroundProcess(SPEC, Recipes(None, fails), WINDOW)
+    audio = SentAudio(process, lambda name: False, "s")
+    try:
+        audio.add(ITEMS[:20])
+        question, deadline = audio.ask(10_000), time.monotonic() + PATIENCE_S
+        process.send()
+        while not question.done() and time.monotonic() < deadline:
+            process.take_answers()
+            time.sleep(0.005)
+        assert isinstance(question.exception(0), RuntimeError)
+    finally:
+        process.stop()
