@@ -12,6 +12,7 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
+import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
@@ -34,6 +35,9 @@ logger = logging.getLogger(__name__)
 
 # Sizes of batches on a GPU. A batch of another size is computed as the next larger one.
 BATCHES = (1, 4, 8, 16, 32)
+# On a GPU a batch waits so long for more tasks: a few tasks cost nearly as much of the device as many, which the steps
+# of the main model would miss.
+GATHER_S = 0.04
 
 
 class BackgroundModel(Background[Task, Result]):
@@ -108,13 +112,7 @@ class BackgroundModel(Background[Task, Result]):
             load()
         self._tried_to_load.set()
         while (task := self._queue.get()) is not None:
-            tasks = [task]
-            while len(tasks) < self._most and not self._queue.empty():
-                following = self._queue.get()
-                if following is None:
-                    self._queue.put(None)
-                    break
-                tasks.append(following)
+            tasks = self._gather(task)
             tasks = [task for task in tasks if task[1].set_running_or_notify_cancel()]
             if not tasks:
                 continue
@@ -128,6 +126,20 @@ class BackgroundModel(Background[Task, Result]):
                 continue
             for (_, future), result in zip(tasks, found, strict=True):
                 future.set_result(result)
+
+    def _gather(self, first: tuple[Task, Future[Result]]) -> list[tuple[Task, Future[Result]]]:
+        """The tasks of the next batch."""
+        tasks, until = [first], time.monotonic() + GATHER_S
+        while len(tasks) < self._most:
+            try:
+                following = self._queue.get(timeout=max(0.0, until - time.monotonic()))
+            except Empty:
+                break
+            if following is None:
+                self._queue.put(None)
+                break
+            tasks.append(following)
+        return tasks
 
     @contextmanager
     def _on_device(self) -> Iterator[None]:
