@@ -212,9 +212,10 @@ class BackgroundProcess:
 
     def add_audio(self, name: str, items: Iterable[Item]) -> None:
         """New audio of a stream; silence instead if the process does not keep up."""
+        is_overloaded = self._is_overloaded()
         for item in items:
             audio = new_samples(item, self.spec)
-            if isinstance(audio, int) or self._is_overloaded():
+            if isinstance(audio, int) or is_overloaded:
                 silence = audio if isinstance(audio, int) else len(audio)
                 self._commands.append(_Audio(name, item.sample, item.offset, silence, True))
             else:
@@ -424,8 +425,7 @@ class SentAudio(AskedAudio):
         process.start()
         process.tell(_Asks(name))
 
-    def add(self, items: Iterable[Item]) -> None:
-        items = list(items)
+    def add(self, items: Sequence[Item]) -> None:
         if not self._labels(self._name):
             self._process.add_audio(self._name, items)
         if self._process.is_dropping and items:

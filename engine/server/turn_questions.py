@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from itertools import islice
@@ -44,7 +44,7 @@ class AskedAudio(ABC):
         """The position of the first item that is kept; None if there is none."""
 
     @abstractmethod
-    def add(self, items: Iterable[Item]) -> None: ...
+    def add(self, items: Sequence[Item]) -> None: ...
 
     @abstractmethod
     def drop_before(self, sample: int) -> None:
@@ -73,7 +73,7 @@ class KeptAudio(AskedAudio):
     def position(self) -> int | None:
         return self.recent.position
 
-    def add(self, items: Iterable[Item]) -> None:
+    def add(self, items: Sequence[Item]) -> None:
         self.recent.add(items, self._spec)
 
     def drop_before(self, sample: int) -> None:
@@ -122,7 +122,7 @@ class StreamQuestions:
         """The position from which on another engine needs the audio; None if it needs none."""
         return None if self._audio is None else self._audio.position
 
-    def add_audio(self, items: Iterable[Item]) -> None:
+    def add_audio(self, items: Sequence[Item]) -> None:
         if self._audio is not None:
             self._audio.add(items)
 
@@ -165,7 +165,7 @@ class StreamQuestions:
         """The messages that are kept back, as plain data."""
         return {"kept": [msgspec.to_builtins(kept.speech) for kept in self._kept]}
 
-    def resume(self, name: str, saved: Saved, items: Iterable[Item]) -> None:
+    def resume(self, name: str, saved: Saved, items: Sequence[Item]) -> None:
         """Continue from a saved state, perhaps of an engine on which the stream had another name; `items` are the audio
         from the state's position on."""
         self.add_audio(items)
@@ -215,7 +215,7 @@ class TurnQuestions:
         if stream is not None:
             stream.close()
 
-    def add_audio(self, name: str, items: Iterable[Item]) -> None:
+    def add_audio(self, name: str, items: Sequence[Item]) -> None:
         stream = self._streams.get(name)
         if stream is not None:
             stream.add_audio(items)
@@ -273,7 +273,7 @@ class TurnQuestions:
         stream = self._streams.get(name)
         return ({}, None) if stream is None else ({"turns": stream.save()}, stream.position)
 
-    def resume(self, name: str, parts: dict[str, Saved], items: Iterable[Item]) -> None:
+    def resume(self, name: str, parts: dict[str, Saved], items: Sequence[Item]) -> None:
         """Continue from a saved state. Raises BadItem."""
         if "turns" not in parts:
             return
