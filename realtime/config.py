@@ -24,7 +24,7 @@ from typing import Any
 
 from engine.logs import FORMATS
 from engine.toml_file import read_toml
-from realtime.text_values import plain_float, plain_int, web_url
+from realtime.text_values import listed_host, plain_float, plain_int, web_url
 
 ENVIRONMENT_PREFIX = "TICKERTAPE_"
 # Shorter turns would cut ordinary speech.
@@ -316,7 +316,8 @@ class WebhooksConfig:
     # URLs that get the finals of sessions: `URL` for every key, `KEY URL` for one key of `auth.keys`. Empty: none.
     on_final: tuple[Secret, ...] = ()
     # Hosts that webhooks may reach: names, `*.example.org`, `*` for any public host; addresses and networks
-    # (10.0.0.0/8), which also allow private addresses. A URL of `on_final` lists its own host.
+    # (10.0.0.0/8), which also allow private addresses. Ports 80 and 443, or the port that is written (`HOST:8443`,
+    # `HOST:*`). A URL of `on_final` lists its own host and port.
     hosts: tuple[str, ...] = ()
     # Allow clients to name a URL for their session, of a host that `hosts` lists.
     per_session: bool = False
@@ -502,7 +503,11 @@ def _check_hosts(name: str, hosts: tuple[str, ...]) -> None:
 
 def _check_webhooks(config: Config) -> None:
     hooks = config.webhooks
-    _check_hosts("webhooks.hosts", hooks.hosts)
+    for host in hooks.hosts:
+        port = listed_host(host)[1]
+        if port not in ("", "*") and not 1 <= int(port[:6]) <= 65535:
+            raise ConfigError(f"webhooks.hosts: {shown(host)} must have a port from 1 to 65535, or * for any")
+    _check_hosts("webhooks.hosts", tuple(listed_host(host)[0] for host in hooks.hosts))
     for number, entry in enumerate(map(Secret.reveal, hooks.on_final), start=1):
         key, url = hook_of(entry)
         # Entries may contain keys and tokens, so they are not shown.

@@ -80,6 +80,15 @@ LATEST = 253_402_300_799
 _format = email.utils.formatdate
 
 
+def listed_host(entry: str) -> tuple[str, str]:
+    """Host and port of an entry of a list of hosts: `a.example`, `a.example:8080`, `[::1]:8080`; `*` is any port,
+    and empty none."""
+    host, colon, port = entry.rpartition(":")
+    if colon and (port == "*" or port.isdigit()) and (":" not in host or host.endswith("]")):
+        return host.strip("[]"), port
+    return entry.strip("[]"), ""
+
+
 def limited(seconds: float) -> float:
     return min(max(seconds, EARLIEST), LATEST)
 

@@ -49,6 +49,7 @@ from realtime.session.settings import (
     AudioFormat,
     Settings,
     TurnDetection,
+    text_language,
 )
 from realtime.session.text_options import REDACTED, Formatting, make_formatting
 from realtime.session.words import languages_of, text_of
@@ -263,6 +264,7 @@ def _formatting(query: Mapping[str, str], pairs: Pairs) -> Formatting:
             names=[value.removeprefix("name:") for value in named if value.startswith("name:")],
             replace=[(find, text) for find, _, text in replaced],
             search=[value for name, value in pairs if name == "search"],
+            language=text_language(query.get("language"), None),
         )
     except ValueError as error:
         text = str(error)
@@ -579,7 +581,7 @@ class DeepgramDialect:
             count = next((at for at, word in enumerate(self._words) if word.speaker is None), count) or count
         if self._query.settings.formatting.changes_finals and not everything:
             # A number is not divided between two results.
-            count = settled_words(self._words[:count]) or count
+            count = settled_words(self._words[:count], self._query.settings.formatting) or count
         words, rest = self._words[:count], self._words[count:]
         for word in words:
             cut = max(cut, self._text.find(word.text, cut) + len(word.text))

@@ -281,8 +281,9 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
 
 def _transcription(value: Any, path: str, faults: Faults | None) -> dict[str, Any]:
     if value is None:
-        nothing: dict[str, Any] = dict.fromkeys(("model", "language", "task", "delay"))
-        return {**nothing, "prompt": "", "languages": (), "keywords": (), "finals": None, "formatting": NO_FORMATTING}
+        nothing: dict[str, Any] = dict.fromkeys(("model", "language", "task", "delay", "finals"))
+        texts = {"prompt": "", "formatting": NO_FORMATTING, "text_language": ""}
+        return {**nothing, **texts, "languages": (), "keywords": ()}
     changes: dict[str, Any] = {}
     for name, item in _object(value, path).items():
         if name in _OPTIONS:

@@ -185,7 +185,7 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
     # Names without recordings have no effect, unless the client wants to know who speaks.
     speakers = speakers or any(name in REFERENCE_FIELDS for name, _ in form.fields)
     references = tuple(read_references(form)) if speakers else ()
-    settings = replace(_settings(form, spec, task, speakers), formatting=_read_format(form))
+    settings = _settings(form, spec, task, speakers)
     return UploadRequest(response_format, settings, stream, "word" in granularities, logprobs, references)
 
 
@@ -229,6 +229,7 @@ def _settings(form: Form, spec: ModelSpec, task: str | None, speakers: bool) -> 
         keywords=tuple((word, 1.0) for word in _values(form, "keywords")),
         task=task,
         speakers=speakers,
+        formatting=_read_format(form),
     )
     try:
         return asked.in_force(spec)

@@ -359,7 +359,7 @@ class Answers:
 
 
 class WebhooksOfKey(Struct, forbid_unknown_fields=True):
-    """The URLs that get the finals of the key's sessions, and the secret that signs them."""
+    """The URLs that get the finals of this key's sessions alone, and the secret that signs them."""
 
     object: Literal["webhooks"]
     on_final: list[str]
@@ -396,7 +396,7 @@ class WebhookRoutes:
         return JSONResponse(
             {
                 "object": "webhooks",
-                "on_final": list(account.urls),
+                "on_final": list(account.own_urls),
                 "per_session": settings.per_session,
                 "signing_secret": self._webhooks.shown_secret(caller.name),
             },

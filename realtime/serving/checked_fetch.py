@@ -19,7 +19,7 @@ from typing import Any
 from urllib.parse import SplitResult, urljoin
 
 from audio.errors import UnsupportedFormat
-from realtime.text_values import WEB_PORTS, OtherScheme, web_url
+from realtime.text_values import WEB_PORTS, OtherScheme, listed_host, web_url
 
 # The first bytes of an HLS playlist.
 PLAYLIST = b"#EXTM3U"
@@ -53,7 +53,8 @@ class NotAllowed(UnsupportedFormat):
 
 def check_url(url: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> SplitResult:
     """The parts of a URL whose host is listed. Raises NotAllowed. Addresses are checked when they are known. `setting`
-    is the name of the operator's list."""
+    is the name of the operator's list. Streams may have any port of a listed host; others have those of http and https,
+    unless the entry has a port."""
     try:
         split = web_url(url)
     except OtherScheme:
@@ -64,6 +65,9 @@ def check_url(url: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> Sp
     host = split.hostname or ""
     if not any(_matches(host, listed) for listed in hosts):
         raise NotAllowed(f"the host {host[:100]!r} is not listed in {setting}")
+    port = port_of(split)
+    if setting != STREAM_HOSTS and not any(_matches(host, listed) and _has_port(port, listed) for listed in hosts):
+        raise NotAllowed(f"the host {host[:100]!r} with port {port} is not listed in {setting}")
     return split
 
 
@@ -77,10 +81,15 @@ def request_target(split: SplitResult) -> str:
 
 
 def _matches(host: str, listed: str) -> bool:
-    listed, address = listed.lower(), _as_address(host)
+    listed, address = listed_host(listed.lower())[0], _as_address(host)
     if address is not None:
         return listed == ANY_HOST or _is_in(address, listed)
     return listed in (ANY_HOST, host) or (listed.startswith("*.") and host.endswith(listed[1:]))
+
+
+def _has_port(port: int, listed: str) -> bool:
+    told = listed_host(listed)[1]
+    return told in ("*", str(port)) or (not told and port in WEB_PORTS.values())
 
 
 def _as_address(host: str) -> Address | None:
@@ -92,7 +101,7 @@ def _as_address(host: str) -> Address | None:
 
 def _is_in(address: Address, listed: str) -> bool:
     try:
-        return address in ip_network(listed, strict=False)
+        return address in ip_network(listed_host(listed)[0], strict=False)
     except (ValueError, TypeError):
         return False
 

@@ -21,6 +21,8 @@ log = logging.getLogger("tickertape.streams")
 
 # Seconds between two writes, and for the last one.
 WRITE_S, LAST_WRITE_S = 1.0, 5.0
+# A file that a server has written has a few hundred bytes and a URL for each stream; a larger one is another file.
+MAX_FILE_BYTES = 16 * 1024 * 1024
 
 
 class KeptStream(msgspec.Struct, frozen=True):
@@ -102,7 +104,11 @@ class StreamFile:
     # In a thread
 
     def _read(self) -> list[KeptStream]:
-        return msgspec.json.decode(self._path.read_bytes(), type=list[KeptStream])
+        with open(self._path, "rb") as file:
+            content = file.read(MAX_FILE_BYTES + 1)
+        if len(content) > MAX_FILE_BYTES:
+            raise OSError(f"it has more than {MAX_FILE_BYTES} bytes")
+        return msgspec.json.decode(content, type=list[KeptStream])
 
     def _replace(self, content: bytes) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")

@@ -14,7 +14,7 @@ import hmac
 import logging
 import random
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
@@ -26,7 +26,7 @@ import msgspec
 from realtime.config import Config, hook_of
 from realtime.errors import ClientFault
 from realtime.metrics.gateway import Metrics
-from realtime.serving.checked_fetch import NotAllowed, check_url
+from realtime.serving.checked_fetch import NotAllowed, check_url, port_of
 from realtime.serving.webhook_sender import (
     HOSTS_SETTING,
     WebhookSender,
@@ -50,7 +50,8 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
 STOPPING_WAIT_S = 0.5
 # Requests to one URL at a time.
 MAX_REQUESTS_AT_ONCE = 4
-# URLs that the sessions of one key may name at a time; `webhooks.urls` is the limit of all keys.
+# URLs that the sessions of one key, or of one address on a server without keys, may name at a time; `webhooks.urls` is
+# the limit of all.
 MAX_URLS_PER_KEY = 16
 # What an event takes beside its data.
 EVENT_BYTES = 500
@@ -72,6 +73,8 @@ class Account:
     id: str
     secret: bytes
     urls: tuple[str, ...] = ()
+    # Those that are for this key alone.
+    own_urls: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
         return f"Account({self.id})"
@@ -109,9 +112,11 @@ class _Lane:
 class Endpoint:
     """One URL of one key: its queue, and the tasks that deliver it."""
 
-    def __init__(self, hub: Webhooks, account: Account, url: str) -> None:
+    def __init__(self, hub: Webhooks, account: Account, url: str, holder: str = "") -> None:
+        """`holder` is the caller who has named the URL first."""
         self.account = account
         self.url = url
+        self.holder = holder
         self.bytes = 0
         # Without path and query, which may contain a token.
         self.shown = f"{urlsplit(url).scheme}://{urlsplit(url).netloc}"
@@ -278,13 +283,16 @@ class Endpoint:
 class SessionWebhooks:
     """The webhooks of one session: those of its key, and the one that its client has named."""
 
-    def __init__(self, hub: Webhooks | None, account: Account | None, session: str, sample_rate: int) -> None:
+    def __init__(
+        self, hub: Webhooks | None, account: Account | None, session: str, sample_rate: int, caller: str = ""
+    ) -> None:
         # Whether the client may change the URL; one with a client secret has the URL of its secret.
         self.may_change = True
         # None: webhooks are off.
         self._place = None if hub is None or account is None else (hub, account)
         self._session = session
         self._rate = sample_rate
+        self._caller = caller
         # The URLs of the key, and the one of the client.
         self._urls = () if self._place is None else self._place[1].urls
         self._url: str | None = None
@@ -301,7 +309,7 @@ class SessionWebhooks:
                 text = "Webhooks of sessions are off on this server; its operator can set webhooks.per_session."
                 return _refused("webhooks_off", text)
             hub, account = self._place
-            if (fault := hub.check(account, url)) is not None:
+            if (fault := hub.check(account, url, self._caller)) is not None:
                 return fault
             self._attach(url)
         self._leave()
@@ -354,7 +362,7 @@ class SessionWebhooks:
         if self._place is not None:
             hub, account = self._place
             for url in urls:
-                hub.endpoint(account, url).attach(self._session)
+                hub.endpoint(account, url, self._caller).attach(self._session)
 
     def _detach(self, *urls: str) -> None:
         if self._place is not None:
@@ -410,14 +418,13 @@ class Webhooks:
         """Take the keys and URLs of the configuration, for sessions that begin from now on."""
         hooks = [hook_of(entry.reveal()) for entry in self.settings.on_final]
         keys = [key.reveal() for key in self._config.auth.keys]
-        self._accounts = {
-            self._name_of(key) if key else "": self._account(key, [url for of, url in hooks if of in ("", key)])
-            for key in keys or [""]
-        }
+        self._accounts = {self._name_of(key) if key else "": self._account(key, hooks) for key in keys or [""]}
 
-    def _account(self, key: str, urls: Iterable[str]) -> Account:
+    def _account(self, key: str, hooks: Sequence[tuple[str, str]]) -> Account:
         secret = signing_secret(self.settings.secret.reveal(), key)
-        return Account(hmac.digest(secret, b"account", "sha256").hex()[:16], secret, tuple(dict.fromkeys(urls)))
+        urls = dict.fromkeys(url for of, url in hooks if of in ("", key))
+        own = dict.fromkeys(url for of, url in hooks if of == key)
+        return Account(hmac.digest(secret, b"account", "sha256").hex()[:16], secret, tuple(urls), tuple(own))
 
     def account_of(self, caller: str) -> Account | None:
         return self._accounts.get("" if caller.startswith("address ") else caller)
@@ -428,10 +435,10 @@ class Webhooks:
         return None if account is None else shown_secret(account.secret)
 
     def of_session(self, caller: str, session: str, sample_rate: int) -> SessionWebhooks:
-        return SessionWebhooks(self, self.account_of(caller), session, sample_rate)
+        return SessionWebhooks(self, self.account_of(caller), session, sample_rate, caller)
 
-    def check(self, account: Account, url: str) -> ClientFault | None:
-        """The fault if a client of this account may not name this URL now. If no place is free, the oldest URL that
+    def check(self, account: Account, url: str, caller: str) -> ClientFault | None:
+        """The fault if this caller of this account may not name this URL now. If no place is free, the oldest URL that
         only waits for a receiver that fails makes room: otherwise one client could take all places for `retry_s`."""
         try:
             check_url(url, self.settings.hosts, HOSTS_SETTING)
@@ -440,11 +447,11 @@ class Webhooks:
         if (account.id, url) in self._endpoints:
             return None
         named = [one for one in self._endpoints.values() if self._is_named(one)]
-        of_key = [one for one in named if one.account.id == account.id]
-        if len(of_key) < MAX_URLS_PER_KEY and len(named) < self.settings.urls:
+        held = [one for one in named if one.account.id == account.id and one.holder == caller]
+        if len(held) < MAX_URLS_PER_KEY and len(named) < self.settings.urls:
             return None
-        # A key that has all of its places makes room itself.
-        among = of_key if len(of_key) >= MAX_URLS_PER_KEY else named
+        # A caller that has all of its places makes room itself.
+        among = held if len(held) >= MAX_URLS_PER_KEY else named
         oldest = next((one for one in among if one.can_make_room), None)
         if oldest is None:
             return _refused("too_many_webhooks", "Too many webhook URLs are in use; try again later.")
@@ -457,10 +464,10 @@ class Webhooks:
         """Whether only clients have named the URL: it is not, and was not, one of the configuration."""
         return endpoint.url not in endpoint.account.urls and not self._is_configured(endpoint)
 
-    def endpoint(self, account: Account, url: str) -> Endpoint:
+    def endpoint(self, account: Account, url: str, caller: str = "") -> Endpoint:
         endpoint = self._endpoints.get((account.id, url))
         if endpoint is None:
-            endpoint = self._endpoints[account.id, url] = Endpoint(self, account, url)
+            endpoint = self._endpoints[account.id, url] = Endpoint(self, account, url, caller)
         return endpoint
 
     def drop_unused(self, endpoint: Endpoint) -> None:
@@ -518,8 +525,10 @@ class Webhooks:
 
     def _hosts(self, endpoint: Endpoint) -> tuple[str, ...]:
         """The hosts that this webhook may reach now. A URL of the configuration lists its own host."""
-        own = (urlsplit(endpoint.url).hostname or "",) if self._is_configured(endpoint) else ()
-        return (*self.settings.hosts, *own)
+        if not self._is_configured(endpoint):
+            return self.settings.hosts
+        split = urlsplit(endpoint.url)
+        return (*self.settings.hosts, f"[{split.hostname}]:{port_of(split)}")
 
     async def pause(self, seconds: float) -> None:
         """Wait before the next attempt; shorter when the server stops."""

@@ -13,8 +13,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from realtime.session.english import is_plain, split_marks, written_forms
+from realtime.session import english, european
+from realtime.session.english import WrittenForm, split_marks
 from realtime.session.events import TimedWord
+from realtime.session.number_words import RULES
 from realtime.session.redaction import Redactor, is_redacted
 from realtime.session.text_options import Formatting, bare_word, words_of
 from realtime.session.words import spelled, text_of
@@ -110,12 +112,30 @@ def format_words(words: Sequence[TimedWord], formatting: Formatting) -> tuple[st
     return "".join(map(_spelled, parts)), [word for part in parts if (word := part.as_word()) is not None]
 
 
-def settled_words(words: Sequence[TimedWord]) -> int:
+def settled_words(words: Sequence[TimedWord], formatting: Formatting) -> int:
     """How many of the first words can become final alone: the cut is between two words that are in no number."""
     for count in range(len(words) - 1, 0, -1):
-        if is_plain(words[count - 1].text) and is_plain(words[count].text):
+        if _is_plain(words[count - 1], formatting) and _is_plain(words[count], formatting):
             return count
     return 0
+
+
+def _language_of(word: TimedWord, formatting: Formatting) -> str:
+    return formatting.language or word.language or "en"
+
+
+def _is_plain(word: TimedWord, formatting: Formatting) -> bool:
+    language = _language_of(word, formatting)
+    if language == "en":
+        return english.is_plain(word.text)
+    return language not in RULES or european.is_plain(word.text, language)
+
+
+def _written_forms(texts: Sequence[str], language: str, smart: bool) -> list[WrittenForm]:
+    """The groups of words that people write in another way; none in a language without rules."""
+    if language == "en":
+        return english.written_forms(texts, smart=smart)
+    return european.written_forms(texts, language, smart=smart) if language in RULES else []
 
 
 def sentence_parts(words: Sequence[TimedWord]) -> Iterator[tuple[int, int]]:
@@ -185,11 +205,7 @@ class _Formatter:
         changes = self._replacements(texts)
         taken = {place for start, end, _ in changes for place in range(start, end)}
         if self._formatting.smart or self._formatting.numerals:
-            # Words that must stay as they are end a number like any other word that is none.
-            readable = [text if _is_english(word) else "-" for text, word in zip(texts, words, strict=True)]
-            for place in taken:
-                readable[place] = "-"
-            for form in written_forms(readable, smart=self._formatting.smart):
+            for form in self._numbers(words, taken):
                 lead, _, _ = split_marks(texts[form.first].strip())
                 _, _, mark = split_marks(texts[form.last - 1].strip())
                 changes.append((form.first, form.last, lead + form.text + mark))
@@ -206,6 +222,19 @@ class _Formatter:
             done = end
         return out + [_Part((word,)) for word in words[done:]]
 
+    def _numbers(self, words: Sequence[TimedWord], taken: set[int]) -> list[WrittenForm]:
+        """What is written in another way, by the rules of each word's language."""
+        told = [_language_of(word, self._formatting) for word in words]
+        forms = []
+        for language in dict.fromkeys(told):
+            # Words that must stay as they are end a number like any other word that is none.
+            readable = [
+                word.text if told[place] == language and place not in taken and not is_redacted(word) else "-"
+                for place, word in enumerate(words)
+            ]
+            forms += _written_forms(readable, language, self._formatting.smart)
+        return forms
+
     def _replacements(self, texts: Sequence[str]) -> list[tuple[int, int, str]]:
         changes = []
         for start, end, term in self._replaced.found(texts):
@@ -214,10 +243,6 @@ class _Formatter:
             text = self._texts[term]
             changes.append((start, end, lead + text + mark if text else ""))
         return changes
-
-
-def _is_english(word: TimedWord) -> bool:
-    return word.language in ("", "en") and not is_redacted(word)
 
 
 def mask(text: str) -> str:

@@ -150,6 +150,8 @@ class Settings:
     on_final: str | None = None
     # What is done with the text of finals; redaction is done with all text.
     formatting: Formatting = NO_FORMATTING
+    # The language that the client has told, also if the model cannot be set to one: its rules format finals.
+    text_language: str = ""
 
     def wants(self, value: str) -> bool:
         return self.include is not None and value in self.include
@@ -176,8 +178,16 @@ class Settings:
         listed = listed_words(self.prompt or "") if options.keywords and not options.prompt else ()
         if listed:
             _check((*words, *listed), "prompt")
+        told = text_language(self.language, self.task)
+        if not told and not options.languages:
+            # The model keeps no language, so the client told it in an earlier message.
+            told = self.text_language
+        # Without formatting the value is that of a session that asked for none.
+        formatting = replace(self.formatting, language=told) if self.formatting.changes_finals else self.formatting
         return replace(
             self,
+            formatting=formatting,
+            text_language=told,
             language=_language(self.language, options),
             languages=_languages(self.languages or (), options),
             prompt=_prompt(self.prompt or "") if options.prompt or listed else None,
@@ -235,6 +245,17 @@ class Settings:
             REVISED: "yes" if self.finals == BETTER_FINALS else None,
         }
         return {name: value for name, value in options.items() if value}
+
+
+def text_language(language: str | None, task: str | None) -> str:
+    """The code of the language that the text will have, as far as the client tells it; else empty."""
+    if task == TRANSLATE:
+        return "en"
+    try:
+        return (language_code(language) if language else None) or ""
+    except ValueError:
+        # A model that cannot be set to a language ignores it.
+        return ""
 
 
 def _language(written: str | None, options: Options) -> str | None:

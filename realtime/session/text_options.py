@@ -38,6 +38,9 @@ class Formatting:
     # (words to find, text in their place, which may be empty)
     replace: tuple[tuple[str, str], ...] = ()
     search: tuple[str, ...] = ()
+    # Code of the language whose rules `smart` and `numerals` follow; empty: the language that the model reports for a
+    # word, or else English.
+    language: str = ""
 
     @property
     def redacts(self) -> bool:
@@ -61,6 +64,7 @@ def make_formatting(
     names: Iterable[str] = (),
     replace: Iterable[tuple[str, str]] = (),
     search: Iterable[str] = (),
+    language: str = "",
 ) -> Formatting:
     """The options after a check. Raises ValueError with a sentence that names the option and its bound."""
     kinds, listed, replaced, sought = tuple(redact), tuple(names), tuple(replace), tuple(search)
@@ -76,7 +80,7 @@ def make_formatting(
     if sum(len(text.encode(errors="surrogatepass")) for text in texts) > MAX_TERMS_BYTES:
         raise ValueError(f"'names', 'replace' and 'search' together may have at most {MAX_TERMS_BYTES} bytes")
     chosen = tuple(dict.fromkeys(kinds))
-    return Formatting(smart, numerals, profanity_filter, paragraphs, chosen, listed, replaced, sought)
+    return Formatting(smart, numerals, profanity_filter, paragraphs, chosen, listed, replaced, sought, language)
 
 
 def _check_terms(option: str, terms: Sequence[str]) -> None:

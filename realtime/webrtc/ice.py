@@ -21,8 +21,10 @@ from aioice import stun
 MAX_WAITING_DATAGRAMS = 200
 # Addresses of one client: its networks, and the ports of its NAT when these change.
 MAX_PEER_ADDRESSES = 16
-# Sources of RTP that are looked at; the library keeps a state for each of them.
+# Sources of RTP that are looked at; the library keeps a state for each of them. The one that was silent for longest
+# gives way to a new one, after this many seconds: nobody can push out a source that sends.
 MAX_RTP_SOURCES = 16
+SOURCE_SILENT_S = 5.0
 # Datagrams per second from all addresses, beyond which the process sleeps: a flood costs little CPU time. A call has 50
 # of audio and a few of data.
 MAX_DATAGRAMS_PER_S = 1000
@@ -51,7 +53,8 @@ class IceLite(asyncio.DatagramProtocol):
         self.datagrams: asyncio.Queue[bytes | None] = asyncio.Queue()
         self._peer: tuple[str, int] | None = None
         self.known: set[tuple[str, int]] = set()
-        self._sources: set[bytes] = set()
+        # When a packet of each source came last.
+        self._sources: dict[bytes, float] = {}
         self._checked_at = time.monotonic()
         self._transport: asyncio.DatagramTransport | None = None
         self._allowance, self._counted_at = float(MAX_DATAGRAMS_PER_S), time.monotonic()
@@ -126,11 +129,13 @@ class IceLite(asyncio.DatagramProtocol):
             return True
         if len(data) < 12 or 192 <= data[1] <= 223:
             return False
-        source = data[8:12]
-        if source not in self._sources:
-            if len(self._sources) >= MAX_RTP_SOURCES:
+        source, now = data[8:12], time.monotonic()
+        if source not in self._sources and len(self._sources) >= MAX_RTP_SOURCES:
+            silent = min(self._sources, key=self._sources.__getitem__)
+            if now - self._sources[silent] < SOURCE_SILENT_S:
                 return False
-            self._sources.add(source)
+            del self._sources[silent]
+        self._sources[source] = now
         return True
 
     def _take_check(self, message: stun.Message, address: tuple[str, int]) -> None:

@@ -36,7 +36,7 @@ SETTINGS = {
     "auth.secret": SIGNING_SECRET,
     "server.handshake_s": "2",
     "server.stream_hosts": "127.0.0.1",
-    "webhooks.hosts": "127.0.0.1",
+    "webhooks.hosts": "127.0.0.1:*",
     "webhooks.per_session": "true",
     "webhooks.secret": "what-webhooks-are-signed-with",
     "webhooks.timeout_s": "1",

@@ -60,6 +60,33 @@ async def test_deepgrams_finals_are_formatted_and_interims_are_not(serve: Serve)
     assert sought["query"] == "costs" and sought["hits"][0]["snippet"] == "costs"
 
 
+GERMAN = ["Es", "kostet", "acht", "Euro", "fünfzig,", "heute."]
+
+
+async def test_a_deepgram_client_chooses_the_language_of_the_rules(serve: Serve) -> None:
+    events = await heard(serve, FakeEngine(words=GERMAN), "smart_format=true&language=de-DE")
+    assert "8,50\u00a0€, heute." in final_text(events)
+    interims = [text_of(event) for event in events if event["type"] == "Results" and not event["is_final"]]
+    assert any("acht Euro" in text for text in interims) and not any("8" in text for text in interims)
+    # A language without rules is left as it is, and English rules do not touch it.
+    polish = await heard(serve, FakeEngine(words=MONEY), "smart_format=true&language=pl")
+    assert "twenty five dollars" in final_text(polish)
+    async with serve(FakeEngine(words=GERMAN)) as running:
+        answer = await post(running, wav(SPOKEN), params={"numerals": "true", "language": "de"})
+    assert "acht euro 50" in answer.json()["results"]["channels"][0]["alternatives"][0]["transcript"]
+
+
+async def test_an_openai_session_keeps_the_language_of_an_earlier_update(serve: Serve) -> None:
+    """The engine cannot be set to a language, and the client tells it once."""
+    async with serve(FakeEngine(words=GERMAN)) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session=update(language="de"))
+            await connection.session.update(session=update(format={"smart": True}))
+            await send_audio(connection, tone(3.0, 24_000) + silence(1.0, 24_000))
+            events = await events_until(connection, COMPLETED)
+    assert "8,50\u00a0€, heute." in events[-1].transcript and "acht Euro fünfzig" in events[-1].raw_transcript
+
+
 async def test_no_message_to_a_deepgram_client_has_the_digits(serve: Serve) -> None:
     events = await heard(serve, FakeEngine(words=CARD), "redact=pci&punctuate=true")
     everything = said_in(events)

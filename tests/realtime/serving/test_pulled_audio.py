@@ -7,8 +7,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import aclosing, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import aclosing, asynccontextmanager, suppress
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,7 @@ from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from tests.media_streams import (
     FFMPEG,
     RtspServer,
+    WebServer,
     encode,
     free_port,
     head_of,
@@ -146,18 +147,25 @@ async def test_broadcast_that_breaks_off_has_a_gap_by_the_clock() -> None:
     assert 1.9 < before < 2.2 and len(heard.gaps) == 1 and away_s - 0.25 <= heard.gaps[0] / 16_000 <= took
 
 
-@needs_ffmpeg
-async def test_hls_that_is_interrupted_misses_exactly_the_segments_that_are_gone(tmp_path: Path) -> None:
-    segments = hls_segments(tmp_path, 16)
+@asynccontextmanager
+async def off_air(segments: list[tuple[float, bytes]]) -> AsyncIterator[tuple[WebServer, Heard, asyncio.Task[None]]]:
+    """HLS whose first three segments were heard, and whose playlist is gone."""
     async with web_server() as web:
         serve_segments(web, segments)
         web.pages["/live.m3u8"] = playlist(segments, 0, 3)
         heard = Heard(web.url("/live.m3u8"))
         hearing = asyncio.create_task(heard.all())
         await until(lambda: heard.seconds > 5.5)
-        # Off air, and when it is back, the segments 3 and 4 have left the playlist; 5 of it were heard by nobody.
         del web.pages["/live.m3u8"]
         await until(lambda: any(heard.lines))
+        yield web, heard, hearing
+
+
+@needs_ffmpeg
+async def test_hls_that_is_interrupted_misses_exactly_the_segments_that_are_gone(tmp_path: Path) -> None:
+    segments = hls_segments(tmp_path, 16)
+    async with off_air(segments) as (web, heard, hearing):
+        # When it is back, the segments 3 and 4 have left the playlist.
         web.pages["/live.m3u8"] = playlist(segments, 5, 7)
         await until(lambda: heard.gaps)
         web.pages["/live.m3u8"] = playlist(segments, 5, 8, ended=True)
@@ -174,14 +182,7 @@ async def test_hls_that_is_interrupted_misses_exactly_the_segments_that_are_gone
 @needs_ffmpeg
 async def test_hls_that_is_back_soon_misses_nothing_and_repeats_nothing(tmp_path: Path) -> None:
     segments = hls_segments(tmp_path, 10)
-    async with web_server() as web:
-        serve_segments(web, segments)
-        web.pages["/live.m3u8"] = playlist(segments, 0, 3)
-        heard = Heard(web.url("/live.m3u8"))
-        hearing = asyncio.create_task(heard.all())
-        await until(lambda: heard.seconds > 5.5)
-        del web.pages["/live.m3u8"]
-        await until(lambda: any(heard.lines))
+    async with off_air(segments) as (web, heard, hearing):
         web.pages["/live.m3u8"] = playlist(segments, 1, 5, ended=True)
         await hearing
     assert not heard.gaps and abs(heard.seconds - 10) < 0.2

@@ -8,18 +8,19 @@ import ssl
 import subprocess
 import time
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from realtime.serving import webhook_sender
-from realtime.serving.checked_fetch import NotAllowed
-from realtime.serving.webhook_sender import WebhookSender, shown_secret, signature, signing_secret
+from realtime.serving.checked_fetch import NotAllowed, check_address, check_url
+from realtime.serving.webhook_sender import HOSTS_SETTING, WebhookSender, shown_secret, signature, signing_secret
 from tests.waiting import forever
 from tests.webhook_receiver import hang, receiver
 
-HOSTS = ("127.0.0.1",)
+HOSTS = ("127.0.0.1:*",)
 
 
 @pytest.fixture(autouse=True)
@@ -32,6 +33,39 @@ async def send(
     url: str, hosts: tuple[str, ...] = HOSTS, seconds: float = 20.0, sender: WebhookSender | None = None
 ) -> int:
     return await (sender or WebhookSender()).send(url, hosts, {"webhook-id": "msg_1"}, b"{}", seconds)
+
+
+@pytest.mark.parametrize(
+    ("url", "hosts", "is_allowed"),
+    [
+        ("https://a.example/", ("a.example",), True),
+        ("http://a.example/", ("a.example",), True),
+        ("https://a.example:443/", ("a.example",), True),
+        # The port of the other scheme, and ports of other services on the same machine.
+        ("https://a.example:80/", ("a.example",), True),
+        ("http://a.example:8080/", ("a.example",), False),
+        ("http://a.example:22/", ("*",), False),
+        ("http://a.example:8080/", ("a.example:8080",), True),
+        ("https://a.example/", ("a.example:8080",), False),
+        ("http://b.a.example:8080/", ("*.a.example:8080",), True),
+        ("http://a.example:22/", ("*:*",), True),
+        ("http://10.1.2.3:8080/", ("10.0.0.0/8",), False),
+        ("http://10.1.2.3:8080/", ("10.0.0.0/8:8080",), True),
+        ("http://[::1]:8080/", ("::1",), False),
+        ("http://[::1]/", ("::1",), True),
+        ("http://[::1]:8080/", ("[::1]:8080",), True),
+    ],
+)
+def test_a_host_is_listed_with_its_port(url: str, hosts: tuple[str, ...], is_allowed: bool) -> None:
+    with nullcontext() if is_allowed else pytest.raises(NotAllowed, match=r"is not listed in webhooks\.hosts"):
+        check_url(url, hosts, HOSTS_SETTING)
+
+
+def test_an_address_is_listed_with_or_without_its_port() -> None:
+    for listed in ("10.0.0.5", "10.0.0.5:8080", "10.0.0.0/8:*"):
+        check_address("10.0.0.5", (listed,), HOSTS_SETTING)
+    with pytest.raises(NotAllowed):
+        check_address("10.0.0.6", ("10.0.0.5:8080",), HOSTS_SETTING)
 
 
 async def test_status_is_that_of_the_answer_and_redirects_are_not_followed() -> None:
@@ -75,7 +109,7 @@ async def test_a_listed_name_with_a_private_address_is_not_reached(
         monkeypatch.setattr(webhook_sender.socket, "getaddrinfo", resolving(addresses, hook.port))
         monkeypatch.setattr(asyncio, "open_connection", lambda *given, **_: connected.append(given))
         with pytest.raises(NotAllowed, match="not public and not in webhooks.hosts"):
-            await send(f"http://hooks.example:{hook.port}/", ("hooks.example", "*"))
+            await send(f"http://hooks.example:{hook.port}/", ("hooks.example:*", "*"))
         assert not connected and hook.connections == 0
 
 
@@ -100,7 +134,7 @@ async def test_the_connection_goes_to_the_address_that_was_checked(monkeypatch: 
             return resolving(["127.0.0.1" if looked_up == 1 else "127.0.0.2"], hook.port)()
 
         monkeypatch.setattr(socket, "getaddrinfo", rebinding)
-        assert await send(f"http://hooks.example:{hook.port}/", ("hooks.example", "127.0.0.1")) == 200
+        assert await send(f"http://hooks.example:{hook.port}/", ("hooks.example:*", "127.0.0.1")) == 200
         assert looked_up == 1 and hook.heads[0]["Host"] == f"hooks.example:{hook.port}"
 
 

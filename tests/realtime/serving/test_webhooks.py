@@ -42,7 +42,7 @@ OUTCOMES = [200, 204, 500, 302, 404, 410, LOST, OSError("refused"), TimeoutError
 
 
 def hub(sender: WebhookSender | None = None, urls: Sequence[str] = (URL,), **changes: Any) -> Webhooks:
-    values = {"on_final": tuple(urls), "secret": SECRET, "hosts": ("127.0.0.1",), "per_session": True, **changes}
+    values = {"on_final": tuple(urls), "secret": SECRET, "hosts": ("127.0.0.1:*",), "per_session": True, **changes}
     config = Config(webhooks=WebhooksConfig(**values))
     return Webhooks(config, Metrics(), lambda: 1_700_000_000.0, lambda key: f"key {key}", sender)
 
@@ -255,6 +255,18 @@ async def test_a_url_that_fails_makes_room_for_another_key_when_all_places_are_t
     await until(lambda: count(of, "failures_total") == 1)
     assert other.change(URL) is None
     assert of.endpoints == 1 and count(of, "dropped_total", reason="too_many_webhooks") == 1
+    await of.close(0.0)
+
+
+async def test_one_caller_of_a_server_without_keys_cannot_take_all_places() -> None:
+    of = hub(Scripted([]), urls=[], hosts=("*",))
+    greedy = [of.of_session("address one", f"sess_{number}", 16_000) for number in range(of.settings.urls)]
+    faults = [session.change(f"http://{number}.example/") for number, session in enumerate(greedy)]
+    assert [fault is None for fault in faults] == [number < MAX_URLS_PER_KEY for number in range(len(greedy))]
+    other = of.of_session("address other", "sess_other", 16_000)
+    assert other.change("http://other.example/") is None
+    # A URL that another caller has named is counted once.
+    assert other.change("http://0.example/") is None
     await of.close(0.0)
 
 

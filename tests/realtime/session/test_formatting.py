@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import cProfile
 import pstats
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +105,24 @@ def test_another_language_is_not_changed_by_english_rules() -> None:
     assert format_final(said, timed(said, "de"), SMART).text == said
 
 
+def test_a_language_without_rules_is_left_as_it_is() -> None:
+    said = "To kosztuje twenty five złotych"
+    assert format_final(said, timed(said, "pl"), SMART).text == said
+
+
+def test_the_language_of_the_client_comes_before_that_of_the_words() -> None:
+    """A model that translates reports the spoken language, and its text is English."""
+    said = "It costs twenty five euros"
+    assert format_final(said, timed(said, "de"), replace(SMART, language="en")).text == "It costs €25"
+    german = "Es kostet fünfundzwanzig Euro"
+    assert format_final(german, timed(german), replace(SMART, language="de")).text == "Es kostet 25\u00a0€"
+
+
+def test_each_word_follows_the_rules_of_its_language() -> None:
+    words = [*timed("twenty five dogs,", "en"), *timed("vierundzwanzig Hunde", "de")]
+    assert format_words(words, SMART)[0].split() == ["25", "dogs,", "24", "Hunde"]
+
+
 def test_text_without_a_change_stays_as_the_model_wrote_it() -> None:
     final = format_final("  odd   spaces ", timed("odd spaces"), SMART)
     assert final.text == final.raw == "  odd   spaces "
@@ -170,8 +189,8 @@ def test_a_long_text_is_formatted_in_parts_with_the_same_result() -> None:
 
 def test_a_result_is_not_cut_within_a_number() -> None:
     words = timed("we have seen twenty")
-    assert settled_words(words) == 2
-    assert settled_words(timed("twenty five hundred")) == 0
+    assert settled_words(words, SMART) == 2
+    assert settled_words(timed("twenty five hundred"), SMART) == 0
     assert is_plain("dogs") and not is_plain("twenty-five")
 
 

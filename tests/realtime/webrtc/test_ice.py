@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
@@ -111,6 +112,38 @@ async def test_so_many_sources_of_rtp_are_heard(ice: IceLite, wire: Wire) -> Non
     for source in range(3):
         ice.datagram_received(b"\x80\xc8" + bytes(2) + source.to_bytes(4) + bytes(8), CLIENT)
     assert ice.datagrams.qsize() == MAX_RTP_SOURCES
+
+
+def rtp(source: int) -> bytes:
+    return b"\x80\x60" + bytes(6) + source.to_bytes(4) + b"x"
+
+
+async def test_a_silent_source_of_rtp_gives_way_and_a_live_one_does_not(
+    ice: IceLite, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = time.monotonic()
+    monkeypatch.setattr(ice_module.time, "monotonic", lambda: now)
+
+    def is_heard(source: int) -> bool:
+        before = ice.datagrams.qsize()
+        ice.datagram_received(rtp(source), CLIENT)
+        return ice.datagrams.qsize() > before
+
+    ice.datagram_received(check(ice), CLIENT)
+    # A client that changes its source again and again, as after each renegotiation, is heard each time.
+    for source in range(3 * MAX_RTP_SOURCES):
+        assert is_heard(source)
+        now += ice_module.SOURCE_SILENT_S
+    # Sources that go on sending, of a stranger too, neither push out the live one nor each other.
+    live = 1_000_000
+    assert is_heard(live)
+    for second in range(3 * int(ice_module.SOURCE_SILENT_S)):
+        now += 1.0
+        assert is_heard(live)
+        heard = [source for source in range(50 * second, 50 * second + 50) if is_heard(source)]
+        assert len(heard) < MAX_RTP_SOURCES and len(ice._sources) <= MAX_RTP_SOURCES
+        while not ice.datagrams.empty():
+            ice.datagrams.get_nowait()
 
 
 async def test_a_flood_makes_the_process_sleep(ice: IceLite, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,457 @@
+"""Inverse text normalization for German, Dutch, French, Spanish, Portuguese and Italian.
+
+`written_forms` finds the groups of words that have another written form: numbers, ordinals, decimals, percent, money,
+dates and clock times. The tables of the languages are in `number_words.py`; English has rules of its own
+(`english.py`). Every rule looks at a bounded number of words, so the time grows with the number of words.
+
+The rules are as cautious as the English ones. Zero to nine stay words unless something beside them asks for a digit.
+Articles (`ein`, `une`, `uno`) and round numbers alone (`tausend Dank`) stay words, and so do adjoining numbers that
+form no known pattern. A number with a capital letter within a sentence is a name (`die Elf`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from realtime.session.english import WrittenForm, split_marks
+from realtime.session.number_words import RULES, SPACE, Phrase, Rules, fold
+
+# Words of the longest number below a million that is read: `neuf cent quatre vingt dix sept mille ...`.
+MAX_NUMBER_WORDS = 7
+MAX_DECIMALS = 20
+MAX_DIGITS = 40
+# From this value on the digits are grouped, so that years need no rule.
+GROUPED_FROM = 10_000
+# Words for one that are articles more often; `uno` and `eins` are numbers.
+ARTICLES_ONLY = frozenset(("un", "una", "une", "um", "uma"))
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A word, or a part of a number with hyphens (`vingt-deux` has two)."""
+
+    # As it was written, without punctuation; in small letters; and without accents.
+    text: str
+    bare: str
+    folded: str
+    # Index of its word, and whether the token is the first and the last one of the word.
+    word: int
+    is_first: bool
+    is_last: bool
+    # Punctuation after the word; only the last token of a word has it.
+    mark: str
+    # The word has a capital letter and does not begin a sentence.
+    is_name: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Number:
+    """A number that was read up to the token `end` (not included)."""
+
+    value: int
+    end: int
+    text: str
+    # The token of a magnitude that stays a word (`5 Millionen`), or None.
+    long_at: int | None = None
+    is_article: bool = False
+    is_round: bool = False
+    is_decimal: bool = False
+    # Written with digits in the text already.
+    is_digits: bool = False
+
+    @property
+    def is_single(self) -> bool:
+        return self.value < 10 and not self.is_decimal and self.long_at is None
+
+
+def written_forms(words: Sequence[str], language: str, *, smart: bool) -> list[WrittenForm]:
+    """The groups of words that are written in another way, in order. Without `smart` only numbers are."""
+    rules = RULES[language]
+    return _Scanner(_tokens_of(words, rules), rules, smart).scan()
+
+
+def is_plain(text: str, language: str) -> bool:
+    """Whether this word is no part of anything that is written in another way, whatever stands beside it."""
+    rules = RULES[language]
+    bare = fold(split_marks(text.strip())[1])
+    if any(map(str.isdigit, bare)) or rules.value(bare) is not None:
+        return False
+    parts = (bare, *bare.split("-"))
+    return not any(part in rules.words or part in rules.beside for part in parts)
+
+
+def _tokens_of(words: Sequence[str], rules: Rules) -> list[Token]:
+    tokens = []
+    begins = True
+    for index, text in enumerate(words):
+        _, whole, mark = split_marks(text.strip())
+        whole = whole.replace("’", "'")
+        parts = whole.split("-")
+        if len(parts) < 2 or not all(fold(part) in rules.words for part in parts):
+            parts = [whole]
+        is_name, last = whole[:1].isupper() and not begins, len(parts) - 1
+        for place, part in enumerate(parts):
+            after = mark if place == last else ""
+            lower = part.lower()
+            tokens.append(Token(part, lower, fold(part), index, place == 0, place == last, after, is_name))
+        begins = any(sign in mark for sign in ".!?…:")
+    return tokens
+
+
+class _Scanner:
+    """Reads tokens from left to right. A rule returns the token after its match, and adds its forms; or None."""
+
+    def __init__(self, tokens: list[Token], rules: Rules, smart: bool) -> None:
+        self._tokens = tokens
+        self._rules = rules
+        self._smart = smart
+        self._forms: list[WrittenForm] = []
+
+    def scan(self) -> list[WrittenForm]:
+        at = 0
+        while at < len(self._tokens):
+            at = self._idiom(at) or self._ordinal(at) or self._read(at) or at + 1
+        return self._forms
+
+    # Helpers
+
+    def _next(self, at: int) -> str:
+        """The word at this place, if no punctuation is before it."""
+        return self._tokens[at].folded if 0 < at < len(self._tokens) and not self._tokens[at - 1].mark else ""
+
+    def _before(self, at: int) -> str:
+        return self._tokens[at - 1].folded if 0 < at <= len(self._tokens) and not self._tokens[at - 1].mark else ""
+
+    def _is_phrase(self, at: int, phrase: Phrase) -> bool:
+        return all(self._next(at + place) == word for place, word in enumerate(phrase))
+
+    def _pauses(self, end: int) -> bool:
+        return end == len(self._tokens) or bool(self._tokens[end - 1].mark)
+
+    def _add(self, start: int, end: int, text: str) -> None:
+        self._forms.append(WrittenForm(self._tokens[start].word, self._tokens[end - 1].word + 1, text))
+
+    def _is_whole(self, at: int, end: int) -> bool:
+        return self._tokens[at].is_first and self._tokens[end - 1].is_last
+
+    def _adjoins(self, end: int) -> bool:
+        """Whether another number follows directly, so that the match is a part of something unknown."""
+        word = self._next(end)
+        if not word or word in self._rules.articles:
+            return False
+        return self._rules.value(word) is not None or word in self._rules.thousands or word[:1].isdigit()
+
+    # Reading numbers
+
+    def _longest(self, at: int) -> tuple[int, int] | None:
+        """Value and end of the longest number that the table has here."""
+        rules, found, text = self._rules, None, ""
+        for end in range(at, min(at + MAX_NUMBER_WORDS, len(self._tokens))):
+            word = self._tokens[end].folded
+            if end > at and not self._next(end):
+                break
+            # In a language that writes a number as one word, `vier und zwanzig` are two numbers.
+            if word not in rules.words and (rules.joint or rules.value(word) is None):
+                break
+            text = text + rules.joint + word if text else word
+            if (value := rules.value(text)) is not None:
+                found = value, end + 1
+        return found
+
+    def _below_million(self, at: int) -> tuple[int, int] | None:
+        rules = self._rules
+        if rules.joint and self._tokens[at].folded in rules.thousands:
+            read = (1, at)
+        elif (longest := self._longest(at)) is None:
+            return None
+        else:
+            read = longest
+        value, end = read
+        thousand = self._tokens[end].folded if end == at else self._next(end)
+        if not rules.joint or thousand not in rules.thousands or not 0 < value < 1000:
+            return read if end > at else None
+        value, end = value * 1000, end + 1
+        rest_at = end + 1 if self._next(end) in rules.thousand_links else end
+        rest = self._longest(rest_at) if self._next(rest_at) else None
+        if rest is None or not 0 < rest[0] < 1000 or self._next(rest[1]) in rules.thousands:
+            return value, end
+        if self._tokens[rest_at].folded in ARTICLES_ONLY and rest[1] == rest_at + 1 and not self._pauses(rest[1]):
+            # `en dos mil un hombre murió`
+            return value, end
+        return value + rest[0], rest[1]
+
+    def _cardinal(self, at: int) -> Number | None:
+        rules = self._rules
+        read = self._below_million(at)
+        if read is None:
+            return None
+        value, end = read
+        is_one_word = end == at + 1
+        is_article = is_one_word and self._tokens[at].folded in rules.articles and self._tokens[at].bare != "één"
+        is_round = is_one_word and self._tokens[at].folded in rules.rounds
+        many = rules.millions.get(self._next(end))
+        if many is None or not value:
+            return Number(value, end, _grouped(value, rules), None, is_article, is_round)
+        rest = self._below_million(end + 1) if self._next(end + 1) else None
+        if rest is not None and rest[0] >= 1000 and self._next(rest[1]) not in rules.millions:
+            total = value * many + rest[0]
+            return Number(total, rest[1], _grouped(total, rules))
+        return Number(value * many, end + 1, _grouped(value, rules), end, is_article)
+
+    def _decimal(self, at: int) -> Number | None:
+        """`zwei Komma fünf`, `trois virgule quatorze`."""
+        rules = self._rules
+        whole = self._below_million(at)
+        if whole is None or (sign := rules.points.get(self._next(whole[1]))) is None:
+            return None
+        value, end = whole
+        if sign == "." and self._tokens[at].folded in ARTICLES_ONLY:
+            # `en un punto cinco personas`
+            return None
+        digits, end = "", end + 1
+        while self._next(end) and len(digits) < MAX_DECIMALS and (read := self._longest(end)) is not None:
+            if read[0] >= 100 or (read[0] >= 10 and digits.strip("0")):
+                break
+            digits, end = digits + str(read[0]), read[1]
+            if read[0] >= 10:
+                break
+        if not digits:
+            return None
+        text = f"{_grouped(value, rules)}{sign}{digits}"
+        if self._next(end) in rules.millions:
+            return Number(value, end + 1, text, end, is_decimal=True)
+        return Number(value, end, text, is_decimal=True)
+
+    def _digits_already(self, at: int) -> Number | None:
+        """A number that the model wrote with digits."""
+        text = self._tokens[at].bare
+        if not text.isascii() or not text[:1].isdigit() or not text.replace(".", "").replace(",", "").isdigit():
+            return None
+        is_whole = text.isdigit() and len(text) < 10
+        return Number(int(text) if is_whole else 0, at + 1, text, is_decimal=not is_whole, is_digits=True)
+
+    # Rules
+
+    def _idiom(self, at: int) -> int | None:
+        for phrase in self._rules.idioms:
+            if self._tokens[at].folded == phrase[0] and self._is_phrase(at + 1, phrase[1:]):
+                return at + len(phrase)
+        return None
+
+    def _read(self, at: int) -> int | None:
+        token = self._tokens[at]
+        if not token.is_first or token.is_name:
+            return None
+        number = self._decimal(at) or self._cardinal(at) or self._digits_already(at)
+        if number is None:
+            return None
+        if not self._is_whole(at, number.end):
+            return number.end
+        if self._smart:
+            end = self._spoken_clock(at, number) or self._clock(at, number)
+            end = end or self._percent(at, number) or self._money(at, number)
+            if end is not None:
+                return end
+        if number.is_digits:
+            return number.end
+        return self._digits(at) or self._number(at, number)
+
+    def _number(self, at: int, number: Number) -> int:
+        before, end = self._before(at), number.end
+        if number.is_article:
+            # `un dos por ciento`: the article is no part of what follows.
+            return end
+        if self._adjoins(end):
+            while self._adjoins(end):
+                end += 1
+            return end
+        if self._smart and 1 <= number.value <= 31 and self._is_before_month(end):
+            self._add(at, end, number.text)
+            return end
+        stays = number.is_round or before in self._rules.roman or self._is_vague(at, number)
+        asked = before in self._rules.headings and number.value or self._is_range(at, end)
+        if stays or (number.is_single and not asked):
+            return end
+        self._add(at, end if number.long_at is None else number.long_at, number.text)
+        return end
+
+    def _is_before_month(self, end: int) -> bool:
+        rules = self._rules
+        if rules.month_links:
+            return self._next(end) in rules.month_links and self._next(end + 1) in rules.months
+        return self._next(end) in rules.months
+
+    def _is_vague(self, at: int, number: Number) -> bool:
+        """`zwei bis dreihundert`: the first digit belongs to the hundreds too."""
+        if number.value < 100 or self._before(at) not in self._rules.ranges | self._rules.cent_links:
+            return False
+        return self._rules.numbers.get(self._before(at - 1), 10) < 10
+
+    def _is_range(self, at: int, end: int) -> bool:
+        """Whether a digit stands beside a number of two digits or more: `neun bis zwölf`."""
+        links = self._rules.ranges | self._rules.clock_before
+        if self._before(at) in links and self._before(at - 1):
+            return bool(self._forms) and self._forms[-1].last == self._tokens[at - 1].word
+        if self._next(end) not in links or not self._next(end + 1):
+            return False
+        mate = self._below_million(end + 1)
+        return mate is not None and 10 <= mate[0] < 100 and not self._adjoins(mate[1])
+
+    def _digits(self, at: int) -> int | None:
+        """Digits that are read out one by one: three or more, unless somebody counts."""
+        rules, end, digits = self._rules, at, ""
+        while len(digits) < MAX_DIGITS and (end == at or self._next(end)) and end < len(self._tokens):
+            value = rules.numbers.get(self._tokens[end].folded, 10)
+            if value >= 10:
+                break
+            digits, end = digits + str(value), end + 1
+        counts = digits in "0123456789" or digits in "9876543210"
+        # After an article one digit more is needed: `un dos tres`.
+        least = 4 if self._tokens[at].folded in rules.articles else 3
+        if len(digits) < least or counts or self._adjoins(end):
+            return None
+        if self._tokens[end - 1].folded in rules.articles and not self._pauses(end):
+            return None
+        self._add(at, end, digits)
+        return end
+
+    def _ordinal(self, at: int) -> int | None:
+        rules, token = self._rules, self._tokens[at]
+        if not token.is_first or token.is_name:
+            return None
+        if self._smart and token.folded in rules.first_of_month and self._is_before_month(at + 1):
+            self._add(at, at + 1, rules.first_of_month[token.folded])
+            return at + 1
+        if not rules.ordinal or (read := self._ordinal_number(at)) is None:
+            return None
+        value, end = read
+        is_day = self._smart and value <= 31 and self._next(end) in rules.months
+        before = rules.numbers.get(self._before(at))
+        if not self._is_whole(at, end) or (not is_day and (value < 10 or before is not None)):
+            return end
+        if not rules.ordinal_needs_noun:
+            self._add(at, end, str(value) if is_day else f"{value}{rules.ordinal}")
+            return end
+        if not self._next(end) or not self._tokens[end].is_name or not self._tokens[end].is_last:
+            return end
+        self._add(at, end + 1, f"{value}{rules.ordinal}{SPACE}{self._tokens[end].text}")
+        return end + 1
+
+    def _ordinal_number(self, at: int) -> tuple[int, int] | None:
+        rules, found, text = self._rules, None, ""
+        for end in range(at, min(at + 5, len(self._tokens))):
+            if end > at and (not rules.joint or not self._next(end)):
+                break
+            text = text + rules.joint + self._tokens[end].folded if text else self._tokens[end].folded
+            if (value := rules.ordinals.get(text)) is not None:
+                found = value, end + 1
+        return found
+
+    def _percent(self, at: int, number: Number) -> int | None:
+        for phrase in self._rules.percents:
+            if number.long_at is None and self._is_phrase(number.end, phrase):
+                end = number.end + len(phrase)
+                self._add(at, end, number.text + self._rules.percent)
+                return end
+        return None
+
+    def _money(self, at: int, number: Number) -> int | None:
+        rules = self._rules
+        sign = rules.currencies.get(self._next(number.end))
+        if self._next(number.end) in rules.cents and not number.is_article and not number.is_digits:
+            self._add(at, number.end, number.text)
+            return number.end + 1
+        if sign is None or number.long_at is not None:
+            return None
+        end = number.end + 1
+        cents = None if number.is_decimal else self._cents(end)
+        if cents is None and (number.is_article or number.is_round):
+            return end
+        amount = number.text
+        if cents is not None:
+            amount, end = f"{amount},{cents[0]:02}", cents[1]
+        elif number.is_decimal and not number.is_digits and len(amount.partition(",")[2]) == 1:
+            amount += "0"
+        first = rules.sign_first or sign == "R$"
+        self._add(at, end, f"{sign}{SPACE}{amount}" if first else f"{amount}{SPACE}{sign}")
+        return end
+
+    def _cents(self, at: int) -> tuple[int, int] | None:
+        """The cents after an amount: `und zwanzig Cent`, or `fünfzig` alone."""
+        rules = self._rules
+        is_linked = self._next(at) in rules.cent_links
+        start = at + 1 if is_linked else at
+        read = self._longest(start) if self._next(start) else None
+        if read is None or not 0 < read[0] < 100:
+            return None
+        if self._next(read[1]) in rules.cents:
+            return read[0], read[1] + 1
+        ends = self._pauses(read[1]) or self._next(read[1]) in rules.after_price
+        # `fünf Euro und zwanzig` is doubtful; Romance languages say the cents so.
+        return read if ends and read[0] >= 10 and (not is_linked or bool(rules.clock_before)) else None
+
+    def _spoken_clock(self, at: int, number: Number) -> int | None:
+        """`fünf vor zwölf`, `halb zwölf`, `las doce menos diez`: clock times that stay words."""
+        rules = self._rules
+        if number.is_decimal or number.value >= 30:
+            return None
+        if self._before(at) in rules.halves:
+            return number.end
+        if self._before(at) in rules.spoken_clock and self._before(at - 1) in rules.halves:
+            return number.end
+        if self._next(number.end) not in rules.spoken_clock:
+            return None
+        hour = self._longest(number.end + 1) if self._next(number.end + 1) else None
+        return hour[1] if hour is not None and 1 <= hour[0] <= 30 else None
+
+    def _clock(self, at: int, number: Number) -> int | None:
+        rules = self._rules
+        if number.value > 24 or number.is_decimal or number.is_digits or number.long_at is not None:
+            return None
+        if self._next(number.end) in rules.hours:
+            return self._clock_with_hours(at, number)
+        if self._before(at) not in rules.clock_before:
+            return None
+        start = number.end + 1 if self._next(number.end) in rules.clock_links else number.end
+        minutes = self._minutes(start)
+        is_strict = bool(rules.strict_hours & {self._tokens[at - 1].bare, self._tokens[max(at - 2, 0)].bare})
+        if minutes is not None and (minutes[0] >= 10 or (is_strict and self._pauses(minutes[1]))):
+            self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
+            return minutes[1]
+        if any(self._is_phrase(number.end, phrase) for phrase in rules.dayparts):
+            self._add(at, number.end, number.text)
+            return number.end
+        return None
+
+    def _clock_with_hours(self, at: int, number: Number) -> int | None:
+        """`sechs Uhr dreißig`, `um sechs Uhr`, `trois heures vingt`."""
+        rules = self._rules
+        minutes = self._minutes(number.end + 1)
+        if minutes is not None and (minutes[0] >= 10 or self._pauses(minutes[1])):
+            self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
+            return minutes[1]
+        # `drie uur` and `trois heures` may be durations.
+        if rules.strict_hours and self._before_bare(at) not in rules.strict_hours:
+            return None
+        self._add(at, number.end, number.text)
+        return number.end + 1
+
+    def _before_bare(self, at: int) -> str:
+        return self._tokens[at - 1].bare if self._before(at) else ""
+
+    def _minutes(self, at: int) -> tuple[int, int] | None:
+        rules = self._rules
+        if not self._next(at) or self._next(at) in rules.articles:
+            return None
+        read = self._longest(at)
+        if read is None or not 1 <= read[0] <= 59 or self._adjoins(read[1]) or not self._tokens[read[1] - 1].is_last:
+            return None
+        # `sechs Uhr fünfzig Prozent`: the second number belongs to the word after it.
+        after = self._next(read[1])
+        taken = after in rules.currencies or after in rules.millions or after in rules.hours or after in rules.points
+        return None if taken or any(self._is_phrase(read[1], phrase) for phrase in rules.percents) else read
+
+
+def _grouped(value: int, rules: Rules) -> str:
+    return f"{value:,}".replace(",", rules.group) if value >= GROUPED_FROM else str(value)
