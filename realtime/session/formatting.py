@@ -227,6 +227,9 @@ class _Formatter:
         told = [_language_of(word, self._formatting) for word in words]
         forms = []
         for language in dict.fromkeys(told):
+            if self._formatting.redact and language != "en":
+                # Redaction reads number words of English only: it has not hidden what would be digits now.
+                continue
             # Words that must stay as they are end a number like any other word that is none.
             readable = [
                 word.text if told[place] == language and place not in taken and not is_redacted(word) else "-"

@@ -118,6 +118,12 @@ def test_the_language_of_the_client_comes_before_that_of_the_words() -> None:
     assert format_final(german, timed(german), replace(SMART, language="de")).text == "Es kostet 25\u00a0€"
 
 
+def test_numbers_that_redaction_cannot_read_are_not_written_with_digits() -> None:
+    said = "Meine Karte ist vier eins eins eins"
+    asked = make_formatting(smart=True, redact=["card"])
+    assert format_final(said, timed(said, "de"), asked).text == said
+
+
 def test_each_word_follows_the_rules_of_its_language() -> None:
     words = [*timed("twenty five dogs,", "en"), *timed("vierundzwanzig Hunde", "de")]
     assert format_words(words, SMART)[0].split() == ["25", "dogs,", "24", "Hunde"]
