@@ -1,6 +1,6 @@
 """Whether languages are detected and a given language is used, on voice prompts of human speakers.
 
-    python -m benchmarks.languages [--lists FOLDER] [--model NAME] [--live] [--limit N] [--json FILE]
+    python -m benchmarks.languages [--lists FOLDER] [--model NAME] [--language CODE] [--live] [--limit N] [--json FILE]
 
 The prompts are Asterisk's, from Debian packages. They are fetched with apt into the cache folder and not installed;
 they are not part of this project (CC BY-SA 3.0: en, es, fr; CC BY 3.0: it, ru). Their texts are in lists named
@@ -213,6 +213,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--lists", type=Path, help="folder with the prompts' texts, core-sounds-es.txt and others")
     parser.add_argument("--model", default="whisper-tiny", help="a name that `tickertape pull` knows, or a folder")
+    parser.add_argument("--language", choices=DIGESTS, help="only this one")
     parser.add_argument("--live", action="store_true", help="at the pace of a microphone instead of as uploads")
     parser.add_argument("--limit", type=int, default=60, help="prompts of each language")
     options = parser.parse_args(arguments)
@@ -226,7 +227,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 options.model = SMALL_MODEL
                 prompts = {"en": read_manifest(sample_manifest(Path(folder)))}
             else:
-                prompts = {language: prompts_of(language, options) for language in DIGESTS}
+                languages = [options.language] if options.language else DIGESTS
+                prompts = {language: prompts_of(language, options) for language in languages}
             loop = warm_loop(options.model, AT_ONCE)
             report = {language: measure(loop, language, clips, options) for language, clips in prompts.items()}
         except (PromptsError, EngineError, RunFailed) as error:

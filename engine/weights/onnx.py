@@ -291,6 +291,7 @@ def _convolutions(graph: Graph) -> dict[str, npt.NDArray[np.float32]]:
 
 # Whisper's names: the weights of matrix products have lost theirs and are identified by the node that uses them.
 
+_NAMED = re.compile(r"([\w.]+\.(?:weight|bias))(?:_merged_\d+)?(?:_quantized)?")
 _PRODUCT = re.compile(r"/(layers\.\d+)/((?:(?:self_attn|encoder_attn)/)?\w+)/MatMul_output_0")
 
 
@@ -300,9 +301,8 @@ def whisper_tensors(encoder: bytes, decoder: bytes) -> dict[str, npt.NDArray[np.
     for side, data in (("encoder", encoder), ("decoder", decoder)):
         graph, prefix = read_graph(data), f"model.{side}."
         for name in graph.tensors:
-            plain = name.removesuffix("_quantized").split("_merged_")[0].removeprefix(prefix)
-            if plain.endswith((".weight", ".bias")):
-                tensors[prefix + plain] = _dequantised(graph, name)
+            if named := _NAMED.fullmatch(name.removeprefix(prefix)):
+                tensors[prefix + named[1]] = _dequantised(graph, name)
         for inputs, outputs in graph.nodes:
             found = _PRODUCT.search(outputs[0]) if outputs else None
             weight = next((name for name in inputs if name.endswith("_quantized") and name in graph.tensors), None)
@@ -369,6 +369,8 @@ def _dequantised(graph: Graph, name: str, rows: bool = False) -> npt.NDArray[np.
         return np.ascontiguousarray(values, np.float32)
     # The scale of a quantised bias has the bias's full name.
     stem = name if name + "_scale" in graph.tensors else name.removesuffix("_quantized")
+    if not {stem + "_scale", stem + "_zero_point"} <= graph.tensors.keys():
+        raise BadOnnxFile(f"{name} has no scale or no zero point")
     quantised = values.astype(np.float32)
     scale = graph.tensors[stem + "_scale"].astype(np.float32)
     zero = graph.tensors[stem + "_zero_point"].astype(np.float32)

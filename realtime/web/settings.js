@@ -5,6 +5,8 @@ import { TAB, TAB_AND_MICROPHONE, listMicrophones } from "./microphone.js";
 import { MOST_BYTES } from "./sounds.js";
 import { canShareSound } from "./tab-sound.js";
 
+// Languages of Whisper for which Chromium has no name.
+const UNNAMED = { ba: "Bashkir", bo: "Tibetan" };
 const $ = (id) => document.getElementById(id);
 
 export function connectSettings(preferences, sounds, onTheme) {
@@ -14,7 +16,6 @@ export function connectSettings(preferences, sounds, onTheme) {
   $("size").value = choices.size;
   $("announce").checked = choices.announce;
   $("eagerness").value = choices.eagerness;
-  $("language").value = choices.language;
   $("keywords").value = choices.keywords;
   $("speakers").checked = choices.speakers;
 
@@ -40,7 +41,7 @@ export function connectSettings(preferences, sounds, onTheme) {
   $("announce").addEventListener("change", () => preferences.set("announce", $("announce").checked));
   $("eagerness").addEventListener("change", () => preferences.set("eagerness", $("eagerness").value));
   $("device").addEventListener("change", () => preferences.set("device", $("device").value));
-  $("language").addEventListener("input", () => preferences.set("language", $("language").value));
+  $("language").addEventListener("change", () => preferences.set("language", $("language").value));
   $("speakers").addEventListener("change", () => preferences.set("speakers", $("speakers").checked));
   $("keywords").addEventListener("input", () => preferences.set("keywords", $("keywords").value));
   $("open-settings").addEventListener("click", () => {
@@ -102,10 +103,17 @@ async function showWishes(preferences) {
   await preferences.learn();
   const takes = (name) => preferences.options.includes(name);
   $("language-box").hidden = !takes("language");
-  // Where there is nothing to choose, the box says which language it is.
-  const only = preferences.onlyLanguage;
-  $("language").readOnly = Boolean(only);
-  $("language").value = only ? new Intl.DisplayNames(["en"], { type: "language" }).of(only) : preferences.choices.language;
+  showLanguages(preferences);
   $("keywords-box").hidden = !takes("keywords") && !takes("prompt");
   $("speakers-box").hidden = !takes("speakers");
+}
+
+// Those of the server's model. Where it has only one, the list says which.
+function showLanguages({ languages, language }) {
+  const names = new Intl.DisplayNames(["en"], { type: "language" });
+  const options = languages.map((code) => new Option(UNNAMED[code] ?? names.of(code), code));
+  options.sort((one, other) => one.text.localeCompare(other.text, "en"));
+  if (options.length > 1) options.unshift(new Option("as the model hears it", ""));
+  $("language").replaceChildren(...options);
+  if (language) $("language").value = language;
 }

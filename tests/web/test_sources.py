@@ -48,6 +48,7 @@ SHARED_TAB = """
   };
 """
 LANGUAGE = "document.querySelector('#language')"
+LANGUAGES = "[...document.querySelector('#language').options].map((option) => option.text)"
 SHOWN_LANGUAGE = "!document.querySelector('#language-box').hidden"
 # The engine is asked for a stream with the first sound.
 SOME_SOUND = "document.querySelector('#elapsed').textContent > '0:00'"
@@ -255,18 +256,43 @@ async def test_the_one_language_of_a_model_is_shown_and_is_no_choice(page: Page)
     engine = FakeEngine(words=WORDS)
     async with page_server(engine) as server:
         await page.open(server.url)
-        await page.until(f"{SHOWN_LANGUAGE} && !{LANGUAGE}.readOnly")
+        await page.until(f"{SHOWN_LANGUAGE} && {LANGUAGE}.value === ''")
         await choose(page, "#language", "fr")
         engine.takes(ENGLISH)
         await page.open(server.url)
-        await page.until(f"{LANGUAGE}.readOnly && {LANGUAGE}.value === 'English'")
+        await page.until(f"{SHOWN_LANGUAGE} && {LANGUAGES}.join() === 'English'")
         await page.click("#listen")
         await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
         await stop(page)
         assert "language" not in engine.opened[-1]["options"]
         engine.takes(MULTILINGUAL)
         await page.open(server.url)
-        await page.until(f"{SHOWN_LANGUAGE} && !{LANGUAGE}.readOnly && {LANGUAGE}.value === 'fr'")
+        await page.until(f"{SHOWN_LANGUAGE} && {LANGUAGE}.value === 'fr'")
+
+
+async def test_the_languages_of_the_model_are_offered_by_name(page: Page) -> None:
+    """A language that was chosen for a server with more of them is neither offered, nor sent, nor forgotten."""
+    engine = FakeEngine(words=WORDS)
+    async with page_server(engine) as server:
+        await page.open(server.url)
+        await page.until(SHOWN_LANGUAGE)
+        offered = await page.evaluate(LANGUAGES)
+        assert len(offered) == 1 + len(MULTILINGUAL.languages) == len(set(offered))
+        assert offered[0] == "as the model hears it" and {"French", "German", "Hawaiian", "Javanese"} < set(offered)
+        assert all(name[0].isupper() for name in offered[1:]), "none is shown as a code"
+        assert offered[1:] == sorted(offered[1:], key=lambda name: name.replace("ā", "a"))
+        await choose(page, "#language", "fr")
+        engine.takes(replace(MULTILINGUAL, languages=("en", "de")))
+        await page.open(server.url)
+        await page.until(f"{SHOWN_LANGUAGE} && {LANGUAGES}.join() === 'as the model hears it,English,German'")
+        assert await page.evaluate(f"{LANGUAGE}.value") == ""
+        await page.click("#listen")
+        await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
+        await stop(page)
+        assert "language" not in engine.opened[-1]["options"]
+        engine.takes(MULTILINGUAL)
+        await page.open(server.url)
+        await page.until(f"{LANGUAGE}.value === 'fr'")
 
 
 async def test_words_to_expect_go_with_a_file_too(page: Page, server: PageServer, talk: Path) -> None:

@@ -1,36 +1,14 @@
-"""ONNX files: the turn detector's matrices get their names from the biases beside them; broken files are refused."""
+"""ONNX files: matrices get their names from the nodes or biases beside them; broken files are refused."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from engine.weights.onnx import BadOnnxFile, read_graph, turn_detector_tensors
-
-
-def varint(value: int) -> bytes:
-    value &= (1 << 64) - 1
-    out = b""
-    while value >= 0x80:
-        out, value = out + bytes([value & 0x7F | 0x80]), value >> 7
-    return out + bytes([value])
-
-
-def part(number: int, content: bytes) -> bytes:
-    return varint(number << 3 | 2) + varint(len(content)) + content
-
-
-def tensor(name: str, values: np.ndarray, packed: bool = False) -> bytes:
-    kinds = {"float32": 1, "int8": 3, "int32": 6}
-    message = b"".join(varint(1 << 3) + varint(size) for size in values.shape)
-    message += varint(2 << 3) + varint(kinds[values.dtype.name]) + part(8, name.encode())
-    if packed:
-        return message + part(5, b"".join(varint(int(value)) for value in values.ravel()))
-    return message + part(9, values.tobytes())
-
-
-def node(inputs: list[str], outputs: list[str]) -> bytes:
-    return b"".join(part(1, name.encode()) for name in inputs) + b"".join(part(2, name.encode()) for name in outputs)
+from engine.models.whisper import Whisper, WhisperConfig
+from engine.weights.onnx import BadOnnxFile, read_graph, turn_detector_tensors, whisper_tensors
+from tests.onnx_files import WHISPER_CONFIG, node, part, tensor, whisper_files
 
 
 def detector_file(*, packed_zero: bool = True, with_query: bool = True) -> bytes:
@@ -93,3 +71,24 @@ def test_a_file_that_is_cut_off_is_refused() -> None:
     for length in (10, len(data) // 2, len(data) - 3):
         with pytest.raises(BadOnnxFile):
             read_graph(data[:length])
+
+
+def test_whispers_matrices_get_the_names_of_their_nodes() -> None:
+    encoder, decoder = whisper_files()
+    found = whisper_tensors(encoder.data(), decoder.data())
+    expected = encoder.weights | decoder.weights
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        assert np.array_equal(found[name], values), name
+    # Nothing is missing and nothing is left over, also for the model.
+    Whisper.load(
+        WhisperConfig.from_json(WHISPER_CONFIG),
+        {name: torch.from_numpy(np.array(values)) for name, values in found.items()},
+    )
+
+
+def test_a_whisper_file_without_a_scale_is_refused() -> None:
+    encoder, decoder = whisper_files()
+    broken = decoder.data().replace(b"embed_tokens.weight_merged_0_scale", b"embed_tokens.weight_merged_0_other")
+    with pytest.raises(BadOnnxFile, match="embed_tokens.* has no scale"):
+        whisper_tensors(encoder.data(), broken)

