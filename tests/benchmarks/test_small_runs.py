@@ -31,8 +31,6 @@ RUNS = {
     "engine_capacity": ["plan commit 512 ms", "lag p99", "largest N that holds"],
     "engine_capacity --whisper toy": ["passes per second", "tokens one by one", "largest N that holds"],
     "server_capacity": ["2 sessions, 24 kHz, appends of 50 ms", "lag p99", "gateway us per append"],
-    "kernels attention": ["us per layer", "tb per second"],
-    "kernels keywords": ["ms without keywords", "ms with keywords"],
     "accuracy": ["wer", "emission delay p50", "File is", "Live is"],
     "keywords": ["rare found", "other errors", "made up"],
     "languages": ["told right by length", "wer told"],
@@ -100,6 +98,6 @@ def test_the_package_lists_its_benchmarks() -> None:
 def test_an_engine_alone_is_measured_where_the_packages_of_the_server_are_not_installed() -> None:
     """Machines with a GPU may not have the packages of the server."""
     absent = ("zmq", "websockets", "starlette", "uvicorn", "uvloop", "av", "soxr")
-    modules = ("benchmarks.engine_capacity", "benchmarks.kernels", "tests.gpu.steps", "tests.gpu.windowed_words")
+    modules = ("benchmarks.engine_capacity", "tests.gpu.steps", "tests.gpu.windowed_words")
     script = f"import sys; sys.modules |= dict.fromkeys({absent}); import {', '.join(modules)}"
     subprocess.run([sys.executable, "-c", script], check=True)
