@@ -30,7 +30,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import wave
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -48,7 +47,7 @@ from benchmarks.measuring import RunFailed, parser_of, show, until, write_json
 from benchmarks.recordings import joined_sessions, load_audio, read_manifest, sample_speech
 from benchmarks.scoring import Word, plain_words
 from benchmarks.servers import Child, Server, add_server_options, free_port
-from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice
+from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice, write_wav
 from engine.options import DEFAULT_MODEL
 from realtime.bench.words import align
 from realtime.client.wire_client import DELTA
@@ -396,9 +395,7 @@ def recording(options: argparse.Namespace) -> Samples:
 def coded_as_aac(sound: Samples, folder: Path) -> Path:
     """The audio as both streams carry it."""
     raw, coded = folder / "recording.wav", folder / "recording.m4a"
-    with wave.open(str(raw), "wb") as file:
-        file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-        file.writeframes(pcm16(sound))
+    write_wav(raw, sound)
     subprocess.run([ffmpeg(), "-nostdin", "-v", "error", "-i", raw, "-c:a", "aac", "-b:a", "64k", coded], check=True)
     return coded
 
