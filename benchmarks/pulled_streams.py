@@ -41,14 +41,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.behind_nginx import nginx_program
 from benchmarks.clients import PacedClient, appends_of, sleep_until
 from benchmarks.measuring import RunFailed, parser_of, show, until, write_json
 from benchmarks.recordings import joined_sessions, load_audio, read_manifest, sample_speech
 from benchmarks.scoring import Word, plain_words
-from benchmarks.servers import Child, Server, add_server_options, free_port
+from benchmarks.servers import Child, Server, add_server_options, free_port, nginx_program, use_default_model
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice, write_wav
-from engine.options import DEFAULT_MODEL
 from realtime.bench.words import align
 from realtime.client.wire_client import DELTA
 
@@ -479,8 +477,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.small:
         options.null, options.minutes, options.away, options.segment = True, 0.4, 3.0, 1
-    elif not (options.null or options.voxtral or options.whisper or options.model):
-        options.model = DEFAULT_MODEL
+    use_default_model(options)
     with tempfile.TemporaryDirectory(prefix="streams-") as folder:
         figures = measure(options, Path(folder))
     show("Pulled streams whose encoders break off and whose gateways are killed", figures)
