@@ -211,7 +211,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args(arguments)
     if options.small:
-        options.null, options.viewers, options.speakers, options.seconds = True, 20, 2, 4.0
+        options.null, options.viewers, options.speakers, options.seconds = True, 20, 2, 2.5
     use_default_model(options)
     sound = pcm16(speech(options.audio) if options.audio or not options.model else sample_speech())
     sounds = [own_part(sound, number, options.seconds) for number in range(options.speakers)]

@@ -42,7 +42,7 @@ RUNS = {
     "pulled_streams": ["words that differ", "interruptions without a gap", "two calm sessions"],
     "survival engine": ["words changed by kills", "recovery s p50"],
     "survival spare": ["killed s p50", "spare private bytes"],
-    "survival spare --voxtral": ["killed s p50", "spare private bytes"],
+    "survival spare --voxtral --spares 1": ["killed s p50", "spare private bytes"],
     "survival server --nginx": ["kind worker", "words that differ 0", "lost 0", "closed with 1012 0", "turns cut"],
     "survival fleet": ["kind gateway", "kind stop-gateway-3", "went on s p50", "words that differ 0"],
 }
