@@ -41,7 +41,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.clients import PacedClient, appends_of, sleep_until
+from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, sleep_until
 from benchmarks.measuring import RunFailed, parser_of, show, until, write_json
 from benchmarks.recordings import joined_sessions, load_audio, read_manifest, sample_speech
 from benchmarks.scoring import Word, plain_words
@@ -270,12 +270,10 @@ def told(events: Sequence[dict[str, Any]]) -> list[Word]:
 # Calm sessions
 
 
-class CalmClient(PacedClient):
-    """The audio from `start` seconds on."""
-
-    def __init__(self, url: str, audio: Samples, start: float) -> None:
-        super().__init__(url, appends_of(pcm16(audio[round(start * SAMPLE_RATE) :])))
-        self._options = replace(self._options, finals="streamed")
+def calm_client(url: str, audio: Samples, start: float) -> PacedClient:
+    """Sends the audio from `start` seconds on."""
+    appends = appends_of(pcm16(audio[round(start * SAMPLE_RATE) :]))
+    return PacedClient(url, appends, options=replace(PLAIN_SESSION, finals="streamed"))
 
 
 def transcribed(coded: Path, server_url: str) -> list[Word]:
@@ -400,7 +398,7 @@ def coded_as_aac(sound: Samples, folder: Path) -> Path:
 
 async def play(
     server: Server, sources: Sequence[Source], sound: Samples, options: argparse.Namespace
-) -> tuple[list[Puller], list[CalmClient], Span]:
+) -> tuple[list[Puller], list[PacedClient], Span]:
     """Plays everything; returns when the gateways were killed and when they were ready again, too."""
     for source in sources:
         source.begin()
@@ -408,7 +406,7 @@ async def play(
     pullers: list[Puller] = [ServerStream(sources[0], server.http(PULLS, ""))]
     pullers += [Listener(source, server.http(LISTENS, "")) for source in sources[1:]]
     url = server.urls[CALM].partition("?")[0]
-    calm = [CalmClient(url, sound, start) for start in (0.0, ELSEWHERE_S)]
+    calm = [calm_client(url, sound, start) for start in (0.0, ELSEWHERE_S)]
     speaking = [asyncio.create_task(client.speak()) for client in calm]
     await until(lambda: all(puller.has_words() for puller in pullers))
     began, ends = time.monotonic(), sources[0].began + len(sound) / SAMPLE_RATE
