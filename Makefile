@@ -150,8 +150,8 @@ check: setup-dev
 
 bench: setup-dev
 	$(BIN)/python -m benchmarks.step_cost
-	$(BIN)/python -m benchmarks.gateway_cost
-	$(BIN)/python -m benchmarks.link_cost
+	$(BIN)/python -m benchmarks.host_cost
+	$(BIN)/python -m benchmarks.append_cost
 
 soak: setup-dev weights
 	$(BIN)/python -m pytest -m soak --timeout 7200

@@ -1,10 +1,11 @@
-"""What one append costs a gateway: processor time of a worker with all features on, at the pace of speech.
+"""What one append and one session cost a gateway: processor time and memory of a worker with all features on.
 
     python -m benchmarks.append_cost [--sessions 100] [--periods 100] [--profile FILE] [--json FILE]
 
 This process is one worker as `tickertape serve --workers N` starts it: sockets, sessions, handoffs, engine client. The
 engine is a process without a model (`benchmarks.engines`). The clients are another process; they ask for turn
 detection, word times, acknowledgements and resuming. The figure includes all messages from and to engine and clients.
+The memory is what the sessions add to this process before they speak.
 
 Appends come in slices of 5 ms of speech, spread evenly over the clients. The next slice is sent when 5 ms have passed
 and the last slice was read, so on a machine that is too busy the run takes longer, and the figure is the same.
@@ -28,7 +29,7 @@ import numpy as np
 import uvloop
 
 from benchmarks.engines import engine_client, null_loop
-from benchmarks.measuring import Profile, parser_of, write_json
+from benchmarks.measuring import Profile, parser_of, private_bytes, write_json
 from engine.client.engine_handles import EngineProcess
 from realtime.app import freeze_modules, listening
 from realtime.config import Config, LimitsConfig, ServerConfig
@@ -133,8 +134,8 @@ async def speak(orders: socket.socket, sessions: Sessions, case: Case, slices: l
                     await asyncio.sleep(0.0005)
 
 
-async def measure(case: Case, clients: int, periods: int, profile: Profile | None) -> float:
-    """Microseconds of processor time per append."""
+async def measure(case: Case, clients: int, periods: int, profile: Profile | None) -> tuple[float, float]:
+    """Microseconds of processor time per append, and bytes of memory per session."""
     freeze_modules()
     config = Config(server=ServerConfig(port=0, drain_s=0.0), limits=LimitsConfig(max_load=0.0, sessions_per_key=0))
     ours, theirs = socket.socketpair()
@@ -144,10 +145,12 @@ async def measure(case: Case, clients: int, periods: int, profile: Profile | Non
     ):
         sessions = running.server.gateway.sessions
         context = multiprocessing.get_context("spawn")
+        before = private_bytes(os.getpid())
         process = context.Process(target=run_clients, args=(running.port, case, clients, theirs), daemon=True)
         process.start()
         theirs.close()
         await asyncio.get_running_loop().run_in_executor(None, ours.recv, 1)
+        held = (private_bytes(os.getpid()) - before) / clients
         slices = [0] * case.slices
         await speak(ours, sessions, case, slices, min(WARM_UP_PERIODS, periods))
         began = time.process_time()
@@ -156,7 +159,7 @@ async def measure(case: Case, clients: int, periods: int, profile: Profile | Non
         took = time.process_time() - began
         ours.close()
         await asyncio.to_thread(process.join)
-    return 1e6 * took / (clients * periods)
+    return 1e6 * took / (clients * periods), held
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -167,15 +170,20 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.small:
         options.sessions, options.periods = 4, 3
-    costs = {}
+    costs, memory = {}, list[float]()
     for case in CASES:
         profile = Profile() if options.profile else None
-        cost = costs[case.name] = uvloop.run(measure(case, options.sessions, options.periods, profile))
+        cost, held = uvloop.run(measure(case, options.sessions, options.periods, profile))
+        costs[case.name] = cost
+        memory.append(held)
         print(f"{case.name} appends, {options.sessions} sessions: {cost:.0f} us of the gateway for each", flush=True)
         if profile is not None:
             profile.show(cost, "us")
             profile.write(options.profile.with_suffix(f".{case.rate}.txt"))
-    write_json(options, {"sessions": options.sessions, "periods": options.periods, "us_per_append": costs})
+    # Later sessions use the memory that the first ones have left.
+    print(f"{memory[0] / 1000:.1f} kB of the gateway's memory for each session")
+    sizes = {"sessions": options.sessions, "periods": options.periods}
+    write_json(options, sizes | {"us_per_append": costs, "bytes_per_session": memory[0]})
 
 
 if __name__ == "__main__":

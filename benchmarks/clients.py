@@ -422,17 +422,18 @@ def summary(outcomes: Sequence[dict[str, Any]], references: Sequence[str]) -> di
 
 
 def run_clients(play: Callable[..., Any], orders: Orders, pipe: Connection) -> None:
-    """Main function of a process: prepares, reports that it is ready, gets a schedule, plays, and sends its results."""
+    """Main function of a process: prepares, reports that it is ready, and plays by each schedule that it gets."""
     sound = speech(orders.recording)
     pipe.send("ready")
-    schedule = pipe.recv()
     # The cycle collector would only walk the objects of all sessions.
     gc.freeze()
-    pipe.send(asyncio.run(play(orders, sound, schedule)))
+    while True:
+        pipe.send(asyncio.run(play(orders, sound, pipe.recv())))
 
 
 class ClientProcesses:
-    """Sessions distributed over client processes, which are ready when the constructor returns."""
+    """Sessions distributed over client processes, which are ready when the constructor returns; they play as often as
+    they are told to begin. A context manager that stops them."""
 
     def __init__(self, play: Callable[..., Any], sessions: int, processes: int, **orders: Any) -> None:
         context = multiprocessing.get_context("spawn")
@@ -446,6 +447,12 @@ class ClientProcesses:
             self._pipes.append(ours)
             self._processes.append(process)
         self._receive()
+
+    def __enter__(self) -> ClientProcesses:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
 
     def begin(self, schedule: Schedule) -> None:
         for pipe in self._pipes:

@@ -40,7 +40,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from benchmarks.clients import PacedClient, appends_of, resume_at_once, summary
-from benchmarks.measuring import ROOT, percentiles, row, until
+from benchmarks.measuring import ROOT, percentiles, read_process, row, stat_of, until
 from benchmarks.recordings import sample_speech
 from benchmarks.sounds import SAMPLE_RATE, pcm16
 from realtime.client import wire_client
@@ -398,13 +398,9 @@ def raylet_of(node: int) -> list[int]:
 
 
 def found_below(node: int, wanted: Callable[[str], bool]) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError, ValueError):
-            session = int((path / "stat").read_text().rpartition(")")[2].split()[3])
-            if session == node and wanted((path / "cmdline").read_text()):
-                found.append(int(path.name))
-    return found
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    below = [pid for pid in pids if (fields := stat_of(pid)) and int(fields[3]) == node]
+    return [pid for pid in below if wanted(read_process(pid, "cmdline"))]
 
 
 async def lose_node(fleet: Fleet, status: Status) -> Mended:

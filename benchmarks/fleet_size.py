@@ -26,7 +26,6 @@ import os
 import pickle
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -43,13 +42,13 @@ import msgspec
 from benchmarks.clients import PacedClient, appends_of, looped
 from benchmarks.engines import null_loop
 from benchmarks.measuring import RunFailed, cpu_seconds, parser_of, percentiles, private_bytes, show, until, write_json
+from benchmarks.servers import free_port
 from benchmarks.sounds import pcm16, speech
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
 from engine.client.link import EngineLink
 from engine.client.pool import GatewayEntry
 from engine.messages import Command, Item, SaveHandoff
-from engine.server.main import run_engine
 from fleet.manager import Manager, ManagerState
 from fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from fleet.state import Kind, Node, Table, Unit, left_to_others
@@ -67,11 +66,6 @@ SECRET = b"the secret of a fleet of a benchmark"
 SESSIONS_PER_WORKER = 140
 # The file in which a gateway that counts writes its counts.
 COUNTS = "FLEET_SIZE_COUNTS"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 # The manager
@@ -194,6 +188,9 @@ def measure_manager(machines: int, rounds: int) -> dict[str, Any]:
 
 def _host_engines(ports: Sequence[int], ready: Connection) -> None:
     """Engines without a model, each in a thread."""
+    # Here, because it loads torch, which the other processes do without.
+    from engine.server.main import run_engine
+
     for port in ports:
         arguments = (f"tcp://127.0.0.1:{port}", lambda: null_loop(64), lambda: False)
         options = {"fleet_secret": SECRET}
@@ -234,7 +231,7 @@ def measure_links(engines: int, gateways: int, seconds: float) -> dict[str, Any]
             if not ours.poll(300):
                 raise RunFailed("engines and gateways are not linked after 300 s")
         pids = [child.pid or 0 for child in children]
-        time.sleep(2.0)
+        time.sleep(min(2.0, seconds))
         before = [cpu_seconds(pid) for pid in pids]
         memory = [private_bytes(pid) for pid in pids]
         time.sleep(seconds)
@@ -354,7 +351,7 @@ async def _speak_and_resume(
     tasks = [asyncio.create_task(client.speak()) for client in clients]
     try:
         await until(lambda: all(client.events for client in clients))
-        await asyncio.sleep(2.0)
+        await asyncio.sleep(min(2.0, seconds))
         first, began = gateways[0].count(), time.monotonic()
         await asyncio.sleep(seconds)
         counted, passed = gateways[0].count(), time.monotonic() - began
@@ -541,10 +538,9 @@ class Run:
             self.tell(f"manager, {size} machines", measure_manager(size, 3 if self.is_small else 20))
 
     def links(self) -> None:
-        sizes = self.sizes[:1] if self.is_small else [self.sizes[0], self.sizes[-1]]
-        for size in sizes:
+        for size in self.sizes[:1] if self.is_small else (self.sizes[0], self.sizes[-1]):
             self.tell(f"links, {size} engines at 1 gateway", measure_links(size, 1, self.seconds))
-        for size in sizes:
+        for size in () if self.is_small else (self.sizes[0], self.sizes[-1]):
             self.tell(f"links, 1 engine at {size} gateways", measure_links(1, size, self.seconds))
 
     def sessions(self) -> None:

@@ -30,7 +30,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-import wave
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -42,14 +41,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.behind_nginx import nginx_program
-from benchmarks.clients import PacedClient, appends_of, sleep_until
+from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, sleep_until
 from benchmarks.measuring import RunFailed, parser_of, show, until, write_json
 from benchmarks.recordings import joined_sessions, load_audio, read_manifest, sample_speech
 from benchmarks.scoring import Word, plain_words
-from benchmarks.servers import Child, Server, add_server_options, free_port
-from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice
-from engine.options import DEFAULT_MODEL
+from benchmarks.servers import Child, Server, add_server_options, free_port, nginx_program, use_default_model
+from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice, write_wav
 from realtime.bench.words import align
 from realtime.client.wire_client import DELTA
 
@@ -273,12 +270,10 @@ def told(events: Sequence[dict[str, Any]]) -> list[Word]:
 # Calm sessions
 
 
-class CalmClient(PacedClient):
-    """The audio from `start` seconds on."""
-
-    def __init__(self, url: str, audio: Samples, start: float) -> None:
-        super().__init__(url, appends_of(pcm16(audio[round(start * SAMPLE_RATE) :])))
-        self._options = replace(self._options, finals="streamed")
+def calm_client(url: str, audio: Samples, start: float) -> PacedClient:
+    """Sends the audio from `start` seconds on."""
+    appends = appends_of(pcm16(audio[round(start * SAMPLE_RATE) :]))
+    return PacedClient(url, appends, options=replace(PLAIN_SESSION, finals="streamed"))
 
 
 def transcribed(coded: Path, server_url: str) -> list[Word]:
@@ -396,16 +391,14 @@ def recording(options: argparse.Namespace) -> Samples:
 def coded_as_aac(sound: Samples, folder: Path) -> Path:
     """The audio as both streams carry it."""
     raw, coded = folder / "recording.wav", folder / "recording.m4a"
-    with wave.open(str(raw), "wb") as file:
-        file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-        file.writeframes(pcm16(sound))
+    write_wav(raw, sound)
     subprocess.run([ffmpeg(), "-nostdin", "-v", "error", "-i", raw, "-c:a", "aac", "-b:a", "64k", coded], check=True)
     return coded
 
 
 async def play(
     server: Server, sources: Sequence[Source], sound: Samples, options: argparse.Namespace
-) -> tuple[list[Puller], list[CalmClient], Span]:
+) -> tuple[list[Puller], list[PacedClient], Span]:
     """Plays everything; returns when the gateways were killed and when they were ready again, too."""
     for source in sources:
         source.begin()
@@ -413,7 +406,7 @@ async def play(
     pullers: list[Puller] = [ServerStream(sources[0], server.http(PULLS, ""))]
     pullers += [Listener(source, server.http(LISTENS, "")) for source in sources[1:]]
     url = server.urls[CALM].partition("?")[0]
-    calm = [CalmClient(url, sound, start) for start in (0.0, ELSEWHERE_S)]
+    calm = [calm_client(url, sound, start) for start in (0.0, ELSEWHERE_S)]
     speaking = [asyncio.create_task(client.speak()) for client in calm]
     await until(lambda: all(puller.has_words() for puller in pullers))
     began, ends = time.monotonic(), sources[0].began + len(sound) / SAMPLE_RATE
@@ -482,8 +475,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.small:
         options.null, options.minutes, options.away, options.segment = True, 0.4, 3.0, 1
-    elif not (options.null or options.voxtral or options.whisper or options.model):
-        options.model = DEFAULT_MODEL
+    use_default_model(options)
     with tempfile.TemporaryDirectory(prefix="streams-") as folder:
         figures = measure(options, Path(folder))
     show("Pulled streams whose encoders break off and whose gateways are killed", figures)

@@ -6,12 +6,13 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from audio.containers import read_file
 from audio.errors import AudioError
-from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16
+from benchmarks.sounds import SAMPLE_RATE, Samples, write_wav
 from engine.weights.store import pull
 from realtime.bench.clients import BadManifest, read_recordings
 from realtime.bench.clients import Recording as Clip
@@ -52,6 +53,20 @@ class Session:
         return np.concatenate(pieces), parts
 
 
+@dataclass(frozen=True)
+class SoundSession(Session):
+    """A session of samples in memory."""
+
+    samples: Samples
+
+    def load(self) -> tuple[Samples, list[Part]]:
+        return self.samples, [Part(self.clips[0], 0.0, len(self.samples) / SAMPLE_RATE)]
+
+
+def sound_session(name: str, samples: Samples) -> SoundSession:
+    return SoundSession(name, (Clip(Path(name), "", len(samples) / SAMPLE_RATE, "clips"),), 0.0, samples)
+
+
 def one_session_per_clip(clips: Sequence[Clip], pause_seconds: float) -> list[Session]:
     return [Session(f"clip-{number}", (clip,), pause_seconds) for number, clip in enumerate(clips)]
 
@@ -79,6 +94,14 @@ def read_manifest(path: Path, kind: str | None = None, limit: int | None = None)
     return chosen[:limit]
 
 
+def manifest_entries(path: Path) -> list[dict[str, Any]]:
+    """The lines of a manifest with everything that they say. Raises BadManifest."""
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise BadManifest(f"cannot read the manifest {path}: {error}") from error
+
+
 def load_audio(path: Path) -> Samples:
     try:
         return np.concatenate(list(read_file(path)))
@@ -98,11 +121,7 @@ def sample_speech(seconds: float | None = None) -> Samples:
 
 def sample_manifest(folder: Path) -> Path:
     """A manifest of the beginning of that recording, for small runs."""
-    import wave
-
-    with wave.open(str(folder / "sample.wav"), "wb") as file:
-        file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-        file.writeframes(pcm16(sample_speech(SAMPLE_SECONDS)))
+    write_wav(folder / "sample.wav", sample_speech(SAMPLE_SECONDS))
     path = folder / "manifest.jsonl"
     path.write_text(json.dumps({"path": "sample.wav", "text": SAMPLE_TEXT, "seconds": SAMPLE_SECONDS}) + "\n")
     return path

@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -108,9 +109,9 @@ def measure(server: Server, load: Load, options: argparse.Namespace, spans: list
             speech=spans,
         )
 
-    clients = clients_of(load.sessions)
-    joining = clients_of(options.join) if options.join else None
-    try:
+    with ExitStack() as stack:
+        clients = stack.enter_context(clients_of(load.sessions))
+        joining = stack.enter_context(clients_of(options.join)) if options.join else None
         begins, join_s = time.monotonic() + 0.5, load.sessions / options.joins_per_second
         counts_from = begins + join_s + (0.5 if options.small else SETTLE_S)
         schedule = Schedule(begins, join_s, counts_from, counts_from + options.seconds)
@@ -124,10 +125,6 @@ def measure(server: Server, load: Load, options: argparse.Namespace, spans: list
         after = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
         findings = clients.findings()
         joined = [] if joining is None else joining.findings()
-    finally:
-        clients.stop()
-        if joining is not None:
-            joining.stop()
     server.check()
     cores = {name: (after[name] - before.get(name, 0.0)) / options.seconds for name in after}
     result = summary(load, options.seconds, findings, cores, capacities)

@@ -1,10 +1,11 @@
-"""The whole server as processes: one engine, its gateways, and the processes that they start."""
+"""The whole server as processes: one engine, its gateways, the processes that they start, and nginx before them."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,9 +18,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import RunFailed, cpu_seconds, read_process, with_descendants
+from benchmarks.measuring import ROOT, RunFailed, cpu_seconds, read_process, with_descendants
+from engine.options import DEFAULT_MODEL
 
 READY_S = 180.0
+NGINX_EXAMPLE = ROOT / "deploy/proxies/nginx.conf"
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -36,6 +39,12 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clients", type=int, default=4, help="processes of clients")
     parser.add_argument("--joins-per-second", type=float, default=50.0)
     parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: made-up voices")
+
+
+def use_default_model(options: argparse.Namespace) -> None:
+    """Unless another model, or none, is asked for."""
+    if not (options.null or options.voxtral or options.whisper or options.model):
+        options.model = DEFAULT_MODEL
 
 
 class Child:
@@ -184,6 +193,48 @@ class Server:
             child.stop()
         self._folder.cleanup()
         signal.signal(signal.SIGTERM, self._on_term)
+
+
+def nginx_program() -> str:
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        raise RunFailed("nginx is not installed")
+    return program
+
+
+class Nginx:
+    """The machine's nginx with our example before the first gateway of a server; a context manager that stops it."""
+
+    def __init__(self, server: Server) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="nginx-")
+        folder, port = Path(self._folder.name), free_port()
+        self.url = f"ws://localhost:{port}/v1/realtime"
+        gateway = server.http(0, "").removeprefix("http://")
+        text = NGINX_EXAMPLE.read_text().replace("8080", str(port)).replace("127.0.0.1:8000", gateway)
+        (folder / "nginx.conf").write_text(text)
+        self._command = [nginx_program(), "-p", str(folder), "-c", str(folder / "nginx.conf")]
+        self._directives = f"pid {folder}/pid; error_log stderr;"
+        self._child = Child("nginx", [*self._command, "-g", f"daemon off; {self._directives}"], folder / "log")
+
+    def __enter__(self) -> Nginx:
+        deadline = time.monotonic() + READY_S
+        while True:
+            self._child.check()
+            try:
+                with urllib.request.urlopen(self.url.replace("ws", "http", 1).replace("/v1/realtime", "/ready")):
+                    return self
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    def __exit__(self, *_: object) -> None:
+        self._child.stop()
+        self._folder.cleanup()
+
+    def reload(self) -> None:
+        self._child.check()
+        subprocess.run([*self._command, "-g", self._directives, "-s", "reload"], check=True, capture_output=True)
 
 
 def free_port() -> int:

@@ -48,6 +48,12 @@ def read_wav(path: Path) -> Samples:
     return resampled((samples / np.float32(32768)).astype(np.float32), rate, SAMPLE_RATE)
 
 
+def write_wav(path: Path, samples: Samples) -> None:
+    with wave.open(str(path), "wb") as file:
+        file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
+        file.writeframes(pcm16(samples))
+
+
 def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     """Linear interpolation: a load test needs the right number of samples, not their exact shape."""
     if rate == wanted:

@@ -1,16 +1,16 @@
 """Who speaks: words with a wrong speaker, invented speakers, delay and processor time of speaker labels.
 
-    python -m benchmarks.speakers MANIFEST [--conversations N] [--alone N] [--seconds S] [--half 0|1] [--words product]
+    python -m benchmarks.speakers MANIFEST [--conversations N] [--alone N] [--seconds S] [--half 0|1]
                                   [--meeting RECORDING RTTM] [--json FILE]
 
 Conversations of two to four people are mixed from the manifest's recordings (`speaker` names the person of each line,
 benchmarks/conversations.py), and sessions of one person alone. They are labelled as a stream is: the detector's frames,
 pieces, embeddings, and decisions, each at its sample.
 
-By default words are stretches of 0.3 s of each person's speech, where the person is the loudest. --words product takes
-the words and times that the default model finds live in the same audio. --half takes one half of the people, by a hash
-of their names: settings are chosen on one half and reported on the other. --meeting adds a recording with a reference
-of who speaks when; words in overlaps are not counted there, because the reference does not say who is louder.
+Words are stretches of 0.3 s of each person's speech, where the person is the loudest. --half takes one half of the
+people, by a hash of their names: settings are chosen on one half and reported on the other. --meeting adds a recording
+with a reference of who speaks when; words in overlaps are not counted there, because the reference does not say who is
+louder.
 Exit status: 0 done, 2 the manifest, the recording or the weights cannot be used.
 """
 
@@ -18,11 +18,8 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import json
 import sys
-import tempfile
 import time
-import wave
 from bisect import bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -37,15 +34,12 @@ from numpy.typing import NDArray
 
 from benchmarks.conversations import COLUMNS_PER_SECOND, Conversation, mixed, stretches
 from benchmarks.measuring import parser_of, percentiles, show, write_json
-from benchmarks.playing import Run
-from benchmarks.recordings import BadManifest, Clip, Session, load_audio
-from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice
+from benchmarks.recordings import BadManifest, load_audio, manifest_entries
+from benchmarks.sounds import SAMPLE_RATE, Samples, voice
 from engine.errors import EngineError
 from engine.models.campplus import load_campplus, traced
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, load_silero
-from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.runner.device import compute_on_one_thread
-from engine.server.main import build_loop, warm_up
 from engine.server.speakers import CutSettings, Label, PieceCutter, SpeakerLabels, rounded
 from engine.server.speech_track import voiced_frames
 from engine.weights.store import WeightsError, pull
@@ -240,11 +234,7 @@ def score(conversation: Conversation, words: Sequence[tuple[float, float]], labe
 def read_voices(manifest: Path, half: int | None) -> Voices:
     """The recordings of each person. Raises BadManifest."""
     voices: dict[str, list[Samples]] = defaultdict(list)
-    try:
-        lines = [json.loads(line) for line in manifest.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise BadManifest(f"cannot read the manifest {manifest}: {error}") from error
-    for line in lines:
+    for line in manifest_entries(manifest):
         name = str(line.get("speaker", ""))
         # Film scenes and meetings have several people in a recording.
         if not name or line.get("kind", "clips") != "clips" or str(line.get("style", "")).startswith("dialogue"):
@@ -297,25 +287,6 @@ def conversations_of(voices: Voices, options: argparse.Namespace) -> tuple[list[
     return together, alone
 
 
-def product_words(conversations: Sequence[Conversation], model: str) -> dict[str, list[tuple[float, float]]]:
-    """Words of the model, live, by the name of the conversation."""
-    loop = build_loop(EngineConfig(model, "cpu", max_streams=1, threads=1))
-    warm_up(loop)
-    found = {}
-    with tempfile.TemporaryDirectory() as folder:
-        sessions = []
-        for conversation in conversations:
-            path = Path(folder) / f"{conversation.name}.wav"
-            with wave.open(str(path), "wb") as file:
-                file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-                file.writeframes(pcm16(conversation.samples))
-            clip = Clip(path, "", conversation.seconds, "clips")
-            sessions.append(Session(conversation.name, (clip,), 1.5))
-        for played in Run(loop, streams=1).play(live=sessions):
-            found[played.session.name] = [(word.start, word.end) for word in played.emissions.words]
-    return found
-
-
 # The command
 
 
@@ -341,17 +312,12 @@ def measure(options: argparse.Namespace) -> Figures:
     voices = synthetic_voices() if options.small else read_voices(options.manifest, options.half)
     together, alone = conversations_of(voices, options)
     meetings = [read_rttm("meeting", *options.meeting)] if options.meeting else []
-    everything = [*together, *alone, *meetings]
-    words = product_words(everything, options.model) if options.words == "product" else {}
-    figures: Figures = {"people": len(voices), "words_from": options.words}
+    figures: Figures = {"people": len(voices)}
     show("Speakers", figures)
     for title, group in (("mixed", together), ("alone", alone), ("meeting", meetings)):
         if not group:
             continue
-        scores = [
-            score(one, words[one.name] if one.name in words else one.words(), labeller.label(one.samples))
-            for one in group
-        ]
+        scores = [score(one, one.words(), labeller.label(one.samples)) for one in group]
         figures[title] = summary(scores)
         if title == "alone":
             figures[title]["invented_speakers"] = sum(one.speakers > 1 for one in scores)
@@ -374,8 +340,6 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=100.0, help="length of each")
     parser.add_argument("--seed", type=int, default=27, help="another seed mixes other conversations")
     parser.add_argument("--half", type=int, choices=(0, 1), help="only this half of the people")
-    parser.add_argument("--words", choices=("reference", "product"), default="reference", help="where words come from")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="with --words product: the model that finds them")
     parser.add_argument("--meeting", type=Path, nargs=2, metavar=("RECORDING", "RTTM"), help="a recording as it is")
     options = parser.parse_args(arguments)
     if options.small:

@@ -3,6 +3,7 @@
     python -m benchmarks.survival engine MANIFEST [--kills 20] [--sessions 2] [--seconds 120] [--model NAME]
     python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--alive 3] [--model NAME] [--voxtral]
     python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
+                                         [--nginx] [--plain 2]
     python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
 All speech comes at the pace of a microphone. `engine`: plays recordings, with a flush after each as turn detection
@@ -14,7 +15,9 @@ would also be read from disk at each start.
 
 `server`: the whole server with clients that resume, over sockets. `worker` kills a worker, `restart` replaces all of
 them (SIGUSR2); texts are compared with those of the first calm run. The time to reconnect runs from the moment a client
-notices the loss of its connection to the first event on the next one. `fleet`: see benchmarks/fleet.py.
+notices the loss of its connection to the first event on the next one. With --nginx the machine's nginx with
+deploy/proxies/nginx.conf is in front of the server, and `reload` reloads it. --plain adds clients that cannot resume
+(benchmarks/plain_clients.py). `fleet`: see benchmarks/fleet.py.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +42,7 @@ from benchmarks import fleet
 from benchmarks.clients import ClientProcesses, Schedule, play_whole, summary
 from benchmarks.engines import engine_client, null_loop
 from benchmarks.measuring import (
+    RunFailed,
     parser_of,
     percentiles,
     private_bytes,
@@ -50,7 +55,7 @@ from benchmarks.measuring import (
 )
 from benchmarks.recordings import joined_sessions, read_manifest, sample_path, sample_speech
 from benchmarks.scoring import differing_words, plain_words
-from benchmarks.servers import Server, add_server_options
+from benchmarks.servers import Nginx, Server, add_server_options, use_default_model
 from benchmarks.sounds import Samples, speech, voice
 from engine.client.engine_handles import EngineProcess
 from engine.client.stream import EngineStream
@@ -285,55 +290,68 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
 # Clients that resume: the whole server
 
 
+def reload(server: Server, nginx: Nginx | None) -> None:
+    if nginx is None:
+        raise RunFailed("`reload` needs --nginx")
+    nginx.reload()
+
+
 # Losses of a server, by kind.
-SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
-    "calm": lambda server: None,
-    "worker": lambda server: os.kill(server.workers()[0], signal.SIGKILL),
-    "restart": lambda server: os.kill(server.gateways[0].pid, signal.SIGUSR2),
+SERVER_LOSSES: dict[str, Callable[[Server, Nginx | None], None]] = {
+    "calm": lambda server, nginx: None,
+    "worker": lambda server, nginx: os.kill(server.workers()[0], signal.SIGKILL),
+    "restart": lambda server, nginx: os.kill(server.gateways[0].pid, signal.SIGUSR2),
+    "reload": reload,
 }
 
 
-def play_server(server: Server, kind: str, options: argparse.Namespace) -> list[Figures]:
-    """The outcome of each session."""
-    # With random weights no two sessions may send the same audio, which a cache would answer for the model.
-    own_parts = not options.model
-    audio, url = options.audio, server.urls[0].partition("?")[0]
-    clients = ClientProcesses(
-        play_whole,
-        options.sessions,
-        options.clients,
-        urls=[url],
-        recording=sample_path() if audio is None and options.model else audio,
-        seconds=options.seconds,
-        own_parts=own_parts,
-    )
-    try:
-        begins, join_s = time.monotonic() + 0.5, options.sessions / options.joins_per_second
-        clients.begin(Schedule(begins, join_s))
-        time.sleep(max(0.0, begins + join_s + HAPPENS_AT * options.seconds - time.monotonic()))
-        SERVER_LOSSES[kind](server)
-        found = clients.findings()
-    finally:
-        clients.stop()
+def play_server(
+    server: Server, nginx: Nginx | None, groups: Sequence[ClientProcesses], kind: str, options: argparse.Namespace
+) -> list[list[Any]]:
+    """What each client of each group has to tell."""
+    begins, join_s = time.monotonic() + 0.5, options.sessions / options.joins_per_second
+    for group in groups:
+        group.begin(Schedule(begins, join_s))
+    time.sleep(max(0.0, begins + join_s + HAPPENS_AT * options.seconds - time.monotonic()))
+    SERVER_LOSSES[kind](server, nginx)
+    found = [[outcome for process in group.findings() for outcome in process] for group in groups]
     server.check()
-    return [outcome for process in found for outcome in process]
+    return found
 
 
 def lose_in_server(options: argparse.Namespace) -> list[Figures]:
     """`survival server`."""
     if options.small:
-        options.null, options.sessions, options.seconds, options.clients = True, 2, 2.0, 1
-        options.kinds = [("calm", 1), ("worker", 1)]
-    elif not (options.null or options.voxtral or options.whisper or options.model):
-        options.model = DEFAULT_MODEL
+        options.null, options.sessions, options.seconds, options.clients, options.plain = True, 2, 2.0, 1, 1
+        options.kinds = [("calm", 1), ("worker", 1), *([("reload", 1)] if options.nginx else [])]
+    use_default_model(options)
     results: list[Figures] = []
     references: list[str] | None = None
-    with Server(options, counts_streams_only=True) as server:
+    with ExitStack() as stack:
+        flags = ["--server.trusted-proxies", "127.0.0.1"] if options.nginx else []
+        server = stack.enter_context(Server(options, counts_streams_only=True, flags=flags))
+        nginx = stack.enter_context(Nginx(server)) if options.nginx else None
+        orders = {
+            "urls": [nginx.url if nginx else server.urls[0].partition("?")[0]],
+            "recording": sample_path() if options.audio is None and options.model else options.audio,
+            "seconds": options.seconds,
+            # With random weights no two sessions may send the same audio, which a cache would answer for the model.
+            "own_parts": not options.model,
+        }
+        groups = [stack.enter_context(ClientProcesses(play_whole, options.sessions, options.clients, **orders))]
+        if options.plain:
+            # Here, because others do without the openai package.
+            from benchmarks.plain_clients import plain_summary, play_plain
+
+            groups.append(stack.enter_context(ClientProcesses(play_plain, options.plain, 1, **orders)))
         for kind in [kind for kind, times in options.kinds for _ in range(times)]:
-            outcomes = play_server(server, kind, options)
+            outcomes, *plain = play_server(server, nginx, groups, kind, options)
             references = references or [outcome["text"] for outcome in outcomes]
             results.append({"kind": kind, **summary(outcomes, references)})
             print(row(results[-1]), flush=True)
+            if plain:
+                results[-1]["plain"] = plain_summary(plain[0])
+                print(f"  clients that cannot resume: {row(results[-1]['plain'])}", flush=True)
     return results
 
 
@@ -384,6 +402,8 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--kinds", type=kinds_of(list(SERVER_LOSSES)), default="calm:2,worker:1,restart:1")
     one.add_argument("--sessions", type=int, default=8)
     one.add_argument("--seconds", type=float, default=30.0, help="duration of each session")
+    one.add_argument("--nginx", action="store_true", help="nginx in front of the server")
+    one.add_argument("--plain", type=int, default=0, help="clients that cannot resume, beside the others")
     add_server_options(one)
     one.set_defaults(run=lose_in_server, workers=2)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))

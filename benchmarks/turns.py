@@ -1,6 +1,6 @@
 """Ends of turns: wrong cuts and delays of four rules at the pauses of recordings with known words.
 
-    python -m benchmarks.turns MANIFEST [--model NAME] [--heard FILE] [--no-synthetic] [--fit] [--json FILE]
+    python -m benchmarks.turns MANIFEST [--model NAME] [--heard FILE] [--fit] [--json FILE]
 
 Every pause of at least 250 ms is labelled by the reference: inside a sentence, or at its end. A rule that ends the turn
 inside a sentence before the speaker goes on has cut it wrongly. At the end of a sentence the silence is continued (with
@@ -9,16 +9,13 @@ of the engine, when they came, played at the pace of a microphone with a flush 2
 
 A reference without punctuation is left out, unless its style (`...-nonnative`, `...-spelled`) says that it is one
 sentence. Half of the speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half.
-`espeak-ng`, if installed, adds hard cases: digits, lists, hesitations, questions. --heard keeps what the engine said,
-for a second run. --fit prints the weights of the score, fitted on the first half.
+--heard keeps what the engine said, for a second run. --fit prints the weights of the score, fitted on the first half.
 Exit status: 0 done, 1 the engine failed, 2 the manifest or a model cannot be used.
 """
 
 from __future__ import annotations
 
 import json
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +31,7 @@ import torch
 from benchmarks.accuracy import complain, warm_loop
 from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
 from benchmarks.playing import Played, Run
-from benchmarks.recordings import BadManifest, Clip, Part, Session, load_audio, sample_manifest
+from benchmarks.recordings import BadManifest, load_audio, manifest_entries, sample_manifest, sound_session
 from benchmarks.sounds import SAMPLE_RATE, Samples
 from engine import end_of_turn
 from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, MOST_QUESTIONS, Ask, Eagerness, End, Judge, Words, tell
@@ -130,12 +127,8 @@ def _repeated(sound: Samples, samples: int) -> Samples:
 
 def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
     """The recordings of a manifest whose sentences are known; all, if each is one sentence. Raises BadManifest."""
-    try:
-        entries = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
-        raise BadManifest(f"cannot read the manifest {path}: {error}") from error
     found = []
-    for entry in entries:
+    for entry in manifest_entries(path):
         text = str(entry.get("text", ""))
         marks = any(mark in text for mark in SENTENCE_MARKS)
         if entry.get("kind", "clips") != "clips" or not text:
@@ -149,54 +142,7 @@ def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
     return found
 
 
-# Each case is spoken with pauses at the bars, which are no ends.
-_SPOKEN = {
-    "digits": [
-        "four one five | five five five | zero one nine two",
-        "my number is | nine eight two | seven seven four",
-    ],
-    "list": ["I need apples, | bananas, | and a loaf of bread", "we have red, | green, | and blue"],
-    "hesitation": ["I was thinking that um | maybe we could go on Friday", "so the | the thing is | it does not work"],
-    "question": ["could you tell me | when the next train leaves?", "is it | still open on Sunday?"],
-}
-_VOICES = ("en-us", "en-gb", "en-us+f3", "en-gb+m3")
-_PAUSES_S = (0.4, 0.7, 1.1)
-
-
-def synthetic_sources() -> list[Source]:
-    """Hard cases from espeak-ng; none if it is not installed."""
-    if shutil.which("espeak-ng") is None:
-        return []
-    found = []
-    with tempfile.TemporaryDirectory() as folder:
-        for kind, texts in _SPOKEN.items():
-            for number, text in enumerate(texts):
-                for voice in _VOICES:
-                    parts: list[Samples] = []
-                    for place, piece in enumerate(text.split("|")):
-                        file = Path(folder) / "piece.wav"
-                        command = ["espeak-ng", "-v", voice, "-s", "150", "-w", str(file), piece.strip()]
-                        subprocess.run(command, check=True, capture_output=True)
-                        pause = round(_PAUSES_S[(place + number) % len(_PAUSES_S)] * SAMPLE_RATE)
-                        parts += [load_audio(file), np.zeros(pause, np.float32)]
-                    name = f"espeak-{kind}-{number}-{voice}"
-                    audio = np.concatenate(parts[:-1])
-                    noise = np.random.default_rng(0).standard_normal(len(audio)).astype(np.float32)
-                    reference = text.replace("|", "")
-                    found.append(Source(name, f"espeak-{voice}", audio + 3e-4 * noise, reference, False, "synthetic"))
-    return found
-
-
 # What the engine hears
-
-
-@dataclass(frozen=True, slots=True)
-class _Sounds(Session):
-    audio: Samples | None = None
-
-    def load(self) -> tuple[Samples, list[Part]]:
-        assert self.audio is not None
-        return self.audio, [Part(Clip(Path(self.name), "", 1.0, "clips"), 0.0, len(self.audio) / SAMPLE_RATE)]
 
 
 def with_tail(source: Source) -> Samples:
@@ -216,7 +162,7 @@ def listen(sources: Sequence[Source], model: str, kept: Path | None) -> dict[str
     for source in missing:
         played: list[Played] = []
         run = Run(loop, streams=1, turns=rule)
-        run.play([_Sounds(source.name, (), 0.0, with_tail(source))], progress=played.append)
+        run.play([sound_session(source.name, with_tail(source))], progress=played.append)
         said = played[0].emissions
         words = [(word.text, word.start, word.end) for word in said.words]
         moments = [(end, moment) for end, moment in said.moments()]
@@ -427,14 +373,18 @@ def families() -> list[RuleFamily]:
     ]
 
 
+def wrong_cuts(rule: Rule, cases: Sequence[PauseCase]) -> tuple[int, int]:
+    """How many pauses inside sentences the rule takes for ends, and how many there are."""
+    inside = [(case, case.silence) for case in cases if case.silence is not None]
+    return sum(rule(case) < silence for case, silence in inside), len(inside)
+
+
 def wrong_share(rule: Rule, cases: Sequence[PauseCase]) -> float:
-    inside = [case for case in cases if case.silence is not None]
-    return sum(rule(case) < (case.silence or 0.0) for case in inside) / max(len(inside), 1)
+    wrong, inside = wrong_cuts(rule, cases)
+    return wrong / max(inside, 1)
 
 
 def figures_of(rule: Rule, cases: Sequence[PauseCase], question_s: float, speech_s: float) -> Figures:
-    inside = [case for case in cases if case.silence is not None]
-    cuts = sum(rule(case) < (case.silence or 0.0) for case in inside)
     delays, after_fall, questions = [], [], 0
     for case in cases:
         end = rule(case)
@@ -448,10 +398,10 @@ def figures_of(rule: Rule, cases: Sequence[PauseCase], question_s: float, speech
             after_fall.append(end + question_s * at_question)
             delays.append(after_fall[-1] + case.fell - case.last_word)
     return {
-        "wrong_cuts": cuts / max(len(inside), 1),
+        "wrong_cuts": wrong_share(rule, cases),
         **percentiles("end_after_word_s", delays, 50, 95),
         **percentiles("end_after_speech_fell_s", after_fall, 50, 95),
-        "false_interruptions_per_minute": cuts / max(speech_s / 60, 1e-9),
+        "false_interruptions_per_minute": wrong_cuts(rule, cases)[0] / max(speech_s / 60, 1e-9),
         "cpu_ms_per_pause": questions * question_s * 1000 / max(len(cases), 1),
     }
 
@@ -482,18 +432,11 @@ def compare(cases: Sequence[PauseCase], question_s: float) -> Figures:
                 **figures_of(rule, second, cost, sum(spoken.values())),
             }
         found[family.name] = figures
-    groups = sorted({case.source.group for case in cases})
-    fused = families()[-1].chosen
     found["fused_wrong_cuts_by_group"] = {
-        group: f"{sum(rule_cut(fused, case) for case in inside)} of {len(inside)}"
-        for group in groups
-        if (inside := [case for case in second if case.source.group == group and case.silence is not None])
+        group: wrong_cuts(families()[-1].chosen, [case for case in second if case.source.group == group])
+        for group in sorted({case.source.group for case in second})
     }
     return found
-
-
-def rule_cut(rule: Rule, case: PauseCase) -> bool:
-    return case.silence is not None and rule(case) < case.silence
 
 
 # The weights of the score
@@ -539,7 +482,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text, speaker, style")
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the model whose words are read")
     parser.add_argument("--heard", type=Path, help="file with what the engine said; missing recordings are added")
-    parser.add_argument("--no-synthetic", action="store_true", help="without the cases from espeak-ng")
     parser.add_argument("--fit", action="store_true", help="print the weights of the score")
     options = parser.parse_args(arguments)
     if options.manifest is None and not options.small:
@@ -549,8 +491,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             path = sample_manifest(Path(folder)) if options.manifest is None else options.manifest
             sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
-            if not options.no_synthetic and not options.small:
-                sources += synthetic_sources()
             if not sources:
                 raise BadManifest(f"{path} has no recording whose sentences are known")
             detector = load_turn_detector(pull(TURN_DETECTOR))

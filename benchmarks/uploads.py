@@ -13,8 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict, deque
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,25 +21,11 @@ import numpy as np
 from benchmarks.accuracy import SMALL_MODEL
 from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
 from benchmarks.playing import Played, Run
-from benchmarks.recordings import Clip, Part, Session, sample_speech
+from benchmarks.recordings import Session, sample_speech, sound_session
 from benchmarks.sounds import SAMPLE_RATE, Samples
 from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.server.loop import EngineLoop
 from engine.server.main import build_loop, calm_collector, warm_up
-
-
-@dataclass(frozen=True)
-class Sound(Session):
-    """A session of samples in memory."""
-
-    samples: Samples = field(default_factory=lambda: np.zeros(0, np.float32))
-
-    def load(self) -> tuple[Samples, list[Part]]:
-        return self.samples, [Part(self.clips[0], 0.0, len(self.samples) / SAMPLE_RATE)]
-
-
-def sound(name: str, samples: Samples) -> Sound:
-    return Sound(name, (Clip(Path(name), "", len(samples) / SAMPLE_RATE, "clips"),), 0.0, samples)
 
 
 class EndlessUploads:
@@ -50,7 +35,7 @@ class EndlessUploads:
         # Each starts at another place of the recording, so that no two have the same window at the same time.
         starts = range(0, len(audio), max(1, len(audio) // clients))[:clients]
         self.waiting: deque[Session] = deque(
-            sound(f"upload-{number}-0", np.roll(audio, -start)) for number, start in enumerate(starts)
+            sound_session(f"upload-{number}-0", np.roll(audio, -start)) for number, start in enumerate(starts)
         )
         # By client, the text of each finished file.
         self.texts: dict[str, list[str]] = defaultdict(list)
@@ -106,7 +91,7 @@ def main(arguments: list[str] | None = None) -> None:
     loop = build_loop(EngineConfig(model=options.model, threads=options.threads), time.process_time_ns)
     warm_up(loop)
     calm_collector()
-    live: list[Session] = [sound("live", np.concatenate([audio, np.zeros(SAMPLE_RATE, np.float32)]))]
+    live: list[Session] = [sound_session("live", np.concatenate([audio, np.zeros(SAMPLE_RATE, np.float32)]))]
     beside_live, by_themselves = (EndlessUploads(audio, options.uploads) for _ in range(2))
     (alone,), _ = play(loop, live, EndlessUploads(audio, 1), 0)
     (together,), rate_beside = play(loop, live, beside_live, options.uploads)

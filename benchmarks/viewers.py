@@ -28,9 +28,8 @@ import numpy as np
 from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, own_part
 from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
 from benchmarks.recordings import sample_speech
-from benchmarks.servers import Server, add_server_options
+from benchmarks.servers import Server, add_server_options, use_default_model
 from benchmarks.sounds import pcm16, speech
-from engine.options import DEFAULT_MODEL
 from realtime.http.descriptors import raise_limit
 
 NAME = "benchmark"
@@ -212,9 +211,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--seconds", type=float, default=60.0)
     options = parser.parse_args(arguments)
     if options.small:
-        options.null, options.viewers, options.speakers, options.seconds = True, 20, 2, 4.0
-    elif not (options.null or options.voxtral or options.whisper):
-        options.model = options.model or DEFAULT_MODEL
+        options.null, options.viewers, options.speakers, options.seconds = True, 20, 2, 2.5
+    use_default_model(options)
     sound = pcm16(speech(options.audio) if options.audio or not options.model else sample_speech())
     sounds = [own_part(sound, number, options.seconds) for number in range(options.speakers)]
     with Server(options, counts_streams_only=True) as server:

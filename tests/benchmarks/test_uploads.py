@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 
 from benchmarks.measuring import RunFailed
-from benchmarks.uploads import EndlessUploads, play, same_texts, sound
+from benchmarks.recordings import sound_session
+from benchmarks.uploads import EndlessUploads, play, same_texts
 from tests.benchmarks.test_playing import make_loop
 
 AUDIO = np.random.default_rng(0).standard_normal(4 * 16_000).astype(np.float32)
@@ -15,7 +16,7 @@ AUDIO = np.random.default_rng(0).standard_normal(4 * 16_000).astype(np.float32)
 def test_uploads_are_sent_again_and_again_for_as_long_as_the_live_session_speaks() -> None:
     uploads = EndlessUploads(AUDIO, 2)
     assert [session.name for session in uploads.waiting] == ["upload-0-0", "upload-1-0"]
-    (live,), rate = play(make_loop(), [sound("live", AUDIO[:16_000])], uploads, 2)
+    (live,), rate = play(make_loop(), [sound_session("live", AUDIO[:16_000])], uploads, 2)
     assert live.session.name == "live" and live.closed_at is not None
     assert rate > 0
     # A word at positions 2, 7, 12 ... 47 of 50.

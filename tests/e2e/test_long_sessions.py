@@ -61,7 +61,7 @@ async def test_session_of_an_hour_keeps_its_times_and_nothing_else(serve: Serve)
 
 
 async def test_hundred_streams_at_the_pace_of_speech_make_no_blocking_call(serve: Serve) -> None:
-    """The blockbuster fixture fails blocking calls; how long callbacks take is in benchmarks/gateway_cost.py."""
+    """The blockbuster fixture fails blocking calls."""
     engine = FakeEngine(slots=200)
 
     async def one(url: str, number: int) -> str:

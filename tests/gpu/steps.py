@@ -1,9 +1,8 @@
 """Steps of a Voxtral Realtime in several ways, to be compared: recorded or eager, by kernels or by the reference,
-overlapping or one by one; speech detection on a device against that on the CPU, and so the choice of a token."""
+overlapping or one by one; and speech detection on a device against that on the CPU."""
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -11,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import KeywordChoice
 from benchmarks.random_weights import random_tensors, random_voxtral
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.planner import Limits
@@ -22,7 +20,6 @@ from engine.models.operands import Span
 from engine.models.silero import load_silero
 from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD, VoxtralRealtime, voxtral_mini_4b
 from engine.runner.base import SynchronousRunner, never
-from engine.runner.bias import AT_WORD
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.load import frames_limits
@@ -273,27 +270,3 @@ def detection_error(device: str, streams: int = 40, rounds: int = 60) -> float:
             assert (found.stream, found.sample) == (right.stream, right.sample)
             worst = max(worst, float(np.abs(np.subtract(found.probabilities, right.probabilities)).max()))
     return worst
-
-
-def compare_choices(choice: KeywordChoice, steps: int = 12) -> int:
-    """The choice on the device, step after step, against that of the trees on the host, for every eighth row. Returns
-    how many of them keywords changed."""
-    rows, trees, marker = len(choice.tokens), choice.trees, 1
-    states, changed, draw = [AT_WORD] * rows, 0, random.Random(2)
-    for _ in range(steps):
-        choice.logits.copy_(2.0 * torch.randn(choice.logits.shape, device=choice.logits.device))
-        # The marker of a word is likeliest, and the beginning of a keyword a little less.
-        begins = [draw.choice(list(trees[row % len(trees)].entries)) for row in range(rows)]
-        choice.logits[range(rows), begins] = 30.0
-        choice.logits[:, marker] = 30.25
-        choice.choose()
-        values, tokens = choice.logits.float().cpu().numpy(), choice.tokens.tolist()
-        for row in range(0, rows, 8):
-            best = int(values[row].argmax())
-            expected = trees[row % len(trees)].choose(states[row], values[row], best)
-            # Two tokens may tie in bf16.
-            assert expected == tokens[row] or values[row][expected] == values[row][tokens[row]]
-            changed += expected != best
-        states = [trees[row % len(trees)].after(states[row], token) for row, token in enumerate(tokens)]
-    assert choice.tables._states[:rows].tolist() == states
-    return changed

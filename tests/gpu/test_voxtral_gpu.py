@@ -11,13 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.kernels import KeywordChoice, attention_inputs, stacks
 from engine.models.attention import attend_reference
 from engine.models.layers import add_norm_reference, inverse_frequencies, rotary_angles, swiglu_reference
 from engine.models.operands import KvPages, RowScale
 from tests.engine.runner.frames.test_parking import RESIDENT, STREAMS, tokens_of
+from tests.gpu.attention_inputs import attention_inputs, stacks
 from tests.gpu.steps import (
-    compare_choices,
     compare_overlap,
     compare_paths,
     detection_error,
@@ -114,11 +113,6 @@ def test_speech_is_detected_on_the_device_as_on_the_cpu() -> None:
     error = detection_error("cuda")
     print(f"speech probabilities, device against CPU: worst difference {error:.1e}")
     assert error < 1e-4
-
-
-@torch.inference_mode()
-def test_keywords_change_a_recorded_choice_as_the_host_would() -> None:
-    assert compare_choices(KeywordChoice(512, [100, 100, 500], "cuda")) > 100
 
 
 def test_angles_on_the_device_are_exact_at_position_50_000_000() -> None:
