@@ -33,6 +33,8 @@ from engine.options import DEFAULT_MODEL
 from realtime.client.wire_client import DELTA, CannotConnect, SessionOptions, WireSession, open_session
 
 SPEECH_SECONDS = 10.0
+# Before the first word of the recording; the client speaks as soon as its socket opens.
+SILENCE_SECONDS = 1.1
 APPEND_SECONDS = 0.05
 RETRY_S = 0.05
 
@@ -190,7 +192,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.runs, options.model = 1, SMALL_MODEL
     trees = {"here": ROOT} | ({"there": options.against.resolve()} if options.against else {})
     runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
-    speech = pcm16(sample_speech(SPEECH_SECONDS))
+    speech = pcm16(sample_speech(SILENCE_SECONDS + SPEECH_SECONDS)[round(SILENCE_SECONDS * SAMPLE_RATE) :])
     with tempfile.TemporaryDirectory(prefix="start-") as made:
         folder = Path(made)
         with wave.open(str(folder / "speech.wav"), "wb") as file:

@@ -331,7 +331,8 @@ class Int8Linear(nn.Module):
         self.range = weight.abs().amax(dim=1).clamp(min=1e-12)
         self.bias = None if bias is None else bias.detach().float()
         quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
-        self._add_reader(0, quantised)
+        # By the number of the reader.
+        self._weights: dict[int, torch.ScriptObject] = {0: torch.ops.quantized.linear_prepack(quantised, None)}
         self._in_pieces = torch.backends.quantized.engine == "onednn"
         self._whole_range = torch.zeros(PIECE_ROWS if self._in_pieces else 1, weight.shape[1])
         self._whole_range[:, :2] = torch.tensor([-1.0, 1.0])
@@ -360,17 +361,16 @@ class Int8Linear(nn.Module):
 
     def copy_for_reader(self, number: int) -> None:
         """Allow the thread with this number to compute at the same time as others."""
-        if not hasattr(self, f"_weights_{number}"):
+        if number not in self._weights:
             quantised, _ = torch.ops.quantized.linear_unpack(self._own_weights())
-            self._add_reader(number, quantised)
+            self._weights[number] = torch.ops.quantized.linear_prepack(quantised, None)
 
-    def _add_reader(self, number: int, quantised: Tensor) -> None:
-        # Attributes, not a list, so that they can be traced.
-        setattr(self, f"_weights_{number}", torch.ops.quantized.linear_prepack(quantised, None))
+    def weights_of(self, number: int) -> torch.ScriptObject:
+        """The weights of the reader with this number."""
+        return self._weights[number]
 
     def _own_weights(self) -> torch.ScriptObject:
-        weights: torch.ScriptObject = getattr(self, f"_weights_{reader.number}")
-        return weights
+        return self._weights[reader.number]
 
 
 # Steps from zero to the largest weight: of a signed byte, and the safe number where pairs of products saturate.
