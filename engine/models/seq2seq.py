@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from engine.options import Options
 
@@ -249,6 +250,24 @@ class SpeechModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+class WithoutInitialValues(TorchFunctionMode):
+    """Layers that are built within it have no random weights, which take time to draw. For models whose weights are
+    then loaded."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return None if func in _DRAWS else func(*args, **(kwargs or {}))
+
+
+_DRAWS = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
+
+
+def copy_weights(model: nn.Module) -> None:
+    """Copy the weights into memory of the process. Loaded weights are a mapped file, and a file that somebody shortens
+    would end the process."""
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+
+
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention with its weights: [batch, heads, count, dim] and [batch, heads, count, keys].
 
@@ -329,7 +348,7 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = weight.detach().float()
         self.range = weight.abs().amax(dim=1).clamp(min=1e-12)
-        self.bias = None if bias is None else bias.detach().float()
+        self.bias = None if bias is None else bias.detach().float().clone()
         quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
         # By the number of the reader.
         self._weights: dict[int, torch.ScriptObject] = {0: torch.ops.quantized.linear_prepack(quantised, None)}
