@@ -31,7 +31,7 @@ from benchmarks.recordings import sample_speech
 from benchmarks.servers import Server, add_server_options
 from benchmarks.sounds import pcm16, speech
 from engine.options import DEFAULT_MODEL
-from realtime.http.descriptors import raise_limit
+from realtime.listeners import raise_limit
 
 NAME = "benchmark"
 DELTA = "conversation.item.input_audio_transcription.delta"

@@ -23,10 +23,10 @@ from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EnginePr
 from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
-from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
+from realtime.http.descriptors import Descriptors, sparing_http
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
-from realtime.listeners import listening_sockets
+from realtime.listeners import listening_sockets, raise_limit
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import PROCESS_SUMS, Metrics, build_collector, name_collector, process_collector
 from realtime.serving.engine_api import EngineApi

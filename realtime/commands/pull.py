@@ -92,6 +92,13 @@ def fetch_turn_detector(*, fresh: bool = False) -> None:
         note(f"semantic turn detection will use text and silence alone: {error}")
 
 
+def is_here(name: str) -> bool:
+    """Whether the model is in the cache or is a path, so that nothing has to be downloaded."""
+    from engine.weights.store import cache_folder
+
+    return bool(name) and (os.path.exists(cache_folder() / name) or os.path.exists(name))
+
+
 def fetch_for_serving(name: str) -> None:
     """Fetch what a server needs for a model. The turn detector comes with the first download of the default model."""
     from engine.weights.store import cache_folder
