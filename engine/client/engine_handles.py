@@ -280,6 +280,7 @@ class EngineThread:
         self._thread.start()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        import engine.server.preloaded  # noqa: F401
         from engine.server.main import run_engine
 
         try:

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 
 # Modules that the fork server imports; they must not touch an accelerator when they are imported.
-SERVER_MODULES = ("engine.client.engine_handles", "engine.server.main")
+SERVER_MODULES = ("engine.server.preloaded", "engine.client.engine_handles")
 MODEL_MODULES = ("engine.runner.load",)
 
 
