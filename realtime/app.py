@@ -399,10 +399,15 @@ async def _start(client: EngineClient) -> None:
 
 
 @asynccontextmanager
-async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 0) -> AsyncIterator[EngineClient]:
-    """An engine in a thread of this process, for commands that need no server."""
+async def engine_in_thread(
+    model: str, device: str = "auto", max_streams: int = 0, live: bool = True
+) -> AsyncIterator[EngineClient]:
+    """An engine in a thread of this process, for commands that need no server. Without `live`, it is for files alone,
+    and starts sooner: it is not warmed up, reads with one thread, and has no turn detector."""
     config = EngineConfig(model=model, device=device, max_streams=max_streams)
-    client = EngineClient([EngineThread(config)])
+    if not live:
+        config = replace(config, threads=1, turn_detector=False)
+    client = EngineClient([EngineThread(config, warm=live)])
     await client.start()
     try:
         yield client

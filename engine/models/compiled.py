@@ -59,6 +59,8 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
     # Constants of a trace must not need a gradient.
     model.requires_grad_(False)
     layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
+    # The other executor prepares a pass twice: before the first call, and again with what it has seen in it.
+    torch._C._jit_set_profiling_executor(False)
     traced = _trace(model, layers)
     passes = [_with_weights(traced, _weights_of(layers, number)) for number in range(readers)]
 
