@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from copy import copy
 
 import torch
@@ -54,14 +55,18 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
 
     The pass is traced once. The readers share its code, and each has its own 8-bit weights.
     """
-    for number in range(readers):
-        allow_reader(model, number)
+    # Copies of weights are made on another core while the pass is traced with the weights of the first reader.
+    copies = ThreadPoolExecutor(1, "copy weights")
+    copying = [copies.submit(allow_reader, model, number) for number in range(1, readers)]
     # Constants of a trace must not need a gradient.
     model.requires_grad_(False)
     layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
     # The other executor prepares a pass twice: before the first call, and again with what it has seen in it.
     torch._C._jit_set_profiling_executor(False)
     traced = _trace(model, layers)
+    for done in copying:
+        done.result()
+    copies.shutdown()
     passes = [_with_weights(traced, _weights_of(layers, number)) for number in range(readers)]
 
     def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:

@@ -18,7 +18,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from engine.client.fork_server import start_fork_server
 from engine.logs import set_up_logging
 from realtime.commands.pull import fetch_for_serving, is_here, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, announce, note, read_config, whole
@@ -246,6 +245,8 @@ def run(options: argparse.Namespace) -> int:
         # The engine inherits the limit.
         raise_limit()
         if is_here(name):
+            from engine.client.fork_server import start_fork_server
+
             # It imports for seconds, while this process checks the model and imports its own modules.
             start_fork_server()
         fetch_for_serving(name)
