@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import gc
 import sys
+from pathlib import Path
 from types import ModuleType
 
-# Descriptions of operators for compilers of torch, which an engine does not use: a third of torch's imports.
+# Descriptions of operators for compilers of torch, which an engine on a CPU does not use: a third of torch's imports.
 _NOT_NEEDED = "torch._meta_registrations"
 
 if "torch" not in sys.modules:
-    sys.modules[_NOT_NEEDED] = ModuleType(_NOT_NEEDED)
+    # With a GPU the whole of torch is imported: libraries for it may compile.
+    if not Path("/dev/nvidiactl").exists():
+        sys.modules[_NOT_NEEDED] = ModuleType(_NOT_NEEDED)
     # Collections would walk over all modules again and again, and free nothing.
     gc.disable()
     try:
