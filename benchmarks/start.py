@@ -46,8 +46,10 @@ import realtime.app
 print(json.dumps({"gateway_imports": time.perf_counter() - began}))
 """
 ENGINE_PARTS = """
-import json, sys, time
+import contextlib, json, sys, time
 times = [time.perf_counter()]
+with contextlib.suppress(ModuleNotFoundError):  # versions without it
+    import engine.server.preloaded
 from engine.options import EngineConfig
 from engine.server.main import build_loop, warm_up
 times.append(time.perf_counter())
@@ -207,7 +209,7 @@ def main(arguments: list[str] | None = None) -> None:
     summaries = {name: summary(of_tree) for name, of_tree in runs.items()}
     report: dict[str, Any] = {"load_average": os.getloadavg()[0], **summaries["here"]}
     if "there" in summaries:
-        report |= {str(options.against): summaries["there"]} | ratios(summaries["here"], summaries["there"])
+        report |= {"the other checkout": summaries["there"]} | ratios(summaries["here"], summaries["there"])
     show(f"Start of {options.model}, {options.runs} runs", report)
     write_json(options, report | {"runs": runs})
 
