@@ -55,8 +55,8 @@ from fleet.state import Kind, Node, Table, Unit, left_to_others
 from realtime.client import lasting_session
 from realtime.client.lasting_session import spread
 from realtime.client.wire_client import OPEN_TIMEOUT_S
-from realtime.http.descriptors import raise_limit
 from realtime.http.info_routes import CapacityFigures
+from realtime.listeners import raise_limit
 from realtime.serving.fleet_names import FleetNames, home_of
 from realtime.serving.publishing import Added, Publisher
 

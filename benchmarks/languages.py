@@ -39,7 +39,7 @@ from benchmarks.scoring import plain_words, pooled
 from engine.errors import EngineError
 from engine.options import TRANSLATE
 from engine.server.loop import EngineLoop
-from engine.weights.store import cache_folder
+from engine.weights.cache_folder import cache_folder
 from realtime.bench.words import word_errors
 
 VERSION = "1.6.1-1"

@@ -50,16 +50,26 @@ def use_default_model(options: argparse.Namespace) -> None:
 class Child:
     """A process with its descendants; they are ended together."""
 
-    def __init__(self, name: str, command: list[str], log: Path) -> None:
+    def __init__(
+        self,
+        name: str,
+        command: list[str],
+        log: Path,
+        cwd: Path | None = None,
+        env: Mapping[str, str] | None = None,
+    ) -> None:
         self.name = name
         self._command, self._log = command, log
+        self._cwd, self._env = cwd, env
         self.start()
 
     def start(self) -> None:
         """Start the command, also again after `kill`."""
         # Its own process group, so that workers and forked engines are ended with it.
         with self._log.open("a") as file:
-            self._process = subprocess.Popen(self._command, start_new_session=True, stdout=file, stderr=file)
+            self._process = subprocess.Popen(
+                self._command, start_new_session=True, stdout=file, stderr=file, cwd=self._cwd, env=self._env
+            )
         self.pid = self._process.pid
 
     def check(self) -> None:

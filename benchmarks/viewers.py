@@ -30,7 +30,7 @@ from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_
 from benchmarks.recordings import sample_speech
 from benchmarks.servers import Server, add_server_options, use_default_model
 from benchmarks.sounds import pcm16, speech
-from realtime.http.descriptors import raise_limit
+from realtime.listeners import raise_limit
 
 NAME = "benchmark"
 DELTA = "conversation.item.input_audio_transcription.delta"

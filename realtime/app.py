@@ -23,10 +23,10 @@ from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EnginePr
 from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
-from realtime.http.descriptors import Descriptors, raise_limit, sparing_http
+from realtime.http.descriptors import Descriptors, sparing_http
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
-from realtime.listeners import listening_sockets
+from realtime.listeners import listening_sockets, raise_limit
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import PROCESS_SUMS, Metrics, build_collector, name_collector, process_collector
 from realtime.serving.engine_api import EngineApi
@@ -399,10 +399,15 @@ async def _start(client: EngineClient) -> None:
 
 
 @asynccontextmanager
-async def engine_in_thread(model: str, device: str = "auto", max_streams: int = 0) -> AsyncIterator[EngineClient]:
-    """An engine in a thread of this process, for commands that need no server."""
+async def engine_in_thread(
+    model: str, device: str = "auto", max_streams: int = 0, live: bool = True
+) -> AsyncIterator[EngineClient]:
+    """An engine in a thread of this process, for commands that need no server. Without `live`, it is for files alone,
+    and starts sooner: it is not warmed up, reads with one thread, and has no turn detector."""
     config = EngineConfig(model=model, device=device, max_streams=max_streams)
-    client = EngineClient([EngineThread(config)])
+    if not live:
+        config = replace(config, threads=1, turn_detector=False)
+    client = EngineClient([EngineThread(config, warm=live)])
     await client.start()
     try:
         yield client

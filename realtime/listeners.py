@@ -1,10 +1,15 @@
-"""Opens the listening sockets of a server, and says in one sentence why they cannot be opened."""
+"""Opens the listening sockets of a server, and says in one sentence why they cannot be opened. Raises the limit of open
+files, of which each connection is one."""
 
 from __future__ import annotations
 
 import errno
+import logging
 import os
+import resource
 import socket
+
+log = logging.getLogger(__name__)
 
 # Connections that the system accepts before the server does.
 BACKLOG = 2048
@@ -63,3 +68,14 @@ def cannot_listen(host: str, port: int, error: OSError) -> OSError:
     """The error with a sentence that names what to change."""
     reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
     return OSError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port")
+
+
+def raise_limit() -> None:
+    """Raise the limit of open files of this process and its children to the hard limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == hard:
+        return
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    except (OSError, ValueError) as error:
+        log.warning("the limit of open files could not be raised and stays at %d: %s", soft, error)

@@ -14,7 +14,6 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from functools import partial
-from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -22,6 +21,7 @@ from uuid import uuid4
 
 from engine.boundary.crash_record import CrashRecord, StreamInStep
 from engine.boundary.sockets import check_address
+from engine.client.fork_server import MODEL_MODULES, interrupt_blocked, set_preload
 from engine.errors import EngineDead
 from engine.options import EngineConfig
 
@@ -33,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 # Builds the loop in the process where it will run; must be picklable for another process.
 Build = Callable[[], "EngineLoop"]
-
-# Modules that the fork server imports in advance, torch among them.
-SERVER_MODULES = ("engine.server.main",)
-MODEL_MODULES = ("engine.runner.load",)
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
@@ -99,7 +95,7 @@ class EngineProcess:
     """A child process, restarted after it has died.
 
     It is forked from a fork server that has imported the engine's modules and `preload`, which makes a start faster by
-    the time of these imports. Preloaded modules must not touch an accelerator when they are imported.
+    the time of these imports.
     """
 
     is_ours = True
@@ -119,7 +115,7 @@ class EngineProcess:
         self._build = _builder(engine)
         self._warm = warm
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([__name__, *SERVER_MODULES, *preload])
+        set_preload(preload)
         self._process: BaseProcess | None = None
         self._starting: asyncio.Task[None] | None = None
         # Whether `exited` has said how the process ended.
@@ -212,14 +208,9 @@ def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
 
 
 def _start(process: BaseProcess) -> None:
-    """Starts the fork server too, if it does not run yet. Both have SIGINT blocked: Ctrl-C reaches all processes of a
-    terminal, and the fork server would print a traceback of the module that it is importing."""
-    resource_tracker.ensure_running()  # its start, which is part of the fork server's, would unblock SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    """Starts the fork server too, if it does not run yet."""
+    with interrupt_blocked():
         process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 async def _end_of(process: BaseProcess) -> None:
@@ -289,6 +280,7 @@ class EngineThread:
         self._thread.start()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        import engine.server.preloaded  # noqa: F401
         from engine.server.main import run_engine
 
         try:

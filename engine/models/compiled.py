@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 
 import torch
 from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from engine.models.moonshine import Moonshine
-from engine.models.seq2seq import DecoderState, Encoded, allow_reader, reader
+from engine.models.seq2seq import DecoderState, Encoded, Int8Linear, allow_reader, reader
 from engine.models.whisper import Whisper
 
 Decode = Callable[[Tensor, Tensor, DecoderState, Encoded], tuple[Tensor, Tensor]]
@@ -23,13 +25,17 @@ Pass = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Te
 
 
 class _Pass(nn.Module):
-    """A model's `decode` with tensors as arguments. Contains only the modules that take part, because tracing takes
-    time for each module."""
+    """A model's `decode` with tensors as arguments.
 
-    def __init__(self, decode: Decode, decoder: nn.Module) -> None:
+    Its only attributes are the 8-bit weights of one reader, because tracing takes time for each module that it knows.
+    All other tensors of the model become constants of the trace.
+    """
+
+    def __init__(self, decode: Decode, layers: list[Int8Linear]) -> None:
         super().__init__()
         self._decode = decode
-        self._decoder = decoder
+        for name, weights in _weights_of(layers, 0):
+            setattr(self, name, weights)
 
     def forward(
         self, tokens: Tensor, positions: Tensor, said: tuple[Tensor, Tensor], heard: tuple[Tensor, Tensor, Tensor]
@@ -38,24 +44,51 @@ class _Pass(nn.Module):
         return self._decode(tokens, positions, DecoderState(*said), Encoded(keys, values, [], real=real))
 
 
+def _weights_of(layers: list[Int8Linear], number: int) -> list[tuple[str, torch.ScriptObject]]:
+    """The 8-bit weights of one reader, by their names in a trace."""
+    return [(f"weights_{index}", layer.weights_of(number)) for index, layer in enumerate(layers)]
+
+
 @torch.inference_mode()
 def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
-    """A traced `SpeechModel.decode` of a model on a CPU that does not change any more, for `readers` threads."""
-    for number in range(readers):
-        allow_reader(model, number)
-    passes = [_trace_as(number, model) for number in range(readers)]
+    """A traced `SpeechModel.decode` of a model on a CPU that does not change any more, for `readers` threads.
+
+    The pass is traced once. The readers share its code, and each has its own 8-bit weights.
+    """
+    # Copies of weights are made on another core while the pass is traced with the weights of the first reader.
+    copies = ThreadPoolExecutor(1, "copy weights")
+    copying = [copies.submit(allow_reader, model, number) for number in range(1, readers)]
+    # Constants of a trace must not need a gradient.
+    model.requires_grad_(False)
+    layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
+    # The other executor prepares a pass twice: before the first call, and again with what it has seen in it.
+    torch._C._jit_set_profiling_executor(False)
+    traced = _trace(model, layers)
+    for done in copying:
+        done.result()
+    copies.shutdown()
+    passes = [_with_weights(traced, _weights_of(layers, number)) for number in range(readers)]
 
     def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         real = _all_real(encoded.keys) if encoded.real is None else encoded.real
-        traced = passes[reader.number]
-        hidden, attention = traced(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
+        own = passes[reader.number]
+        hidden, attention = own(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
         return hidden, attention
 
     return decode
 
 
-def _trace_as(number: int, model: Moonshine | Whisper) -> Pass:
-    """Trace a pass with the weights of one reader."""
+def _with_weights(traced: torch.jit.ScriptModule, weights: list[tuple[str, torch.ScriptObject]]) -> Pass:
+    """The same traced pass with the weights of another reader."""
+    own = copy(traced._c)
+    for name, value in weights:
+        own.setattr(name, value)
+    decode: Pass = own._get_method("forward")
+    return decode
+
+
+def _trace(model: Moonshine | Whisper, layers: list[Int8Linear]) -> torch.jit.ScriptModule:
+    """Trace a pass with the weights of the first reader."""
     shape = model.decoder_shape
     # Sizes are not fixed by the trace, as long as none of them is 1.
     rows, count, frames = 2, 2, 3
@@ -76,13 +109,9 @@ def _trace_as(number: int, model: Moonshine | Whisper) -> Pass:
         warnings.simplefilter("ignore", TracerWarning)
         # The replacement that torch recommends needs a C++ compiler at run time. The torch version is pinned.
         warnings.filterwarnings("ignore", "`torch.jit.trace", DeprecationWarning)
-        reader.number = number
-        try:
-            traced: Pass = torch.jit.trace(  # type: ignore[no-untyped-call]
-                _Pass(model.decode, model.decoder), example, check_trace=False
-            )
-        finally:
-            reader.number = 0
+        traced: torch.jit.ScriptModule = torch.jit.trace(  # type: ignore[no-untyped-call]
+            _Pass(model.decode, layers), example, check_trace=False
+        )
     return traced
 
 

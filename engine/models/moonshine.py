@@ -7,6 +7,7 @@ matrix, and the cross-attention keys and values of all layers are computed toget
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from engine.models.seq2seq import (
     Encoded,
     FrameConv,
     Judging,
+    WithoutInitialValues,
     at_once,
     counts_on,
     cross_keys_values,
@@ -338,17 +340,29 @@ class Moonshine(nn.Module):
         its weights for each token."""
         quantise_linears(self.encoder.layers)
         quantise_linears(self.encoder.conv2)
-        quantise_linears(self.decoder.layers)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
         quantise_linears(holder)
         self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
-        self._head = in_8_bits(self.decoder.embed_tokens.weight)
+        self.quantise_decoder()
+
+    def quantise_decoder(self) -> None:
+        """Use 8-bit weights in the decoder alone."""
+        if self._head is None:
+            quantise_linears(self.decoder.layers)
+            self._head = in_8_bits(self.decoder.embed_tokens.weight)
+
+    def with_shared_decoder(self) -> Moonshine:
+        """A model with the same decoder, and with an encoder of its own that has the same weights until others are
+        loaded."""
+        shared = [self.decoder, self._head, *self.parameters()]
+        return deepcopy(self, {id(part): part for part in shared})
 
     @classmethod
     def load(cls, config: MoonshineConfig, tensors: dict[str, Tensor]) -> Moonshine:
-        """From a transformers state dict. Raises if a tensor is missing or unused."""
-        model = cls(config)
-        model.load_state_dict(_fused(tensors, config), strict=True)
+        """From a transformers state dict, whose tensors it shares. Raises if a tensor is missing or unused."""
+        with WithoutInitialValues():
+            model = cls(config)
+        model.load_state_dict(_fused(tensors, config), strict=True, assign=True)
         return model.eval()
 
 

@@ -16,6 +16,7 @@ from typing import Protocol, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad, scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
 
 from engine.options import Options
 
@@ -249,6 +250,24 @@ class SpeechModel(Protocol):
     def logits(self, hidden: Tensor) -> Tensor: ...
 
 
+class WithoutInitialValues(TorchFunctionMode):
+    """Layers that are built within it have no random weights, which take time to draw. For models whose weights are
+    then loaded."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        return None if func in _DRAWS else func(*args, **(kwargs or {}))
+
+
+_DRAWS = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
+
+
+def copy_weights(model: nn.Module) -> None:
+    """Copy the weights into memory of the process. Loaded weights are a mapped file, and a file that somebody shortens
+    would end the process."""
+    for weight in model.parameters():
+        weight.data = weight.data.clone()
+
+
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     """Attention with its weights: [batch, heads, count, dim] and [batch, heads, count, keys].
 
@@ -329,9 +348,10 @@ class Int8Linear(nn.Module):
         super().__init__()
         weight = weight.detach().float()
         self.range = weight.abs().amax(dim=1).clamp(min=1e-12)
-        self.bias = None if bias is None else bias.detach().float()
+        self.bias = None if bias is None else bias.detach().float().clone()
         quantised = torch.quantize_per_tensor(weight / self.range[:, None], 1.0 / weight_steps(), 0, torch.qint8)
-        self._add_reader(0, quantised)
+        # By the number of the reader.
+        self._weights: dict[int, torch.ScriptObject] = {0: torch.ops.quantized.linear_prepack(quantised, None)}
         self._in_pieces = torch.backends.quantized.engine == "onednn"
         self._whole_range = torch.zeros(PIECE_ROWS if self._in_pieces else 1, weight.shape[1])
         self._whole_range[:, :2] = torch.tensor([-1.0, 1.0])
@@ -360,17 +380,16 @@ class Int8Linear(nn.Module):
 
     def copy_for_reader(self, number: int) -> None:
         """Allow the thread with this number to compute at the same time as others."""
-        if not hasattr(self, f"_weights_{number}"):
+        if number not in self._weights:
             quantised, _ = torch.ops.quantized.linear_unpack(self._own_weights())
-            self._add_reader(number, quantised)
+            self._weights[number] = torch.ops.quantized.linear_prepack(quantised, None)
 
-    def _add_reader(self, number: int, quantised: Tensor) -> None:
-        # Attributes, not a list, so that they can be traced.
-        setattr(self, f"_weights_{number}", torch.ops.quantized.linear_prepack(quantised, None))
+    def weights_of(self, number: int) -> torch.ScriptObject:
+        """The weights of the reader with this number."""
+        return self._weights[number]
 
     def _own_weights(self) -> torch.ScriptObject:
-        weights: torch.ScriptObject = getattr(self, f"_weights_{reader.number}")
-        return weights
+        return self._weights[reader.number]
 
 
 # Steps from zero to the largest weight: of a signed byte, and the safe number where pairs of products saturate.

@@ -25,6 +25,7 @@ from engine.models.seq2seq import (
     Encoded,
     FrameConv,
     Judging,
+    WithoutInitialValues,
     at_once,
     counts_on,
     cross_keys_values,
@@ -429,7 +430,9 @@ class Whisper(nn.Module):
 
     @classmethod
     def load(cls, config: WhisperConfig, tensors: dict[str, Tensor]) -> Whisper:
-        """From either kind of state dict. Raises if a tensor is missing or unused."""
-        model = cls(config)
-        model.load_state_dict(fused(tensors, config.width, config.audio_layers, config.text_layers), strict=True)
+        """From either kind of state dict, whose tensors it shares. Raises if a tensor is missing or unused."""
+        with WithoutInitialValues():
+            model = cls(config)
+        weights = fused(tensors, config.width, config.audio_layers, config.text_layers)
+        model.load_state_dict(weights, strict=True, assign=True)
         return model.eval()

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import json
 import logging
-from copy import copy, deepcopy
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from engine.core.planner import Limits
 from engine.errors import EngineError
@@ -19,7 +20,7 @@ from engine.host_memory import available_memory, needed_memory
 from engine.models.compiled import compiled_decode
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.models.seq2seq import allow_reader
+from engine.models.seq2seq import allow_reader, copy_weights
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
 from engine.options import PIECE_SAMPLES, EngineConfig
@@ -37,9 +38,10 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.runner.windowed.windows import DeviceWindows, HostWindows
 from engine.spec import ModelSpec, Vocabulary
+from engine.weights.cache_folder import cache_folder
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR
-from engine.weights.store import WeightsError, cache_folder, cached
+from engine.weights.store import WeightsError, cached
 from engine.weights.windowed_models import load_speech_model, load_streaming_weights
 
 logger = logging.getLogger(__name__)
@@ -183,6 +185,7 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
     if isinstance(model, Moonshine) and streaming.is_file():
         return _load_in_blocks(path, model, pieces, config.max_streams, threads)
     model.quantise()
+    copy_weights(model)
     return windowed_on_cpu(path.name, model, pieces, config.max_streams, threads)
 
 
@@ -202,11 +205,13 @@ def _load_in_blocks(
     path: Path, model: Moonshine, pieces: list[bytes], max_streams: int, threads: int
 ) -> tuple[Runner, Limits]:
     # For whole windows of uploads, the encoder as it was published is more accurate and cheaper.
-    whole = deepcopy(model)
-    whole.decoder = model.decoder
-    whole.quantise()
+    whole = model
+    whole.quantise_decoder()
+    model = whole.with_shared_decoder()
     trained_for = load_streaming_weights(model, path / STREAMING_ENCODER)
+    whole.quantise()
     model.quantise()
+    copy_weights(nn.ModuleList((whole, model)))
     stream_encoder = BlockEncoder(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
     spec = windowed_spec(path.name, WINDOW_POSITIONS, stream_encoder.first_stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords, revises=True))

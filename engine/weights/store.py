@@ -23,6 +23,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import EngineError
+from engine.weights.cache_folder import cache_folder
 from engine.weights.registry import (
     REGISTRY,
     HubFile,
@@ -68,13 +69,6 @@ class NoRoom(WeightsError):
 
 class _SourceFailed(Exception):
     """This source did not work; the next one may."""
-
-
-def cache_folder() -> Path:
-    """`TICKERTAPE_CACHE`, or `tickertape` in the user's cache folder."""
-    if own := os.environ.get("TICKERTAPE_CACHE"):
-        return Path(own)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tickertape"
 
 
 def available_models() -> dict[str, str]:

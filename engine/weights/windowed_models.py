@@ -60,7 +60,7 @@ def load_streaming_weights(model: Moonshine, file: Path) -> StreamingSpec:
             spec = _spec(stored.metadata())
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}
         weights = {name: value.float() for name, value in unpack_rows(tensors).items()}
-        problems = model.load_state_dict(weights, strict=False)
+        problems = model.load_state_dict(weights, strict=False, assign=True)
     except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise BadCheckpoint(f"{file} is not a streaming encoder for this model: {error}") from error
     replaced = ("encoder.", "cross_kv.")

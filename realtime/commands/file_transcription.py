@@ -60,6 +60,8 @@ WAIT_S = 0.2
 # A WAV stream with a longer header is decoded by libav.
 MAX_HEAD_BYTES = 16 * 1024
 PCM, EXTENSIBLE = 1, 0xFFFE
+# Streams of an engine in this process.
+MOST_STREAMS = 4
 # Writers that do not know the length of the data write zero or nearly the largest value.
 UNKNOWN_LENGTH = 0x7FFF_0000
 
@@ -181,15 +183,15 @@ def _mono(data: bytes, channels: int) -> NDArray[np.float32]:
 
 
 @asynccontextmanager
-async def local_engine(model: str, device: str, max_streams: int = 4) -> AsyncIterator[EngineClient]:
+async def local_engine(model: str, device: str, live: bool = True) -> AsyncIterator[EngineClient]:
     """An engine in this process; its model is downloaded if needed. Raises EngineError."""
     from realtime.app import engine_in_thread
 
     # The error of an engine that fails says why; its log is for debugging.
     set_up_logging(logging.BASIC_FORMAT, "info" if is_debugging() else "critical")
-    name = model_name(model)
-    fetch(name)
-    async with engine_in_thread(name, device, max_streams) as client:
+    # The path, because a model that is named would be checked again.
+    path = fetch(model_name(model))
+    async with engine_in_thread(str(path), device, MOST_STREAMS, live) as client:
         yield client
 
 

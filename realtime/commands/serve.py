@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from engine.logs import set_up_logging
-from realtime.commands.pull import fetch_for_serving, model_name
+from realtime.commands.pull import fetch_for_serving, is_here, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, announce, note, read_config, whole
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys, shown
-from realtime.listeners import listening_sockets
+from realtime.listeners import listening_sockets, raise_limit
 from realtime.serving.signed_tokens import fleet_secret
 
 # systemd's socket for Type=notify.
@@ -239,15 +239,23 @@ def run(options: argparse.Namespace) -> int:
     check_threads()
     check_port(config.server.host, config.server.port)
     hangup = SignalHandlers()
+    set_up_logging(level=config.server.log_level, log_format=config.server.log_format)
     if not config.engines_elsewhere:
-        fetch_for_serving(model_name(config.model.name))
+        name = model_name(config.model.name)
+        # The engine inherits the limit.
+        raise_limit()
+        if is_here(name):
+            from engine.client.fork_server import start_fork_server
+
+            # It imports for seconds, while this process checks the model and imports its own modules.
+            start_fork_server()
+        fetch_for_serving(name)
     import asyncio
 
     import uvloop
 
     from realtime.workers.parent import workers_for
 
-    set_up_logging(level=config.server.log_level, log_format=config.server.log_format)
     stop_by_terminate()
 
     def read_again() -> Config:

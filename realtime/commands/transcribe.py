@@ -131,7 +131,7 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
 
     failed = 0
     transcription_options = TranscriptionOptions.of(options).without_unsupported(options.model)
-    async with file_transcription.local_engine(options.model, options.device) as client:
+    async with file_transcription.local_engine(options.model, options.device, live=False) as client:
         transcriber = FileTranscriber(client, transcription_options)
         for file in files:
             size = _size(file)

@@ -35,17 +35,6 @@ SAY_AGAIN_S = 600.0
 WATCHED = frozenset({"/health", "/ready", "/capacity", "/metrics"})
 
 
-def raise_limit() -> None:
-    """Raise the limit of open files of this process and its children to the hard limit."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if soft == hard:
-        return
-    try:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    except (OSError, ValueError) as error:
-        log.warning("the limit of open files could not be raised and stays at %d: %s", soft, error)
-
-
 class Descriptors:
     """The reserve of one server. `on_refused` is called for each connection that it refuses."""
 

@@ -38,6 +38,7 @@ RUNS = {
     "uploads": ["delay p50", "beside live", "same words"],
     "viewers": ["delay p95", "lag ratio p95", "gateway cpu seconds"],
     "fleet_size": ["calls per round", "gateways cpu us per link second", "save bytes per session second", "back s p99"],
+    "start": ["ready", "first caption", "first text", "engine imports", "model load", "warm up"],
     "turns": ["wrong cuts", "end after word s p95", "cpu ms per pause", "fused"],
     "pulled_streams": ["words that differ", "interruptions without a gap", "two calm sessions"],
     "survival engine": ["words changed by kills", "recovery s p50"],
@@ -47,7 +48,7 @@ RUNS = {
     "survival fleet": ["kind gateway", "kind stop-gateway-3", "went on s p50", "words that differ 0"],
 }
 NEED_WEIGHTS = {
-    **dict.fromkeys(("accuracy", "keywords", "languages", "uploads"), (SAMPLE, "moonshine-tiny")),
+    **dict.fromkeys(("accuracy", "keywords", "languages", "start", "uploads"), (SAMPLE, "moonshine-tiny")),
     "speakers": ("speakers",),
     "turns": (SAMPLE, "moonshine-tiny", TURN_DETECTOR),
 }

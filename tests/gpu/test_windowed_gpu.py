@@ -12,7 +12,7 @@ from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner.load import windowed_on_device
 from engine.runner.windowed.decoder import Row
 from engine.runner.windowed.windows import DeviceWindows
-from engine.weights.store import cache_folder
+from engine.weights.cache_folder import cache_folder
 from tests.cached_models import skip_unless_cached
 from tests.gpu.windowed_words import build, differing, live_texts
 

@@ -24,7 +24,8 @@ class AudioSlab:
     """Audio of all streams, one row per position. Row 0 is silence and is never written."""
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
-        self.rows = torch.zeros(rows + 1, SAMPLES_PER_POSITION, device=device)
+        # By numpy: it takes memory that the system clears when it is first used.
+        self.rows = torch.from_numpy(np.zeros((rows + 1, SAMPLES_PER_POSITION), np.float32)).to(device)
         self._device = self.rows.device
         # Rows with NaN or infinite values.
         self._broken: set[int] = set()

@@ -47,12 +47,13 @@ class UtteranceJoiner:
     def __init__(self, pieces: list[bytes]) -> None:
         self._pieces = pieces
         tokens = {piece: token for token, piece in enumerate(pieces)}
-        raised = {token: tokens.get(piece[:1] + piece[1:2].upper() + piece[2:]) for token, piece in enumerate(pieces)}
         # Token that begins a word -> the same with a capital.
         self._capitals = {
             token: capital
-            for token, capital in raised.items()
-            if capital is not None and capital != token and starts_word(pieces[token])
+            for token, piece in enumerate(pieces)
+            if starts_word(piece)
+            and (capital := tokens.get(piece[:1] + piece[1:2].upper() + piece[2:])) is not None
+            and capital != token
         }
 
     def prefix(self, before: Sequence[int], marks: list[TimedToken], own: list[int]) -> list[int]:

@@ -8,7 +8,7 @@ import sys
 PROGRAM = """
 import asyncio
 from engine.boundary.sockets import GatewaySocket, LinkKeys, link_context
-from realtime.http.descriptors import raise_limit
+from realtime.listeners import raise_limit
 
 async def main():
     raise_limit()

@@ -29,8 +29,8 @@ from engine.models.campplus import (
     traced,
 )
 from engine.models.mel import SAMPLE_RATE, KaldiFrontEnd
+from engine.weights.cache_folder import cache_folder
 from engine.weights.registry import REGISTRY
-from engine.weights.store import cache_folder
 
 WEIGHTS = cache_folder() / "speakers" / REGISTRY["speakers"].single_file
 REFERENCE = Path(__file__).with_name("campplus_reference.json")

@@ -14,8 +14,8 @@ from transformers import MoonshineForConditionalGeneration
 from engine.models import seq2seq
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Int8Linear, quantise_linears
+from engine.weights.cache_folder import cache_folder
 from engine.weights.onnx import moonshine_tensors
-from engine.weights.store import cache_folder
 
 SIZES = {"hidden_size": 48, "intermediate_size": 96, "vocab_size": 120}
 LAYERS = {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 3}
@@ -195,3 +195,29 @@ def test_initializers_are_dequantised() -> None:
     assert found["model.encoder.layers.0.mlp.fc1.weight"].tolist() == [[0.0, 2.0], [1.0, -1.0]]
     assert found["model.encoder.conv1.weight"].tolist() == [[[0.0]]]
     assert found["model.encoder.layers.0.input_layernorm.weight"].tolist() == [0.5]
+
+
+def test_a_loaded_model_draws_no_weights_and_shares_those_of_the_file(
+    reference: MoonshineForConditionalGeneration, model: Moonshine
+) -> None:
+    config, tensors = MoonshineConfig.from_json(reference.config.to_dict()), reference.state_dict()
+    before = torch.get_rng_state()
+    loaded = Moonshine.load(config, tensors)
+    assert torch.equal(torch.get_rng_state(), before)
+    name = "model.decoder.embed_tokens.weight"
+    assert loaded.decoder.embed_tokens.weight.data_ptr() == tensors[name].data_ptr()
+    seq2seq.copy_weights(loaded)
+    kept = loaded.decoder.embed_tokens.weight.clone()
+    # A file that changes after that changes nothing.
+    assert loaded.decoder.embed_tokens.weight.data_ptr() != tensors[name].data_ptr()
+    assert torch.equal(kept, model.decoder.embed_tokens.weight)
+
+
+def test_a_second_encoder_shares_the_decoder_and_keeps_its_own_weights(model: Moonshine) -> None:
+    other = model.with_shared_decoder()
+    assert other.decoder is model.decoder and other.encoder is not model.encoder
+    before = {name: value.clone() for name, value in model.encoder.state_dict().items()}
+    changed = {f"encoder.{name}": value + 1.0 for name, value in before.items()}
+    other.load_state_dict(changed, strict=False, assign=True)
+    assert all(torch.equal(value, before[name]) for name, value in model.encoder.state_dict().items())
+    assert all(torch.equal(value, changed[f"encoder.{name}"]) for name, value in other.encoder.state_dict().items())

@@ -17,7 +17,7 @@ from engine.models.whisper import Whisper
 from engine.runner.windowed.decoder import GreedyDecoder, Row, judge
 from engine.runner.windowed.runner import PromptTokenizer
 from engine.runner.windowed.stability import is_mark
-from engine.weights.store import cache_folder
+from engine.weights.cache_folder import cache_folder
 from engine.weights.windowed_models import load_speech_model
 
 NAME = "whisper-tiny"

@@ -82,7 +82,7 @@ def test_engine_that_cannot_start_is_reported(
     measurable: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     @asynccontextmanager
-    async def broken(model: str, device: str, max_streams: int = 4) -> AsyncIterator[FakeEngine]:
+    async def broken(model: str, device: str, live: bool = True) -> AsyncIterator[FakeEngine]:
         raise EngineError("the weights\nare damaged")
         yield
 

@@ -57,3 +57,9 @@ def test_a_server_fetches_it_with_the_first_download_of_the_default_model(fetche
     (tmp_path / DEFAULT_MODEL).mkdir()
     pull.fetch_for_serving(DEFAULT_MODEL)
     assert fetched == ["moonshine-tiny", DEFAULT_MODEL, "turn-detector", DEFAULT_MODEL]
+
+
+def test_a_model_is_here_if_it_is_in_the_cache_or_a_path(fetched: list[str], tmp_path: Path) -> None:
+    assert not pull.is_here(DEFAULT_MODEL) and not pull.is_here("no-such-model") and not pull.is_here("")
+    (tmp_path / DEFAULT_MODEL).mkdir()
+    assert pull.is_here(DEFAULT_MODEL) and pull.is_here(str(tmp_path)) and not fetched

@@ -1,0 +1,218 @@
+"""How long `tickertape serve` and `tickertape transcribe` take to their first words, and what the parts take.
+
+    python -m benchmarks.start [--runs 5] [--model NAME] [--against FOLDER] [--json FILE]
+
+Each run starts `tickertape serve` as a process of its own. A client tries to connect from that moment on, as a script
+would that starts together with the server, and sends recorded speech at the pace of a microphone when its socket
+opens. Then `tickertape transcribe` transcribes the same 10 s. A first start compiles modules and reads files into
+memory; it is not counted. The figures are the best of all runs, because other programs can only make a run slower, and
+the median. With `--against`, another checkout is started in turn with this one, and ratios are shown.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+import wave
+from pathlib import Path
+from typing import Any
+
+from benchmarks.accuracy import SMALL_MODEL
+from benchmarks.measuring import ROOT, RunFailed, parser_of, show, write_json
+from benchmarks.recordings import sample_speech
+from benchmarks.servers import READY_S, Child, free_port
+from benchmarks.sounds import SAMPLE_RATE, pcm16
+from engine.options import DEFAULT_MODEL
+from realtime.client.wire_client import DELTA, CannotConnect, SessionOptions, WireSession, open_session
+
+SPEECH_SECONDS = 10.0
+# Before the first word of the recording; the client speaks as soon as its socket opens.
+SILENCE_SECONDS = 1.1
+APPEND_SECONDS = 0.05
+RETRY_S = 0.05
+
+# Run in a new process; prints seconds as JSON.
+GATEWAY_IMPORTS = """
+import json, time
+began = time.perf_counter()
+import realtime.app
+print(json.dumps({"gateway_imports": time.perf_counter() - began}))
+"""
+ENGINE_PARTS = """
+import contextlib, json, sys, time
+times = [time.perf_counter()]
+with contextlib.suppress(ModuleNotFoundError):  # versions without it
+    import engine.server.preloaded
+from engine.options import EngineConfig
+from engine.server.main import build_loop, warm_up
+times.append(time.perf_counter())
+loop = build_loop(EngineConfig(model=sys.argv[1]))
+times.append(time.perf_counter())
+warm_up(loop)
+times.append(time.perf_counter())
+loop.close()
+names = ("engine_imports", "model_load", "warm_up")
+print(json.dumps(dict(zip(names, (end - begin for begin, end in zip(times, times[1:]))))))
+"""
+
+
+def environment() -> dict[str, str]:
+    """The environment of a user: Python keeps compiled modules, unless it is told not to."""
+    return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+
+
+async def served(tree: Path, model: str, speech: bytes, folder: Path) -> dict[str, float]:
+    """Seconds since `serve` was called: until it is ready, until a client's socket opens, until its first words."""
+    port = free_port()
+    command = [sys.executable, "-m", "realtime.cli", "serve", "--model", model, "--port", str(port)]
+    began = time.perf_counter()
+    server = Child("serve", command, folder / "serve.log", cwd=tree, env=environment())
+    try:
+        async with asyncio.timeout(READY_S):
+            ready = asyncio.create_task(_ready(server, port))
+            opened, caption = await _first_caption(port, speech)
+            return {
+                "ready": await ready - began,
+                "socket_open": opened - began,
+                "first_caption": caption - began,
+            }
+    except TimeoutError as error:
+        raise RunFailed(f"no caption within {READY_S:.0f} s:\n{server.said()[-2000:]}") from error
+    finally:
+        await asyncio.to_thread(server.stop)
+
+
+async def _ready(server: Child, port: int) -> float:
+    while True:
+        server.check()
+        try:
+            with await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/ready", timeout=2):
+                return time.perf_counter()
+        except OSError:
+            await asyncio.sleep(RETRY_S)
+
+
+async def _first_caption(port: int, speech: bytes) -> tuple[float, float]:
+    """When the socket opened, and when the first words came."""
+    url = f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription"
+    while True:
+        try:
+            async with open_session(url) as session:
+                opened = time.perf_counter()
+                await session.configure(SessionOptions(SAMPLE_RATE, {"type": "server_vad"}))
+                sending = asyncio.create_task(_speak(session, speech, opened))
+                try:
+                    async for event in session.events():
+                        if event["type"] == DELTA and event["delta"].strip():
+                            return opened, time.perf_counter()
+                finally:
+                    sending.cancel()
+                raise RunFailed("the socket was closed before a caption came")
+        except CannotConnect:
+            await asyncio.sleep(RETRY_S)
+
+
+async def _speak(session: WireSession, speech: bytes, began: float) -> None:
+    size = round(APPEND_SECONDS * SAMPLE_RATE) * 2
+    for number, start in enumerate(range(0, len(speech), size), 1):
+        await asyncio.sleep(began + number * APPEND_SECONDS - time.perf_counter())
+        await session.append(speech[start : start + size])
+
+
+def transcribed(tree: Path, model: str, file: Path) -> dict[str, float]:
+    """Seconds from `transcribe` to its first text, and to its end."""
+    began = time.perf_counter()
+    with subprocess.Popen(
+        [sys.executable, "-m", "realtime.cli", "transcribe", "--model", model, str(file)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=tree,
+        env=environment(),
+    ) as process:
+        assert process.stdout is not None
+        text = os.read(process.stdout.fileno(), 1)
+        first = time.perf_counter() - began
+        process.stdout.read()
+    if process.returncode or not text:
+        raise RunFailed(f"`tickertape transcribe` ended with {process.returncode} and no text")
+    return {"first_text": first, "end": time.perf_counter() - began}
+
+
+def parts(tree: Path, model: str) -> dict[str, float]:
+    """Seconds of imports, load and warm-up, one after the other, in processes that do nothing else."""
+    figures: dict[str, float] = {}
+    for script in (GATEWAY_IMPORTS, ENGINE_PARTS):
+        command = [sys.executable, "-c", script, model]
+        done = subprocess.run(command, cwd=tree, env=environment(), check=True, stdout=subprocess.PIPE)
+        figures |= json.loads(done.stdout)
+    return figures
+
+
+def one_run(tree: Path, model: str, speech: bytes, folder: Path) -> dict[str, dict[str, float]]:
+    return {
+        "serve": asyncio.run(served(tree, model, speech, folder)),
+        "transcribe": transcribed(tree, model, folder / "speech.wav"),
+        "parts": parts(tree, model),
+    }
+
+
+def summary(runs: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
+    """The best and the median of every figure."""
+    return {
+        name: {
+            "best": {part: min(run[group][part] for run in runs) for part in runs[0][group]},
+            "median": {part: statistics.median(run[group][part] for run in runs) for part in runs[0][group]},
+        }
+        for group, name in (("serve", "serve, s"), ("transcribe", "transcribe of 10 s, s"), ("parts", "parts, s"))
+    }
+
+
+def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
+    """This checkout's best times as shares of the other's."""
+    return {
+        f"{name.removesuffix(', s')}, ratio": {
+            part: best / theirs[name]["best"][part] for part, best in figures["best"].items()
+        }
+        for name, figures in ours.items()
+    }
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version")
+    options = parser.parse_args(arguments)
+    if options.small:
+        options.runs, options.model = 1, SMALL_MODEL
+    trees = {"here": ROOT} | ({"there": options.against.resolve()} if options.against else {})
+    runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
+    speech = pcm16(sample_speech(SILENCE_SECONDS + SPEECH_SECONDS)[round(SILENCE_SECONDS * SAMPLE_RATE) :])
+    with tempfile.TemporaryDirectory(prefix="start-") as made:
+        folder = Path(made)
+        with wave.open(str(folder / "speech.wav"), "wb") as file:
+            file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
+            file.writeframes(speech)
+        for number in range(options.runs + (not options.small)):
+            for name, tree in trees.items():
+                figures = one_run(tree, options.model, speech, folder)
+                # The first start of several compiles modules and reads files into memory.
+                if number or options.small:
+                    runs[name].append(figures)
+    summaries = {name: summary(of_tree) for name, of_tree in runs.items()}
+    report: dict[str, Any] = {"load_average": os.getloadavg()[0], **summaries["here"]}
+    if "there" in summaries:
+        report |= {"the other checkout": summaries["there"]} | ratios(summaries["here"], summaries["there"])
+    show(f"Start of {options.model}, {options.runs} runs", report)
+    write_json(options, report | {"runs": runs})
+
+
+if __name__ == "__main__":
+    main()

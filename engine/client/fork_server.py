@@ -1,0 +1,41 @@
+"""The fork server, from which engine processes are forked: it imports torch and the engine's modules in advance.
+
+These imports take most of an engine's start. `tickertape serve` starts the fork server first, so that they run beside
+the imports of the gateway, on another core. This module imports nothing that takes time.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing import forkserver, resource_tracker
+
+# Modules that the fork server imports; they must not touch an accelerator when they are imported.
+SERVER_MODULES = ("engine.server.preloaded", "engine.client.engine_handles")
+MODEL_MODULES = ("engine.runner.load",)
+
+
+def start_fork_server(preload: Sequence[str] = MODEL_MODULES) -> None:
+    """Start the fork server if it does not run yet, and return while it imports. Raises OSError."""
+    set_preload(preload)
+    with interrupt_blocked():
+        forkserver.ensure_running()
+
+
+def set_preload(preload: Sequence[str]) -> None:
+    """Have the fork server import these modules beside the engine's own, if it does not run yet."""
+    multiprocessing.set_forkserver_preload([*SERVER_MODULES, *preload])
+
+
+@contextmanager
+def interrupt_blocked() -> Iterator[None]:
+    """Processes that are started within it have SIGINT blocked: Ctrl-C reaches all processes of a terminal, and the
+    fork server would print a traceback of the module that it is importing."""
+    resource_tracker.ensure_running()  # its start, which is part of the fork server's, would unblock SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -1,0 +1,13 @@
+"""The folder in which models are kept. A module of its own: it is asked for before slow modules are imported."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+
+def cache_folder() -> Path:
+    """`TICKERTAPE_CACHE`, or `tickertape` in the user's cache folder."""
+    if own := os.environ.get("TICKERTAPE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tickertape"
