@@ -1,7 +1,7 @@
-"""Placement and reconciliation: which units to start and drain to reach the wanted state. Used by the manager.
+"""Decides which engine and gateway processes (units) of a fleet to start and to drain next. Used by the manager.
 
-Pure functions. `place` chooses the node and port of the next unit; `reconcile` compares the wanted state with the
-actual one and returns actions. It is called in every round of the manager, so each call only does the next steps.
+Pure functions. `place` chooses the node and port of one more unit. `reconcile` compares the desired state with the
+actual one and returns actions; the manager calls it in every round, so a call returns only what is to be done now.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""`EngineClient`: the gateway's interface to its engines.
+"""`EngineClient`: the gateway's interface to all of its engines. Opens streams, adopts sessions, reports capacity.
 
-A stream stays on one engine. When that engine is lost, the stream waits for it to come back or goes to another one, is
-rebuilt from what the gateway has kept, and continues: its reader sees a pause, no loss.
+A new stream is offered to the engines in the order of `EnginePool.in_order` until one takes it, and stays there until
+that engine is lost or drained. Then it is rebuilt on another one, or on the same one when that is back, from what the
+gateway has kept: its reader sees a pause, no loss.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""A gateway's connection to one engine (`EngineLink`): a batch of commands per tick, credits, repair of the item cache.
+"""A gateway's connection to one engine (`EngineLink`): sends commands in batches, receives outputs, resends lost data.
 
-Its parts: `Processor` checks items and looks them up in the sender cache, `SendQueue` orders live commands before
-replays, `OutgoingBatch` encodes one message. A link lives as long as one connection to one engine process. When the
-engine dies or falls silent the link is lost for good; its owner makes a new one, with empty caches on both sides.
+The commands of a tick are one message (`OutgoingBatch`), live commands before replays (`SendQueue`); while too much is
+unacknowledged, no batch is sent. `Processor` checks items and looks up in the sender cache whose audio the engine has;
+if the engine does not have it after all, the link sends it again (repair). When the engine dies or falls silent the
+link is lost for good; its owner makes a new one, with empty caches on both sides.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""Audio that is prepared without being executed: the answer of `POST /v1/audio/render`, and injecting such items.
+"""Cuts audio into items without transcribing it (render), and puts such items into the engines' caches (inject).
 
-A rendered item can be stored, sent elsewhere, and injected into the audio cache of any engine with the same model.
+`POST /v1/audio/render` and `/v1/audio/inject` use it. Rendered items are JSON, with what transcribing them would cost;
+they can be stored, sent elsewhere, and injected into the audio cache of any engine with the same model.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def check_same_model(rendered_for: str, spec: ModelSpec) -> None:
 
 
 # Injection of prepared items into the engines' caches. It is not urgent, so they are sent as replays are: in pieces,
-# within the link's credits, when no live audio waits.
+# while the link has few unacknowledged messages, when no live audio waits.
 
 # Items hashed per call of the thread that checks them.
 CHECKED_AT_ONCE = 64

@@ -1,8 +1,9 @@
-"""What a gateway keeps of a stream, so that another engine can continue it after its engine has died.
+"""What a gateway keeps of a stream, so that another engine can continue it when its engine is lost or drained.
 
-Kept are the items of one recompute window (bounded) and the results for them. A frame-synchronous model is replayed
-with its tokens forced, so that no text is repeated. A windowed model continues from its last saved state, which came
-with its last text: text that was received is not repeated, text that was lost is produced again.
+For a frame-synchronous model (`TokenMemory`): the audio of its attention window, at most `limits.replay_s`, and the
+tokens for it, which the new engine is made to repeat without sending their text again. For a windowed model
+(`SavedWindow`): the state that came with its last text, and the audio from which that state continues. Text that was
+received is not repeated, text that was lost is produced again.
 """
 
 from __future__ import annotations

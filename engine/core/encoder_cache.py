@@ -1,8 +1,9 @@
-"""A cache of encoder output by content, from the step that computes it to the last step that reads it.
+"""Assigns the runner's rows to items by the hash of their audio (`EncoderCache`); what the rows hold is in the runner.
 
-A request is a stream, and an input is one of its items. Streams with the same audio share an entry. Each (request,
-input) pair has its own reference, so two equal items of one stream (silence, for example) hold two. An entry without
-references stays until its rows are needed; the one released longest ago is evicted first. Row 0 is the model's silence.
+Streams with the same audio share an entry. In the code a request is a stream, and an input is one of its items. Each
+input has a reference of its own, from its encoding until the stream needs it no more; two equal items of one stream
+hold two. An entry without references stays until its rows are needed; the one released longest ago is evicted first.
+Row 0 is the model's silence and is never assigned.
 """
 
 from __future__ import annotations

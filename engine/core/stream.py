@@ -1,7 +1,7 @@
-"""One stream in the engine (`Stream`): its items, positions, pages and flushes, and its text (`StreamText`).
+"""One stream in the engine (`Stream`): its items, positions, KV pages and flushes, and its text (`StreamText`).
 
-The memory of a stream is bounded: items, rows and pages behind the window are released, and of the text only an
-incomplete character (at most three bytes) and one unfinished word are kept.
+The memory of a stream is bounded: items and rows behind the window are released, its pages are a ring that is reused
+(`engine/core/pages.py`), and of the text only what is unfinished or not sent yet is kept.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""Models that are computed beside the engine's loop, so that words never wait for them: `BackgroundModel`, the speaker
-embeddings (`SpeakerEmbedder`) and the turn detector (`SmartTurnDetector`).
+"""Runs the speaker embedding model and the turn detector on threads of their own, so that words never wait for them.
 
-On a CPU, threads of low priority compute task by task: the operating system gives them the time that the readers of
-words leave free. The weights are loaded when the threads start, with the first task or before it: an engine whose
-streams do not need the model does not hold them. On a GPU, one thread computes all tasks that wait as one batch on a
-stream of its own. There the model is loaded and recorded before the engine serves, because that stops all streams.
+`BackgroundModel` has the queue, the threads and the batches; `SpeakerEmbedder` and `SmartTurnDetector` are the models.
+On a CPU, low-priority threads compute one task at a time; they load the weights when they start, with the first task or
+before it. On a GPU one thread waits `GATHER_S` for more tasks and computes them as one batch, on a CUDA stream of its
+own; weights are loaded and CUDA graphs captured before the engine serves, because that stops all streams.
 """
 
 from __future__ import annotations

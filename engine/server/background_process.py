@@ -1,4 +1,4 @@
-"""Speaker labels and the turn detector of an engine on a GPU, in a process of their own.
+"""Speaker labels and the turn detector of a frame-synchronous model on a GPU, in a process of their own.
 
     python -m engine.server.background_process FD
 

@@ -1,6 +1,8 @@
-"""Imports the modules of an engine, torch among them, in less time; imported once, before torch.
+"""Imports the engine's modules and torch in less time than plain imports would take. It is to be imported before torch.
 
-The fork server imports it in advance, and processes that run an engine themselves import it first.
+Garbage collection is off meanwhile, and without an NVIDIA device a part of torch that only its compilers need is left
+out. The fork server imports this module in advance, so that engines start as forks with everything loaded; a process
+that runs an engine itself imports it first. If torch is already imported, it does nothing.
 """
 
 from __future__ import annotations

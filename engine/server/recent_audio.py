@@ -1,9 +1,9 @@
-"""The last audio of one stream, for what is computed beside the model: revisions, the turn detector and speaker labels.
+"""The recent audio of one stream (`RecentAudio`), kept for revisions, the turn detector and speaker labels.
 
-Audio is kept in parts of a second, into which items are written one after the other: the audio of a turn is few parts
-to join. Declared silence is a part without samples. Each part has the position of its first item: a saved state tells
-from which position on its audio must be sent again. Audio is rounded to 16 bits when it is cut, so that audio which a
-gateway kept with 16 bits and sends again is the same.
+Audio is kept in parts of one second, into which items are written one after the other, so that a turn is joined from
+few parts. Items without samples (declared silence, features) are kept as a length. Each part has the position of its
+first item, so that a saved state can tell from where on audio must be sent again. `cut` rounds to 16 bits: audio that a
+gateway kept with 16 bits and sends again gives the same samples.
 """
 
 from __future__ import annotations

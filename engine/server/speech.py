@@ -1,9 +1,10 @@
-"""Finds speech in the streams of an engine, and has the scheduler give the model the audio that it is to get.
+"""Runs the speech detector over the streams of an engine (`Listener`), and tells the scheduler which audio to compute.
 
-`Listener` runs the speech detector over all pending audio before a step is planned, passes the probabilities to the
-speech track of each stream (engine/server/speech_track.py), sends what that has found as `Speech`, and applies its
-decisions to the scheduler. `PendingAudio` holds audio that the detector has not seen, and `LastSpeech` waits for the
-end of the last speech for frame-synchronous models.
+Before a step is planned, the detector processes all audio that has arrived since (`PendingAudio`). Its probabilities go
+to the speech track of each stream (`engine/server/speech_track.py`). What the track finds is sent to the gateway as
+`Speech`, and what the gate of a windowed model decides (begin, pause, end, skip) is applied to the scheduler.
+`LastSpeech` serves flushes of frame-synchronous models: it says where speech ended, once the audio before the flush has
+been processed.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Word errors: both texts are normalized with Whisper's English normaliser, then aligned with a shortest edit path."""
+"""Word error rates: Whisper's English text normaliser, alignment and edit distance of two texts, counts of errors.
+
+Used by `tickertape bench`, `benchmarks/` and `training/`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Inputs of a step of `VoxtralRunner`: per-slot state on the device, the step's buffers, and the encoder slab.
+"""Device memory for a step of `VoxtralRunner`: state by slot, inputs and results of the step, rows of encoder input.
 
 A step uploads one small block of integers and the samples of the items to encode. Everything else (each stream's last
-token, delay, run of blanks and ring tables) is on the device already and is updated by deltas. Uploads do not wait for
-the device: the next step can be uploaded while it computes this one.
+token, delay, number of blanks in a row, and page tables) is on the device already; only changes to it are uploaded.
+Uploads do not wait for the device: the next step can be uploaded while it computes this one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Encoders of windowed models: `WindowEncoder` encodes a window again in every pass, `BlockEncoder` each frame once.
+"""Encoders of windowed models: turn the audio of a stream's window into encoder output for the decoder.
 
-The runner decodes and commits; an encoder turns a task's audio into encoder output for the decoder. All places are
+`WindowEncoder` encodes the whole window again in every pass, with the end of the last utterance before a short window;
+it serves all uploads, and live streams of Whisper and of Moonshine as published. `BlockEncoder` encodes each frame
+once, in blocks with bounded context; it serves live streams of models with a streaming encoder, on a CPU. Times are
 positions of the stream.
 """
 
