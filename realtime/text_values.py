@@ -84,8 +84,9 @@ def listed_host(entry: str) -> tuple[str, str]:
     """Host and port of an entry of a list of hosts: `a.example`, `a.example:8080`, `[::1]:8080`; `*` is any port,
     and empty none."""
     host, colon, port = entry.rpartition(":")
-    if colon and (port == "*" or port.isdigit()) and (":" not in host or host.endswith("]")):
-        return host.strip("[]"), port
+    is_number = port.isascii() and port.isdigit()
+    if colon and (port == "*" or is_number) and (":" not in host or host.endswith("]")):
+        return host.strip("[]"), port.lstrip("0") or "0" if is_number else port
     return entry.strip("[]"), ""
 
 

@@ -106,17 +106,23 @@ def _is_in(address: Address, listed: str) -> bool:
         return False
 
 
-def check_address(text: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> None:
-    """Raise NotAllowed unless the address is public or listed itself, as an address or in a network."""
+def check_address(text: str, hosts: Sequence[str], setting: str = STREAM_HOSTS, port: int | None = None) -> None:
+    """Raise NotAllowed unless the address is public or listed itself, as an address or in a network. With a port, an
+    entry with another one does not count; one without a port leaves that to the entry of the name."""
     address = _embedded(ip_address(text.partition("%")[0]))
-    if not _is_public(address) and not any(_is_in(address, listed) for listed in hosts):
-        raise NotAllowed(f"the host has the address {address}, which is not public and not in {setting}")
+    if _is_public(address):
+        return
+    ports = ("", "*", str(port))
+    if not any(_is_in(address, entry) and (port is None or listed_host(entry)[1] in ports) for entry in hosts):
+        beside = "" if port is None else f" with port {port}"
+        raise NotAllowed(f"the host has the address {address}, which is not public and not in {setting}{beside}")
 
 
 def check_addresses(found: Sequence[Found], hosts: Sequence[str], setting: str = STREAM_HOSTS) -> None:
     """Check all addresses of a name before the first connection: one that is not allowed spoils the name."""
     for entry in found:
-        check_address(str(entry[4][0]), hosts, setting)
+        address, port = entry[4][:2]
+        check_address(str(address), hosts, setting, None if setting == STREAM_HOSTS else port)
 
 
 def _is_public(address: Address) -> bool:

@@ -61,7 +61,11 @@ class StreamFile:
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as error:
-            log.error("server.stream_file: cannot read %s (%s); its streams do not go on", self._path, error)
+            log.error(
+                "server.stream_file: cannot read %s (%s); its streams do not go on, and it is kept as %s",
+                *(self._path, error, self._unreadable),
+            )
+            await in_thread(self._set_aside, "streams file")
         self._writing = asyncio.create_task(self._write_all(), name="streams file")
         return found
 
@@ -109,6 +113,15 @@ class StreamFile:
         if len(content) > MAX_FILE_BYTES:
             raise OSError(f"it has more than {MAX_FILE_BYTES} bytes")
         return msgspec.json.decode(content, type=list[KeptStream])
+
+    @property
+    def _unreadable(self) -> Path:
+        return self._path.with_name(f"{self._path.name}.unreadable")
+
+    def _set_aside(self) -> None:
+        """Perhaps it is another file, or can be read later: it is not to be overwritten."""
+        with suppress(OSError):
+            os.replace(self._path, self._unreadable)
 
     def _replace(self, content: bytes) -> None:
         partial = self._path.with_name(f".{self._path.name}.partial")

@@ -398,6 +398,7 @@ def test_a_certificate_that_cannot_be_used_is_one_sentence_with_the_way_out(tmp_
         ({"hosts": ["a.example:0"]}, "webhooks.hosts"),
         ({"hosts": ["a.example:70000"]}, "webhooks.hosts"),
         ({"hosts": ["a.example:http"]}, "webhooks.hosts"),
+        ({"hosts": ["a.example:²"]}, "webhooks.hosts"),
         ({"per_session": True, "secret": "s" * 16}, r"webhooks\.per_session needs webhooks\.hosts"),
         ({"queue_bytes": 10}, r"webhooks\.queue_bytes must be at least 4096"),
         ({"timeout_s": 0}, r"webhooks\.timeout_s must be at least 0\.1"),

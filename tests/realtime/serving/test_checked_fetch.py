@@ -82,6 +82,16 @@ def test_address_that_is_public_or_listed_is_taken() -> None:
         check_address("10.2.2.3", ["radio.example", "10.1.0.0/16"])
 
 
+def test_a_private_address_of_webhooks_has_the_port_that_is_written() -> None:
+    for hosts in (["*", "10.0.0.5:9000"], ["*:*", "10.0.0.5:9000"]):
+        check_address("10.0.0.5", hosts, "webhooks.hosts", 9000)
+        for port in (22, 80):
+            with pytest.raises(NotAllowed, match=f"port {port}"):
+                check_address("10.0.0.5", hosts, "webhooks.hosts", port)
+    # The port is that of the name's entry.
+    check_address("10.0.0.5", ["hooks.example:8443", "10.0.0.0/8"], "webhooks.hosts", 8443)
+
+
 def test_name_that_leads_to_a_private_address_is_never_connected_to(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also if only one of its addresses is private, and if the second answer differs from the first (DNS rebinding)."""
     connected: list[Any] = []

@@ -1,4 +1,5 @@
-"""The file of the streams that the server pulls: one that is too large is refused by name, and not read as a whole."""
+"""The file of the streams that the server pulls: one that is too large is refused by name, and not read as a whole or
+overwritten."""
 
 from __future__ import annotations
 
@@ -31,5 +32,7 @@ def test_a_file_that_is_too_large_is_refused_by_name(
         path.write_bytes(b"[" + b" " * 1000 + b"]")
     assert asyncio.run(opened(path)) == []
     assert "server.stream_file" in caplog.text and "more than 1000 bytes" in caplog.text
-    # From now on the current streams are in it.
+    # From now on the current streams are in it; what was there is kept.
     assert path.read_bytes() == b"[]"
+    aside = tmp_path / "streams.json.unreadable"
+    assert aside.is_symlink() if is_endless else len(aside.read_bytes()) == 1002
