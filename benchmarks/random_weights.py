@@ -108,7 +108,7 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
         settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
     memory = plan_memory(
         config,
-        free_memory(device) - (0 if small else background_bytes(EngineConfig())),
+        free_memory(device) - (0 if small else background_bytes(EngineConfig(), own_process=True)),
         decoder_window=settings.decoder_window,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,

@@ -120,9 +120,11 @@ class BackgroundModel(Background[Task, Result]):
                 with self._on_device():
                     found = self._compute([task for task, _ in tasks])
             except Exception as error:
+                self.failed_in_a_row += is_loaded
                 for _, future in tasks:
                     future.set_exception(error)
                 continue
+            self.failed_in_a_row = 0
             for (_, future), result in zip(tasks, found, strict=True):
                 future.set_result(result)
 

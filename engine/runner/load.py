@@ -56,8 +56,8 @@ STRIDE_POSITIONS = 10
 BLOCK_FRAMES = 26
 # Encoder-cache rows beyond those that streams hold: room for repeated audio.
 SPARE_EMBEDS = 512
-# Memory of a GPU for speaker labels and for the turn detector, each with the context of their process.
-LABELS_BYTES, TURN_DETECTOR_BYTES = 5 << 28, 5 << 28
+# Memory of a GPU for speaker labels, for the turn detector, and for the CUDA context of their process.
+LABELS_BYTES, TURN_DETECTOR_BYTES, CONTEXT_BYTES = 3 << 28, 3 << 28, 2 << 28
 # Most windows that a windowed model reads in one step, of live streams or of uploads.
 WINDOWS_PER_STEP = 8
 
@@ -124,11 +124,12 @@ def load_turns(runner: Runner, config: EngineConfig) -> SmartTurnDetector | None
     return SmartTurnDetector(weights, device)
 
 
-def background_bytes(config: EngineConfig) -> int:
+def background_bytes(config: EngineConfig, own_process: bool) -> int:
     """Memory of a GPU that speaker labels and the turn detector will take, if their files are here."""
     labels = config.speakers and (cache_folder() / "speakers").exists()
     turns = config.turn_detector and (cache_folder() / TURN_DETECTOR).exists()
-    return LABELS_BYTES * labels + TURN_DETECTOR_BYTES * turns
+    context = CONTEXT_BYTES if own_process and (labels or turns) else 0
+    return LABELS_BYTES * labels + TURN_DETECTOR_BYTES * turns + context
 
 
 def _family(path: Path) -> str:
@@ -152,7 +153,7 @@ def _load_voxtral(path: Path, config: EngineConfig) -> tuple[Runner, Limits]:
         share_of=config.share_of,
         # Without skipped silence every stream computes all the time.
         parked_share=config.parked_share if config.cut_silence_s else 0.0,
-        background_bytes=background_bytes(config),
+        background_bytes=background_bytes(config, own_process=True),
         blank_guard=config.blank_guard,
     )
     runner = VoxtralRunner.from_checkpoint(path, settings)
@@ -269,7 +270,7 @@ def _load_on_device(
 ) -> tuple[Runner, Limits]:
     # Engines that share a device plan with equal parts of it, so that all take the same number of streams.
     room = free_memory(device) if config.share_of == 1 else total_memory(device) // config.share_of
-    room -= background_bytes(config)
+    room -= background_bytes(config, own_process=False)
     return windowed_on_device(name, model, pieces, device, DEVICE_DTYPE, room, config.max_streams or None)
 
 

@@ -37,6 +37,7 @@ import numpy as np
 from msgspec import Struct, msgpack
 
 from engine.errors import BadItem, EngineDead, StreamError
+from engine.logs import WITH_PROCESS, set_up_logging
 from engine.messages import Closed, Item, Labels, Output, Saved, Speech
 from engine.options import SPEAKERS
 from engine.runner.base import Background, Embedder, TurnDetector
@@ -53,12 +54,18 @@ logger = logging.getLogger(__name__)
 MAX_QUEUED_BYTES = 64 * 1024 * 1024
 # Questions about turns without an answer; one more has none. A GPU answers 32 in some milliseconds.
 MAX_QUESTIONS = 512
+# Messages that wait to be written, one for each step: a process that takes none is lost.
+MAX_QUEUED_MESSAGES = 5000
+# Batches that fail one after the other, after which a model's device is lost.
+FAILURES_OF_A_LOST_DEVICE = 8
 # Buffers that the system takes in one call.
 BUFFERS_PER_CALL = 1000
 # How often the process looks for results of its models while no message comes.
 LOOK_EVERY_S = 0.005
-# Time within which the process ends when it is told to.
-END_S = 5.0
+# Time within which the process ends when it is told to; it has nothing to save.
+END_S = 1.0
+# Time that the engine waits for it to load, before it serves.
+READY_S = 180.0
 
 _LENGTHS = struct.Struct("<II")
 
@@ -137,6 +144,10 @@ Command = _Opened | _Resumed | _Audio | _Frames | _Ended | _Asks | _Question | _
 # From the process.
 
 
+class _Ready(_Message):
+    """The models are loaded, if they could be."""
+
+
 class _Found(_Message):
     labels: Labels
 
@@ -166,7 +177,7 @@ class _Judged(_Message):
     probability: float | None
 
 
-Answer = _Found | _Finished | _Failed | _Late | _Judged
+Answer = _Ready | _Found | _Finished | _Failed | _Late | _Judged
 
 _commands = msgpack.Decoder(list[Command])
 _answers = msgpack.Decoder(list[Answer])
@@ -203,25 +214,36 @@ class BackgroundProcess:
         self._line: socket.socket | None = None
         self._threads: list[threading.Thread] = []
         self._broken = False
+        self._ready = threading.Event()
         # Bytes of audio: each number is changed by one thread alone.
         self._queued = self._written = 0
-        self.is_dropping = False
+        self._is_dropping = False
+        # By stream: the end of the audio that was replaced by silence, because the process did not keep up.
+        self._dropped_until: dict[str, int] = {}
 
     def tell(self, command: Command) -> None:
         self._commands.append(command)
+        if isinstance(command, _Dropped):
+            self._dropped_until.pop(command.stream, None)
 
     def add_audio(self, name: str, items: Iterable[Item]) -> None:
         """New audio of a stream; silence instead if the process does not keep up."""
         is_overloaded = self._is_overloaded()
         for item in items:
             audio = new_samples(item, self.spec)
-            if isinstance(audio, int) or is_overloaded:
-                silence = audio if isinstance(audio, int) else len(audio)
-                self._commands.append(_Audio(name, item.sample, item.offset, silence, True))
+            if isinstance(audio, int):
+                self._commands.append(_Audio(name, item.sample, item.offset, audio, True))
+            elif is_overloaded:
+                self._commands.append(_Audio(name, item.sample, item.offset, len(audio), True))
+                self._dropped_until[name] = item.sample + len(audio)
             else:
                 self._queued += audio.nbytes
                 self._audio.append(audio)
                 self._commands.append(_Audio(name, item.sample, item.offset, len(audio), False))
+
+    def dropped_until(self, name: str) -> int:
+        """The process was not sent audio before this sample, because it did not keep up; 0 if it was sent all."""
+        return self._dropped_until.get(name, 0)
 
     def ask(self, name: str, sample: int) -> Future[float]:
         found: Future[float] = Future()
@@ -256,7 +278,9 @@ class BackgroundProcess:
                 future.set_result(answer.probability)
 
     def send(self) -> None:
-        """Send all commands since the last call."""
+        """Send all commands since the last call. Raises EngineDead if the process takes none."""
+        if self._out.qsize() > MAX_QUEUED_MESSAGES:
+            raise EngineDead("the process of speaker labels and the turn detector takes no messages")
         if self._commands:
             self._out.put((self._commands, self._audio))
             self._commands, self._audio = [], []
@@ -281,6 +305,13 @@ class BackgroundProcess:
         for thread in self._threads:
             thread.start()
 
+    def wait_until_ready(self) -> None:
+        """Wait until the models are loaded. Raises EngineDead if the process has ended."""
+        if not self._ready.wait(READY_S):
+            logger.warning("speaker labels and the turn detector are still loading after %.0f s", READY_S)
+        if self._broken:
+            raise EngineDead("the process of speaker labels and the turn detector ended while it started")
+
     def stop(self) -> None:
         process, line = self._process, self._line
         if process is None or line is None:
@@ -297,13 +328,13 @@ class BackgroundProcess:
         line.close()
 
     def _is_overloaded(self) -> bool:
-        was_dropping, self.is_dropping = self.is_dropping, self._queued - self._written > MAX_QUEUED_BYTES
-        if self.is_dropping and not was_dropping:
+        was_dropping, self._is_dropping = self._is_dropping, self._queued - self._written > MAX_QUEUED_BYTES
+        if self._is_dropping and not was_dropping:
             logger.warning(
                 "the process of speaker labels and the turn detector does not keep up: some speech gets no labels, "
                 "and some turns end by text and silence"
             )
-        return self.is_dropping
+        return self._is_dropping
 
     def _write(self, line: socket.socket) -> None:
         """A thread: sends the messages of the loop, and an end when there are no more."""
@@ -319,16 +350,24 @@ class BackgroundProcess:
             line.shutdown(socket.SHUT_WR)
         except OSError:
             return  # the process has ended, which the other thread finds too
+        except Exception:
+            logger.exception("a message to the process of speaker labels and the turn detector cannot be sent")
+            line.shutdown(socket.SHUT_RDWR)  # so the other thread finds the end
 
     def _read(self, line: socket.socket) -> None:
         """A thread: receives answers for the loop."""
         try:
             with line.makefile("rb") as file:
                 while len(head := file.read(_LENGTHS.size)) == _LENGTHS.size:
-                    self._in.extend(_answers.decode(file.read(_LENGTHS.unpack(head)[0])))
+                    for answer in _answers.decode(file.read(_LENGTHS.unpack(head)[0])):
+                        if isinstance(answer, _Ready):
+                            self._ready.set()
+                        else:
+                            self._in.append(answer)
         except (OSError, ValueError):
             logger.exception("what the process of speaker labels and the turn detector sent cannot be read")
         self._broken = self._process is not None
+        self._ready.set()
 
 
 class ProcessTracks(SpeakerTracks):
@@ -371,7 +410,11 @@ class ProcessTracks(SpeakerTracks):
 
     def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
         if speech.stream in self._names:
-            told = [False] * len(voiced) if self._process.is_dropping else list(voiced)
+            dropped, told = self._process.dropped_until(speech.stream), list(voiced)
+            if speech.sample < dropped:
+                # The process has silence there, which has no voice.
+                ends = range(speech.sample, speech.end, speech.frame_samples)
+                told = [voice and start >= dropped for voice, start in zip(told, ends, strict=True)]
             self._process.tell(_Frames(speech.stream, speech.sample, speech.frame_samples, told))
 
     @property
@@ -420,16 +463,12 @@ class SentAudio(AskedAudio):
         self._name = name
         self.window_samples = process.window_samples
         self._needed_from = 0
-        # The end of the audio that the process was not sent, because it did not keep up.
-        self._dropped_until = 0
         process.start()
         process.tell(_Asks(name))
 
     def add(self, items: Sequence[Item]) -> None:
         if not self._labels(self._name):
             self._process.add_audio(self._name, items)
-        if self._process.is_dropping and items:
-            self._dropped_until = items[-1].sample + items[-1].covered_samples(self._process.spec.samples_per_position)
 
     def drop_before(self, sample: int) -> None:
         # Now and then: the process keeps audio in parts.
@@ -438,7 +477,7 @@ class SentAudio(AskedAudio):
             self._process.tell(_NotNeeded(self._name, sample))
 
     def ask(self, sample: int) -> Future[float]:
-        if max(0, sample - self.window_samples) < self._dropped_until:
+        if max(0, sample - self.window_samples) < self._process.dropped_until(self._name):
             found: Future[float] = Future()
             found.set_exception(RuntimeError("the process of the turn detector does not keep up"))
             return found
@@ -488,16 +527,30 @@ class _Process:
                 if isinstance(command, _Audio):
                     samples = command.samples if command.is_silence else audio[at : at + command.samples]
                     at += 0 if command.is_silence else command.samples
-                    self._tracks.add_part(command.stream, command.sample, command.position, samples)
-                    if command.stream in self._asked:
-                        self._asked[command.stream].add_part(command.sample, command.position, samples)
+                    self._add_audio(command, samples)
                 elif isinstance(command, _Ended):
                     outputs.append(Closed(command.stream, 0))
                 else:
                     self._apply(command)
-            except StreamError as error:
-                self._fail(command.stream, error)
+            except Exception as error:
+                self._refuse(command, error)
         self._tracks.add_labels(outputs)
+        self._answer(outputs)
+
+    def _add_audio(self, command: _Audio, samples: Samples | int) -> None:
+        self._tracks.add_part(command.stream, command.sample, command.position, samples)
+        if command.stream in self._asked:
+            self._asked[command.stream].add_part(command.sample, command.position, samples)
+
+    def _refuse(self, command: Command, error: Exception) -> None:
+        if not isinstance(error, StreamError):
+            logger.exception("an unexpected error in the process of speaker labels and the turn detector")
+        if isinstance(command, _Question):
+            self.answers.append(_Judged(command.number, None))
+        else:
+            self._fail(command.stream, error)
+
+    def _answer(self, outputs: list[Output]) -> None:
         for output in outputs:
             if isinstance(output, Labels):
                 self.answers.append(_Found(output))
@@ -545,6 +598,7 @@ def main() -> None:
     # The engine decides when this process ends: it closes the socket.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    set_up_logging(WITH_PROCESS)
     line, encoder = socket.socket(fileno=int(sys.argv[1])), msgpack.Encoder()
     with line:
         if not (head := _exactly(line, _LENGTHS.size)):
@@ -555,8 +609,9 @@ def main() -> None:
         for model in models:
             model.warm_up()
         process = _Process(embedder, turn_detector)  # type: ignore[arg-type]
+        process.answers.append(_Ready())
         while True:
-            patience = LOOK_EVERY_S if process.is_waiting else None
+            patience = LOOK_EVERY_S if process.is_waiting else 0.0 if process.answers else None
             commands, audio = list[Command](), np.zeros(0, np.float32)
             if select.select([line], [], [], patience)[0]:
                 head = _exactly(line, _LENGTHS.size)
@@ -570,6 +625,12 @@ def main() -> None:
                 answers = encoder.encode(process.answers)
                 line.sendall(_LENGTHS.pack(len(answers), 0) + answers)
                 process.answers.clear()
+            if any(model.failed_in_a_row >= FAILURES_OF_A_LOST_DEVICE for model in models):
+                # A lost device does not come back: the engine is to start both again.
+                logger.error(
+                    "%d batches of speaker labels or the turn detector failed in a row", FAILURES_OF_A_LOST_DEVICE
+                )
+                raise SystemExit(1)
         for model in models:
             model.close()
 

@@ -300,10 +300,15 @@ class EngineLoop:
         have something to say soon."""
         return self._speakers.is_waiting or self._questions.is_waiting or self.revisions.is_waiting
 
+    def start_background(self) -> None:
+        """Start the process of the models beside the loop, if there is one: it loads them while this one warms up."""
+        if self._process is not None:
+            self._process.start()
+
     def warm_up_background(self) -> None:
         """Get the models beside the loop ready, if that would stop the streams later."""
         if self._process is not None:
-            self._process.start()
+            self._process.wait_until_ready()
         elif self._embedder is not None:
             self._embedder.warm_up()
         if self._process is None and self._turn_detector is not None:

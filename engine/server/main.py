@@ -105,6 +105,7 @@ def warm_up(loop: EngineLoop) -> None:
     For models that compute noise like speech, more streams then measure the cost of a step, so that admission has an
     estimate from the start. For models that skip noise the first speech has to provide it.
     """
+    loop.start_background()
     loop.runner.warm_up()
     loop.warm_up_background()
     _run_noise(loop, 1)

@@ -297,6 +297,8 @@ class SpeakerTracks:
                 return embedding
 
             self._tracks[name] = SpeakerTrack(embed, enrolled)
+            # On a GPU an engine that was not warmed up waits here: graphs cannot be recorded beside steps.
+            embedder.warm_up()
             embedder.prepare()
             if live:
                 self._live.add(name)
@@ -368,7 +370,10 @@ class SpeakerTracks:
         for output in [one for one in outputs if isinstance(one, Closed) and one.stream in self._tracks]:
             outputs.remove(output)
             self._held[output.stream] = output
-            self._tracks[output.stream].end()
+            try:
+                self._tracks[output.stream].end()
+            except Exception as error:
+                self._end_failed(output.stream, error)
             self._changed.append(output.stream)
         for name in dict.fromkeys(self._changed.popleft() for _ in range(len(self._changed))):
             track = self._tracks.get(name)

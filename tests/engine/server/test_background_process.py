@@ -18,7 +18,13 @@ from engine.errors import EngineDead
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
 from engine.runner.base import Embedder
 from engine.server import background_process
-from engine.server.background_process import BackgroundProcess, ProcessTracks, Recipes, SentAudio
+from engine.server.background_process import (
+    FAILURES_OF_A_LOST_DEVICE,
+    BackgroundProcess,
+    ProcessTracks,
+    Recipes,
+    SentAudio,
+)
 from engine.server.speakers import FRAME_SAMPLES, Samples
 from engine.server.turn_questions import TurnQuestions
 from tests.engine.server.test_speaker_tracks import (
@@ -118,6 +124,10 @@ def decided(outputs: list[Output], name: str) -> list[LabelSpan]:
 
 
 POSITIONS = -(-len(AUDIO) // POSITION)
+ITEMS_OF_SPEECH = [
+    Item(at // POSITION, 1, at, b"k", AUDIO[at : at + POSITION], samples=len(AUDIO[at : at + POSITION]))
+    for at in range(0, len(AUDIO), POSITION)
+]
 
 
 @pytest.mark.parametrize("chunk", [1, 40])
@@ -211,6 +221,75 @@ def test_a_process_that_is_overloaded_gets_silence(loop: Loop, monkeypatch: pyte
     loop.feed("s", POSITIONS)
     outputs = loop.until(has_closed, Closed("s", len(AUDIO)))
     assert not decided(outputs, "s")
+
+
+def test_audio_that_one_stream_was_not_sent_has_no_voice_there(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the process keeps up again when the detector's frames come."""
+    loop.tracks.open("s", ON, live=True)
+    loop.tracks.open("t", ON, live=True)
+    monkeypatch.setattr(background_process, "MAX_QUEUED_BYTES", -1)
+    loop.tracks.add_audio("s", ITEMS_OF_SPEECH)
+    monkeypatch.undo()
+    loop.tracks.add_audio("t", ITEMS_OF_SPEECH)
+    for name in ("s", "t"):
+        loop.tracks.judge(*heard(Speech(name, 0, FRAME_SAMPLES, PROBABILITIES[: len(AUDIO) // FRAME_SAMPLES])))
+    outputs = loop.until(
+        lambda found: sum(isinstance(one, Closed) for one in found) == 2, Closed("s", 1), Closed("t", 1)
+    )
+    assert not decided(outputs, "s") and decided(outputs, "t") == EXPECTED
+
+
+class Odd(ReadyEmbeddings):
+    """Fails for one voice with an error of its own."""
+
+    def submit(self, task: Samples) -> Future[NDArray[np.float32]]:
+        if np.abs(task).max() > 0.9:
+            raise KeyError("a defect")
+        return super().submit(task)
+
+
+@pytest.mark.parametrize("make", [Odd])
+def test_an_unexpected_error_ends_its_stream_alone(loop: Loop) -> None:
+    for name in ("bad", "good"):
+        loop.tracks.open(name, ON, live=True)
+    loop.feed("bad", POSITIONS, louder=4.0)
+    loop.feed("good", POSITIONS)
+    assert decided(loop.until(has_closed, Closed("good", 1)), "good") == EXPECTED
+    assert [name for name, _ in loop.failed] == ["bad"]
+
+
+class Broken(ReadyEmbeddings):
+    """As if its device were lost."""
+
+    failed_in_a_row = FAILURES_OF_A_LOST_DEVICE
+
+
+@pytest.mark.parametrize("make", [Broken])
+def test_a_lost_device_ends_the_process(loop: Loop) -> None:
+    loop.process.start()
+    with pytest.raises(EngineDead, match="speaker labels"):
+        loop.until(lambda outputs: False)
+
+
+def test_the_engine_waits_until_the_models_are_loaded(loop: Loop) -> None:
+    loop.process.start()
+    loop.process.wait_until_ready()
+    loop.tracks.open("s", ON, live=True)
+    loop.feed("s", POSITIONS)
+    assert decided(loop.until(has_closed, Closed("s", 1)), "s") == EXPECTED
+
+
+def test_a_process_that_takes_nothing_is_lost(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    loop.process.start()
+    loop.process.wait_until_ready()
+    assert loop.process.pid is not None
+    os.kill(loop.process.pid, signal.SIGSTOP)
+    monkeypatch.setattr(background_process, "MAX_QUEUED_MESSAGES", 20)
+    loop.tracks.open("s", ON, live=True)
+    with pytest.raises(EngineDead, match="takes no messages"):
+        for _ in range(2000):
+            loop.feed("s", 20)
+            loop.process.send()
 
 
 def test_the_engine_ends_with_its_process(loop: Loop) -> None:
