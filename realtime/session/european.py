@@ -25,6 +25,8 @@ MAX_DIGITS = 40
 GROUPED_FROM = 10_000
 # Words for one that are articles more often; `uno` and `eins` are numbers.
 ARTICLES_ONLY = frozenset(("un", "una", "une", "um", "uma"))
+# After these words `trente et un` ends a number: `trente et un peu plus`, `treinta y un día vino`.
+AFTER_ARTICLES = frozenset("peu autre jour soir poco otro otra dia pouco outro outra".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +144,32 @@ class _Scanner:
             return False
         return self._rules.value(word) is not None or word in self._rules.thousands or word[:1].isdigit()
 
+    def _goes_on(self, end: int) -> bool:
+        """Whether the sentence goes on here without a noun that the number before could count."""
+        if self._pauses(end) or any(self._is_phrase(end, phrase) for phrase in self._rules.dayparts):
+            return True
+        word = self._next(end)
+        if not self._rules.function_words:
+            # German nouns have capital letters.
+            return not self._tokens[end].is_name
+        return word in self._rules.function_words or "'" in word
+
+    def _ends_with_article(self, at: int, end: int) -> bool:
+        """Whether the last word may be the article of the word after it: `im Jahr zweitausend ein Haus`."""
+        rules, last = self._rules, self._tokens[end - 1]
+        if end < at + 2 or not last.is_first or last.folded not in rules.articles or self._pauses(end):
+            return False
+        after, link, linked = self._next(end), self._tokens[end - 2].folded, self._tokens[end - 3].folded
+        if after in rules.currencies and after.endswith("s"):
+            # `cent un euros`
+            return False
+        if link == "ciento" and self._before(end - 2) != "por":
+            # A hundred alone is `cien`.
+            return False
+        # `treinta y un`, but not `dois mil e um`.
+        is_compound = link in rules.cent_links and linked not in rules.thousands
+        return after in AFTER_ARTICLES or not is_compound
+
     # Reading numbers
 
     def _longest(self, at: int) -> tuple[int, int] | None:
@@ -150,6 +178,9 @@ class _Scanner:
         for end in range(at, min(at + MAX_NUMBER_WORDS, len(self._tokens))):
             word = self._tokens[end].folded
             if end > at and not self._next(end):
+                break
+            if not rules.joint and text in rules.ambiguous:
+                # `tu sei cento volte meglio`
                 break
             # In a language that writes a number as one word, `vier und zwanzig` are two numbers.
             if word not in rules.words and (rules.joint or rules.value(word) is None):
@@ -175,9 +206,6 @@ class _Scanner:
         rest_at = end + 1 if self._next(end) in rules.thousand_links else end
         rest = self._longest(rest_at) if self._next(rest_at) else None
         if rest is None or not 0 < rest[0] < 1000 or self._next(rest[1]) in rules.thousands:
-            return value, end
-        if self._tokens[rest_at].folded in ARTICLES_ONLY and rest[1] == rest_at + 1 and not self._pauses(rest[1]):
-            # `en dos mil un hombre murió`
             return value, end
         return value + rest[0], rest[1]
 
@@ -246,7 +274,7 @@ class _Scanner:
         number = self._decimal(at) or self._cardinal(at) or self._digits_already(at)
         if number is None:
             return None
-        if not self._is_whole(at, number.end):
+        if not self._is_whole(at, number.end) or self._ends_with_article(at, number.end):
             return number.end
         if self._smart:
             end = self._spoken_clock(at, number) or self._clock(at, number)
@@ -270,11 +298,19 @@ class _Scanner:
             self._add(at, end, number.text)
             return end
         stays = number.is_round or before in self._rules.roman or self._is_vague(at, number)
-        asked = before in self._rules.headings and number.value or self._is_range(at, end)
+        asked = self._is_asked(at, number)
         if stays or (number.is_single and not asked):
             return end
         self._add(at, end if number.long_at is None else number.long_at, number.text)
         return end
+
+    def _is_asked(self, at: int, number: Number) -> bool:
+        """Whether something beside a single digit asks for it."""
+        rules, before = self._rules, self._before(at)
+        if self._tokens[at].folded in rules.ambiguous and before not in rules.range_from:
+            # `in quale stanza sei`, `un vélo neuf à douze euros`
+            return False
+        return (before in rules.headings and number.value > 0) or self._is_range(at, number.end)
 
     def _is_before_month(self, end: int) -> bool:
         rules = self._rules
@@ -417,12 +453,23 @@ class _Scanner:
         minutes = self._minutes(start)
         is_strict = bool(rules.strict_hours & {self._tokens[at - 1].bare, self._tokens[max(at - 2, 0)].bare})
         if minutes is not None and (minutes[0] >= 10 or (is_strict and self._pauses(minutes[1]))):
-            self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
+            if self._is_time(at, start > number.end, is_strict, minutes[1]):
+                self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
             return minutes[1]
         if any(self._is_phrase(number.end, phrase) for phrase in rules.dayparts):
             self._add(at, number.end, number.text)
             return number.end
         return None
+
+    def _is_time(self, at: int, is_linked: bool, is_strict: bool, end: int) -> bool:
+        """Whether hour and minutes are no two numbers: `entre las nueve y diez`, `las tres y doce hombres`."""
+        before = self._before(at - 1)
+        if before in self._rules.betweens or self._next(end) in ("horas", "ore"):
+            return False
+        if is_linked and (is_strict or before in self._rules.clock_verbs):
+            # `a las nueve y diez personas`: words that end with s are plurals of nouns.
+            return self._goes_on(end) or not self._next(end).endswith("s")
+        return self._goes_on(end)
 
     def _clock_with_hours(self, at: int, number: Number) -> int | None:
         """`sechs Uhr dreißig`, `um sechs Uhr`, `trois heures vingt`."""
