@@ -283,17 +283,34 @@ class _Scanner:
                 return end
         if number.is_digits:
             return number.end
-        return self._digits(at) or self._number(at, number)
+        return self._divided(at, number) or self._digits(at) or self._number(at, number)
+
+    def _divided(self, at: int, number: Number) -> int | None:
+        """`hundert und zwölf`, `vier und zwanzig`: one number or two, so that all stays words."""
+        rules, value, start = self._rules, number.value, number.end + 1
+        if number.is_decimal or number.long_at is not None or self._next(number.end) not in rules.cent_links:
+            return None
+        second = self._below_million(start) if self._next(start) else None
+        if second is None:
+            return None
+        unit = next((unit for unit in (1000, 100, 10) if value and value % unit == 0), 1)
+        if 0 < second[0] < unit:
+            return second[1]
+        if self._before(at) in rules.betweens:
+            return None
+        ones_first = not rules.joint and bool(rules.thousand_links)
+        if ones_first and 0 < value < 10 and second[0] in range(20, 100, 10):
+            return second[1]
+        # `hundert und zwanzigtausend`
+        return second[1] if 100 <= unit and value < 1000 <= second[0] else None
 
     def _number(self, at: int, number: Number) -> int:
         before, end = self._before(at), number.end
-        if number.is_article:
+        if number.is_article and (self._tokens[at].folded != "uno" or not self._adjoins(end)):
             # `un dos por ciento`: the article is no part of what follows.
             return end
         if self._adjoins(end):
-            while self._adjoins(end):
-                end += 1
-            return end
+            return self._run_end(end)
         if self._smart and 1 <= number.value <= 31 and self._is_before_month(end):
             self._add(at, end, number.text)
             return end
@@ -303,6 +320,16 @@ class _Scanner:
             return end
         self._add(at, end if number.long_at is None else number.long_at, number.text)
         return end
+
+    def _run_end(self, end: int) -> int:
+        """The end of the numbers that follow here one after the other."""
+        while True:
+            if self._next(end) in self._rules.articles and self._adjoins(end + 1):
+                end += 1
+            if not self._adjoins(end):
+                return end
+            read = self._below_million(end)
+            end = end + 1 if read is None else read[1]
 
     def _is_asked(self, at: int, number: Number) -> bool:
         """Whether something beside a single digit asks for it."""
@@ -321,6 +348,9 @@ class _Scanner:
     def _is_vague(self, at: int, number: Number) -> bool:
         """`zwei bis dreihundert`: the first digit belongs to the hundreds too."""
         if number.value < 100 or self._before(at) not in self._rules.ranges | self._rules.cent_links:
+            return False
+        if self._forms and self._forms[-1].last == self._tokens[at - 1].word:
+            # The first number is written with digits: `von 35 bis 120`.
             return False
         return self._rules.numbers.get(self._before(at - 1), 10) < 10
 
@@ -388,9 +418,15 @@ class _Scanner:
         for phrase in self._rules.percents:
             if number.long_at is None and self._is_phrase(number.end, phrase):
                 end = number.end + len(phrase)
+                if phrase[-1] in self._rules.words and self._adjoins(end):
+                    # `cinquante pour cent mille habitants`
+                    return self._run_end(end)
                 self._add(at, end, number.text + self._rules.percent)
                 return end
         return None
+
+    def _is_percent(self, at: int) -> bool:
+        return any(self._is_phrase(at, phrase) for phrase in self._rules.percents)
 
     def _money(self, at: int, number: Number) -> int | None:
         rules = self._rules
@@ -401,7 +437,9 @@ class _Scanner:
         if sign is None or number.long_at is not None:
             return None
         end = number.end + 1
-        cents = None if number.is_decimal else self._cents(end)
+        # `entre diez euros y veinte` are two amounts.
+        has_cents = not number.is_decimal and self._before(at) not in rules.betweens
+        cents = self._cents(end) if has_cents else None
         if cents is None and (number.is_article or number.is_round):
             return end
         amount = number.text
@@ -423,6 +461,8 @@ class _Scanner:
             return None
         if self._next(read[1]) in rules.cents:
             return read[0], read[1] + 1
+        if self._ends_with_article(start, read[1]) or self._is_percent(read[1]):
+            return None
         ends = self._pauses(read[1]) or self._next(read[1]) in rules.after_price
         # `fünf Euro und zwanzig` is doubtful; Romance languages say the cents so.
         return read if ends and read[0] >= 10 and (not is_linked or bool(rules.clock_before)) else None
@@ -497,7 +537,8 @@ class _Scanner:
         # `sechs Uhr fünfzig Prozent`: the second number belongs to the word after it.
         after = self._next(read[1])
         taken = after in rules.currencies or after in rules.millions or after in rules.hours or after in rules.points
-        return None if taken or any(self._is_phrase(read[1], phrase) for phrase in rules.percents) else read
+        taken = taken or self._is_percent(read[1]) or self._ends_with_article(at, read[1])
+        return None if taken else read
 
 
 def _grouped(value: int, rules: Rules) -> str:

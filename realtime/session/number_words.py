@@ -360,7 +360,7 @@ RULES: dict[str, Rules] = {
         sign_first=False,
         months=_words("janvier février mars avril mai juin juillet août septembre octobre novembre décembre"),
         month_links=frozenset(),
-        after_price=_words("le la les l par pour et ou de au chacun"),
+        after_price=_words("le la les l par pour et ou au chacun"),
         ranges=_words("à ou"),
         betweens=_words("entre"),
         function_words=_words(
@@ -399,7 +399,7 @@ RULES: dict[str, Rules] = {
             "enero febrero marzo abril mayo junio julio agosto septiembre setiembre octubre noviembre diciembre"
         ),
         month_links=_words("de"),
-        after_price=_words("el la los las por al y o de cada"),
+        after_price=_words("el la los las por al y o cada"),
         ranges=_words("a o"),
         betweens=_words("entre"),
         function_words=_words(
@@ -438,7 +438,7 @@ RULES: dict[str, Rules] = {
         sign_first=False,
         months=_words("janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro"),
         month_links=_words("de"),
-        after_price=_words("o a os as por ao e ou de cada"),
+        after_price=_words("o a os as por ao e ou cada"),
         ranges=_words("a ou"),
         betweens=_words("entre"),
         function_words=_words(
