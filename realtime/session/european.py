@@ -28,6 +28,9 @@ ARTICLES_ONLY = frozenset(("un", "una", "une", "um", "uma"))
 # After these words `trente et un` ends a number: `trente et un peu plus`, `treinta y un día vino`.
 AFTER_ARTICLES = frozenset("peu autre jour soir poco otro otra dia pouco outro outra".split())
 
+# German words with a capital letter that no ordinal counts: `am zwanzigsten Sie und ihn`.
+NOT_COUNTED = frozenset("sie ihnen ihr ihre ihren ihrem ihrer ihres herr herrn frau".split())
+
 
 @dataclass(frozen=True, slots=True)
 class Token:
@@ -234,8 +237,8 @@ class _Scanner:
         if whole is None or (sign := rules.points.get(self._next(whole[1]))) is None:
             return None
         value, end = whole
-        if sign == "." and self._tokens[at].folded in ARTICLES_ONLY:
-            # `en un punto cinco personas`
+        if sign == "." and (self._tokens[at].folded in ARTICLES_ONLY or value >= GROUPED_FROM):
+            # `en un punto cinco personas`; `10.000.5` cannot be read.
             return None
         digits, end = "", end + 1
         while self._next(end) and len(digits) < MAX_DECIMALS and (read := self._longest(end)) is not None:
@@ -276,6 +279,8 @@ class _Scanner:
             return None
         if not self._is_whole(at, number.end) or self._ends_with_article(at, number.end):
             return number.end
+        if (end := self._points_end(number.end)) > number.end:
+            return end
         if self._smart:
             end = self._spoken_clock(at, number) or self._clock(at, number)
             end = end or self._percent(at, number) or self._money(at, number)
@@ -284,6 +289,14 @@ class _Scanner:
         if number.is_digits:
             return number.end
         return self._divided(at, number) or self._digits(at) or self._number(at, number)
+
+    def _points_end(self, end: int) -> int:
+        """The end of an address or a version after its first number, or decimal: `dos punto cero punto uno`."""
+        while self._next(end) in self._rules.points and self._next(end + 1):
+            if (read := self._below_million(end + 1)) is None:
+                break
+            end = read[1]
+        return end
 
     def _divided(self, at: int, number: Number) -> int | None:
         """`hundert und zwölf`, `vier und zwanzig`: one number or two, so that all stays words."""
@@ -337,7 +350,9 @@ class _Scanner:
         if self._tokens[at].folded in rules.ambiguous and before not in rules.range_from:
             # `in quale stanza sei`, `un vélo neuf à douze euros`
             return False
-        return (before in rules.headings and number.value > 0) or self._is_range(at, number.end)
+        # `il relit la page deux fois`
+        is_heading = before in rules.headings and number.value > 0 and self._goes_on(number.end)
+        return is_heading or self._is_range(at, number.end)
 
     def _is_before_month(self, end: int) -> bool:
         rules = self._rules
@@ -400,6 +415,8 @@ class _Scanner:
             self._add(at, end, str(value) if is_day else f"{value}{rules.ordinal}")
             return end
         if not self._next(end) or not self._tokens[end].is_name or not self._tokens[end].is_last:
+            return end
+        if self._tokens[end].folded in NOT_COUNTED:
             return end
         self._add(at, end + 1, f"{value}{rules.ordinal}{SPACE}{self._tokens[end].text}")
         return end + 1
@@ -515,7 +532,8 @@ class _Scanner:
         """`sechs Uhr dreißig`, `um sechs Uhr`, `trois heures vingt`."""
         rules = self._rules
         minutes = self._minutes(number.end + 1)
-        if minutes is not None and (minutes[0] >= 10 or self._pauses(minutes[1])):
+        # `um acht Uhr zwanzig Kinder` has no minutes.
+        if minutes is not None and self._goes_on(minutes[1]) and (minutes[0] >= 10 or self._pauses(minutes[1])):
             self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
             return minutes[1]
         # `drie uur` and `trois heures` may be durations.

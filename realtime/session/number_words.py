@@ -296,7 +296,7 @@ RULES: dict[str, Rules] = {
         after_price=_words("pro je das die den der im am für und oder"),
         ranges=_words("bis oder"),
         betweens=_words("zwischen"),
-        headings=_words("Kapitel Seite Zimmer Raum Gleis Linie Version Artikel Absatz Folge Band Frage Nummer Kanal"),
+        headings=_words("Kapitel Seite Zimmer Raum Gleis Linie Version Artikel Absatz Frage Nummer Kanal"),
         ordinals=_table(_german_ordinals()),
         ordinal=".",
         ordinal_needs_noun=True,
@@ -367,7 +367,7 @@ RULES: dict[str, Rules] = {
             "le la les de du des à au aux et ou mais pour par sur dans en avec chez devant je tu il elle on nous vous "
             "ils elles ce est sont était pile précises environ demain ne que qui car donc"
         ),
-        headings=_words("chapitre page chambre salle quai ligne version article épisode tome question numéro porte"),
+        headings=_words("chapitre page chambre salle quai ligne version article épisode tome question numéro"),
         ambiguous=_words("neuf"),
         range_from=_words("de entre"),
         ordinals=_table(_french_ordinals()),
