@@ -6,7 +6,8 @@ dates and clock times. The tables of the languages are in `number_words.py`; Eng
 
 The rules are as cautious as the English ones. Zero to nine stay words unless something beside them asks for a digit.
 Articles (`ein`, `une`, `uno`) and round numbers alone (`tausend Dank`) stay words, and so do adjoining numbers that
-form no known pattern. A number with a capital letter within a sentence is a name (`die Elf`).
+form no known pattern. A number with a capital letter within a sentence is a name (`die Elf`). Where words can be read
+in two ways they stay: a number in words is a small blemish, a wrong number is an error.
 """
 
 from __future__ import annotations
@@ -25,9 +26,13 @@ MAX_DIGITS = 40
 GROUPED_FROM = 10_000
 # Words for one that are articles more often; `uno` and `eins` are numbers.
 ARTICLES_ONLY = frozenset(("un", "una", "une", "um", "uma"))
-# After these words `trente et un` ends a number: `trente et un peu plus`, `treinta y un día vino`.
-AFTER_ARTICLES = frozenset("peu autre jour soir poco otro otra dia pouco outro outra".split())
 
+# `ein Meter achtzig` stays words, as its first number does.
+MEASURES = frozenset(
+    "meter metern metre metres metro metros metri stunde stunden hora horas ora ore midi minuit".split()
+)
+# `treinta y tantos` is no exact number.
+VAGUE = frozenset("tantos tantas pico poucos poucas quelques quelque".split())
 # German words with a capital letter that no ordinal counts: `am zwanzigsten Sie und ihn`.
 NOT_COUNTED = frozenset("sie ihnen ihr ihre ihren ihrem ihrer ihres herr herrn frau".split())
 
@@ -169,9 +174,12 @@ class _Scanner:
         if link == "ciento" and self._before(end - 2) != "por":
             # A hundred alone is `cien`.
             return False
-        # `treinta y un`, but not `dois mil e um`.
-        is_compound = link in rules.cent_links and linked not in rules.thousands
-        return after in AFTER_ARTICLES or not is_compound
+        if link not in rules.cent_links or linked in rules.thousands:
+            # `deux cents un`, `dois mil e um`
+            return True
+        # `vingt et un ans`, but not `tiene noventa y un gato`: a noun that is counted is a plural.
+        is_counted = after.endswith(("s", "x")) or after in rules.months or self._goes_on(end)
+        return last.folded != "uno" and not is_counted
 
     # Reading numbers
 
@@ -279,8 +287,10 @@ class _Scanner:
             return None
         if not self._is_whole(at, number.end) or self._ends_with_article(at, number.end):
             return number.end
-        if (end := self._points_end(number.end)) > number.end:
-            return end
+        if (points_end := self._points_end(number.end)) > number.end:
+            return points_end
+        if self._is_vague(at, number):
+            return number.end
         if self._smart:
             end = self._spoken_clock(at, number) or self._clock(at, number)
             end = end or self._percent(at, number) or self._money(at, number)
@@ -303,11 +313,14 @@ class _Scanner:
         rules, value, start = self._rules, number.value, number.end + 1
         if number.is_decimal or number.long_at is not None or self._next(number.end) not in rules.cent_links:
             return None
+        if self._next(start) in VAGUE:
+            return number.end
         second = self._below_million(start) if self._next(start) else None
         if second is None:
             return None
         unit = next((unit for unit in (1000, 100, 10) if value and value % unit == 0), 1)
-        if 0 < second[0] < unit:
+        # `são dez e quinze`, `custa doze e noventa`: a clock time or a price.
+        if 0 < second[0] < unit or (self._before(at) in rules.clock_verbs and second[0] < 100):
             return second[1]
         if self._before(at) in rules.betweens:
             return None
@@ -327,7 +340,7 @@ class _Scanner:
         if self._smart and 1 <= number.value <= 31 and self._is_before_month(end):
             self._add(at, end, number.text)
             return end
-        stays = number.is_round or before in self._rules.roman or self._is_vague(at, number)
+        stays = number.is_round or before in self._rules.roman or self._is_after_measure(at, end)
         asked = self._is_asked(at, number)
         if stays or (number.is_single and not asked):
             return end
@@ -367,13 +380,23 @@ class _Scanner:
         if self._forms and self._forms[-1].last == self._tokens[at - 1].word:
             # The first number is written with digits: `von 35 bis 120`.
             return False
-        return self._rules.numbers.get(self._before(at - 1), 10) < 10
+        return self._rules.numbers.get(self._before(at - 1).rstrip("-"), 10) < 10
+
+    def _is_after_measure(self, at: int, end: int) -> bool:
+        """`ein Meter achtzig`, `um metro e oitenta`; not `12 Meter fünfzig`, and not `dos horas y veinte minutos`."""
+        if self._before(at) in self._rules.cent_links:
+            if not self._goes_on(end):
+                return False
+            at -= 1
+        if self._before(at) not in MEASURES:
+            return False
+        return not self._forms or self._forms[-1].last != self._tokens[at - 1].word
 
     def _is_range(self, at: int, end: int) -> bool:
         """Whether a digit stands beside a number of two digits or more: `neun bis zwölf`."""
         links = self._rules.ranges | self._rules.clock_before
-        if self._before(at) in links and self._before(at - 1):
-            return bool(self._forms) and self._forms[-1].last == self._tokens[at - 1].word
+        if self._before(at) in links and self._forms and self._forms[-1].last == self._tokens[at - 1].word:
+            return True
         if self._next(end) not in links or not self._next(end + 1):
             return False
         mate = self._below_million(end + 1)
@@ -491,11 +514,16 @@ class _Scanner:
             return None
         if self._before(at) in rules.halves:
             return number.end
-        if self._before(at) in rules.spoken_clock and self._before(at - 1) in rules.halves:
+        # `Viertel nach zehn`, `cinq heures moins dix`
+        if self._before(at) in rules.spoken_clock and self._before(at - 1) in rules.halves | rules.hours:
             return number.end
         if self._next(number.end) not in rules.spoken_clock:
             return None
-        hour = self._longest(number.end + 1) if self._next(number.end + 1) else None
+        # `dez para as oito`, `zehn vor halb neun`
+        hour_at = number.end + 1
+        if self._next(hour_at) in rules.clock_before | rules.halves:
+            hour_at += 1
+        hour = self._longest(hour_at) if self._next(hour_at) else None
         return hour[1] if hour is not None and 1 <= hour[0] <= 30 else None
 
     def _clock(self, at: int, number: Number) -> int | None:
@@ -521,11 +549,11 @@ class _Scanner:
     def _is_time(self, at: int, is_linked: bool, is_strict: bool, end: int) -> bool:
         """Whether hour and minutes are no two numbers: `entre las nueve y diez`, `las tres y doce hombres`."""
         before = self._before(at - 1)
-        if before in self._rules.betweens or self._next(end) in ("horas", "ore"):
+        if before in self._rules.betweens or self._next(end) in ("horas", "ore", "minuti"):
             return False
         if is_linked and (is_strict or before in self._rules.clock_verbs):
-            # `a las nueve y diez personas`: words that end with s are plurals of nouns.
-            return self._goes_on(end) or not self._next(end).endswith("s")
+            # `a las nueve y diez personas`: words that end with s are plurals; Italian ones cannot be told from verbs.
+            return self._goes_on(end) or (bool(self._rules.joint) and not self._next(end).endswith("s"))
         return self._goes_on(end)
 
     def _clock_with_hours(self, at: int, number: Number) -> int | None:

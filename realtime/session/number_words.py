@@ -77,7 +77,7 @@ class Rules:
     strict_hours: frozenset[str] = frozenset()
     clock_before: frozenset[str] = frozenset()
     clock_links: frozenset[str] = frozenset()
-    # `son` in `son las tres y veinte`.
+    # Verbs before a clock time or a price: `son las tres y veinte`.
     clock_verbs: frozenset[str] = frozenset()
     clock: str = ""
     dayparts: tuple[Phrase, ...] = ()
@@ -99,6 +99,8 @@ class Rules:
         """Words that may belong to a written form beside its number."""
         phrases = {part for phrase in (*self.percents, *self.dayparts, *self.idioms) for part in phrase}
         links = self.thousand_links | self.cent_links | self.clock_links | self.month_links | self.ranges
+        # The word before `las` tells a clock time from two numbers.
+        links |= self.clock_before
         return frozenset(
             phrases | links | {*self.currencies, *self.points, *self.millions, *self.months} | self.cents | self.hours
         )
@@ -365,7 +367,7 @@ RULES: dict[str, Rules] = {
         betweens=_words("entre"),
         function_words=_words(
             "le la les de du des à au aux et ou mais pour par sur dans en avec chez devant je tu il elle on nous vous "
-            "ils elles ce est sont était pile précises environ demain ne que qui car donc"
+            "ils elles ce est sont était pile précises environ demain ne que qui car donc plus"
         ),
         headings=_words("chapitre page chambre salle quai ligne version article épisode tome question numéro"),
         ambiguous=_words("neuf"),
@@ -376,8 +378,11 @@ RULES: dict[str, Rules] = {
         strict_hours=frozenset("à dès vers".split()),
         hours=_words("heure heures"),
         clock="{hour}" + SPACE + "h" + SPACE + "{minute:02}",
+        spoken_clock=_words("moins"),
         roman=_words("louis charles henri françois philippe napoléon benoît pie"),
-        idioms=_phrases("son trente et un", "trente six chandelles", "quatre cents coups", "trente six du mois"),
+        idioms=_phrases(
+            "son trente et un", "trente six chandelles", "quatre cents coups", "trente six du mois", "vingt dieux"
+        ),
     ),
     "es": Rules(
         numbers=_table(_spanish()),
@@ -410,7 +415,7 @@ RULES: dict[str, Rules] = {
         clock_before=_words("las la"),
         strict_hours=frozenset("a desde hasta sobre".split()),
         clock_links=_words("y"),
-        clock_verbs=_words("son es eran era"),
+        clock_verbs=_words("son es eran era cuesta cuestan vale valen"),
         clock="{hour}:{minute:02}",
         dayparts=_phrases("de la mañana", "de la tarde", "de la noche", "de la madrugada"),
         spoken_clock=_words("menos"),
@@ -450,9 +455,10 @@ RULES: dict[str, Rules] = {
         clock_before=_words("às as das"),
         strict_hours=frozenset("às".split()),
         clock_links=_words("e"),
-        clock_verbs=_words("são é eram era"),
+        clock_verbs=_words("são é eram era custa custam custou vale"),
         clock="{hour}h{minute:02}",
         dayparts=_phrases("da manhã", "da tarde", "da noite", "da madrugada"),
+        spoken_clock=_words("para"),
         roman=_words("século luís joão pio bento leão"),
         idioms=_phrases("trinta por uma linha", "mil e uma"),
     ),
@@ -482,10 +488,10 @@ RULES: dict[str, Rules] = {
             "non che è sono era c'è domani oggi"
         ),
         headings=_words("capitolo pagina camera stanza sala binario linea versione articolo episodio numero canale"),
-        clock_before=_words("alle le dalle ore"),
+        clock_before=_words("alle le dalle delle ore"),
         strict_hours=frozenset("alle dalle".split()),
         clock_links=_words("e"),
-        clock_verbs=_words("sono erano"),
+        clock_verbs=_words("sono erano costa costano"),
         ambiguous=_words("sei"),
         range_from=_words("da dal dalle tra fra"),
         clock="{hour}:{minute:02}",
