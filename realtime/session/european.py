@@ -31,8 +31,10 @@ ARTICLES_ONLY = frozenset(("un", "una", "une", "um", "uma"))
 MEASURES = frozenset(
     "meter metern metre metres metro metros metri stunde stunden hora horas ora ore midi minuit".split()
 )
-# `treinta y tantos` is no exact number.
-VAGUE = frozenset("tantos tantas pico poucos poucas quelques quelque".split())
+# After a number and a link these keep the number a word: `treinta y tantos`, `a las once y media`.
+AFTER_LINKS = frozenset(
+    "tantos tantas pico poucos poucas quelques media medio cuarto meia meio mezza mezzo demi demie".split()
+)
 # German words with a capital letter that no ordinal counts: `am zwanzigsten Sie und ihn`.
 NOT_COUNTED = frozenset("sie ihnen ihr ihre ihren ihrem ihrer ihres herr herrn frau".split())
 
@@ -313,7 +315,7 @@ class _Scanner:
         rules, value, start = self._rules, number.value, number.end + 1
         if number.is_decimal or number.long_at is not None or self._next(number.end) not in rules.cent_links:
             return None
-        if self._next(start) in VAGUE:
+        if self._next(start) in AFTER_LINKS:
             return number.end
         second = self._below_million(start) if self._next(start) else None
         if second is None:
@@ -550,6 +552,9 @@ class _Scanner:
         """Whether hour and minutes are no two numbers: `entre las nueve y diez`, `las tres y doce hombres`."""
         before = self._before(at - 1)
         if before in self._rules.betweens or self._next(end) in ("horas", "ore", "minuti"):
+            return False
+        if self._next(end) in self._rules.clock_links and self._adjoins(end + 1):
+            # `a las cinco y veinte y cinco`
             return False
         if is_linked and (is_strict or before in self._rules.clock_verbs):
             # `a las nueve y diez personas`: words that end with s are plurals; Italian ones cannot be told from verbs.

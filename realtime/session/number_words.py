@@ -404,7 +404,7 @@ RULES: dict[str, Rules] = {
             "enero febrero marzo abril mayo junio julio agosto septiembre setiembre octubre noviembre diciembre"
         ),
         month_links=_words("de"),
-        after_price=_words("el la los las por al y o cada"),
+        after_price=_words("el la los las por y o cada"),
         ranges=_words("a o"),
         betweens=_words("entre"),
         function_words=_words(
@@ -443,7 +443,7 @@ RULES: dict[str, Rules] = {
         sign_first=False,
         months=_words("janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro"),
         month_links=_words("de"),
-        after_price=_words("o a os as por ao e ou cada"),
+        after_price=_words("o os as por e ou cada"),
         ranges=_words("a ou"),
         betweens=_words("entre"),
         function_words=_words(
@@ -480,7 +480,7 @@ RULES: dict[str, Rules] = {
         sign_first=False,
         months=_words("gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre dicembre"),
         month_links=frozenset(),
-        after_price=_words("il la al per e o l'uno ciascuno"),
+        after_price=_words("il la per e o l'uno ciascuno"),
         ranges=_words("a o"),
         betweens=_words("tra fra"),
         function_words=_words(
