@@ -6,7 +6,8 @@ dates and clock times. The tables of the languages are in `number_words.py`; Eng
 
 The rules are as cautious as the English ones. Zero to nine stay words unless something beside them asks for a digit.
 Articles (`ein`, `une`, `uno`) and round numbers alone (`tausend Dank`) stay words, and so do adjoining numbers that
-form no known pattern. A number with a capital letter within a sentence is a name (`die Elf`).
+form no known pattern. A number with a capital letter within a sentence is a name (`die Elf`). Where words can be read
+in two ways they stay: a number in words is a small blemish, a wrong number is an error.
 """
 
 from __future__ import annotations
@@ -25,6 +26,17 @@ MAX_DIGITS = 40
 GROUPED_FROM = 10_000
 # Words for one that are articles more often; `uno` and `eins` are numbers.
 ARTICLES_ONLY = frozenset(("un", "una", "une", "um", "uma"))
+
+# `ein Meter achtzig` stays words, as its first number does.
+MEASURES = frozenset(
+    "meter metern metre metres metro metros metri stunde stunden hora horas ora ore midi minuit".split()
+)
+# After a number and a link these keep the number a word: `treinta y tantos`, `a las once y media`.
+AFTER_LINKS = frozenset(
+    "tantos tantas pico poucos poucas quelques media medio cuarto meia meio mezza mezzo demi demie".split()
+)
+# German words with a capital letter that no ordinal counts: `am zwanzigsten Sie und ihn`.
+NOT_COUNTED = frozenset("sie ihnen ihr ihre ihren ihrem ihrer ihres herr herrn frau".split())
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +154,35 @@ class _Scanner:
             return False
         return self._rules.value(word) is not None or word in self._rules.thousands or word[:1].isdigit()
 
+    def _goes_on(self, end: int) -> bool:
+        """Whether the sentence goes on here without a noun that the number before could count."""
+        if self._pauses(end) or any(self._is_phrase(end, phrase) for phrase in self._rules.dayparts):
+            return True
+        word = self._next(end)
+        if not self._rules.function_words:
+            # German nouns have capital letters.
+            return not self._tokens[end].is_name
+        return word in self._rules.function_words or "'" in word
+
+    def _ends_with_article(self, at: int, end: int) -> bool:
+        """Whether the last word may be the article of the word after it: `im Jahr zweitausend ein Haus`."""
+        rules, last = self._rules, self._tokens[end - 1]
+        if end < at + 2 or not last.is_first or last.folded not in rules.articles or self._pauses(end):
+            return False
+        after, link, linked = self._next(end), self._tokens[end - 2].folded, self._tokens[end - 3].folded
+        if after in rules.currencies and after.endswith("s"):
+            # `cent un euros`
+            return False
+        if link == "ciento" and self._before(end - 2) != "por":
+            # A hundred alone is `cien`.
+            return False
+        if link not in rules.cent_links or linked in rules.thousands:
+            # `deux cents un`, `dois mil e um`
+            return True
+        # `vingt et un ans`, but not `tiene noventa y un gato`: a noun that is counted is a plural.
+        is_counted = after.endswith(("s", "x")) or after in rules.months or self._goes_on(end)
+        return last.folded != "uno" and not is_counted
+
     # Reading numbers
 
     def _longest(self, at: int) -> tuple[int, int] | None:
@@ -150,6 +191,9 @@ class _Scanner:
         for end in range(at, min(at + MAX_NUMBER_WORDS, len(self._tokens))):
             word = self._tokens[end].folded
             if end > at and not self._next(end):
+                break
+            if not rules.joint and text in rules.ambiguous:
+                # `tu sei cento volte meglio`
                 break
             # In a language that writes a number as one word, `vier und zwanzig` are two numbers.
             if word not in rules.words and (rules.joint or rules.value(word) is None):
@@ -175,9 +219,6 @@ class _Scanner:
         rest_at = end + 1 if self._next(end) in rules.thousand_links else end
         rest = self._longest(rest_at) if self._next(rest_at) else None
         if rest is None or not 0 < rest[0] < 1000 or self._next(rest[1]) in rules.thousands:
-            return value, end
-        if self._tokens[rest_at].folded in ARTICLES_ONLY and rest[1] == rest_at + 1 and not self._pauses(rest[1]):
-            # `en dos mil un hombre murió`
             return value, end
         return value + rest[0], rest[1]
 
@@ -206,8 +247,8 @@ class _Scanner:
         if whole is None or (sign := rules.points.get(self._next(whole[1]))) is None:
             return None
         value, end = whole
-        if sign == "." and self._tokens[at].folded in ARTICLES_ONLY:
-            # `en un punto cinco personas`
+        if sign == "." and (self._tokens[at].folded in ARTICLES_ONLY or value >= GROUPED_FROM):
+            # `en un punto cinco personas`; `10.000.5` cannot be read.
             return None
         digits, end = "", end + 1
         while self._next(end) and len(digits) < MAX_DECIMALS and (read := self._longest(end)) is not None:
@@ -246,7 +287,11 @@ class _Scanner:
         number = self._decimal(at) or self._cardinal(at) or self._digits_already(at)
         if number is None:
             return None
-        if not self._is_whole(at, number.end):
+        if not self._is_whole(at, number.end) or self._ends_with_article(at, number.end):
+            return number.end
+        if (points_end := self._points_end(number.end)) > number.end:
+            return points_end
+        if self._is_vague(at, number):
             return number.end
         if self._smart:
             end = self._spoken_clock(at, number) or self._clock(at, number)
@@ -255,26 +300,74 @@ class _Scanner:
                 return end
         if number.is_digits:
             return number.end
-        return self._digits(at) or self._number(at, number)
+        return self._divided(at, number) or self._digits(at) or self._number(at, number)
+
+    def _points_end(self, end: int) -> int:
+        """The end of an address or a version after its first number, or decimal: `dos punto cero punto uno`."""
+        while self._next(end) in self._rules.points and self._next(end + 1):
+            if (read := self._below_million(end + 1)) is None:
+                break
+            end = read[1]
+        return end
+
+    def _divided(self, at: int, number: Number) -> int | None:
+        """`hundert und zwölf`, `vier und zwanzig`: one number or two, so that all stays words."""
+        rules, value, start = self._rules, number.value, number.end + 1
+        if number.is_decimal or number.long_at is not None or self._next(number.end) not in rules.cent_links:
+            return None
+        if self._next(start) in AFTER_LINKS:
+            return number.end
+        second = self._below_million(start) if self._next(start) else None
+        if second is None:
+            return None
+        unit = next((unit for unit in (1000, 100, 10) if value and value % unit == 0), 1)
+        # `são dez e quinze`, `custa doze e noventa`: a clock time or a price.
+        if 0 < second[0] < unit or (self._before(at) in rules.clock_verbs and second[0] < 100):
+            return second[1]
+        if self._before(at) in rules.betweens:
+            return None
+        ones_first = not rules.joint and bool(rules.thousand_links)
+        if ones_first and 0 < value < 10 and second[0] in range(20, 100, 10):
+            return second[1]
+        # `hundert und zwanzigtausend`
+        return second[1] if 100 <= unit and value < 1000 <= second[0] else None
 
     def _number(self, at: int, number: Number) -> int:
         before, end = self._before(at), number.end
-        if number.is_article:
+        if number.is_article and (self._tokens[at].folded != "uno" or not self._adjoins(end)):
             # `un dos por ciento`: the article is no part of what follows.
             return end
         if self._adjoins(end):
-            while self._adjoins(end):
-                end += 1
-            return end
+            return self._run_end(end)
         if self._smart and 1 <= number.value <= 31 and self._is_before_month(end):
             self._add(at, end, number.text)
             return end
-        stays = number.is_round or before in self._rules.roman or self._is_vague(at, number)
-        asked = before in self._rules.headings and number.value or self._is_range(at, end)
+        stays = number.is_round or before in self._rules.roman or self._is_after_measure(at, end)
+        asked = self._is_asked(at, number)
         if stays or (number.is_single and not asked):
             return end
         self._add(at, end if number.long_at is None else number.long_at, number.text)
         return end
+
+    def _run_end(self, end: int) -> int:
+        """The end of the numbers that follow here one after the other."""
+        while True:
+            if self._next(end) in self._rules.articles and self._adjoins(end + 1):
+                end += 1
+            if not self._adjoins(end):
+                return end
+            read = self._below_million(end)
+            end = end + 1 if read is None else read[1]
+
+    def _is_asked(self, at: int, number: Number) -> bool:
+        """Whether something beside a single digit asks for it."""
+        rules, before = self._rules, self._before(at)
+        if self._tokens[at].folded in rules.ambiguous and before not in rules.range_from:
+            # `in quale stanza sei`, `un vélo neuf à douze euros`
+            return False
+        # `il relit la page deux fois`
+        is_heading = before in rules.headings and number.value > 0 and self._goes_on(number.end)
+        return is_heading or self._is_range(at, number.end)
 
     def _is_before_month(self, end: int) -> bool:
         rules = self._rules
@@ -286,13 +379,26 @@ class _Scanner:
         """`zwei bis dreihundert`: the first digit belongs to the hundreds too."""
         if number.value < 100 or self._before(at) not in self._rules.ranges | self._rules.cent_links:
             return False
-        return self._rules.numbers.get(self._before(at - 1), 10) < 10
+        if self._forms and self._forms[-1].last == self._tokens[at - 1].word:
+            # The first number is written with digits: `von 35 bis 120`.
+            return False
+        return self._rules.numbers.get(self._before(at - 1).rstrip("-"), 10) < 10
+
+    def _is_after_measure(self, at: int, end: int) -> bool:
+        """`ein Meter achtzig`, `um metro e oitenta`; not `12 Meter fünfzig`, and not `dos horas y veinte minutos`."""
+        if self._before(at) in self._rules.cent_links:
+            if not self._goes_on(end):
+                return False
+            at -= 1
+        if self._before(at) not in MEASURES:
+            return False
+        return not self._forms or self._forms[-1].last != self._tokens[at - 1].word
 
     def _is_range(self, at: int, end: int) -> bool:
         """Whether a digit stands beside a number of two digits or more: `neun bis zwölf`."""
         links = self._rules.ranges | self._rules.clock_before
-        if self._before(at) in links and self._before(at - 1):
-            return bool(self._forms) and self._forms[-1].last == self._tokens[at - 1].word
+        if self._before(at) in links and self._forms and self._forms[-1].last == self._tokens[at - 1].word:
+            return True
         if self._next(end) not in links or not self._next(end + 1):
             return False
         mate = self._below_million(end + 1)
@@ -335,6 +441,8 @@ class _Scanner:
             return end
         if not self._next(end) or not self._tokens[end].is_name or not self._tokens[end].is_last:
             return end
+        if self._tokens[end].folded in NOT_COUNTED:
+            return end
         self._add(at, end + 1, f"{value}{rules.ordinal}{SPACE}{self._tokens[end].text}")
         return end + 1
 
@@ -352,9 +460,15 @@ class _Scanner:
         for phrase in self._rules.percents:
             if number.long_at is None and self._is_phrase(number.end, phrase):
                 end = number.end + len(phrase)
+                if phrase[-1] in self._rules.words and self._adjoins(end):
+                    # `cinquante pour cent mille habitants`
+                    return self._run_end(end)
                 self._add(at, end, number.text + self._rules.percent)
                 return end
         return None
+
+    def _is_percent(self, at: int) -> bool:
+        return any(self._is_phrase(at, phrase) for phrase in self._rules.percents)
 
     def _money(self, at: int, number: Number) -> int | None:
         rules = self._rules
@@ -365,7 +479,9 @@ class _Scanner:
         if sign is None or number.long_at is not None:
             return None
         end = number.end + 1
-        cents = None if number.is_decimal else self._cents(end)
+        # `entre diez euros y veinte` are two amounts.
+        has_cents = not number.is_decimal and self._before(at) not in rules.betweens
+        cents = self._cents(end) if has_cents else None
         if cents is None and (number.is_article or number.is_round):
             return end
         amount = number.text
@@ -387,6 +503,8 @@ class _Scanner:
             return None
         if self._next(read[1]) in rules.cents:
             return read[0], read[1] + 1
+        if self._ends_with_article(start, read[1]) or self._is_percent(read[1]):
+            return None
         ends = self._pauses(read[1]) or self._next(read[1]) in rules.after_price
         # `fünf Euro und zwanzig` is doubtful; Romance languages say the cents so.
         return read if ends and read[0] >= 10 and (not is_linked or bool(rules.clock_before)) else None
@@ -398,11 +516,16 @@ class _Scanner:
             return None
         if self._before(at) in rules.halves:
             return number.end
-        if self._before(at) in rules.spoken_clock and self._before(at - 1) in rules.halves:
+        # `Viertel nach zehn`, `cinq heures moins dix`
+        if self._before(at) in rules.spoken_clock and self._before(at - 1) in rules.halves | rules.hours:
             return number.end
         if self._next(number.end) not in rules.spoken_clock:
             return None
-        hour = self._longest(number.end + 1) if self._next(number.end + 1) else None
+        # `dez para as oito`, `zehn vor halb neun`
+        hour_at = number.end + 1
+        if self._next(hour_at) in rules.clock_before | rules.halves:
+            hour_at += 1
+        hour = self._longest(hour_at) if self._next(hour_at) else None
         return hour[1] if hour is not None and 1 <= hour[0] <= 30 else None
 
     def _clock(self, at: int, number: Number) -> int | None:
@@ -417,18 +540,33 @@ class _Scanner:
         minutes = self._minutes(start)
         is_strict = bool(rules.strict_hours & {self._tokens[at - 1].bare, self._tokens[max(at - 2, 0)].bare})
         if minutes is not None and (minutes[0] >= 10 or (is_strict and self._pauses(minutes[1]))):
-            self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
+            if self._is_time(at, start > number.end, is_strict, minutes[1]):
+                self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
             return minutes[1]
         if any(self._is_phrase(number.end, phrase) for phrase in rules.dayparts):
             self._add(at, number.end, number.text)
             return number.end
         return None
 
+    def _is_time(self, at: int, is_linked: bool, is_strict: bool, end: int) -> bool:
+        """Whether hour and minutes are no two numbers: `entre las nueve y diez`, `las tres y doce hombres`."""
+        before = self._before(at - 1)
+        if before in self._rules.betweens or self._next(end) in ("horas", "ore", "minuti"):
+            return False
+        if self._next(end) in self._rules.clock_links and self._adjoins(end + 1):
+            # `a las cinco y veinte y cinco`
+            return False
+        if is_linked and (is_strict or before in self._rules.clock_verbs):
+            # `a las nueve y diez personas`: words that end with s are plurals; Italian ones cannot be told from verbs.
+            return self._goes_on(end) or (bool(self._rules.joint) and not self._next(end).endswith("s"))
+        return self._goes_on(end)
+
     def _clock_with_hours(self, at: int, number: Number) -> int | None:
         """`sechs Uhr dreißig`, `um sechs Uhr`, `trois heures vingt`."""
         rules = self._rules
         minutes = self._minutes(number.end + 1)
-        if minutes is not None and (minutes[0] >= 10 or self._pauses(minutes[1])):
+        # `um acht Uhr zwanzig Kinder` has no minutes.
+        if minutes is not None and self._goes_on(minutes[1]) and (minutes[0] >= 10 or self._pauses(minutes[1])):
             self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
             return minutes[1]
         # `drie uur` and `trois heures` may be durations.
@@ -450,7 +588,8 @@ class _Scanner:
         # `sechs Uhr fünfzig Prozent`: the second number belongs to the word after it.
         after = self._next(read[1])
         taken = after in rules.currencies or after in rules.millions or after in rules.hours or after in rules.points
-        return None if taken or any(self._is_phrase(read[1], phrase) for phrase in rules.percents) else read
+        taken = taken or self._is_percent(read[1]) or self._ends_with_article(at, read[1])
+        return None if taken else read
 
 
 def _grouped(value: int, rules: Rules) -> str:

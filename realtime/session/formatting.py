@@ -208,6 +208,9 @@ class _Formatter:
             for form in self._numbers(words, taken):
                 lead, _, _ = split_marks(texts[form.first].strip())
                 _, _, mark = split_marks(texts[form.last - 1].strip())
+                if any(split_marks(text.strip())[0] for text in texts[form.first + 1 : form.last]):
+                    # `five "percent"`: the opening quote would be lost.
+                    continue
                 changes.append((form.first, form.last, lead + form.text + mark))
                 taken.update(range(form.first, form.last))
         if self._formatting.profanity_filter:

@@ -55,7 +55,15 @@ class Rules:
     after_price: frozenset[str]
     # Between two numbers of a range.
     ranges: frozenset[str]
+    # Before two numbers with a link: `entre diez y veinte`.
+    betweens: frozenset[str]
     headings: frozenset[str]
+    # Words that follow a clock time or the number of a heading, and are no nouns that the number counts. German has
+    # none: its nouns have capital letters.
+    function_words: frozenset[str] = frozenset()
+    # Digits that are other words too (`sei`, `neuf`), and the words before the first number of a range.
+    ambiguous: frozenset[str] = frozenset()
+    range_from: frozenset[str] = frozenset()
     ordinals: dict[str, int] = field(default_factory=dict)
     # How an ordinal is written; empty: ordinals stay words.
     ordinal: str = ""
@@ -69,6 +77,8 @@ class Rules:
     strict_hours: frozenset[str] = frozenset()
     clock_before: frozenset[str] = frozenset()
     clock_links: frozenset[str] = frozenset()
+    # Verbs before a clock time or a price: `son las tres y veinte`.
+    clock_verbs: frozenset[str] = frozenset()
     clock: str = ""
     dayparts: tuple[Phrase, ...] = ()
     # Clock times that stay words: `fünf vor zwölf`, `halb zwölf`.
@@ -89,6 +99,8 @@ class Rules:
         """Words that may belong to a written form beside its number."""
         phrases = {part for phrase in (*self.percents, *self.dayparts, *self.idioms) for part in phrase}
         links = self.thousand_links | self.cent_links | self.clock_links | self.month_links | self.ranges
+        # The word before `las` tells a clock time from two numbers.
+        links |= self.clock_before
         return frozenset(
             phrases | links | {*self.currencies, *self.points, *self.millions, *self.months} | self.cents | self.hours
         )
@@ -285,7 +297,8 @@ RULES: dict[str, Rules] = {
         month_links=frozenset(),
         after_price=_words("pro je das die den der im am für und oder"),
         ranges=_words("bis oder"),
-        headings=_words("Kapitel Seite Zimmer Raum Gleis Linie Version Artikel Absatz Folge Band Frage Nummer Kanal"),
+        betweens=_words("zwischen"),
+        headings=_words("Kapitel Seite Zimmer Raum Gleis Linie Version Artikel Absatz Frage Nummer Kanal"),
         ordinals=_table(_german_ordinals()),
         ordinal=".",
         ordinal_needs_noun=True,
@@ -315,6 +328,11 @@ RULES: dict[str, Rules] = {
         month_links=frozenset(),
         after_price=_words("per het de voor en of"),
         ranges=_words("tot of"),
+        betweens=_words("tussen"),
+        function_words=_words(
+            "de het en of maar op in aan bij voor van met naar uit tot ga gaat is was zijn waren heb hebben had moet "
+            "moeten kan ben wordt begint vertrekt komt ik je jij u hij zij ze we wij dan precies morgen niet ook"
+        ),
         headings=_words("hoofdstuk pagina bladzijde kamer spoor lijn versie artikel aflevering deel vraag nummer"),
         ordinals=_table(_dutch_ordinals()),
         ordinal="e",
@@ -344,17 +362,27 @@ RULES: dict[str, Rules] = {
         sign_first=False,
         months=_words("janvier février mars avril mai juin juillet août septembre octobre novembre décembre"),
         month_links=frozenset(),
-        after_price=_words("le la les l par pour et ou de au chacun"),
+        after_price=_words("le la les l par pour et ou au chacun"),
         ranges=_words("à ou"),
-        headings=_words("chapitre page chambre salle quai ligne version article épisode tome question numéro porte"),
+        betweens=_words("entre"),
+        function_words=_words(
+            "le la les de du des à au aux et ou mais pour par sur dans en avec chez devant je tu il elle on nous vous "
+            "ils elles ce est sont était pile précises environ demain ne que qui car donc plus"
+        ),
+        headings=_words("chapitre page chambre salle quai ligne version article épisode tome question numéro"),
+        ambiguous=_words("neuf"),
+        range_from=_words("de entre"),
         ordinals=_table(_french_ordinals()),
         ordinal="e",
         first_of_month={"premier": "1er"},
         strict_hours=frozenset("à dès vers".split()),
         hours=_words("heure heures"),
         clock="{hour}" + SPACE + "h" + SPACE + "{minute:02}",
+        spoken_clock=_words("moins"),
         roman=_words("louis charles henri françois philippe napoléon benoît pie"),
-        idioms=_phrases("son trente et un", "trente six chandelles", "quatre cents coups", "trente six du mois"),
+        idioms=_phrases(
+            "son trente et un", "trente six chandelles", "quatre cents coups", "trente six du mois", "vingt dieux"
+        ),
     ),
     "es": Rules(
         numbers=_table(_spanish()),
@@ -376,12 +404,18 @@ RULES: dict[str, Rules] = {
             "enero febrero marzo abril mayo junio julio agosto septiembre setiembre octubre noviembre diciembre"
         ),
         month_links=_words("de"),
-        after_price=_words("el la los las por al y o de cada"),
+        after_price=_words("el la los las por y o cada"),
         ranges=_words("a o"),
+        betweens=_words("entre"),
+        function_words=_words(
+            "el la los las de del a al y o pero para por en con sobre yo tú él ella nos me te se no que es son está "
+            "están era hay mañana hoy"
+        ),
         headings=_words("capítulo página habitación sala andén línea versión artículo episodio tomo número canal"),
         clock_before=_words("las la"),
         strict_hours=frozenset("a desde hasta sobre".split()),
         clock_links=_words("y"),
+        clock_verbs=_words("son es eran era cuesta cuestan vale valen"),
         clock="{hour}:{minute:02}",
         dayparts=_phrases("de la mañana", "de la tarde", "de la noche", "de la madrugada"),
         spoken_clock=_words("menos"),
@@ -409,15 +443,22 @@ RULES: dict[str, Rules] = {
         sign_first=False,
         months=_words("janeiro fevereiro março abril maio junho julho agosto setembro outubro novembro dezembro"),
         month_links=_words("de"),
-        after_price=_words("o a os as por ao e ou de cada"),
+        after_price=_words("o os as por e ou cada"),
         ranges=_words("a ou"),
+        betweens=_words("entre"),
+        function_words=_words(
+            "o a os as de do da dos das ao à em no na nos nas e ou mas para por com eu ele ela nós eles elas me se não "
+            "que é são está estão era há amanhã hoje"
+        ),
         headings=_words("capítulo página quarto sala linha versão artigo episódio volume questão número canal"),
         first_of_month={"primeiro": "1º"},
         clock_before=_words("às as das"),
         strict_hours=frozenset("às".split()),
         clock_links=_words("e"),
+        clock_verbs=_words("são é eram era custa custam custou vale"),
         clock="{hour}h{minute:02}",
         dayparts=_phrases("da manhã", "da tarde", "da noite", "da madrugada"),
+        spoken_clock=_words("para"),
         roman=_words("século luís joão pio bento leão"),
         idioms=_phrases("trinta por uma linha", "mil e uma"),
     ),
@@ -439,12 +480,20 @@ RULES: dict[str, Rules] = {
         sign_first=False,
         months=_words("gennaio febbraio marzo aprile maggio giugno luglio agosto settembre ottobre novembre dicembre"),
         month_links=frozenset(),
-        after_price=_words("il la al per e o l'uno ciascuno"),
+        after_price=_words("il la per e o l'uno ciascuno"),
         ranges=_words("a o"),
+        betweens=_words("tra fra"),
+        function_words=_words(
+            "il lo la i gli le di del della da dal a al alla in nel nella e o ma per con su io lui lei noi ci mi ti si "
+            "non che è sono era c'è domani oggi"
+        ),
         headings=_words("capitolo pagina camera stanza sala binario linea versione articolo episodio numero canale"),
-        clock_before=_words("alle le dalle ore"),
+        clock_before=_words("alle le dalle delle ore"),
         strict_hours=frozenset("alle dalle".split()),
         clock_links=_words("e"),
+        clock_verbs=_words("sono erano costa costano"),
+        ambiguous=_words("sei"),
+        range_from=_words("da dal dalle tra fra"),
         clock="{hour}:{minute:02}",
         dayparts=_phrases("di mattina", "del mattino", "di sera", "del pomeriggio", "di notte"),
         spoken_clock=_words("meno"),

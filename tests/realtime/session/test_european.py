@@ -93,6 +93,8 @@ def test_no_rule_crosses_the_end_of_a_sentence() -> None:
 def test_a_number_is_not_divided_between_two_results() -> None:
     formatting = make_formatting(smart=True, language="fr")
     assert settled_words(timed("nous avons dit quatre vingt dix"), formatting) == 2
+    spanish = make_formatting(smart=True, language="es")
+    assert settled_words(timed("vienen todos entre las nueve"), spanish) == 2
     assert is_plain("livre", "fr") and not is_plain("vingt-deux", "fr") and not is_plain("zweitausendzwei", "de")
 
 
