@@ -9,6 +9,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, BinaryIO, cast
 
@@ -196,16 +197,16 @@ async def test_the_program_is_started_anew_when_it_is_gone() -> None:
 
 
 async def test_a_decoder_may_take_only_so_much_memory_and_has_no_secrets() -> None:
-    stream = ContainerStream()
-    async for _ in stream.decode(FLAC[:100]):
-        pass
-    (pid,) = await asyncio.to_thread(decoders)
-    limits = {line[:26].strip(): line[26:].split() for line in (await known(pid, "limits")).splitlines()}
-    pages = int((await known(pid, "statm")).split()[0]) * os.sysconf("SC_PAGE_SIZE")
-    assert int(limits["Max address space"][0]) <= pages + MAX_DECODER_BYTES
-    assert limits["Max file size"][0] == "0" and int(limits["Max open files"][0]) == 16
-    assert "TICKERTAPE_" not in await known(pid, "environ")
-    stream.close()
+    with closing(ContainerStream()) as stream:
+        async for _ in stream.decode(FLAC[:100]):
+            pass
+        (pid,) = await asyncio.to_thread(decoders)
+        limits = {line[:26].strip(): line[26:].split() for line in (await known(pid, "limits")).splitlines()}
+        pages = int((await known(pid, "statm")).split()[0]) * os.sysconf("SC_PAGE_SIZE")
+        assert int(limits["Max address space"][0]) <= pages + MAX_DECODER_BYTES
+        assert limits["Max file size"][0] == "0" and int(limits["Max open files"][0]) == 16
+        # Settings and secrets have this prefix; the format of the log is passed on by another name.
+        assert not [name for name in (await known(pid, "environ")).split("\0") if name.startswith("TICKERTAPE_")]
 
 
 async def test_a_machine_that_can_start_no_decoder_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
