@@ -22,12 +22,12 @@ async def test_read_aloud_and_read_back(chromium: str, tmp_path: Path) -> None:
         assert "best of times" in " ".join(await texts(page))
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(420)
 async def test_file_becomes_captions_that_can_be_read(chromium: str, tmp_path: Path) -> None:
     """Three quarters of a minute, which the model reads in two windows."""
     async with real_page(chromium, tmp_path) as (page, _):
         await page.choose_file("#file", pull(READING))
-        await page.until(f"{STATE} === 'Ready' && document.querySelectorAll('#turns li').length > 0", 120)
+        await page.until(f"{STATE} === 'Ready' && document.querySelectorAll('#turns li').length > 0", 240)
         shown = await turns(page)
     check_order(shown)
     assert "best of times" in shown[0].text and shown[0].start < 2
