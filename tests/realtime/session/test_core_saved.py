@@ -8,7 +8,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from engine import messages
@@ -104,6 +104,7 @@ moves = st.lists(st.one_of(actions, st.tuples(st.just("cut"), st.none())), max_s
 
 
 @given(st.sampled_from(SOME_SETTINGS), st.booleans(), moves)
+@example(SOME_SETTINGS[0], False, [("append", 1024), ("move", True), ("drain", None), ("tick", 2.0), ("fail", None)])
 @settings(max_examples=60, deadline=None)
 def test_a_session_that_is_cut_anywhere_goes_on_as_if_nothing_had_happened(
     chosen: Settings, learnt: bool, steps: list[tuple[str, Any]]
