@@ -1,5 +1,5 @@
 """Opens the listening sockets of a server, and says in one sentence why they cannot be opened. Raises the limit of open
-files, of which each connection is one."""
+files, because each connection takes one."""
 
 from __future__ import annotations
 

@@ -262,8 +262,8 @@ _DRAWS = {nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_}
 
 
 def copy_weights(model: nn.Module) -> None:
-    """Copy the weights into memory of the process. Loaded weights are a mapped file, and a file that somebody shortens
-    would end the process."""
+    """Copy the weights into the memory of the process. Loaded weights are a mapped file: if another program shortened
+    the file, the system would end this process."""
     for weight in model.parameters():
         weight.data = weight.data.clone()
 

@@ -41,10 +41,10 @@ from engine.logs import WITH_PROCESS, set_up_logging
 from engine.messages import Closed, Item, Labels, Output, Saved, Speech
 from engine.options import SPEAKERS
 from engine.runner.base import Background, Embedder, TurnDetector
-from engine.server.recent_audio import PART_SAMPLES, RecentAudio, new_samples
+from engine.server.recent_audio import PART_SAMPLES, new_samples
 from engine.server.speaker_tracks import SpeakerTracks
 from engine.server.speakers import Samples
-from engine.server.turn_questions import AskedAudio
+from engine.server.turn_questions import AskedAudio, KeptAudio
 from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -413,8 +413,8 @@ class ProcessTracks(SpeakerTracks):
             dropped, told = self._process.dropped_until(speech.stream), list(voiced)
             if speech.sample < dropped:
                 # The process has silence there, which has no voice.
-                ends = range(speech.sample, speech.end, speech.frame_samples)
-                told = [voice and start >= dropped for voice, start in zip(told, ends, strict=True)]
+                starts = range(speech.sample, speech.end, speech.frame_samples)
+                told = [voice and start >= dropped for voice, start in zip(told, starts, strict=True)]
             self._process.tell(_Frames(speech.stream, speech.sample, speech.frame_samples, told))
 
     @property
@@ -506,12 +506,13 @@ class _Process:
     def __init__(self, embedder: Embedder | None, turn_detector: TurnDetector | None) -> None:
         self.answers: list[Answer] = []
         self._turn_detector = turn_detector
-        # The model's items are not sent, so its specification is not needed.
-        self._tracks = SpeakerTracks(ModelSpec("labels", 16_000, 1280), embedder, self._fail)
+        # The model's items are not sent, so nothing reads its specification.
+        self._spec = ModelSpec("labels", 16_000, 1280)
+        self._tracks = SpeakerTracks(self._spec, embedder, self._fail)
         # Uploads, each with the sample from which on it waits for embeddings, as it was last told.
         self._uploads: dict[str, int | None] = {}
         # The audio of streams with questions, and the numbers of questions that are being answered.
-        self._asked: dict[str, RecentAudio] = {}
+        self._asked: dict[str, KeptAudio] = {}
         self._questions: dict[int, Future[float]] = {}
 
     @property
@@ -540,7 +541,7 @@ class _Process:
     def _add_audio(self, command: _Audio, samples: Samples | int) -> None:
         self._tracks.add_part(command.stream, command.sample, command.position, samples)
         if command.stream in self._asked:
-            self._asked[command.stream].add_part(command.sample, command.position, samples)
+            self._asked[command.stream].recent.add_part(command.sample, command.position, samples)
 
     def _refuse(self, command: Command, error: Exception) -> None:
         if not isinstance(error, StreamError):
@@ -576,14 +577,12 @@ class _Process:
         elif isinstance(command, _Resumed):
             self._tracks.resume(command.stream, command.state, command.earlier)
         elif isinstance(command, _Asks):
-            self._asked[command.stream] = RecentAudio()
+            assert self._turn_detector is not None
+            self._asked[command.stream] = KeptAudio(self._spec, self._turn_detector)
         elif isinstance(command, _NotNeeded):
             self._asked[command.stream].drop_before(command.sample)
         elif isinstance(command, _Question):
-            assert self._turn_detector is not None
-            recent = self._asked[command.stream]
-            start = max(command.sample - self._turn_detector.window_samples, recent.start)
-            self._questions[command.number] = self._turn_detector.submit(recent.later_cut(start, command.sample))
+            self._questions[command.number] = self._asked[command.stream].ask(command.sample)
         elif isinstance(command, _Dropped):
             self._uploads.pop(command.stream, None)
             self._asked.pop(command.stream, None)

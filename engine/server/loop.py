@@ -309,10 +309,10 @@ class EngineLoop:
         """Get the models beside the loop ready, if that would stop the streams later."""
         if self._process is not None:
             self._process.wait_until_ready()
-        elif self._embedder is not None:
-            self._embedder.warm_up()
-        if self._process is None and self._turn_detector is not None:
-            self._turn_detector.warm_up()
+            return
+        for model in (self._embedder, self._turn_detector):
+            if model is not None:
+                model.warm_up()
 
     def close(self) -> None:
         """Free what the loop holds outside of its own memory."""

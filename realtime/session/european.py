@@ -405,7 +405,7 @@ class _Scanner:
         return mate is not None and 10 <= mate[0] < 100 and not self._adjoins(mate[1])
 
     def _digits(self, at: int) -> int | None:
-        """Digits that are read out one by one: three or more, unless somebody counts."""
+        """Write three or more digits that are read out one by one. Returns their end; None if they are a count."""
         rules, end, digits = self._rules, at, ""
         while len(digits) < MAX_DIGITS and (end == at or self._next(end)) and end < len(self._tokens):
             value = rules.numbers.get(self._tokens[end].folded, 10)

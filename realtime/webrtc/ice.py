@@ -21,8 +21,8 @@ from aioice import stun
 MAX_WAITING_DATAGRAMS = 200
 # Addresses of one client: its networks, and the ports of its NAT when these change.
 MAX_PEER_ADDRESSES = 16
-# Sources of RTP that are looked at; the library keeps a state for each of them. The one that was silent for longest
-# gives way to a new one, after this many seconds: nobody can push out a source that sends.
+# Sources of RTP that are looked at; the library keeps a state for each of them. A new source replaces the one that was
+# silent for longest, if that was silent for this many seconds. So a stranger cannot replace a source that sends.
 MAX_RTP_SOURCES = 16
 SOURCE_SILENT_S = 5.0
 # Datagrams per second from all addresses, beyond which the process sleeps: a flood costs little CPU time. A call has 50
