@@ -55,6 +55,13 @@ SOME_SOUND = "document.querySelector('#elapsed').textContent > '0:00'"
 PROGRESS = "document.querySelector('#job:not([hidden]) progress')"
 
 
+async def listen_briefly(page: Page) -> None:
+    """Listen until there is some sound, and stop."""
+    await page.click("#listen")
+    await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
+    await stop(page)
+
+
 async def choose_source(page: Page, value: str) -> None:
     await page.until(f"[...document.querySelector('#device').options].some((option) => option.value === {value!r})")
     await choose(page, "#device", value)
@@ -229,9 +236,7 @@ async def test_language_and_words_to_expect(page: Page, takes: Options, told: di
         assert hidden is not takes.prompt
         await choose(page, "#language", "fr")
         await choose(page, "#keywords", "Tickertape, Moonshine,")
-        await page.click("#listen")
-        await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
-        await stop(page)
+        await listen_briefly(page)
         assert engine.opened[-1]["options"] == told
 
 
@@ -261,9 +266,7 @@ async def test_the_one_language_of_a_model_is_shown_and_is_no_choice(page: Page)
         engine.takes(ENGLISH)
         await page.open(server.url)
         await page.until(f"{SHOWN_LANGUAGE} && {LANGUAGES}.join() === 'English'")
-        await page.click("#listen")
-        await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
-        await stop(page)
+        await listen_briefly(page)
         assert "language" not in engine.opened[-1]["options"]
         engine.takes(MULTILINGUAL)
         await page.open(server.url)
@@ -286,9 +289,7 @@ async def test_the_languages_of_the_model_are_offered_by_name(page: Page) -> Non
         await page.open(server.url)
         await page.until(f"{SHOWN_LANGUAGE} && {LANGUAGES}.join() === 'as the model hears it,English,German'")
         assert await page.evaluate(f"{LANGUAGE}.value") == ""
-        await page.click("#listen")
-        await page.until(f"{STATE} === 'Listening' && {SOME_SOUND}")
-        await stop(page)
+        await listen_briefly(page)
         assert "language" not in engine.opened[-1]["options"]
         engine.takes(MULTILINGUAL)
         await page.open(server.url)
