@@ -144,7 +144,7 @@ BATCH_BYTES = 2 * 1024 * 1024
 REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
 # Replays that take turns; the others wait until one of them is done. An engine rebuilds few streams at once as fast as
 # many, and a rebuilt stream continues while others wait.
-REPLAYED_TOGETHER = 32
+REPLAYED_TOGETHER = 64
 
 # A command and its items. Without a command, the items are only put into the engine's cache.
 Queued = tuple[messages.Command | None, list[messages.Item]]

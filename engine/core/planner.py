@@ -57,8 +57,8 @@ def largest_item(spec: ModelSpec, limits: Limits) -> int:
 # A live stream that is fewer strides behind than this takes every stride. With a larger number words stay the same on
 # a busier machine; with a smaller one a late stream catches up sooner.
 STRIDES_IN_TIME = 5
-# Streams rebuilt at once: more of them do not use the device better.
-REBUILT_TOGETHER = 32
+# Streams rebuilt in one step: more of them do not use the device better, and the first are ready later.
+REBUILT_TOGETHER = 16
 # Streams with an unexpected error, and the error.
 Surprises = list[tuple[str, Exception]]
 _NO_PAGES: list[tuple[int, int, int]] = []

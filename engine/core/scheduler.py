@@ -250,6 +250,12 @@ class Scheduler:
         return bool(self.rebuilding) and any(stream.is_rebuilding for stream in self.live)
 
     @property
+    def rebuild_backlog(self) -> int:
+        """Positions of rebuilds whose audio is here and that are not computed."""
+        streams = (self.streams[name] for name in self.rebuilding)
+        return sum(min(stream.available, stream.forced) - stream.computed for stream in streams)
+
+    @property
     def others_wait(self) -> bool:
         """Whether something other than rebuilds waits."""
         return self.uploads_wait or any(not stream.is_rebuilding for stream in self.live)

@@ -2,8 +2,8 @@
 
 `BackgroundModel` has the queue, the threads and the batches; `SpeakerEmbedder` and `SmartTurnDetector` are the models.
 On a CPU, low-priority threads compute one task at a time; they load the weights when they start, with the first task or
-before it. On a GPU one thread waits `GATHER_S` for more tasks and computes them as one batch, on a CUDA stream of its
-own; weights are loaded and CUDA graphs captured before the engine serves, because that stops all streams.
+before it. On a GPU one thread waits a little for more tasks and computes them as one batch (`Batches`), on its own CUDA
+stream; weights are loaded and CUDA graphs captured before the engine serves, because that stops all streams.
 """
 
 from __future__ import annotations
@@ -13,9 +13,10 @@ import logging
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -32,21 +33,32 @@ from engine.weights.windowed_models import load_turn_detector
 
 logger = logging.getLogger(__name__)
 
-# Sizes of batches on a GPU. A batch of another size is computed as the next larger one.
-BATCHES = (1, 4, 8, 16, 32)
-# On a GPU a batch waits so long for more tasks: a few tasks cost nearly as much of the device as many, which the steps
-# of the main model would miss.
-GATHER_S = 0.04
+
+@dataclass(frozen=True, slots=True)
+class Batches:
+    """The batches of a model on a GPU: the recorded sizes (another one is computed as the next larger), and the seconds
+    that a batch waits for more tasks. A few tasks cost nearly as much of the device as many, which the steps of the
+    main model would miss."""
+
+    sizes: tuple[int, ...]
+    wait_s: float
+
+
+ONE_BY_ONE = Batches((1,), 0.0)
+# The end of a turn waits for its answer.
+TURN_BATCHES = Batches((1, 4, 8, 16, 32), 0.04)
+# A label is known a second after its word at the earliest, so it can wait longer.
+SPEAKER_BATCHES = Batches((1, 8, 32, 64, 128), 0.12)
 
 
 class BackgroundModel(Background[Task, Result]):
-    """`most` is the number of tasks in a batch on a GPU. `name` is that of the threads."""
+    """`batches` are those of a GPU; on a CPU a task is computed alone. `name` is that of the threads."""
 
-    def __init__(self, name: str, device: torch.device, threads: int, most: int) -> None:
+    def __init__(self, name: str, device: torch.device, threads: int, batches: Batches) -> None:
         self._name = name
         self._device = device
         self._threads = threads if device.type == "cpu" else 1
-        self._most = most if device.type != "cpu" else 1
+        self._batches = batches if device.type != "cpu" else ONE_BY_ONE
         self._queue: SimpleQueue[tuple[Task, Future[Result]] | None] = SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
         self.running: list[threading.Thread] = []
@@ -130,8 +142,8 @@ class BackgroundModel(Background[Task, Result]):
 
     def _gather(self, first: tuple[Task, Future[Result]]) -> list[tuple[Task, Future[Result]]]:
         """The tasks of the next batch."""
-        tasks, until = [first], time.monotonic() + GATHER_S
-        while len(tasks) < self._most:
+        tasks, until = [first], time.monotonic() + self._batches.wait_s
+        while len(tasks) < self._batches.sizes[-1]:
             try:
                 following = self._queue.get(timeout=max(0.0, until - time.monotonic()))
             except Empty:
@@ -158,11 +170,11 @@ class BackgroundModel(Background[Task, Result]):
 class GraphedModel:
     """A model [pieces, samples] -> [pieces, ...] on a GPU: one launch for a batch, of recorded sizes."""
 
-    def __init__(self, model: nn.Module, samples: int, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, samples: int, device: torch.device, sizes: Sequence[int]) -> None:
         self._model = model
-        self._pieces = torch.zeros(BATCHES[-1], samples, device=device)
+        self._pieces = torch.zeros(sizes[-1], samples, device=device)
         self._results = torch.zeros_like(model(self._pieces))
-        self._graphs = StepGraphs(self._step, BATCHES[-1], BATCHES)
+        self._graphs = StepGraphs(self._step, sizes[-1], sizes)
         self._graphs.capture()
 
     def __call__(self, batch: list[Samples]) -> Samples:
@@ -184,7 +196,7 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
     """CAM++. All pieces have `piece_samples` samples. On a CPU the threads share one traced model."""
 
     def __init__(self, weights: Path, piece_samples: int, device: torch.device, threads: int = 1) -> None:
-        super().__init__("speakers", device, threads, BATCHES[-1])
+        super().__init__("speakers", device, threads, SPEAKER_BATCHES)
         if device.type != "cpu":
             self.recipe = partial(SpeakerEmbedder, weights, piece_samples, device)
         self._weights = weights
@@ -198,7 +210,7 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
                 return
             model = load_campplus(self._weights, self._device)
             if self._device.type != "cpu":
-                self._embed = GraphedModel(model, self._piece_samples, self._device)
+                self._embed = GraphedModel(model, self._piece_samples, self._device, self._batches.sizes)
             else:
                 embed = traced(model, self._piece_samples)
                 self._embed = lambda batch: [embed(torch.from_numpy(piece)[None])[0].numpy() for piece in batch]
@@ -214,7 +226,7 @@ class SmartTurnDetector(BackgroundModel[Callable[[], Samples], float], TurnDetec
     window_samples = WINDOW_SAMPLES
 
     def __init__(self, weights: Path, device: torch.device) -> None:
-        super().__init__("turns", device, 1, BATCHES[-1])
+        super().__init__("turns", device, 1, TURN_BATCHES)
         if device.type != "cpu":
             self.recipe = partial(SmartTurnDetector, weights, device)
         self._weights = weights
@@ -230,7 +242,7 @@ class SmartTurnDetector(BackgroundModel[Callable[[], Samples], float], TurnDetec
                 self._judge = model.judge
             else:
                 model.move(self._device, torch.float16)
-                graphed = GraphedModel(model, WINDOW_SAMPLES, self._device)
+                graphed = GraphedModel(model, WINDOW_SAMPLES, self._device, self._batches.sizes)
                 self._judge = lambda batch: graphed(batch).tolist()
 
     def _compute(self, batch: list[Callable[[], Samples]]) -> list[float]:

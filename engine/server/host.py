@@ -559,11 +559,11 @@ class EngineHost:
     def _take_turns(self, now: float) -> None:
         """Take in batches, one of each gateway in turn, but not more than a step has room for.
 
-        A step computes one position of each stream (a stride for windowed models). An engine that is late and took in
-        everything at once would never catch up.
+        A step computes one position of each stream (a stride for windowed models), and many of a stream that is
+        rebuilt. An engine that is late and took in everything at once would never catch up.
         """
         positions = len(self.hosted.streams) * self._loop.scheduler.spec.stride_positions
-        left = float(max(LEAST_ITEMS, ITEMS_A_POSITION * positions))
+        left = float(max(LEAST_ITEMS, ITEMS_A_POSITION * positions, self._loop.replay_room))
         peers = list(self.peers.values())
         while peers and left > 0 and self._clock() <= now + TAKE_SECONDS:
             for peer in peers:

@@ -70,9 +70,6 @@ logger = logging.getLogger(__name__)
 _REFUSALS = (DuplicateStream, UnknownStream, StreamFinished)
 # Steps that may be under way while the next one is planned, if the runner overlaps steps.
 STEPS_AHEAD = 1
-# The same while all streams are rebuilt or late. The host needs long to launch a rebuilding step, so the device gets a
-# second one to work on; no stream is on time that would have to wait for both.
-STEPS_AHEAD_WHILE_REBUILDING = 2
 
 
 def calm_collector() -> None:
@@ -279,7 +276,7 @@ class EngineLoop:
         a second crash identifies the stream."""
         if not self.runner.overlaps_steps or self.scheduler.suspect_is_near:
             return 0
-        return STEPS_AHEAD_WHILE_REBUILDING if self._rebuild.has_the_device else STEPS_AHEAD
+        return STEPS_AHEAD
 
     @property
     def has_launched_step(self) -> bool:
@@ -293,6 +290,11 @@ class EngineLoop:
         answered = self._speakers.has_work or self._questions.has_news or self.revisions.has_work
         answered = answered or (self._process is not None and self._process.has_work)
         return bool(self.launched or listening or saying or answered or self.scheduler.has_work())
+
+    @property
+    def replay_room(self) -> int:
+        """Positions of replayed audio that should be taken in before the next step."""
+        return self._rebuild.room
 
     @property
     def waits_for_results(self) -> bool:

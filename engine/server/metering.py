@@ -236,17 +236,24 @@ class RebuildBudget:
             self._is_next = True
             return 0
         self._is_next = False
+        return self._limit
+
+    @property
+    def room(self) -> int:
+        """Positions of replayed audio that the engine should take in now, so that two steps have enough to rebuild."""
+        scheduler = self._scheduler
+        return max(0, 2 * self._limit - scheduler.rebuild_backlog) if scheduler.rebuilding else 0
+
+    @property
+    def _limit(self) -> int:
+        """Most positions of a step that rebuilds."""
+        scheduler = self._scheduler
         on_time = scheduler.on_time
         if not on_time:
             # With few streams smaller steps: else all of them would be ready only at the end.
             return min(self._most, max(self._most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
         share = SHARE_FOR_REBUILDING if on_time >= len(scheduler.rebuilding) else SHARE_FOR_MOST
         return min(self._most, max(LEAST_REBUILD_POSITIONS, int(share * self._stride_ns / self._position_ns)))
-
-    @property
-    def has_the_device(self) -> bool:
-        """Whether streams are being rebuilt and no stream is on time."""
-        return bool(self._scheduler.rebuilding) and not self._scheduler.on_time
 
     def account(self, rebuilt: int, ns: int) -> None:
         """Record a step that rebuilt this many positions in `ns`. An outlier, such as a step that loaded a kernel,

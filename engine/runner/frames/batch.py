@@ -110,7 +110,7 @@ def outcome_of(results: Download, count: int) -> StepOutcome:
 
 
 # Positions encoded at once outside a batched pass.
-ENCODE_BATCH = 256
+ENCODE_BATCH = 1024
 
 
 class EncoderInputs:
@@ -185,6 +185,7 @@ class EncoderInputs:
         device = self.rows.device
         for start in range(0, len(payloads.rows), ENCODE_BATCH):
             part = slice(start, start + ENCODE_BATCH)
-            samples = upload(np.stack(payloads.samples[part]), device)
             rows = upload(np.array(payloads.rows[part], dtype=np.int64), device)
-            self.rows.index_copy_(0, rows, self._model.stem_rows(samples))
+            samples = staging((len(rows), self.payload_samples), torch.float32, device)
+            np.stack(payloads.samples[part], out=samples.numpy())
+            self.rows.index_copy_(0, rows, self._model.stem_rows(samples.to(device, non_blocking=True)))

@@ -70,8 +70,8 @@ LONGEST_CHUNK = 16
 CHUNK_PASS_POSITIONS = 2048
 # Rebuilt positions in one step while no stream is on time: an eighth of a second on an H200.
 REBUILD_POSITIONS = 4096
-# Streams in a recorded pass of the longest chunks.
-CHUNK_STREAMS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128)
+# Streams in a recorded pass of chunks.
+CHUNK_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
 BROKEN_LOGITS = "the model's output is not a number; the audio may hold values that are not finite"
 
 
@@ -196,16 +196,14 @@ class VoxtralRunner(Runner):
         # Slots whose keywords are not on the device yet.
         self._unready: set[int] = set()
         self._chunk_sizes = chunk_sizes(layouts)
-        self._chunk_buffers: ChunkBuffers | None = None
-        self._chunk_graphs: StepGraphs | None = None
+        # By chunk length.
+        self._chunk_graphs: dict[int, tuple[ChunkBuffers, StepGraphs]] = {}
         if use_graphs:
-            longest, most = self._chunk_sizes[0], min(CHUNK_STREAMS[-1], CHUNK_PASS_POSITIONS // self._chunk_sizes[0])
-            self._chunk_buffers = ChunkBuffers(longest, most, memory.streams, model.device)
-            self._chunk_graphs = StepGraphs(
-                partial(self.passes.recorded_chunks, self._chunk_buffers),
-                most,
-                [n for n in CHUNK_STREAMS if n <= most],
-            )
+            for size in self._chunk_sizes:
+                buffers = ChunkBuffers(size, self._most_chunks(size), memory.streams, model.device)
+                step = partial(self.passes.recorded_chunks, buffers)
+                counts = [count for count in CHUNK_STREAMS if count <= buffers.streams]
+                self._chunk_graphs[size] = buffers, StepGraphs(step, buffers.streams, counts)
         self._warm = False
 
     @classmethod
@@ -257,23 +255,29 @@ class VoxtralRunner(Runner):
             self._compile_chunks()
 
     def _compile_chunks(self) -> None:
-        """Run chunks of every length once, and record the longest, so that the first rebuild waits neither for a kernel
-        nor for memory. These chunks write to the padding page."""
+        """Run chunks of every length once, and record them, so that the first rebuild waits for no kernel and no
+        memory. These chunks write to the padding page."""
         silence = np.zeros(self._encoder_inputs.payload_samples, np.float32)
         self._encoder_inputs.encode(Payloads([self._encoder_inputs.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH))
         for size in self._chunk_sizes:
             chunk = Chunk(self.memory.streams, 0, [SILENCE_ROW] * size, [STREAMING_PAD] * size, 1)
-            for streams in (1, min(self.memory.streams, CHUNK_PASS_POSITIONS // size)):
+            for streams in (1, min(self.memory.streams, self._most_chunks(size))):
                 self.passes.chunks([chunk] * streams)
-        if self._chunk_graphs is not None:
-            self._chunk_graphs.capture(beside=self._graphs)
+        for _, graphs in self._chunk_graphs.values():
+            graphs.capture(beside=self._graphs)
         torch.cuda.synchronize()
+
+    @staticmethod
+    def _most_chunks(size: int) -> int:
+        """Most chunks of this length in one pass."""
+        return min(CHUNK_STREAMS[-1], CHUNK_PASS_POSITIONS // size)
 
     def close(self) -> None:
         """Free the device's memory. Idempotent."""
         if not self._caches:
             return
-        self._graphs = self._chunk_graphs = self._chunk_buffers = None
+        self._graphs = None
+        self._chunk_graphs.clear()
         if self._parked is not None:
             self._parked.close()
         del self.passes, self._encoder_inputs, self._state, self._buffers, self._bias
@@ -393,7 +397,7 @@ class VoxtralRunner(Runner):
         """
         done: Download | None = None
         for size in self._chunk_sizes:
-            most = CHUNK_PASS_POSITIONS // size
+            most = self._most_chunks(size)
             while due := [share for share in work if size <= self._known(share) > share.done]:
                 for start in range(0, len(due), most):
                     done = self._run_chunks(due[start : start + most], size)
@@ -432,9 +436,9 @@ class VoxtralRunner(Runner):
             chunks.append(Chunk(task.slot, task.start + first, task.rows[first : first + size], fed, slot.delay))
             share.tokens += slot.forced[begin + share.done - first : begin + size]
             share.done = first + size
-        buffers, graphs = self._chunk_buffers, self._chunk_graphs
-        if buffers is None or graphs is None or size != buffers.length:
+        if size not in self._chunk_graphs:
             return Download(self.passes.chunks(chunks)[:1, :1].float())
+        buffers, graphs = self._chunk_graphs[size]
         buffers.upload(chunks)
         graphs.run(len(chunks))
         return Download(buffers.done)

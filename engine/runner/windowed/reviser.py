@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 from engine.core.plan import TimedToken
 from engine.models.compiled import Decode
 from engine.models.seq2seq import SpeechModel, make_plans, reader
-from engine.runner.background import BackgroundModel
+from engine.runner.background import ONE_BY_ONE, BackgroundModel
 from engine.runner.base import EndedUtterance, Reviser
 from engine.runner.bias import KeywordTrees
 from engine.runner.windowed.decoder import GreedyDecoder, Row
@@ -49,7 +49,7 @@ class UtteranceReviser(BackgroundModel[EndedUtterance, list[TimedToken]], Revise
         readers: Sequence[int],
         decode: Decode | None = None,
     ) -> None:
-        super().__init__("revise", torch.device("cpu"), len(readers), 1)
+        super().__init__("revise", torch.device("cpu"), len(readers), ONE_BY_ONE)
         self._model = model
         self._pieces = pieces
         self._policy = policy

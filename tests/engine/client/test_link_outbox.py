@@ -33,7 +33,7 @@ from engine.errors import EngineDead
 from engine.messages import Abort, Feed, Finish, Flush, Item, Open
 from tests.engine import fakes
 
-MOVED = 50
+MOVED = 100
 # One position of the largest model: 80 ms with what is around it.
 PAYLOAD = np.zeros(2000, np.float32)
 PIECE_BYTES = REPLAY_ITEMS * PAYLOAD.nbytes

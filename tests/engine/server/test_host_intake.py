@@ -58,6 +58,23 @@ def test_an_engine_of_a_windowed_model_takes_in_a_stride_of_every_stream() -> No
     assert 2 * stride * streams > LEAST_ITEMS and not host.host.peers[b"g"].inbox
 
 
+def test_an_engine_takes_in_as_much_of_a_replay_as_it_rebuilds() -> None:
+    """A rebuilt stream computes many positions in a step, so the bound for live audio would leave the device idle."""
+    loop = fakes.build(max_streams=8)
+    host = Host(loop)
+    host.greet(b"g")
+    host.send(b"g", *(command(messages.Open(f"s{number}", forced_tokens=[1] * 4000)) for number in range(8)))
+    room = loop.replay_room
+    assert room > LEAST_ITEMS
+    for start in range(0, 3 * room, 64):
+        feeds = (feed("s0", position, position - start) for position in range(start, start + 64))
+        host.post(b"g", *feeds, audio=tuple(audio(position) for position in range(start, start + 64)))
+    before = host.host.peers[b"g"].numbering.taken
+    host.host.tick()
+    taken = 64 * (host.host.peers[b"g"].numbering.taken - before)
+    assert room <= taken < room + 64
+
+
 def test_short_appends_do_not_keep_an_engine_late() -> None:
     """A position of 20 ms appends comes with four saved handoffs. An engine that counted commands would take in one
     position before each step, and never catch up."""

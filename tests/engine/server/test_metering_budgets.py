@@ -292,6 +292,18 @@ class TestRebuilding:
         sizes = [plan.rebuilt_positions for plan in runner.plans if plan.rebuilt_positions]
         assert sizes[:6] == [2048] * 6 and sum(sizes) == 160 * 128
 
+    def test_replayed_audio_is_taken_in_for_two_steps_and_no_more(self) -> None:
+        loop, _ = self.loop(160)
+        assert loop.replay_room == 0, "nothing is rebuilt"
+        loop.submit([Open(f"r{number}", forced_tokens=[1] * 640) for number in range(160)], 0)
+        assert loop.replay_room == 2 * 2048
+        loop.submit([audio(f"r{number}", 0, 10, REBUILT) for number in range(160)], 0)
+        assert loop.replay_room == 2 * 2048 - 1600
+        loop.submit([audio(f"r{number}", 10, 20, REBUILT) for number in range(160)], 0)
+        assert loop.replay_room == 0
+        drain(loop)
+        assert loop.replay_room == 2 * 2048, "all of it is computed, and more is to come"
+
     def test_each_stream_goes_on_as_soon_as_it_is_rebuilt(self) -> None:
         loop, runner = self.loop(160)
         self.bring_back(loop, [f"r{number}" for number in range(160)], 640)
