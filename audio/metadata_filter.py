@@ -1,6 +1,7 @@
-"""Removes tags, pictures, chapters and indexes from container streams before libav reads them.
+"""Removes tags, pictures, chapters and indexes from WAV, FLAC, MP3 and WebM before libav reads them.
 
-libav's time for tags is quadratic: a quarter of a megabyte of tags blocks it for half a minute. They are not needed.
+Of Ogg it drops streams without audio, and refuses more than `MAX_OGG_TAGS` tags. libav's time for tags is quadratic: a
+quarter of a megabyte of tags blocks it for half a minute. MP4 has its own filter (`audio/mp4.py`).
 """
 
 from __future__ import annotations
@@ -121,7 +122,9 @@ def _ogg(pipe: ByteReader) -> Iterator[bytes]:
         if begins and (codec := next((magic for magic in OGG_SOUND if body.startswith(magic)), None)):
             streams[stream] = codec, 0
         if head[:4] != b"OggS" or len(streams) > MAX_OGG_STREAMS:
-            raise CorruptAudio(f"the Ogg stream is damaged after {pipe.bytes_read} bytes; send it again from there")
+            raise CorruptAudio(
+                f"the Ogg stream is damaged after {pipe.bytes_read} bytes; begin a new Ogg stream with its header"
+            )
         if stream not in streams:
             continue
         codec, number = streams[stream]

@@ -141,7 +141,11 @@ def _open_fetched(file: Fetched, fetch: Fetch) -> InputContainer:
 
 def _read(container: InputContainer, has_length: bool) -> Iterator[StreamKind | Block]:
     if not container.streams.audio:
-        raise NoAudioTrack("the stream has no audio track") if container.streams else NotAudio("this is not a stream")
+        raise (
+            NoAudioTrack("the stream has no audio track")
+            if container.streams
+            else NotAudio("the address has neither audio nor video")
+        )
     track = container.streams.audio[0]
     for other in container.streams:
         # Variants of an HLS stream that are not read must not be fetched.

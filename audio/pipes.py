@@ -1,7 +1,9 @@
-"""Readers for streams of bytes, and the pipe to a library (libav) that reads from a file object.
+"""Streams of bytes for the decoders of containers.
 
-The library runs on a thread that is used as a coroutine: only the side that has the turn runs. So a pipe contains at
-most one piece, and the library produces no more than is taken.
+Sources of bytes are `PartsReader` (an iterator) and `BytePipe` (fed by another thread); both limit the bytes that are
+read without audio. `LibavSource` is the file object that libav reads, `IteratorSource` its simplest form. With a
+`BytePipe`, libav's thread and its feeder take turns: one waits while the other runs. So a pipe contains at most one
+piece, and libav decodes no more than is taken.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class ByteReader:
         self.bytes_read += len(part)
         if self.bytes_read - self._sound_at > MAX_SILENT_BYTES:
             raise CorruptAudio(
-                f"more than {MAX_SILENT_BYTES >> 20} MiB came without any sound; send the audio track alone, "
+                f"more than {MAX_SILENT_BYTES >> 20} MiB came without any audio; send the audio track alone, "
                 "without pictures"
             )
         return part

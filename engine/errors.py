@@ -1,6 +1,8 @@
-"""Errors of the engine, by their extent: one stream, one admission, or all streams.
+"""Errors of the engine, by what they end: one stream (`StreamError`), one admission (`AtCapacity`), or all streams of
+an engine (`EngineDead`).
 
-Every text names the stream and says what to fix, and is safe to show to a client.
+The text of a `StreamError` names the stream and says what to fix. All texts may be shown to a client; they never quote
+its audio or its text.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def reading_state(stream: str, part: str) -> Iterator[None]:
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise BadItem(stream, f"its {part} cannot go on from this state: {error!r}") from error
+        raise BadItem(
+            stream, f"its saved {part} cannot be read ({error!r}); run the same version on all engines"
+        ) from error
 
 
 class BadOption(StreamError):

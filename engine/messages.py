@@ -1,8 +1,12 @@
-"""The commands a gateway sends to an engine and the outputs an engine sends back, as plain data.
+"""All messages between gateway and engine, as checked msgpack structs; `engine/boundary/codec.py` frames them.
+
+Commands for streams (`Open`, `Feed`, `Flush`, `Finish` and others) are answered by outputs of streams (`Text`,
+`Speech`, `Flushed`, `Closed` and others). Commands for sessions (`SaveHandoff`, `Ask`, `Adopt`, `Renew`, `Claim`,
+`DropHandoff`) store a session's state on an engine and let another gateway take it.
 
 Offsets are positions of the stream and include the silence that a flush inserts. `sample` is the audio sample at which
-an item starts, so that the engine can turn positions back into audio time. Samples are counted at the model's rate
-from the first sample that the client sent.
+an item starts, so that the engine can turn positions back into audio time. Samples are counted at the model's rate from
+the first sample that the client sent.
 """
 
 from __future__ import annotations
@@ -202,8 +206,8 @@ class SaveHandoff(Message, tag="save_handoff"):
 
     The state is opaque bytes. A `base` replaces what was saved before; `entries` are appended to it. Together they
     cover the first `consumed` outputs of the stream. Of the chunks that came with bases, the newest `keep_bytes` bytes
-    are kept. `number` rises with each owner (`NEXT_OWNER`); messages of a former owner are ignored. `last` gives the
-    session up: it waits `keep_s` seconds for a gateway to adopt it, as it does when its owner is lost.
+    are kept. `owner_number` rises with each owner (`NEXT_OWNER`); messages of a former owner are ignored. `last` gives
+    the session up: it waits `keep_s` seconds for a gateway to adopt it, as it does when its owner is lost.
     """
 
     stream: str
@@ -230,7 +234,7 @@ class Ask(Message, tag="ask"):
 
 
 class Adopt(Message, tag="adopt"):
-    """Adopt this session and its stream, if it still belongs to the owner of `number` (taken from `Held`).
+    """Adopt this session and its stream, if it still belongs to the owner of `owner_number` (taken from `Held`).
 
     Answered by `SessionGiven`; the former owner is sent `Wanted`, then `Fenced`. A request that arrives after another
     gateway has adopted the session is answered with number 0 and changes nothing.
@@ -279,12 +283,12 @@ Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | SessionCommand
 # Engine -> gateway
 
 
-# A token's bytes and its probability.
+# A token's bytes and the logarithm of its probability.
 Chance = tuple[bytes, float]
 
 
 class Word(Message):
-    """A finished word and the samples it spans. `chances`: its tokens' probabilities, if the model provides them."""
+    """A finished word and the samples it spans. `chances`: its tokens' log-probabilities, if the model has them."""
 
     text: str
     start_sample: int

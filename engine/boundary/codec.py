@@ -1,4 +1,8 @@
-"""Encodes and decodes the messages between gateway and engine: a header frame, then one frame with all payloads.
+"""The protocol of the link between a gateway and an engine, and its encoding.
+
+Greeting (`Hello`, `Welcome`, `Unwelcome`), numbered messages (`Batch`, `Update`), heartbeats and resends (`Beat`,
+`Again`), repair of the audio cache (`Missing`, `Repair`), and the engine's `Status`. A message is a header frame, then
+one frame with all payloads.
 
 Headers are msgpack arrays with a tag, decoded into checked types. Payloads are float32 data of a few kilobytes. They
 share a frame because an additional frame is more expensive than a copy, and each is copied out of it so that a payload

@@ -1,4 +1,6 @@
-"""Cuts audio into items at the model's positions, hashes them, and checks items that others have made."""
+"""Turns the pieces of `audio.items.ItemCutter` into items with a hash of their audio, and checks items that others
+made: the gateway those that clients prepared, the engine every item.
+"""
 
 from __future__ import annotations
 

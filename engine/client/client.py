@@ -278,4 +278,6 @@ def _check_texts(options: Mapping[str, str]) -> None:
     """Raises ValueError unless names and values are strings. Clients may send any JSON value."""
     for name, value in options.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise ValueError(f"options are texts by name, not {type(value).__name__} by {type(name).__name__}")
+            raise ValueError(
+                f"an option and its name must be strings, not {type(value).__name__} for {type(name).__name__}"
+            )

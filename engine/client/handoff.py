@@ -1,7 +1,9 @@
-"""The gateway's side of handoff: which sessions it owns, and adopting sessions of other gateways.
+"""Lets a client continue its session at another gateway, for instance after its own was restarted.
 
-Engines keep the saved value of each session: the engine that runs its stream or, while it has none, any engine. Each
-session has an owner number that rises with every adoption; engines fence an owner with a lower number.
+Each gateway stores the state of its sessions on the engines: on the one that runs the session's stream or, while it has
+none, on any. This module asks all engines for a session, adopts it with its stream, and tells the engines which
+sessions this gateway owns. A session has an owner number that rises with every adoption; engines refuse commands with a
+lower number and tell their sender so (`Fenced`).
 """
 
 from __future__ import annotations

@@ -534,7 +534,9 @@ class EngineLink:
             try:
                 collect()
             except Exception:
-                logger.exception("a collector failed; the batch to the engine at %s leaves without it", self.address)
+                logger.exception(
+                    "commands for the engine at %s could not be collected; the others are sent", self.address
+                )
 
     @property
     def _waits(self) -> bool:
@@ -650,7 +652,11 @@ class EngineLink:
         held = {item.key: item for item in self._under_way.get(missing.seq, []) if item.payload is not None}
         found = [held[key] for key in missing.keys if key in held]
         gone = [key for key in missing.keys if key not in held]
-        logger.warning("the engine at %s misses %d items; sending them again", self.address, len(missing.keys))
+        logger.warning(
+            "the engine at %s does not have %d items of audio that were sent before; sending them again",
+            self.address,
+            len(missing.keys),
+        )
         if missing.seq > self._repaired:
             # The engine may ask repeatedly for one batch; it is counted as one repair.
             self._repaired = missing.seq

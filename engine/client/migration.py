@@ -73,7 +73,7 @@ class Migrations:
         try:
             await self._pool.open_on(target, place)
         except (EngineError, ValueError) as error:
-            logger.info("stream %s stays on its engine: %s", stream.id, error)
+            logger.info("stream %s is not migrated now and stays on its engine: %s", stream.id, error)
             return
         finally:
             del self._moving[stream]

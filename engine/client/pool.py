@@ -1,8 +1,9 @@
-"""The engines that a gateway knows (`EnginePool`): their capacity, their streams, and the table file of a fleet.
+"""The engines that a gateway knows (`EnginePool`), and the table file that lists those of a fleet (`TableFile`).
 
-Capacity is computed from the measured cost of steps. Only streams that cause work are counted: streams with speech
-within `COUNTED_SECONDS` (engine.options), and new streams that have not been measured yet. Other open streams cost
-almost nothing. Uploads are not counted: they use the time that live streams leave free.
+The pool knows which engines are connected, which are spares, which streams run on which, and in what order a new stream
+is offered to them. Capacity is computed from the measured cost of steps. Only streams that cause work are counted:
+streams with speech within `COUNTED_SECONDS` (engine.options), and new streams that have not been measured yet. Other
+open streams cost almost nothing. Uploads are not counted: they use the time that live streams leave free.
 """
 
 from __future__ import annotations

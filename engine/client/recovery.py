@@ -124,7 +124,9 @@ class Recovery:
         for stream in list(self.waiting):
             if self._is_too_late(stream, now):
                 self.counts.given_up += 1
-                stream.end(messages.Dead(f"no engine came back within {self._timeout_s:g} s"))
+                stream.end(
+                    messages.Dead(f"the engine was lost, and no other took the stream within {self._timeout_s:g} s")
+                )
                 continue
             pooled = self._pool.place_for_lost()
             if pooled is not None and self._may_try(stream, now):

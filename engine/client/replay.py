@@ -1,4 +1,5 @@
-"""What a gateway keeps of a stream, so that another engine can continue it when its engine is lost or drained.
+"""Decides what of a stream's replay log (`engine/boundary/replay_log.py`) must be kept, and builds the `Replay` that a
+new engine is sent when the stream's engine is lost or drained.
 
 For a frame-synchronous model (`TokenMemory`): the audio of its attention window, at most `limits.replay_s`, and the
 tokens for it, which the new engine is made to repeat without sending their text again. For a windowed model
@@ -12,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from engine.boundary.kept_audio import KeptAudio, ReplayEntry
+from engine.boundary.replay_log import ReplayEntry, ReplayLog
 from engine.messages import Item, StreamState, Text, Word
 from engine.spec import ModelSpec
 
@@ -51,10 +52,10 @@ def positions_to_keep(spec: ModelSpec, seconds: float) -> int:
 class Memory(Protocol):
     """The results of the kept audio that a new engine needs."""
 
-    def trim(self, kept: KeptAudio) -> None:
+    def trim(self, kept: ReplayLog) -> None:
         """Drop what no replay needs."""
 
-    def replay(self, kept: KeptAudio) -> Replay:
+    def replay(self, kept: ReplayLog) -> Replay:
         """What to send to a new engine. All later text comes from that engine."""
 
     def on_text(self, text: Text) -> Text | None:
@@ -70,7 +71,7 @@ class Memory(Protocol):
     def can_replay(self) -> bool:
         """Whether enough is kept for another engine to continue."""
 
-    def is_whole(self, kept: KeptAudio) -> bool:
+    def is_whole(self, kept: ReplayLog) -> bool:
         """Whether a replay gives exactly the same text. An adopted stream must first hear a full window again."""
 
 
@@ -88,7 +89,7 @@ class TokenMemory:
         # First position kept of an adopted stream, else 0.
         self._kept_from = 0
 
-    def trim(self, kept: KeptAudio) -> None:
+    def trim(self, kept: ReplayLog) -> None:
         # Positions whose tokens have not arrived must be computed again, so their audio stays.
         first = kept.drop_before(min(kept.end - self._keep_positions, self._first + len(self._tokens)))
         start = kept.end if first is None else first.offset
@@ -99,7 +100,7 @@ class TokenMemory:
         while self._words and self._words[0].end_sample < sample:
             self._words.popleft()
 
-    def replay(self, kept: KeptAudio) -> Replay:
+    def replay(self, kept: ReplayLog) -> Replay:
         positions, samples, entries = kept.from_beginning()
         self._replayed = self._replayed or bool(entries)
         return Replay(positions, samples, entries, forced_tokens=list(self._tokens))
@@ -125,7 +126,7 @@ class TokenMemory:
     def can_replay(self) -> bool:
         return True
 
-    def is_whole(self, kept: KeptAudio) -> bool:
+    def is_whole(self, kept: ReplayLog) -> bool:
         return not self._kept_from or kept.end - self._kept_from >= self._keep_positions
 
 
@@ -137,12 +138,12 @@ class SavedWindow:
         # First position kept of an adopted stream until a state lies entirely after it, else 0.
         self._kept_from = 0
 
-    def trim(self, kept: KeptAudio) -> None:
+    def trim(self, kept: ReplayLog) -> None:
         if self._state is not None:
             kept.drop_before(self._state.audio_from)
             kept.drop_flushes(self._state.tag)
 
-    def replay(self, kept: KeptAudio) -> Replay:
+    def replay(self, kept: ReplayLog) -> Replay:
         state = self._state
         position, tag = (0, 0) if state is None else (state.position, state.tag)
         known, entries = kept.split(position, tag)
@@ -166,7 +167,7 @@ class SavedWindow:
     def can_replay(self) -> bool:
         return not self._kept_from
 
-    def is_whole(self, kept: KeptAudio) -> bool:
+    def is_whole(self, kept: ReplayLog) -> bool:
         return self.can_replay
 
 

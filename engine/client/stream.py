@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.items import make_cutter, prepare
-from engine.boundary.kept_audio import AskedFlush, KeptAudio, NewTurns, ReplayEntry
+from engine.boundary.replay_log import AskedFlush, NewTurns, ReplayEntry, ReplayLog
 from engine.client.crash_suspects import CrashSuspicion
 from engine.client.link import EngineLink, ItemRefused, Queued
 from engine.client.replay import Replay, StreamLimits, memory_for
@@ -153,7 +153,7 @@ class Delivery:
     """Sends one stream's commands to the engine that runs it, in order.
 
     It sends Open at once. When the engine has accepted the stream, the replay is sent in pieces, as the link asks for
-    them (`take`); later commands wait behind it. `on_done` is called when all of the replay has been sent.
+    them (`next_piece`); later commands wait behind it. `on_done` is called when all of the replay has been sent.
     """
 
     def __init__(
@@ -271,7 +271,6 @@ class Outputs:
         # Speech before this sample has been reported, and the speech track after it, if it is known.
         self.reported_until = 0
         self.track: messages.TrackState | None = None
-        # Question of the last answer of the turn detector: the pause's first sample, and the number in the pause.
 
     def __len__(self) -> int:
         return len(self._queue)
@@ -425,7 +424,7 @@ class EngineStream:
         self._limits = limits
         self._on_end = on_end
         self._cutter = make_cutter(spec)
-        self.kept = KeptAudio(spec)
+        self.kept = ReplayLog(spec)
         self._memory = memory_for(spec, limits.keep_positions)
         self.outputs = Outputs(spec.sample_rate, self.wake)
         self.outputs.reported_until, self.outputs.track = opening.heard_until, opening.track
@@ -582,7 +581,8 @@ class EngineStream:
         then no engine runs the stream."""
         if not self._memory.can_replay:
             raise StreamFailed(
-                self.id, "came from another gateway, and too little of it was heard here to go on elsewhere"
+                self.id,
+                "lost its engine soon after this gateway adopted it; too little of its audio is kept to rebuild it",
             )
         if self.previous_engine.is_from(link):
             self.previous_engine.end()

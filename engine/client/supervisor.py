@@ -170,7 +170,7 @@ class Supervisor:
             entry = wanted.pop((pooled.name, pooled.engine.address), None)
             pooled.delisted, pooled.emptied = entry is None, entry is not None and entry.state == "draining"
         for entry in wanted.values():
-            logger.info("engine %s at %s is in the table", entry.name, entry.address)
+            logger.info("engine %s at %s was added to the table; connecting to it", entry.name, entry.address)
             pooled = PooledEngine(RemoteEngine(entry.address), entry.name)
             pooled.emptied = entry.state == "draining"
             self.pool.all.append(pooled)

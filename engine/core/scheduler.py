@@ -386,7 +386,7 @@ class Scheduler:
             if not self._parks and not pool.can_reserve(group.ring_pages):
                 raise AtCapacity(name, f"fewer than {group.ring_pages} {group.name} pages are left; try again later")
         if self._reserved_embeds + self.spec.embeds_for(live) > self.limits.cache_embeds:
-            raise AtCapacity(name, "the encoder cache is set aside for other streams; try again later")
+            raise AtCapacity(name, "the encoder cache is reserved for open streams; try again later")
 
     def open_stream(self, name: str) -> Stream:
         stream = self.streams.get(name)

@@ -1,11 +1,11 @@
-"""Attention over keys and values that are stored in pages, with one ring table per stream.
+"""Paged attention of Voxtral Realtime: keys and values are stored in pages, with one ring table per stream.
 
-A *row* is one encoder frame or one decoder token, numbered from the beginning of its stream without a restart. Block
-b = row // page_rows of a stream is in the page at index b % ring_pages of the stream's table.
+A *row* is one encoder frame or one decoder token, numbered from the beginning of its stream without a restart. Block b
+= row // page_rows of a stream is in the page at index b % ring_pages of the stream's table.
 
-`PagedAttention.attend` is the one entry. On CUDA, live steps and chunks of rebuilt streams run the Triton kernels
-in `kernels.py`; everything else (CPU, and the openings, which are longer) gathers the ring and calls torch's attention,
-which is also the reference that the kernels are tested against.
+`PagedAttention.attend` is the one entry. On CUDA, live steps and chunks of rebuilt streams run the Triton kernels in
+`kernels.py`. A CPU, and the fixed silence before every stream (its opening, which is longer than a kernel takes),
+gather the ring and call torch's attention, which is also the reference that the kernels are tested against.
 """
 
 from __future__ import annotations

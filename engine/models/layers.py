@@ -1,7 +1,7 @@
-"""Building blocks used by more than one model: plain functions of tensors without state.
+"""Norm, gate and rotary functions of Voxtral Realtime: plain functions of tensors without state.
 
-On CUDA each element-wise block is one Triton kernel. Elsewhere the torch code below is the implementation; the kernels
-are tested against it.
+On CUDA each element-wise function is one Triton kernel (`kernels.py`). Elsewhere the torch code below is the
+implementation; the kernels are tested against it.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ class MoonshineConfig:
         if config["encoder_num_attention_heads"] != heads:
             raise ValueError("a Moonshine checkpoint with different head counts in encoder and decoder")
         if config.get("decoder_num_key_value_heads") not in (None, heads):
-            raise ValueError("a Moonshine checkpoint with grouped key heads")
+            raise ValueError("Moonshine checkpoints with grouped key heads are not supported")
         rope = config.get("rope_parameters") or config
         width = config["hidden_size"]
         return cls(

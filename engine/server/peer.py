@@ -11,7 +11,7 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, Payload
 from engine.boundary.input_cache import ReceiverCache
-from engine.boundary.kept_audio import KeptAudio
+from engine.boundary.replay_log import ReplayLog
 from engine.boundary.sockets import Numbering
 from engine.spec import ModelSpec
 
@@ -60,7 +60,7 @@ class HostedStream:
     state: messages.StreamState | None = None
     # The last state of its speaker labels.
     labels: messages.Saved | None = None
-    kept: KeptAudio | None = None
+    kept: ReplayLog | None = None
 
     def on_audio(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
         for item in items[-1:]:
@@ -175,7 +175,7 @@ class HostedStreams:
         hosted.tokens = first_position + len(opening.forced_tokens)
         hosted.heard_until, hosted.flushes, hosted.answered = opening.heard_until, opening.flushes, opening.answered
         if spec.rereads_window and opening.live:
-            hosted.state, hosted.kept = state, KeptAudio(spec)
+            hosted.state, hosted.kept = state, ReplayLog(spec)
         self.streams[name] = hosted
         peer.streams[stream] = name
         self.changed = True

@@ -1,7 +1,9 @@
-"""`tickertape serve`: starts the gateway, and an engine process unless engines run elsewhere.
+"""`tickertape serve`: checks the configuration, then runs the gateway in this process or in several workers, and starts
+an engine process unless engines run elsewhere.
 
-- `Readiness` reports the state of the server to systemd or to a file descriptor.
-- `Reloading` and `Hangup` handle SIGHUP (reload the configuration) and SIGUSR2 (also replace the workers).
+- `Readiness` tells systemd (Type=notify) or a file descriptor when the server is ready and when it stops.
+- `SignalHandlers` handles SIGHUP (reload the configuration) and SIGUSR2 (reload it and replace the workers);
+  `Reloading` does the reload.
 """
 
 from __future__ import annotations
@@ -238,7 +240,7 @@ def run(options: argparse.Namespace) -> int:
     check_spool()
     check_threads()
     check_port(config.server.host, config.server.port)
-    hangup = SignalHandlers()
+    signals = SignalHandlers()
     set_up_logging(level=config.server.log_level, log_format=config.server.log_format)
     if not config.engines_elsewhere:
         name = model_name(config.model.name)
@@ -250,7 +252,6 @@ def run(options: argparse.Namespace) -> int:
             # It imports for seconds, while this process checks the model and imports its own modules.
             start_fork_server()
         fetch_for_serving(name)
-    import asyncio
 
     import uvloop
 
@@ -272,9 +273,9 @@ def run(options: argparse.Namespace) -> int:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
             workers = workers_for(config)
             if workers > 1:
-                runner.run(_serve_workers(config, workers, readiness, read_again, hangup))
+                runner.run(_serve_workers(config, workers, readiness, read_again, signals))
             else:
-                runner.run(_serve(config, readiness, read_again, hangup))
+                runner.run(_serve(config, readiness, read_again, signals))
     except KeyboardInterrupt:
         note("stopped")
     return 0
@@ -336,14 +337,13 @@ def check_port(host: str, port: int) -> None:
 
 
 async def _serve(
-    config: Config, readiness: Readiness, read_again: Callable[[], Config], hangup: SignalHandlers
+    config: Config, readiness: Readiness, read_again: Callable[[], Config], signals: SignalHandlers
 ) -> None:
     from realtime.app import running_server
-    from realtime.commands.serve import Reloading
 
     elsewhere = ", ".join(config.model.engines) or config.fleet.table and f"those in {config.fleet.table}"
     async with running_server(config) as server:
-        hangup.reload(Reloading(read_again, server.server.reload))
+        signals.reload(Reloading(read_again, server.server.reload))
         note(f"waiting for an engine at {elsewhere}" if elsewhere else "starting the engine")
         if not await server.wait_until_ready():
             return
@@ -357,13 +357,11 @@ async def _serve(
 
 
 async def _serve_workers(
-    config: Config, workers: int, readiness: Readiness, read_again: Callable[[], Config], hangup: SignalHandlers
+    config: Config, workers: int, readiness: Readiness, read_again: Callable[[], Config], signals: SignalHandlers
 ) -> None:
-    import asyncio
 
     from engine.errors import EngineError
     from realtime.app import engine_for_workers
-    from realtime.commands.serve import Reloading
     from realtime.workers.parent import Parent, WorkerFailed, reserved_port
 
     config = _with_workers(config, workers)
@@ -372,7 +370,7 @@ async def _serve_workers(
     async with reserved_port(server.host, server.port) as port, engine_for_workers(config) as engines:
         parent = Parent(config, workers, engines.addresses, port, engines.counters)
         starting = engines.starting
-        hangup.reload(Reloading(lambda: _with_workers(read_again(), workers), parent.reload, parent.restart))
+        signals.reload(Reloading(lambda: _with_workers(read_again(), workers), parent.reload, parent.restart))
         note(f"starting {workers} workers" + ("" if config.engines_elsewhere else " and the engine"))
         ready = asyncio.create_task(parent.start())
         try:
@@ -410,7 +408,6 @@ class _Stop:
     """Ctrl-C and SIGTERM: the first lets turns finish, the second stops at once."""
 
     def __init__(self) -> None:
-        import asyncio
 
         loop = asyncio.get_running_loop()
         self._once = asyncio.Event()

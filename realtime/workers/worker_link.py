@@ -1,4 +1,9 @@
-"""The messages between the parent and a worker, and `Line`, which carries them over a socket pair as JSON lines."""
+"""The messages between the parent process and the gateway workers that it starts (`server.workers` above 1), and
+`Line`, which carries them over a socket pair as JSON lines.
+
+The parent sends the configuration and stops workers. Workers ask it to admit sessions under the shared quota, exchange
+counts of sessions and metrics with it, and reach the coordinator of published names through it.
+"""
 
 from __future__ import annotations
 

@@ -131,7 +131,7 @@ def test_bytes_without_sound_are_bounded(monkeypatch: pytest.MonkeyPatch) -> Non
 
     assert run([bytes(60)] * 10, listening).failure is None
     deaf = run([bytes(60)] * 10, lambda pipe: pipe.skip(600))
-    assert isinstance(deaf.failure, CorruptAudio) and "without any sound" in str(deaf.failure)
+    assert isinstance(deaf.failure, CorruptAudio) and "without any audio" in str(deaf.failure)
     assert deaf.bytes_read == 120
 
 

@@ -15,7 +15,7 @@ import zmq
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import decode_commands
-from engine.boundary.kept_audio import AskedFlush
+from engine.boundary.replay_log import AskedFlush
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.client import link as link_module
 from engine.client.link import (

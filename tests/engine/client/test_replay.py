@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.boundary.kept_audio import AskedFlush, KeptAudio
+from engine.boundary.replay_log import AskedFlush, ReplayLog
 from engine.client.replay import SavedWindow, TokenMemory, memory_for, positions_to_keep
 from engine.messages import Item, StreamState, Text, Word
 from engine.spec import KvGroup
@@ -43,7 +43,7 @@ def test_each_kind_of_model_has_its_memory() -> None:
 
 
 def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> None:
-    kept = KeptAudio(SPEC)
+    kept = ReplayLog(SPEC)
     kept.add(items(0, 10))
     kept.mark_flush(1, {1})
     kept.add(items(10, 2))
@@ -58,14 +58,14 @@ def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> Non
 
 
 def test_a_replay_of_nothing_starts_where_the_stream_is() -> None:
-    kept = KeptAudio(SPEC)
+    kept = ReplayLog(SPEC)
     kept.add(items(0, 3))
     assert kept.drop_before(kept.end) is None
     assert kept.from_beginning() == (3, 3 * fakes.POSITION, [])
 
 
 def test_flushes_without_audio_do_not_pile_up() -> None:
-    kept = KeptAudio(SPEC)
+    kept = ReplayLog(SPEC)
     for tag in range(1000):
         kept.mark_flush(tag, {tag})
     assert len(kept) == 1
@@ -75,7 +75,7 @@ def test_flushes_without_audio_do_not_pile_up() -> None:
 
 @pytest.mark.parametrize(("position", "sample"), [(FIRST, 0), (FIRST + 1, 128), (FIRST + 2, 228), (FIRST + 9, 228)])
 def test_positions_become_samples_and_padding_is_no_audio(position: int, sample: int) -> None:
-    kept = KeptAudio(SPEC)
+    kept = ReplayLog(SPEC)
     kept.add([*items(0, 1), structs.replace(items(1, 1)[0], samples=100), Item(FIRST + 2, 3, 228, samples=0)])
     assert kept.sample_at(position) == sample
 
@@ -84,7 +84,7 @@ def test_positions_become_samples_and_padding_is_no_audio(position: int, sample:
 @settings(max_examples=100, deadline=None)
 def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple[int, int]]) -> None:
     """Each step: so many items are fed, then so many tokens heard of, if there are as many positions."""
-    memory, kept = TokenMemory(SPEC, keep_positions=8), KeptAudio(SPEC)
+    memory, kept = TokenMemory(SPEC, keep_positions=8), ReplayLog(SPEC)
     fed = heard = 0
     for more, news in steps:
         kept.add(items(fed, more))
@@ -102,7 +102,7 @@ def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple
 def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
     memory = TokenMemory(SPEC, 100)
     memory.on_text(spoken(["the", "cat"]))
-    kept = KeptAudio(SPEC)
+    kept = ReplayLog(SPEC)
     kept.add(items(0, 3))
     memory.replay(kept)
     again = memory.on_text(Text("s", "", [Word("cat", 100, 200)], []))
@@ -112,7 +112,7 @@ def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
 
 
 def test_a_word_is_known_as_long_as_tokens_of_it_are_kept() -> None:
-    memory, kept = TokenMemory(SPEC, keep_positions=4), KeptAudio(SPEC)
+    memory, kept = TokenMemory(SPEC, keep_positions=4), ReplayLog(SPEC)
     kept.add(items(0, 10))
     last = 10 * fakes.POSITION
     memory.on_text(Text("s", " catnip", [Word("catnip", last - 200, last)], [1] * 10))
@@ -135,7 +135,7 @@ def windowed_items(start: int, count: int) -> list[Item]:
 
 
 def test_without_a_state_everything_is_heard_again() -> None:
-    memory, kept = SavedWindow(), KeptAudio(fakes.WINDOWED)
+    memory, kept = SavedWindow(), ReplayLog(fakes.WINDOWED)
     kept.add(windowed_items(0, 3))
     kept.mark_flush(1, {1})
     kept.add(windowed_items(3, 2))
@@ -147,7 +147,7 @@ def test_without_a_state_everything_is_heard_again() -> None:
 
 
 def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
-    memory, kept = SavedWindow(), KeptAudio(fakes.WINDOWED)
+    memory, kept = SavedWindow(), ReplayLog(fakes.WINDOWED)
     kept.add(windowed_items(0, 6))
     kept.mark_flush(1, {1})
     kept.add(windowed_items(6, 2))
@@ -164,7 +164,7 @@ def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
 
 
 def test_answered_flushes_leave_with_their_audio() -> None:
-    memory, kept = SavedWindow(), KeptAudio(fakes.WINDOWED)
+    memory, kept = SavedWindow(), ReplayLog(fakes.WINDOWED)
     for tag in range(1, 100):
         kept.add(windowed_items(tag - 1, 1))
         kept.mark_flush(tag, {tag})

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.boundary.codec import encode_command
 from engine.boundary.items import make_cutter, prepare
-from engine.boundary.kept_audio import KeptAudio
+from engine.boundary.replay_log import ReplayLog
 from engine.client.replay import memory_for
 from engine.messages import Closed, Feed, Finish, Flush, Item, Open, Output, Text
 from engine.server.loop import EngineLoop
@@ -80,7 +80,7 @@ def cost_of_a_gap(seconds: int, windowed: bool) -> tuple[int, int, int, int]:
     """Items, bytes on the way to the engine, and objects and bytes held once a gap is in the engine's hands."""
     loop = build(windowed=windowed, detects=True)
     spec = loop.scheduler.spec
-    cutter, kept, pending_audio = make_cutter(spec), KeptAudio(spec), PendingAudio(spec)
+    cutter, kept, pending_audio = make_cutter(spec), ReplayLog(spec), PendingAudio(spec)
     loop.submit([Open("a")], 0)
     loop.step()
     gc.collect()
@@ -115,7 +115,7 @@ def test_a_long_gap_leaves_no_tokens_behind_on_a_model_with_one_per_position() -
     """A replay needs as much of a gap as it needs of audio."""
     loop = build()
     spec = loop.scheduler.spec
-    kept, memory, cutter = KeptAudio(spec), memory_for(spec, keep_positions=50), make_cutter(spec)
+    kept, memory, cutter = ReplayLog(spec), memory_for(spec, keep_positions=50), make_cutter(spec)
     kept.add(prepare(cutter, cutter.cut(speech(1, 1)), spec))
     kept.add(prepare(cutter, cutter.cut_gap(DAYS * RATE), spec))
     first = spec.prefix_positions

@@ -1,7 +1,9 @@
-"""The last part of a stream as it was sent to an engine: what another engine needs to rebuild the stream.
+"""The recent commands of one stream in the order in which they were sent: audio items, flushes, changes of the turn
+rule.
 
-A gateway keeps it for the loss of an engine. An engine keeps it for the loss of a gateway: the gateway that adopts the
-stream gets it, and can have the stream rebuilt from then on.
+A new engine that is sent them rebuilds the stream. A gateway keeps such a log in case its engine is lost; an engine
+keeps one in case the gateway is lost, and gives it to the gateway that adopts the stream. `engine/client/replay.py`
+decides how much of the log is kept.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ class NewTurns:
 ReplayEntry = Item | AskedFlush | NewTurns
 
 
-class KeptAudio:
+class ReplayLog:
     """The last part of a stream: items, flushes and rule changes in the order in which they were sent."""
 
     def __init__(self, spec: ModelSpec) -> None:
