@@ -386,16 +386,14 @@ def wrong_share(rule: Rule, cases: Sequence[PauseCase]) -> float:
 
 def figures_of(rule: Rule, cases: Sequence[PauseCase], question_s: float, speech_s: float) -> Figures:
     delays, after_fall, questions = [], [], 0
+    moments = [(ASK_MS + ASK_AGAIN_MS * number) / 1000 for number in range(MOST_QUESTIONS)]
     for case in cases:
         end = rule(case)
-        asked = sum(end >= (ASK_MS + ASK_AGAIN_MS * number) / 1000 for number in range(len(case.answers)))
-        questions += asked
+        questions += sum(end >= moment for moment in moments[: len(case.answers)])
         if case.silence is None:
-            # An end at a question is known when the answer is.
-            at_question = any(
-                abs(end - (ASK_MS + ASK_AGAIN_MS * number) / 1000) < 0.001 for number in range(MOST_QUESTIONS)
-            )
-            after_fall.append(end + question_s * at_question)
+            # An end is known when the answer to the last question before it is.
+            known = max((moment for moment in moments if moment <= end), default=-question_s) + question_s
+            after_fall.append(max(end, known))
             delays.append(after_fall[-1] + case.fell - case.last_word)
     return {
         "wrong_cuts": wrong_share(rule, cases),

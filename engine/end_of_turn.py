@@ -73,10 +73,10 @@ class Weights:
     growth: float
 
 
-# Fitted with `fit` of benchmarks/turns.py; docs/turns.md says on what. Words that are neither finished nor unfinished
-# count at most as much as finished ones.
-FUSED = Weights(bias=-3.04, detector=0.4, words=(-0.78, -0.06, 0.37, 0.37), growth=2.13)
-# Before the first answer, and without a detector.
+# Fitted with `fit` of benchmarks/turns.py; docs/turns.md says on what.
+FUSED = Weights(bias=-3.17, detector=0.3, words=(-0.56, -0.05, 0.06, 0.55), growth=2.82)
+# Before the first answer, and without a detector. Words that are neither finished nor unfinished count at most as much
+# as finished ones.
 WORDS_ONLY = Weights(bias=-2.98, detector=0.0, words=(-0.61, -0.44, 0.39, 0.39), growth=2.37)
 
 # Where no detector is loaded: silence that ends a turn after a complete and after an incomplete sentence.
@@ -110,7 +110,7 @@ class Eagerness:
             )
 
 
-THRESHOLDS = {"high": 0.5, "medium": 0.7, "auto": 0.7, "low": 0.85}
+THRESHOLDS = {"high": 0.5, "medium": 0.75, "auto": 0.75, "low": 0.9}
 EAGERNESS = {
     name: Eagerness(threshold, UNFINISHED_MS[name], None, FINISHED_MS[name], UNFINISHED_MS[name])
     for name, threshold in THRESHOLDS.items()

@@ -1,7 +1,10 @@
-"""Smart Turn v3: the probability that a speaker's turn is complete, from the last 8 seconds of audio at 16 kHz.
+"""Smart Turn v3: the probability that a speaker's turn is complete, from the last 4 seconds of audio at 16 kHz.
 
-    samples, silence before them -> zero mean, unit variance -> log-mel, 80 x 800 -> the encoder of Whisper tiny
-    -> 400 rows of 384 -> one row, weighted by attention -> classifier -> probability
+    samples, silence before them -> zero mean, unit variance -> log-mel, 80 x 400 -> the encoder of Whisper tiny
+    -> 200 rows of 384 -> one row, weighted by attention -> classifier -> probability
+
+The model was trained with 8 seconds. The last 4, in their own places, cost half and tell ends from pauses nearly as
+well (docs/turns.md).
 
 A window is judged as a whole, so there is no state. On a CPU windows are judged one after the other: the result of a
 window does not depend on the others, bit for bit. On a GPU they are one batch.
@@ -20,12 +23,13 @@ from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_fi
 from engine.models.seq2seq import at_once, quantise_linears
 from engine.models.whisper import WhisperConfig, WhisperEncoder, fused
 
-WINDOW_SECONDS = 8
+WINDOW_SECONDS = 4
 WINDOW_SAMPLES = WINDOW_SECONDS * SAMPLE_RATE
 
 _MELS = 80
 _ROWS = WINDOW_SAMPLES // (2 * HOP_SAMPLES)
 _WIDTH, _HEADS, _LAYERS = 384, 6, 4
+_PLACES = "encoder.positional_embedding"
 _POOL_WIDTH, _CLASSIFIER_WIDTHS = 256, (256, 64)
 # The variance of a window of digital silence is 0.
 _LEAST_VARIANCE = 1e-7
@@ -62,6 +66,8 @@ class SmartTurn(nn.Module):
         model = cls()
         try:
             weights = fused(tensors, _WIDTH, _LAYERS, text_layers=0)
+            # A window that is shorter than those of the training stands at their end.
+            weights[_PLACES] = weights[_PLACES][-_ROWS:]
         except KeyError as error:
             raise RuntimeError(f"{error} is missing") from error
         model.load_state_dict(weights, strict=True)
@@ -76,7 +82,7 @@ class SmartTurn(nn.Module):
         self._filters, self._hann = self._filters.to(device), self._hann.to(device)
 
     def log_mel(self, windows: Tensor) -> Tensor:
-        """[batch, 128,000] -> [batch, 80, 800]"""
+        """[batch, 64,000] -> [batch, 80, 400]"""
         variance, mean = torch.var_mean(windows, dim=1, correction=0, keepdim=True)
         level = (windows - mean) / (variance + _LEAST_VARIANCE).sqrt()
         spectrum = torch.stft(level, FRAME_SAMPLES, HOP_SAMPLES, window=self._hann, return_complex=True)
@@ -86,15 +92,15 @@ class SmartTurn(nn.Module):
         return (torch.maximum(log_mel, floor) + 4.0) / 4.0
 
     def forward(self, windows: Tensor) -> Tensor:
-        """Windows [batch, 128,000] -> probabilities [batch]"""
-        rows = at_once(self.encoder.layer_by_layer(self.log_mel(windows), [_ROWS] * len(windows)))  # [batch, 400, 384]
-        weights = self.pool_attention(rows).softmax(dim=1)  # [batch, 400, 1]
+        """Windows [batch, 64,000] -> probabilities [batch]"""
+        rows = at_once(self.encoder.layer_by_layer(self.log_mel(windows), [_ROWS] * len(windows)))  # [batch, 200, 384]
+        weights = self.pool_attention(rows).softmax(dim=1)  # [batch, 200, 1]
         probability: Tensor = self.classifier((rows * weights).sum(dim=1)).sigmoid().squeeze(1)
         return probability.float()
 
     @torch.inference_mode()
     def judge(self, audio: Sequence[NDArray[np.float32]]) -> list[float]:
-        """The probability that a turn is complete, for the audio of each: its last 8 seconds, or all that there is."""
+        """The probability that a turn is complete, for the audio of each: its last 4 seconds, or all that there is."""
         windows = np.zeros((len(audio), WINDOW_SAMPLES), np.float32)
         for window, samples in zip(windows, audio, strict=True):
             kept = samples[-WINDOW_SAMPLES:]

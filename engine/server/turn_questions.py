@@ -27,7 +27,7 @@ from engine.runner.base import TurnDetector
 from engine.server.recent_audio import RecentAudio
 from engine.spec import ModelSpec
 
-# Messages of a stream for which an answer is waited for: 0.8 s of a live stream. The turn detector needs about 0.2 s;
+# Messages of a stream for which an answer is waited for: 0.8 s of a live stream. The turn detector needs about 0.1 s;
 # on a machine that has no time for it, text and silence end turns.
 WAIT_MESSAGES = 10
 

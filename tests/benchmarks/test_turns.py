@@ -87,6 +87,13 @@ def test_rules_are_judged_at_pauses() -> None:
     assert text(cases[0]) == np.inf and text(cases[1]) == 0.5
 
 
+@pytest.mark.parametrize(("end", "known"), [(0.1, 0.1), (0.2, 0.35), (0.3, 0.35), (0.5, 0.5), (0.61, 0.75)])
+def test_an_end_is_not_known_before_the_answer(end: float, known: float) -> None:
+    case = PauseCase(source("a"), 1.0, None, 3.0, 0.9, [], answers=[0.9, 0.9, 0.9])
+    found = figures_of(silence_rule(end), [case], question_s=0.15, speech_s=60)
+    assert found["end_after_speech_fell_s_p50"] == pytest.approx(known)
+
+
 def test_the_product_rule_asks_only_while_the_pause_lasts() -> None:
     case = PauseCase(source("a"), 1.0, 0.5, 0.5, 0.9, [], answers=[0.999])
     assert judged_rule(EAGERNESS["high"], learnt=True)(case) < 0.5

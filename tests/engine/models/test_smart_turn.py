@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.weights.cache_folder import cache_folder
@@ -63,16 +63,15 @@ def reference_features(window: Sound) -> Sound:
 
 
 def test_features_are_those_of_the_training(random_weights: SmartTurn) -> None:
-    window = np.concatenate((np.zeros(40_000, np.float32), noise(5.5)))
-    assert len(window) == WINDOW_SAMPLES
+    window = np.concatenate((np.zeros(WINDOW_SAMPLES - 40_000, np.float32), noise(2.5)))
     with torch.inference_mode():
         found = random_weights.log_mel(torch.from_numpy(window)[None])[0].numpy()
-    assert found.shape == (80, 800)
+    assert found.shape == (80, WINDOW_SAMPLES // 160)
     np.testing.assert_allclose(found, reference_features(window), atol=1e-3)
 
 
 def test_a_batch_equals_each_alone(random_weights: SmartTurn) -> None:
-    sounds = [noise(8, 1), noise(2.5, 2), noise(0.3, 3), np.zeros(8000, np.float32)]
+    sounds = [noise(4, 1), noise(2.5, 2), noise(0.3, 3), np.zeros(8000, np.float32)]
     together = random_weights.judge(sounds)
     assert together == [random_weights.judge([sound])[0] for sound in sounds]
     assert all(0 < probability < 1 for probability in together)
@@ -102,6 +101,25 @@ def test_a_file_that_holds_no_detector_is_refused(tmp_path: Path) -> None:
         load_turn_detector(broken)
     with pytest.raises(BadCheckpoint, match="is not a turn detector"):
         load_turn_detector(tmp_path / "nowhere")
+
+
+@needs_weights
+def test_a_window_stands_at_the_end_of_those_of_the_training() -> None:
+    """The published file has places for 8 seconds."""
+    places = load_file(FILE)["encoder.embed_positions.weight"]
+    assert len(places) == 400
+    kept = published().encoder.positional_embedding
+    torch.testing.assert_close(kept.detach(), places[-len(kept) :].float())
+    assert len(kept) == WINDOW_SAMPLES // 320
+
+
+@needs_weights
+def test_a_file_with_too_few_places_is_refused(tmp_path: Path) -> None:
+    tensors = load_file(FILE)
+    tensors["encoder.embed_positions.weight"] = tensors["encoder.embed_positions.weight"][:50].clone()
+    save_file(tensors, tmp_path / TURN_DETECTOR_FILE)
+    with pytest.raises(BadCheckpoint, match="is not a turn detector"):
+        load_turn_detector(tmp_path / TURN_DETECTOR_FILE)
 
 
 @needs_weights
