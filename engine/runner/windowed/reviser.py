@@ -86,6 +86,7 @@ class UtteranceReviser(BackgroundModel[EndedUtterance, list[TimedToken]], Revise
             frames=encoded.audio[0],
             progress=Progress(-inf, inf),
             keywords=None if tree is None else tree.tree,
+            tries_rest=True,
         )
         self._decoder.run([row], encoded)
         return self._timed(row, utterance)
