@@ -76,9 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     evaluate.add_argument("--weights", type=Path, help="a streaming encoder; without it the published one is heard")
     evaluate.add_argument("--block", type=int, default=13, help="frames in a block")
     evaluate.add_argument("--int8", action="store_true", help="8-bit products, as the engine takes them")
-    evaluate.add_argument(
-        "--utterances", action="store_true", help="cut clips as the speech gate cuts live streams"
-    )
+    evaluate.add_argument("--utterances", action="store_true", help="cut clips as the speech gate cuts live streams")
     return parser.parse_args(arguments)
 
 
