@@ -341,7 +341,9 @@ def through_the_engine(
     figures = accuracy([item for played in finished for item in transcripts_of(played)], normalise)
     if what == "live":
         figures |= delays_of(finished)
-        figures["finals"] = finals_of(finished, normalise)
+        done = loop.revisions
+        looks = {"revised": done.done, "not_revised": done.skipped, "words_revised": done.words_changed}
+        figures["finals"] = finals_of(finished, normalise) | looks
     figures |= seams_in(finished, whole)
     if options.rounds > 1:
         figures["rounds"] = rounds_of(finished, options.rounds, run.costs, normalise)

@@ -8,8 +8,9 @@
 
 All speech comes at the pace of a microphone. `engine`: plays recordings, with a flush after each as turn detection
 would ask for; the engine is killed repeatedly, and words are compared with a calm run, ignoring case and punctuation; a
-second calm run shows how much two calm runs differ. `spare`: measures seconds from a kill of the engine until the next
-word, with and without a spare engine, and the same from moments without a kill. Both run the engine and its client
+second calm run shows how much two calm runs differ. Words of finals are compared too, in the parts that both runs have
+decoded again: how many these are depends on the load. `spare`: measures seconds from a kill of the engine until the
+next word, with and without a spare engine, and the same from moments without a kill. Both run the engine and its client
 alone, without sockets; `--voxtral` has random weights of full size on a GPU, made on the device: a real checkpoint
 would also be read from disk at each start.
 
@@ -59,8 +60,8 @@ from benchmarks.servers import Nginx, Server, add_server_options, use_default_mo
 from benchmarks.sounds import Samples, speech, voice
 from engine.client.engine_handles import EngineProcess
 from engine.client.stream import EngineStream
-from engine.messages import Closed, Text
-from engine.options import DEFAULT_MODEL, EngineConfig
+from engine.messages import Closed, Revised, Text, Word
+from engine.options import DEFAULT_MODEL, REVISED, EngineConfig
 
 PACKET_S = 0.08
 PAUSE_S = 1.0
@@ -70,6 +71,7 @@ PATIENCE_S = 300.0
 HAPPENS_AT = 0.45
 
 Figures = dict[str, Any]
+RevisedParts = dict[tuple[int, int], list[Word] | None]
 # Makes an engine; the argument is the number of engines that share its device.
 MakeEngine = Callable[[int], EngineProcess]
 
@@ -86,6 +88,8 @@ class SpeakingClient:
         self._packet = round(PACKET_S * rate)
         self._endless = endless
         self._text = ""
+        # The parts that were decoded again, by their samples; None: the engine gave it up, or heard no words.
+        self.revised: RevisedParts = {}
         self._has_text = asyncio.Event()
         self._speaking = asyncio.create_task(self._speak())
         self._listening = asyncio.create_task(self._listen())
@@ -127,6 +131,8 @@ class SpeakingClient:
             if isinstance(output, Text) and output.delta:
                 self._text += output.delta
                 self._has_text.set()
+            elif isinstance(output, Revised):
+                self.revised.setdefault((output.start, output.end), output.words)
         assert isinstance(output, Closed), output
 
 
@@ -134,8 +140,9 @@ async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills
     """Plays all sessions at once and kills the engine `kills` times, each time at a random moment of its life."""
     engine, chance, memory = make(1), random.Random(1), list[int]()
     async with engine_client(engine) as client:
-        rate = client.spec.sample_rate
-        speakers = [SpeakingClient(await client.open(f"s{i}"), parts, rate) for i, parts in enumerate(sessions)]
+        rate, asked = client.spec.sample_rate, {REVISED: "yes"} if client.spec.options.revises else {}
+        streams = [await client.open(f"s{number}", options=asked) for number in range(len(sessions))]
+        speakers = [SpeakingClient(stream, parts, rate) for stream, parts in zip(streams, sessions, strict=True)]
         while len(memory) < kills and not all(speaker.is_done for speaker in speakers):
             await until(lambda: client.ready, PATIENCE_S)
             await asyncio.sleep(chance.uniform(0.0, 2 * alive_s))
@@ -144,7 +151,29 @@ async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills
             memory.append(resident_bytes())
             await until(lambda: not client.ready, PATIENCE_S)
         texts = [await speaker.text() for speaker in speakers]
-        return {"texts": texts, "metrics": client.metrics(), "memory": memory}
+        revised = [speaker.revised for speaker in speakers]
+        return {"texts": texts, "revised": revised, "metrics": client.metrics(), "memory": memory}
+
+
+def differing_finals(calm: Sequence[RevisedParts], other: Sequence[RevisedParts]) -> Figures:
+    """Words of finals that differ between two runs, in the parts that both have decoded again."""
+    said: tuple[list[str], list[str]] = [], []
+    alone = 0
+    for left, right in zip(calm, other, strict=True):
+        for part in left.keys() | right.keys():
+            texts = left.get(part), right.get(part)
+            if texts[0] is not None and texts[1] is not None:
+                for all_texts, words in zip(said, texts, strict=True):
+                    all_texts.append(" ".join(word.text for word in words))
+            else:
+                alone += texts != (None, None)
+    changed, words = differing_words(*said)
+    return {
+        "final_parts_in_both_runs": len(said[0]),
+        "final_parts_in_one_run_only": alone,
+        "words_of_final_parts": words,
+        "words_of_final_parts_changed": changed,
+    }
 
 
 def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
@@ -199,6 +228,7 @@ def compare_words(options: argparse.Namespace) -> Figures:
         "kills": metrics.restarts,
         "words_changed_by_kills": changed,
         "words_changed_between_calm_runs": differing_words(calm["texts"], again["texts"])[0],
+        "finals": differing_finals(calm["revised"], killed["revised"]),
         "streams_recovered": metrics.streams_recovered,
         "streams_lost": metrics.streams_given_up + metrics.crashing_streams,
         **percentiles("recovery_s", metrics.recent_recovery_seconds, 50, 100),

@@ -42,6 +42,8 @@ class EngineConfig:
     speakers: bool = True
     # Ask the turn detector where a turn ends, if its weights are in the cache.
     turn_detector: bool = True
+    # For uploads alone: what only live streams need is not loaded, so that the engine starts sooner.
+    files_only: bool = False
 
     @classmethod
     def from_settings(cls, model: str, settings: object) -> EngineConfig:
@@ -50,8 +52,8 @@ class EngineConfig:
 
     @classmethod
     def setting_names(cls) -> list[str]:
-        """The fields that come from the configuration: all but the model and the share of the device."""
-        return [one.name for one in fields(cls) if one.name not in ("model", "share_of")]
+        """The fields that come from the configuration: all but the model, the share of the device, and `files_only`."""
+        return [one.name for one in fields(cls) if one.name not in ("model", "share_of", "files_only")]
 
 
 # Options of a stream, in addition to its delay. They are sent as strings under these names: `language` (a code),

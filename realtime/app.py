@@ -19,7 +19,7 @@ import uvicorn.server
 from prometheus_client.core import Metric
 
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EngineProcess, EngineThread, RemoteEngine
+from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EngineProcess, RemoteEngine
 from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
@@ -396,23 +396,6 @@ def _client_settings(config: Config) -> ClientSettings:
 async def _start(client: EngineClient) -> None:
     await client.start()
     await client.wait_until_ready()
-
-
-@asynccontextmanager
-async def engine_in_thread(
-    model: str, device: str = "auto", max_streams: int = 0, live: bool = True
-) -> AsyncIterator[EngineClient]:
-    """An engine in a thread of this process, for commands that need no server. Without `live`, it is for files alone,
-    and starts sooner: it is not warmed up, reads with one thread, and has no turn detector."""
-    config = EngineConfig(model=model, device=device, max_streams=max_streams)
-    if not live:
-        config = replace(config, threads=1, turn_detector=False)
-    client = EngineClient([EngineThread(config, warm=live)])
-    await client.start()
-    try:
-        yield client
-    finally:
-        await client.close()
 
 
 def _own_engines(model: ModelConfig) -> list[EngineProcess]:

@@ -2,11 +2,11 @@
 
     python -m training train CONFIG --corpora FOLDER --out FOLDER [--start FILE] [--manifest FILE]
     python -m training export CHECKPOINT --out FILE
-    python -m training evaluate MANIFEST [--weights FILE --block N] [--int8]
+    python -m training evaluate MANIFEST [--weights FILE --block N] [--int8] [--utterances]
 
 `train` writes NAME.checkpoint.safetensors (half precision) and NAME.safetensors (the file that ships) and prints the
 latter's digest; with a manifest it prints word errors too. `evaluate` without weights is the published model with full
-context. Exit status: 0 done, 2 the input cannot be used.
+context; it hears whole clips, or utterances as a live stream is cut. Exit status: 0 done, 2 the input cannot be used.
 """
 
 from __future__ import annotations
@@ -29,7 +29,17 @@ from realtime.bench.words import Normaliser, english_normaliser
 from training.config import BadConfig, read_config
 from training.corpora import SAMPLE_RATE, CorpusError, read_corpora
 from training.distil import distil
-from training.evaluate import hear_blocks, hear_masked, hear_published, read_clips, score, table, timed
+from training.evaluate import (
+    cut_where_quiet,
+    hear_blocks,
+    hear_masked,
+    hear_published,
+    read_clips,
+    score,
+    table,
+    timed,
+    utterance_cut,
+)
 from training.export import export, save_checkpoint
 
 _BASE = "moonshine-base"
@@ -66,6 +76,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     evaluate.add_argument("--weights", type=Path, help="a streaming encoder; without it the published one is heard")
     evaluate.add_argument("--block", type=int, default=13, help="frames in a block")
     evaluate.add_argument("--int8", action="store_true", help="8-bit products, as the engine takes them")
+    evaluate.add_argument("--utterances", action="store_true", help="cut clips as the speech gate cuts live streams")
     return parser.parse_args(arguments)
 
 
@@ -109,7 +120,8 @@ def _evaluate(options: argparse.Namespace) -> None:
     if options.int8:
         model.quantise()
     hear = hear_published(model) if spec is None else hear_blocks(StreamingEncoder(model.encoder, spec, options.block))
-    clips = read_clips(options.manifest, _CLIPS, model.min_samples)
+    cut = utterance_cut() if options.utterances else cut_where_quiet
+    clips = read_clips(options.manifest, _CLIPS, model.min_samples, cut)
     seconds = sum(len(piece) for clip in clips for piece in clip.pieces) / SAMPLE_RATE
     spent: list[float] = []
     # One at a time: nothing is padded, and nothing shares a range of 8-bit numbers.

@@ -1,4 +1,5 @@
-"""Word errors of whole clips, greedy, on a manifest: what the encoder is worth, apart from everything live.
+"""Word errors of clips, greedy, on a manifest: what the encoder is worth, apart from everything live but, if that is
+wanted, the ends of utterances.
 
 A manifest is JSON lines with `path` (relative to it), `text`, and for grouping `kind` and `style`.
 """
@@ -19,6 +20,9 @@ from torch.nn.utils.rnn import pad_sequence
 
 from engine.models.moonshine import Moonshine, frames_after
 from engine.models.moonshine_streaming import StreamingEncoder, StreamingSpec
+from engine.models.silero import load_silero
+from engine.runner.speech import SpeechDetector
+from engine.server.speech_track import Begin, End, GateSettings, SpeechGate
 from realtime.bench.words import Normaliser, edit_distance
 from training.corpora import SAMPLE_RATE, read_recording
 from training.greedy import greedy_tokens, token_limit
@@ -28,8 +32,10 @@ from training.whole_pass import encode_blocks
 # Moonshine was made for at most half a minute. What is longer is cut in the quietest quarter of a second.
 _LONGEST_SECONDS, _SHORTEST_SECONDS = 30, 20
 _QUIET_SAMPLES = SAMPLE_RATE // 4
+_OPEN_SECONDS = 2
 
 Samples = NDArray[np.float32]
+Cut = Callable[[Samples], list[Samples]]
 # Pieces of audio -> [batch, frames, width] and the real frames of each.
 Hear = Callable[[list[Samples]], tuple[Tensor, list[int]]]
 
@@ -51,18 +57,8 @@ class Count:
         return 100 * self.errors / max(1, self.words)
 
 
-def read_clips(manifest: Path, kind: str, shortest_samples: int) -> list[Clip]:
-    clips = []
-    for line in manifest.read_text(encoding="utf-8").splitlines():
-        entry = json.loads(line)
-        if entry["kind"] == kind:
-            samples = (read_recording(manifest.parent / entry["path"]) / 32_768).astype(np.float32)
-            pieces = [np.pad(piece, (0, max(0, shortest_samples - len(piece)))) for piece in _cut(samples)]
-            clips.append(Clip(entry["style"], entry["text"], pieces))
-    return clips
-
-
-def _cut(samples: Samples) -> list[Samples]:
+def cut_where_quiet(samples: Samples) -> list[Samples]:
+    """A whole clip; only what is too long for the model is cut."""
     pieces = []
     while len(samples) > _LONGEST_SECONDS * SAMPLE_RATE:
         first = _SHORTEST_SECONDS * SAMPLE_RATE
@@ -71,6 +67,38 @@ def _cut(samples: Samples) -> list[Samples]:
         pieces.append(samples[:end])
         samples = samples[end:]
     return [*pieces, samples]
+
+
+def utterance_cut() -> Cut:
+    """A function that cuts clips into utterances as live streams are cut: by the engine's detector and gate."""
+    detector = SpeechDetector(load_silero(), max_streams=1)
+
+    def cut(samples: Samples) -> list[Samples]:
+        # The microphone stays open after the last word.
+        samples = np.pad(samples, (0, _OPEN_SECONDS * SAMPLE_RATE))
+        detector.open("clip")
+        heard = detector.detect([("clip", samples)])[0]
+        detector.close("clip")
+        found, start = list[Samples](), 0
+        for decision in SpeechGate(GateSettings()).judge(heard.probabilities, heard.frame_samples):
+            if isinstance(decision, Begin):
+                start = decision.sample
+            elif isinstance(decision, End):
+                found += cut_where_quiet(samples[start : decision.sample])
+        return found
+
+    return cut
+
+
+def read_clips(manifest: Path, kind: str, shortest_samples: int, cut: Cut = cut_where_quiet) -> list[Clip]:
+    clips = []
+    for line in manifest.read_text(encoding="utf-8").splitlines():
+        entry = json.loads(line)
+        if entry["kind"] == kind:
+            samples = (read_recording(manifest.parent / entry["path"]) / 32_768).astype(np.float32)
+            pieces = [np.pad(piece, (0, max(0, shortest_samples - len(piece)))) for piece in cut(samples)]
+            clips.append(Clip(entry["style"], entry["text"], pieces))
+    return clips
 
 
 def score(

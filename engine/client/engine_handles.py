@@ -254,6 +254,15 @@ def _exit_text(code: int | None) -> str:
     return f"exit status {code}" + (" (its own lines before this one say why)" if code else "")
 
 
+def import_ahead() -> None:
+    """Import the modules of an `EngineThread` on a thread of their own, while its caller waits for something else."""
+    threading.Thread(target=_import_engine, name="import the engine").start()
+
+
+def _import_engine() -> None:
+    import engine.server.preloaded  # noqa: F401
+
+
 class EngineThread:
     """An engine in a thread of this process, for tests and small set-ups: the same messages without a process."""
 

@@ -21,6 +21,9 @@ from engine.models.seq2seq import DecoderState, Encoded, Int8Linear, allow_reade
 from engine.models.whisper import Whisper
 
 Decode = Callable[[Tensor, Tensor, DecoderState, Encoded], tuple[Tensor, Tensor]]
+# A trace takes as long as it saves in about this many passes.
+PASSES_BEFORE_TRACE = 60
+
 Pass = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tensor]]
 
 
@@ -74,6 +77,24 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
         own = passes[reader.number]
         hidden, attention = own(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
         return hidden, attention
+
+    return decode
+
+
+def compiled_later(model: Moonshine | Whisper) -> Decode:
+    """The same for one thread that may have little to read: a pass is traced when it has run so often without that the
+    time would have been saved. A short file is read before that."""
+    passes = 0
+    compiled: Decode | None = None
+
+    def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        nonlocal passes, compiled
+        if compiled is not None:
+            return compiled(tokens, positions, state, encoded)
+        passes += 1
+        if passes == PASSES_BEFORE_TRACE:
+            compiled = compiled_decode(model)
+        return model.decode(tokens, positions, state, encoded)
 
     return decode
 

@@ -17,7 +17,7 @@ from torch import nn
 from engine.core.planner import Limits
 from engine.errors import EngineError
 from engine.host_memory import available_memory, needed_memory
-from engine.models.compiled import compiled_decode
+from engine.models.compiled import Decode, compiled_decode, compiled_later
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.seq2seq import allow_reader, copy_weights
@@ -183,11 +183,12 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
     model, pieces = load_speech_model(path)
     if device.type == "cuda":
         return _load_on_device(path.name, model, pieces, device, config)
-    if isinstance(model, Moonshine) and streaming.is_file():
+    if isinstance(model, Moonshine) and streaming.is_file() and not config.files_only:
         return _load_in_blocks(path, model, pieces, config.max_streams, threads)
     model.quantise()
     copy_weights(model)
-    return windowed_on_cpu(path.name, model, pieces, config.max_streams, threads)
+    decode = compiled_later(model) if config.files_only and threads == 1 else None
+    return windowed_on_cpu(path.name, model, pieces, config.max_streams, threads, decode=decode)
 
 
 def _warn_if_memory_is_short(weights: Path) -> None:
@@ -236,8 +237,10 @@ def windowed_on_cpu(
     max_streams: int,
     threads: int,
     full_padding: bool = False,
+    decode: Decode | None = None,
 ) -> tuple[WindowedRunner, Limits]:
-    """Return a runner that reads windows stream by stream, on this many threads."""
+    """Return a runner that reads windows stream by stream, on this many threads. `decode` replaces the compiled pass
+    of the decoder."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
@@ -248,7 +251,8 @@ def windowed_on_cpu(
     model.set_live_padding(full_padding)
     to_end.set_live_padding(full_padding, to_end=True)
     stream_encoders = WindowEncoder(model, pieces, policy, to_end=to_end), WindowEncoder(whole, pieces, policy)
-    windows = HostWindows(model, *stream_encoders, limits.cache_embeds, threads, compiled_decode(model, threads))
+    decode = decode or compiled_decode(model, threads)
+    windows = HostWindows(model, *stream_encoders, limits.cache_embeds, threads, decode)
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 
 

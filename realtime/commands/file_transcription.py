@@ -15,7 +15,7 @@ import select
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
@@ -31,10 +31,11 @@ from audio.formats import MODEL_RATE, PCM16_SCALE, Resampler
 from engine import messages
 from engine.errors import EngineError
 from engine.logs import set_up_logging
+from engine.options import EngineConfig
 from realtime.client.http_client import TRANSCRIPTIONS, TRANSLATIONS, FileUnreadable, Form, HttpAnswer, HttpServer
 from realtime.client.wire_client import CannotConnect
 from realtime.commands.caption_view import clock
-from realtime.commands.pull import fetch, model_name
+from realtime.commands.pull import fetch, is_here, model_name
 from realtime.commands.terminal import (
     KEY_VARIABLE,
     STANDARD_INPUT,
@@ -184,15 +185,27 @@ def _mono(data: bytes, channels: int) -> NDArray[np.float32]:
 
 @asynccontextmanager
 async def local_engine(model: str, device: str, live: bool = True) -> AsyncIterator[EngineClient]:
-    """An engine in this process; its model is downloaded if needed. Raises EngineError."""
-    from realtime.app import engine_in_thread
+    """An engine in a thread of this process; its model is downloaded if needed. Without `live` it is for files alone,
+    and starts sooner: it is not warmed up, reads with one thread, and has no turn detector. Raises EngineError."""
+    from engine.client.client import EngineClient
+    from engine.client.engine_handles import EngineThread, import_ahead
 
     # The error of an engine that fails says why; its log is for debugging.
     set_up_logging(logging.BASIC_FORMAT, "info" if is_debugging() else "critical")
+    name = model_name(model)
+    if is_here(name):
+        # Meanwhile the digests of the weights are checked.
+        import_ahead()
     # The path, because a model that is named would be checked again.
-    path = fetch(model_name(model))
-    async with engine_in_thread(str(path), device, MOST_STREAMS, live) as client:
+    config = EngineConfig(str(fetch(name)), device, MOST_STREAMS)
+    if not live:
+        config = replace(config, threads=1, turn_detector=False, files_only=True)
+    client = EngineClient([EngineThread(config, warm=live)])
+    await client.start()
+    try:
         yield client
+    finally:
+        await client.close()
 
 
 # Decoded audio is fed in pieces of about this length.

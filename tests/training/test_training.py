@@ -7,14 +7,17 @@ import numpy as np
 import pytest
 import torch
 
+from audio.containers import read_file
 from engine.models.moonshine_streaming import StreamingEncoder
+from engine.weights.store import pull
 from engine.weights.windowed_models import load_streaming_weights
+from tests.cached_models import skip_unless_cached
 from tests.training.tiny import SPEC, tiny_model, write_corpus
 from training.augment import augment
 from training.config import BadConfig, TrainingConfig, read_config
 from training.corpora import CorpusError, Utterance, read_corpora, windows
 from training.distil import Distillation, Lesson, begin, distil
-from training.evaluate import Clip, hear_blocks, hear_masked, score
+from training.evaluate import Clip, cut_where_quiet, hear_blocks, hear_masked, score, utterance_cut
 from training.export import export
 from training.whole_pass import exact
 
@@ -147,6 +150,19 @@ def test_masked_and_block_by_block_evaluation_agree() -> None:
     results = [score(model, pieces, clips, hear, str.split, batch=2) for hear in (blocks, hear_masked(model, SPEC, 5))]
     assert results[0] == results[1]
     assert results[0]["all"].words == 6
+
+
+def test_clips_are_cut_where_live_streams_are() -> None:
+    skip_unless_cached("sample-two-cities")
+    spoken = np.concatenate(list(read_file(pull("sample-two-cities"))))[: 4 * 16_000]
+    silence = np.zeros(3 * 16_000, np.float32)
+    cut = utterance_cut()
+    assert cut(silence) == []
+    pieces = cut(np.concatenate([spoken, silence, spoken]))
+    assert len(pieces) == 2 * len(cut(spoken))
+    assert all(len(piece) <= len(spoken) + 16_000 for piece in pieces)
+    # A whole clip has no ends of utterances.
+    assert [len(piece) for piece in cut_where_quiet(np.concatenate([spoken, silence, spoken]))] == [11 * 16_000]
 
 
 def test_unknown_and_missing_keys_are_refused(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 Streamed words are decoded with little audio after them, by an encoder that sees each frame with bounded context. The
 encoder as it was published sees the whole utterance. The streamed tokens are the draft: one pass of the decoder checks
 them, and decoding continues from the first one that differs, so a draft without errors costs one pass. The result
-depends on the audio and not on the draft.
+depends on the audio, and on the draft only where two tokens are so close that rounding decides.
 """
 
 from __future__ import annotations
@@ -86,6 +86,7 @@ class UtteranceReviser(BackgroundModel[EndedUtterance, list[TimedToken]], Revise
             frames=encoded.audio[0],
             progress=Progress(-inf, inf),
             keywords=None if tree is None else tree.tree,
+            tries_rest=True,
         )
         self._decoder.run([row], encoded)
         return self._timed(row, utterance)

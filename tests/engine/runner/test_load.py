@@ -4,16 +4,25 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from audio.containers import read_file
+from engine.boundary.items import make_cutter, prepare
 from engine.core.plan import DecodeTask
+from engine.messages import Closed, Feed, Finish, Open, Output, Text
 from engine.models.whisper import Whisper, WhisperConfig
-from engine.options import EngineConfig
+from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.runner.device import NoDevice
 from engine.runner.load import BadDevice, load_runner, windowed_device, windowed_on_cpu
+from engine.server.main import build_loop
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import STREAMING_ENCODER
+from engine.weights.store import pull
+from tests.cached_models import skip_unless_cached
+
+RECORDING = "sample-two-cities"
 
 
 @pytest.mark.parametrize(
@@ -66,3 +75,24 @@ def test_too_little_memory_is_said_before_weights_are_read(
         load_runner(tmp_path, EngineConfig(str(tmp_path), "cpu"))
     said = [line for line in caplog.messages if "the model needs about 0.6 GiB of memory, and 0.5 GiB are free" in line]
     assert len(said) == lines and all("choose a smaller model" in line for line in said)
+
+
+def test_an_engine_for_files_alone_has_no_streaming_encoder_and_the_same_words() -> None:
+    skip_unless_cached(DEFAULT_MODEL, RECORDING)
+    sound = np.concatenate(list(read_file(pull(RECORDING))))[: 5 * 16_000]
+    texts = []
+    for files_only in (False, True):
+        loop = build_loop(EngineConfig(DEFAULT_MODEL, "cpu", max_streams=1, threads=1, files_only=files_only))
+        assert (loop.runner.reviser is None) == files_only == (not loop.scheduler.spec.options.revises)
+        spec = loop.scheduler.spec
+        cutter = make_cutter(spec)
+        items = prepare(cutter, cutter.cut(sound), spec)
+        items += prepare(cutter, cutter.flush(spec.flush_positions_for(spec.default_delay_positions)), spec)
+        loop.submit([Open("file", live=False), Feed("file", items), Finish("file")], 0)
+        outputs: list[Output] = []
+        while not any(isinstance(output, Closed) for output in outputs):
+            step = loop.step()
+            outputs += [] if step is None else step.outputs
+        loop.close()
+        texts.append("".join(output.delta for output in outputs if isinstance(output, Text)))
+    assert texts[0] == texts[1] != ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,16 @@ from hypothesis import strategies as st
 from engine.core.plan import DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import Options
-from engine.runner.windowed.decoder import TELLING_POSITIONS, GreedyDecoder, Judgement, LanguageState, Row, judge
+from engine.runner.windowed.decoder import (
+    GUESSED_TOKENS,
+    TELLING_POSITIONS,
+    DraftRest,
+    GreedyDecoder,
+    Judgement,
+    LanguageState,
+    Row,
+    judge,
+)
 from engine.runner.windowed.encoders import WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
 from engine.runner.windowed.runner import PromptTokenizer, WindowedRunner, windowed_spec
@@ -240,3 +250,70 @@ def test_a_language_that_was_told_is_not_asked_for(model: Whisper) -> None:
     runner = hearing(model, OpenTask(0, "s", 0, {"language": "ja"}, []), 20)
     read(runner, 20, final=True)
     assert runner.judgement(0)[0] == "ja"
+
+
+# The rest of a draft
+
+
+@given(
+    st.lists(st.integers(0, 6), min_size=1, max_size=30),
+    st.lists(st.tuples(st.integers(0, 29), st.integers(0, 2), st.integers(0, 6)), max_size=6),
+)
+def test_a_guess_is_a_piece_of_the_draft_and_the_same_text_is_met_again(
+    draft: list[int], edits: list[tuple[int, int, int]]
+) -> None:
+    text = list(draft)
+    for at, kind, token in edits:
+        text[at : at + (kind > 0)] = [token] if kind < 2 else []
+    rest = DraftRest(draft)
+    for token in text:
+        guess = rest.guess()
+        assert len(guess) <= GUESSED_TOKENS and any(draft[at:][: len(guess)] == guess for at in range(len(draft) + 1))
+        rest.add_token(token)
+    alike = DraftRest(draft)
+    for at, token in enumerate(draft):
+        assert alike.guess()[:1] == [token] and alike.guess() == draft[at : at + GUESSED_TOKENS]
+        alike.add_token(token)
+    assert alike.guess() == []
+
+
+@pytest.mark.parametrize("said", [0, 3])
+def test_the_rest_of_a_draft_is_tried_again_and_changes_no_token(said: int) -> None:
+    model = small(vocabulary=51_865)
+    decoder = GreedyDecoder(model)
+    passes: list[int] = []
+    real = model.decode
+
+    def counted(tokens: torch.Tensor, *others: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        passes.append(tokens.shape[1])
+        return real(tokens, *others)
+
+    decoder._decode = counted
+    sound = torch.randn(1, 3 * SECOND, generator=torch.Generator().manual_seed(4))
+    with torch.inference_mode():
+        encoded = model.encode(sound, [3 * SECOND])
+
+        def read(draft: list[int], tries_rest: bool) -> Row:
+            passes.clear()
+            row = Row([7] * said, draft, 24, None, encoded.audio[0], tries_rest=tries_rest)
+            decoder.run([row], encoded)
+            return row
+
+        plain = read([], False)
+        one_by_one = len(passes)
+        wrong = 40_000
+        drafts = [
+            plain.tokens,
+            [wrong, *plain.tokens[1:]],
+            [*plain.tokens[:4], wrong, wrong, *plain.tokens[4:]],
+            [*plain.tokens[:2], *plain.tokens[5:]],
+            [wrong] * 40,
+        ]
+        for draft in drafts:
+            row = read(draft[:24], True)
+            assert (row.tokens, row.peaks, row.ended) == (plain.tokens, plain.peaks, plain.ended)
+            assert row.log_probabilities == pytest.approx(plain.log_probabilities, abs=1e-4)
+            assert len(passes) <= one_by_one
+        changed = next(at for at, token in enumerate(plain.tokens) if token not in plain.tokens[at + 1 :])
+        read([*plain.tokens[:changed], wrong, *plain.tokens[changed + 1 :]], True)
+        assert len(passes) < one_by_one / 2
