@@ -207,24 +207,26 @@ class LabelSettings:
     """Costs are natural logarithms of odds. The defaults were chosen on mixed conversations, see docs/speakers.md."""
 
     # Pieces of one person are not independent of each other: half a second of speech counts as this many pieces.
-    evidence: float = 0.47
+    evidence: float = 0.53
     # What a change of voice costs, inside a run of speech and after a pause.
-    switch: float = 1.3
-    switch_after_pause: float = 1.7
+    switch: float = 3.0
+    switch_after_pause: float = 1.2
     # What a voice that was never heard costs. Shorter pieces cannot be its first.
-    new: float = 15.0
+    new: float = 26.0
     new_piece_samples: int = 9_000
-    # Voices that are one with these odds are merged.
-    merge: float = 8.0
+    # Voices that are one with these odds are merged. Below 0: people mostly meet the voices that they know.
+    merge: float = -3.0
+    # A voice learns from pieces with these odds.
+    learn: float = 6.0
     # A label is decided when the audio is this far past the middle of its piece.
     lag_samples: int = 24_000
 
 
-# A piece weighs as much as it has new frames, up to two hops; what a voice has learnt weighs at most twice the second.
+# A piece weighs as much as it has new frames, up to two hops.
 _MOST_WEIGHT = 32
 _HOP_WEIGHT = 16
 _ENROLLED_WEIGHT = 320
-_MOST_LEARNT = 544
+_MOST_LEARNT = 512
 # Assignments of the pending pieces that are kept while the best one is looked for.
 _HYPOTHESES = 8
 
@@ -268,7 +270,7 @@ class Voice:
     def learn(self, more: Evidence) -> None:
         total, weight = self.known.total + more.total, self.known.weight + more.weight
         # A person does not stay the same for hours, and the state has 32 bits for each number.
-        while weight > 2 * _MOST_LEARNT:
+        while weight > _MOST_LEARNT:
             total, weight = total // 2, weight // 2
         self.known = Evidence(total, weight)
 
@@ -455,7 +457,7 @@ class SpeakerLabels:
         else:
             voice = self._voices[index]
             # A doubtful piece gets a label, but would make the voice a mixture of two people, which fits both.
-            if odds[0][index] >= 0:
+            if odds[0][index] >= self.settings.learn:
                 voice.learn(first.evidence)
         voice.heard = first.piece.end
         voice = self._merged(voice)
