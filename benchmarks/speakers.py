@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from benchmarks.conversations import COLUMNS_PER_SECOND, Conversation, mixed, stretches
 from benchmarks.measuring import parser_of, percentiles, show, write_json
-from benchmarks.recordings import BadManifest, load_audio, manifest_entries
+from benchmarks.recordings import load_audio, manifest_entries
 from benchmarks.sounds import SAMPLE_RATE, Samples, voice
 from engine.errors import EngineError
 from engine.models.campplus import load_campplus, traced
@@ -43,6 +43,7 @@ from engine.runner.device import compute_on_one_thread
 from engine.server.speakers import CutSettings, Label, Piece, PieceCutter, SpeakerLabels, rounded
 from engine.server.speech_track import voiced_frames
 from engine.weights.store import WeightsError, pull
+from realtime.bench.clients import BadManifest
 
 # A person with less speech than this is left out of conversations.
 LEAST_SECONDS = 8.0

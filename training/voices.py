@@ -40,7 +40,7 @@ def voices_of(utterances: Sequence[Utterance]) -> Voices:
     """The recordings of each speaker with enough speech."""
     found: Voices = defaultdict(list)
     for utterance in utterances:
-        found[speaker_of(utterance.id)].append(utterance.samples.astype(np.float32) / 32_768)
+        found[speaker_of(utterance.id)].append(np.asarray(utterance.samples / 32_768, np.float32))
     return {
         name: recordings
         for name, recordings in sorted(found.items())
