@@ -59,7 +59,7 @@ def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
     if rate == wanted:
         return samples
     moments = np.arange(len(samples) * wanted // rate) * (rate / wanted)
-    return np.interp(moments, np.arange(len(samples)), samples).astype(np.float32)
+    return np.asarray(np.interp(moments, np.arange(len(samples)), samples), np.float32)
 
 
 def pcm16(samples: Samples) -> bytes:

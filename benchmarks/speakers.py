@@ -34,15 +34,16 @@ from numpy.typing import NDArray
 
 from benchmarks.conversations import COLUMNS_PER_SECOND, Conversation, mixed, stretches
 from benchmarks.measuring import parser_of, percentiles, show, write_json
-from benchmarks.recordings import BadManifest, load_audio, manifest_entries
+from benchmarks.recordings import load_audio, manifest_entries
 from benchmarks.sounds import SAMPLE_RATE, Samples, voice
 from engine.errors import EngineError
 from engine.models.campplus import load_campplus, traced
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, load_silero
 from engine.runner.device import compute_on_one_thread
-from engine.server.speakers import CutSettings, Label, PieceCutter, SpeakerLabels, rounded
+from engine.server.speakers import CutSettings, Label, Piece, PieceCutter, SpeakerLabels, rounded
 from engine.server.speech_track import voiced_frames
 from engine.weights.store import WeightsError, pull
+from realtime.bench.clients import BadManifest
 
 # A person with less speech than this is left out of conversations.
 LEAST_SECONDS = 8.0
@@ -105,6 +106,14 @@ class Labeller:
         decided += [cutter.sample] * (len(found) - len(decided))
         spent = time.process_time() - began
         return Labelled(found, decided, np.array(probabilities) >= 0.5, embedding_seconds, spent)
+
+    @torch.inference_mode()
+    def pieces(self, samples: Samples, settings: CutSettings) -> list[tuple[Piece, Samples]]:
+        """The pieces of a recording, and their embeddings of length 1."""
+        samples = samples[: len(samples) // FRAME_SAMPLES * FRAME_SAMPLES]
+        cutter = PieceCutter(settings)
+        found = cutter.feed(samples.reshape(-1, FRAME_SAMPLES), voiced_frames(self._probabilities(samples)))
+        return [(piece, self._model(torch.from_numpy(audio)[None])[0].numpy()) for piece, audio in found + cutter.end()]
 
     def _probabilities(self, samples: Samples) -> list[float]:
         count = len(samples) // FRAME_SAMPLES

@@ -1,12 +1,14 @@
-"""Train, export and evaluate a streaming encoder.
+"""Train, export and evaluate a streaming encoder; estimate how voices differ.
 
     python -m training train CONFIG --corpora FOLDER --out FOLDER [--start FILE] [--manifest FILE]
     python -m training export CHECKPOINT --out FILE
     python -m training evaluate MANIFEST [--weights FILE --block N] [--int8] [--utterances]
+    python -m training voices CORPUS ... --corpora FOLDER --out FILE
 
 `train` writes NAME.checkpoint.safetensors (half precision) and NAME.safetensors (the file that ships) and prints the
 latter's digest; with a manifest it prints word errors too. `evaluate` without weights is the published model with full
-context; it hears whole clips, or utterances as a live stream is cut. Exit status: 0 done, 2 the input cannot be used.
+context; it hears whole clips, or utterances as a live stream is cut. `voices` writes the file with which speaker labels
+compare voices. Exit status: 0 done, 2 the input cannot be used.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from pathlib import Path
 
 import torch
 
+from benchmarks.speakers import Labeller
 from engine.errors import EngineError
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
@@ -41,6 +44,7 @@ from training.evaluate import (
     utterance_cut,
 )
 from training.export import export, save_checkpoint
+from training.voices import embeddings_of, estimate, voices_of, write
 
 _BASE = "moonshine-base"
 _CLIPS = "clips"
@@ -50,7 +54,7 @@ _MASKED_BATCH = 24
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parse(arguments)
     try:
-        {"train": _train, "export": _export, "evaluate": _evaluate}[options.command](options)
+        {"train": _train, "export": _export, "evaluate": _evaluate, "voices": _voices}[options.command](options)
     except (BadConfig, CorpusError, EngineError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -77,6 +81,10 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     evaluate.add_argument("--block", type=int, default=13, help="frames in a block")
     evaluate.add_argument("--int8", action="store_true", help="8-bit products, as the engine takes them")
     evaluate.add_argument("--utterances", action="store_true", help="cut clips as the speech gate cuts live streams")
+    voices = commands.add_parser("voices", help="how voices differ, from recordings of many speakers")
+    voices.add_argument("corpus", nargs="+", help="NAME of index.NAME.json")
+    voices.add_argument("--corpora", type=Path, required=True, help="folder with index.NAME.json and recordings")
+    voices.add_argument("--out", type=Path, required=True, help="the file that ships")
     return parser.parse_args(arguments)
 
 
@@ -127,6 +135,15 @@ def _evaluate(options: argparse.Namespace) -> None:
     # One at a time: nothing is padded, and nothing shares a range of 8-bit numbers.
     print(table(score(model, pieces, clips, timed(hear, spent), _normaliser(), batch=1)))
     print(f"the encoder took {sum(spent) / seconds:.4f} processor seconds per second of audio")
+
+
+def _voices(options: argparse.Namespace) -> None:
+    torch.set_num_threads(1)
+    speech = read_corpora(options.corpora, options.corpus, 0.0)
+    voices = voices_of([*speech.training, *speech.validation])
+    model = estimate(embeddings_of(voices, Labeller(pull("speakers")), lambda text: print(text, flush=True)))
+    write(model, options.out)
+    print(f"{options.out}: {len(voices)} speakers, within {model.within:.6f}, between {model.between:.6f}")
 
 
 def _published(name: str) -> tuple[Moonshine, list[bytes]]:

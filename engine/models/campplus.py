@@ -71,7 +71,7 @@ class _Convolution(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """[taps * in, n, columns] -> [out, n, columns]."""
-        return torch.addmm(self.bias, self.weight, x.flatten(1)).view(-1, *x.shape[1:])
+        return torch.addmm(self.bias, self.weight, x.flatten(1)).view(-1, *map(int, x.shape[1:]))
 
 
 class _ResidualBlock(nn.Module):
@@ -156,7 +156,7 @@ class _Block(nn.Module):
         self.projection = _Convolution(weights, f"xvector.transit{number}.linear", norm)
 
     def forward(self, x: Tensor) -> Tensor:
-        channels, n, columns = x.shape
+        channels, n, columns = map(int, x.shape)
         # One tensor for the channels of all layers; each layer reads those before its own.
         y = x.new_empty(channels + _LAYER_CHANNELS * len(self.layers), n, columns)
         y[:channels] = x
@@ -221,7 +221,7 @@ def load_campplus(path: Path, device: torch.device | str = "cpu") -> CamPlusPlus
 @torch.inference_mode()
 def traced(model: CamPlusPlus, samples: int) -> Callable[[Tensor], Tensor]:
     """The model on a CPU for one piece of this length, as one call without Python: a fifth faster, and other threads
-    run Python meanwhile."""
+    run Python meanwhile. Shapes are read with `int` so that they are constants here, which are not computed again."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TracerWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -299,7 +299,7 @@ def _taps(x: Tensor, taps: int, stride: int = 1, spacing: int = 1) -> Tensor:
     """[c, n, columns] -> [taps * c, n, columns / stride]: each column with its neighbours, zeros beyond."""
     beyond = taps // 2 * spacing
     padded = functional.pad(x, (beyond, beyond))
-    last = x.shape[-1] - 1
+    last = int(x.shape[-1]) - 1
     return torch.cat([padded[..., tap * spacing : tap * spacing + last + 1 : stride] for tap in range(taps)])
 
 

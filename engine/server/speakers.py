@@ -10,14 +10,18 @@ first, and voices are sums of integers, so that the order of additions and the m
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from engine import weights
 from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS, PIECE_SAMPLES, ROUNDING
 
 Samples = NDArray[np.float32]
@@ -29,7 +33,6 @@ FRAME_SAMPLES = 512
 # Voices without a name that are kept apart. One more, and the least recent voice is merged with the one nearest to it.
 MAX_VOICES = 16
 MAX_PENDING = 24
-_LARGEST_TOTAL = 2**30
 # A bound on a saved state of labels as MessagePack or JSON with encoded bytes.
 MAX_STATE_BYTES = 64 * 1024
 
@@ -182,37 +185,50 @@ class PieceCutter:
 
 # Labels
 
-_HOP_SAMPLES = CutSettings().hop_frames * FRAME_SAMPLES
+
+@dataclass(frozen=True, slots=True)
+class VoiceModel:
+    """How embeddings of length 1 are spread, per number: a voice is off the mean of all voices with the variance
+    `between`, a piece is off its voice with the variance `within`. `python -m training voices` estimates it."""
+
+    mean: Embedding
+    within: float
+    between: float
+
+
+@cache
+def shipped_model() -> VoiceModel:
+    saved = json.loads((Path(weights.__file__).parent / "shipped" / "voices.json").read_text())
+    return VoiceModel(np.array(saved["mean"], np.int64), saved["within"], saved["between"])
 
 
 @dataclass(frozen=True, slots=True)
 class LabelSettings:
-    """Scores are natural logarithms of odds. The defaults were chosen on mixed conversations, see docs/speakers.md."""
+    """Costs are natural logarithms of odds. The defaults were chosen on mixed conversations, see docs/speakers.md."""
 
-    # A piece scores `scale` times its cosine to a voice above `threshold`; a short piece counts less.
-    scale: float = 6.0
-    threshold: float = 0.366
-    # How much lower the threshold of a piece is the shorter it is; of a piece of no length, by this much.
-    short: float = 0.145
-    # A piece counts for its new speech, in pieces of half a second, up to this.
-    most_weight: float = 2.0
+    # Pieces of one person are not independent of each other: half a second of speech counts as this many pieces.
+    evidence: float = 0.53
     # What a change of voice costs, inside a run of speech and after a pause.
-    switch: float = 1.1
-    switch_after_pause: float = 0.3
-    # What a voice that was never heard costs, and how much of its speech is needed.
-    new: float = 5.85
-    new_samples: int = 12_500
-    # Pieces with a higher cosine to a known voice and shorter pieces are no evidence of a new voice.
-    far: float = 0.442
+    switch: float = 3.0
+    switch_after_pause: float = 1.2
+    # What a voice that was never heard costs. Shorter pieces cannot be its first.
+    new: float = 26.0
     new_piece_samples: int = 9_000
-    # A voice learns from pieces with at least this cosine.
-    learn: float = 0.46
-    # Voices whose sums have at least this cosine are one voice.
-    merge: float = 0.638
+    # Voices that are one with these odds are merged. Below 0: people mostly meet the voices that they know.
+    merge: float = -3.0
+    # A voice learns from pieces with these odds.
+    learn: float = 6.0
     # A label is decided when the audio is this far past the middle of its piece.
     lag_samples: int = 24_000
-    # An enrolled voice counts as this much speech of its own.
-    enrolled_samples: int = 160_000
+
+
+# A piece weighs as much as it has new frames, up to two hops.
+_MOST_WEIGHT = 32
+_HOP_WEIGHT = 16
+_ENROLLED_WEIGHT = 320
+_MOST_LEARNT = 512
+# Assignments of the pending pieces that are kept while the best one is looked for.
+_HYPOTHESES = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,49 +244,58 @@ class Label:
 
 
 @dataclass(slots=True, eq=False)
-class Voice:
-    """A voice: the sum of its embeddings, each times its number of new samples."""
+class Evidence:
+    """What is known of a voice: the sum of its embeddings without the mean of all voices, each times its weight, and
+    the sum of the weights."""
 
-    number: int
     total: Embedding
-    samples: int
+    weight: int
+    _square: int | None = None
+
+    @property
+    def square(self) -> int:
+        if self._square is None:
+            self._square = int(self.total @ self.total)
+        return self._square
+
+
+@dataclass(slots=True, eq=False)
+class Voice:
+    number: int
+    known: Evidence
     name: str = ""
     # End of the last piece that was assigned to it.
     heard: int = 0
-    _direction: NDArray[np.float64] | None = None
 
-    @property
-    def direction(self) -> NDArray[np.float64]:
-        """The sum with length 1; zero if it has learnt nothing."""
-        if self._direction is None:
-            self._direction = unit(self.total)
-        return self._direction
-
-    def add(self, embeddings: Embedding) -> None:
-        self._direction = None
-        self.total = self.total + embeddings
-        # After hours of one voice: only the direction matters, and the state has 32 bits for each number.
-        while np.abs(self.total).max() > _LARGEST_TOTAL:
-            self.total = self.total // 2
+    def learn(self, more: Evidence) -> None:
+        total, weight = self.known.total + more.total, self.known.weight + more.weight
+        # A person does not stay the same for hours, and the state has 32 bits for each number.
+        while weight > _MOST_LEARNT:
+            total, weight = total // 2, weight // 2
+        self.known = Evidence(total, weight)
 
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
     piece: Piece
     embedding: Embedding
-    # The embedding with length 1.
-    direction: NDArray[np.float64]
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class _Hypothesis:
+    """One assignment of pending pieces: the index of a voice for each, or the number of voices for a new one."""
+
+    score: float
+    path: tuple[int, ...]
+    # Places of the pieces of the new voice, and what they tell of it.
+    places: tuple[int, ...] = ()
+    new: Evidence | None = None
 
 
 def rounded(embedding: NDArray[np.float32]) -> Embedding:
     """An embedding of length 1 as integers."""
     return np.rint(np.asarray(embedding, np.float64) / ROUNDING).astype(np.int64)
-
-
-def unit(total: Embedding) -> NDArray[np.float64]:
-    """A sum of embeddings with length 1; zero stays zero."""
-    length = math.sqrt(float(np.dot(total.astype(np.float64), total)))
-    return total / length if length else total.astype(np.float64)
 
 
 def _span(piece: Piece, labelled: int, following: Piece | None) -> tuple[int, int]:
@@ -282,22 +307,31 @@ def _span(piece: Piece, labelled: int, following: Piece | None) -> tuple[int, in
     return start, max(start, (piece.middle + following.middle) // 2)
 
 
-def _fit(scores: Sequence[float], index: int) -> float:
-    """How sure the choice of this index is, by its distance to the best other score: between 0 and 1."""
-    others = [score for place, score in enumerate(scores) if place != index]
-    margin = scores[index] - max(others) if others else 4.0
-    return round(1 / (1 + math.exp(-max(-30.0, min(30.0, margin)))), 3)
+def _confidence(hypotheses: Sequence[_Hypothesis], place: int) -> float:
+    """How sure the best hypothesis is of a piece, by its distance to the best one that says otherwise: between 0 and
+    1."""
+    best = hypotheses[0]
+    others = (other.score for other in hypotheses if other.path[place] != best.path[place])
+    margin = best.score - next(others, best.score - 4.0)
+    return round(1 / (1 + math.exp(-min(30.0, margin))), 3)
 
 
 class SpeakerLabels:
-    """Assigns the pieces of one stream to voices: a Viterbi search over the pieces that are not decided yet.
+    """Assigns the pieces of one stream to voices.
 
-    A state is a voice or `new`. The path begins at the last decided voice; changing costs, and a new voice costs more
-    and needs enough speech. When a piece is due, the best path decides it, and the piece is added to its voice.
+    A voice is a normal distribution whose mean is known the better the more was heard of it (`VoiceModel`). A piece
+    scores the odds that its voice said it against somebody who was never heard; pieces of a new voice score how alike
+    they are. When a piece is due, the best assignment of all pending pieces decides it, and its voice learns from it.
     """
 
-    def __init__(self, settings: LabelSettings | None = None) -> None:
+    def __init__(self, settings: LabelSettings | None = None, model: VoiceModel | None = None) -> None:
         self.settings = settings or LabelSettings()
+        self._model = model or shipped_model()
+        # The variance of a voice's mean by that of its embeddings, for each unit of weight; and the same for squares
+        # of embeddings in integers.
+        unit = self.settings.evidence / _HOP_WEIGHT
+        self._spread = unit * self._model.between / self._model.within
+        self._scale = self._spread * unit / self._model.within * ROUNDING**2
         self._voices: list[Voice] = []
         self._pending: list[_Pending] = []
         # The number of the next new voice, and of the last decided one.
@@ -305,7 +339,6 @@ class SpeakerLabels:
         self._last: int | None = None
         # End of the last label.
         self._labelled = 0
-        self._far_samples = 0
 
     # Enrolled voices
 
@@ -320,10 +353,9 @@ class SpeakerLabels:
         if sum(bool(voice.name) for voice in self._voices) >= MAX_ENROLLED:
             raise ValueError(f"at most {MAX_ENROLLED} speakers can be enrolled")
         # All references count as much as each other, however long they are.
-        mean = unit(np.sum(embeddings, axis=0)) / ROUNDING
-        weight = self.settings.enrolled_samples // FRAME_SAMPLES
-        total = np.rint(mean * weight).astype(np.int64)
-        return self._add(Voice(self._next, total, self.settings.enrolled_samples, name)).number
+        mean = np.mean(embeddings, axis=0)
+        total = np.rint(_ENROLLED_WEIGHT * (mean - self._model.mean)).astype(np.int64)
+        return self._add(Voice(self._next, Evidence(total, _ENROLLED_WEIGHT), name)).number
 
     @property
     def names(self) -> dict[int, str]:
@@ -345,7 +377,7 @@ class SpeakerLabels:
         """The next piece. Returns the labels that were due before it was cut: they do not depend on it, however late
         its embedding is computed."""
         labels = self.advance(piece.cut_at - 1)
-        self._pending.append(_Pending(replace(piece, starts=()), embedding, unit(embedding)))
+        self._pending.append(self._weighed(replace(piece, starts=()), embedding))
         while len(self._pending) > MAX_PENDING:
             labels.append(self._decide())
         return labels
@@ -365,13 +397,13 @@ class SpeakerLabels:
         """The likely labels of the pieces that are not decided yet. Changes nothing."""
         if not self._pending:
             return []
-        path, _, emissions = self._best_path()
+        hypotheses = self._hypotheses(self._odds())
         numbers = [*self.speakers, self._next]
         labels, labelled = [], self._labelled
-        for place, (one, index) in enumerate(zip(self._pending, path, strict=True)):
+        for place, (one, index) in enumerate(zip(self._pending, hypotheses[0].path, strict=True)):
             following = self._pending[place + 1].piece if place + 1 < len(self._pending) else None
             start, labelled = _span(one.piece, labelled, following)
-            labels.append(Label(start, labelled, numbers[index], _fit(emissions[place], index)))
+            labels.append(Label(start, labelled, numbers[index], _confidence(hypotheses, place)))
         return labels
 
     # Saved and restored
@@ -380,7 +412,11 @@ class SpeakerLabels:
         """The state as plain data, of at most `MAX_STATE_BYTES` once it is encoded."""
         return {
             "voices": [
-                {**{name: getattr(voice, name) for name in _PLAIN}, "total": voice.total.astype("<i4").tobytes()}
+                {
+                    **{name: getattr(voice, name) for name in _PLAIN},
+                    "weight": voice.known.weight,
+                    "total": voice.known.total.astype("<i4").tobytes(),
+                }
                 for voice in self._voices
             ],
             "pending": [
@@ -396,13 +432,15 @@ class SpeakerLabels:
     def resumed(cls, saved: Mapping[str, Any], settings: LabelSettings | None = None) -> SpeakerLabels:
         labels = cls(settings)
         labels._voices = [
-            Voice(**{**voice, "total": np.frombuffer(voice["total"], "<i4").astype(np.int64)})
+            Voice(
+                known=Evidence(np.frombuffer(voice["total"], "<i4").astype(np.int64), voice["weight"]),
+                **{name: voice[name] for name in _PLAIN},
+            )
             for voice in saved["voices"]
         ]
-        embeddings = [np.frombuffer(one["embedding"], "<i2").astype(np.int64) for one in saved["pending"]]
         labels._pending = [
-            _Pending(piece_of(one["piece"]), embedding, unit(embedding))
-            for one, embedding in zip(saved["pending"], embeddings, strict=True)
+            labels._weighed(piece_of(one["piece"]), np.frombuffer(one["embedding"], "<i2").astype(np.int64))
+            for one in saved["pending"]
         ]
         labels._next, labels._last, labels._labelled = saved["next"], saved["last"], saved["labelled"]
         return labels
@@ -411,98 +449,86 @@ class SpeakerLabels:
 
     def _decide(self) -> Label:
         """Decide the oldest pending piece."""
-        piece = self._pending[0].piece
-        path, fit, _ = self._best_path()
-        index = path[0]
+        odds = self._odds()
+        hypotheses = self._hypotheses(odds)
+        index, first = hypotheses[0].path[0], self._pending.pop(0)
         if index == len(self._voices):
-            voice = self._add(Voice(self._next, np.zeros(EMBEDDING_SIZE, np.int64), 0))
+            voice = self._add(Voice(self._next, first.evidence))
         else:
             voice = self._voices[index]
-        if self._teaches(self._pending[0], voice):
-            voice.add(piece.new // FRAME_SAMPLES * self._pending[0].embedding)
-        voice.samples += piece.new
-        voice.heard = piece.end
-        del self._pending[0]
+            # A doubtful piece gets a label, but would make the voice a mixture of two people, which fits both.
+            if odds[0][index] >= self.settings.learn:
+                voice.learn(first.evidence)
+        voice.heard = first.piece.end
         voice = self._merged(voice)
         self._last = voice.number
-        start, self._labelled = _span(piece, self._labelled, self._pending[0].piece if self._pending else None)
-        return Label(start, self._labelled, voice.number, fit)
+        following = self._pending[0].piece if self._pending else None
+        start, self._labelled = _span(first.piece, self._labelled, following)
+        return Label(start, self._labelled, voice.number, _confidence(hypotheses, 0))
 
-    def _teaches(self, one: _Pending, voice: Voice) -> bool:
-        """Whether a voice learns from a piece. A doubtful piece gets a label, but would make the voice a mixture of two
-        people, which fits both from then on."""
-        if not voice.total.any():
-            return True
-        long_enough = one.piece.length >= self.settings.new_piece_samples
-        return long_enough and float(one.direction @ voice.direction) >= self.settings.learn
+    def _weighed(self, piece: Piece, embedding: Embedding) -> _Pending:
+        """A piece with its weight: that of its new speech; a short piece tells less of its voice."""
+        weight = min(piece.new // FRAME_SAMPLES, _MOST_WEIGHT) * piece.length // PIECE_SAMPLES
+        return _Pending(piece, embedding, Evidence(weight * (embedding - self._model.mean), weight))
 
-    def _best_path(self) -> tuple[list[int], float, list[list[float]]]:
-        """For each pending piece, the index of its voice, or the number of voices for a new one; how sure the first one
-        is; and the scores of the pieces. Ties go to the older voice."""
+    def _likelihood(self, weight: int, square: int) -> float:
+        """Of pieces with this sum of weights and square of their total, if one voice said all of them. What does not
+        depend on who said them is left out."""
+        spread = 1 + self._spread * weight
+        return 0.5 * (self._scale * square / spread - EMBEDDING_SIZE * math.log(spread))
+
+    def _alone(self, one: Evidence) -> float:
+        return self._likelihood(one.weight, one.square)
+
+    def _same(self, one: Evidence, other: Evidence) -> float:
+        """The logarithm of the odds that one voice said both."""
+        square = one.square + other.square + 2 * int(one.total @ other.total)
+        return self._likelihood(one.weight + other.weight, square) - self._alone(one) - self._alone(other)
+
+    def _odds(self) -> list[list[float]]:
+        """[pending][voices]: that the voice said the piece, against somebody who was never heard."""
+        return [[self._same(voice.known, one.evidence) for voice in self._voices] for one in self._pending]
+
+    def _hypotheses(self, odds: Sequence[Sequence[float]]) -> list[_Hypothesis]:
+        """Assignments of the pending pieces, the best first; ties go to the older voice.
+
+        Voices do not learn from pending pieces, so of the assignments that end with one voice and give the same pieces
+        to the new voice, the best is enough."""
         settings, known = self.settings, len(self._voices)
-        emissions: list[list[float]] = self._emissions().tolist()
-        may_be_new = known == 0 or self._far_samples >= settings.new_samples
-        states = known + 1 if may_be_new else known
         last = next((index for index, voice in enumerate(self._voices) if voice.number == self._last), None)
-        is_new = [settings.new if state == known and known else 0.0 for state in range(states)]
-        score, back = list[float](), list[list[int]]()
-        first: list[float] = []
-        for one, emission in zip(self._pending, emissions, strict=True):
+        found = [_Hypothesis(0.0, ())]
+        for place, one in enumerate(self._pending):
             cost = settings.switch_after_pause if one.piece.after_pause else settings.switch
-            # What a change to each state adds; staying adds nothing.
-            change = [-cost - new for new in is_new]
-            if not first:
-                begins = [-new for new in is_new] if last is None else change
-                score = [emission[state] + (0.0 if state == last else begins[state]) for state in range(states)]
-                first = score
-                continue
-            ranked = sorted(range(states), key=lambda state: (-score[state], state))[:2]
-            came = []
-            for state in range(states):
-                other = ranked[0] if ranked[0] != state else ranked[-1]
-                came.append(other if score[other] + change[state] > score[state] else state)
-            back.append(came)
-            score = [
-                (score[state] if origin == state else score[origin] + change[state]) + emission[state]
-                for state, origin in enumerate(came)
-            ]
-        path = [max(range(states), key=lambda state: (score[state], -state))]
-        for came in reversed(back):
-            path.append(came[path[-1]])
-        path.reverse()
-        return path, _fit(first, path[0]), emissions
-
-    def _emissions(self) -> NDArray[np.float64]:
-        """[pending, voices + 1]: scores of the pieces; the last column is `new`.
-
-        A new voice is compared with the other pending pieces that are far from all voices: they must be alike."""
-        settings = self.settings
-        centroids = np.array([voice.direction for voice in self._voices]).reshape(-1, EMBEDDING_SIZE)
-        pieces = np.array([one.direction for one in self._pending])
-        new = np.array([one.piece.new for one in self._pending])
-        lengths = np.array([one.piece.length for one in self._pending])
-        thresholds = settings.threshold - settings.short * np.maximum(0.0, 1 - lengths / PIECE_SAMPLES)
-        weights = settings.scale * np.minimum(new / _HOP_SAMPLES, settings.most_weight)
-        near = pieces @ centroids.T
-        above = near - thresholds[:, None]
-        far = (near < settings.far).all(axis=1) & (lengths >= settings.new_piece_samples)
-        self._far_samples = int(new[far].sum())
-        others = (far * weights) @ pieces - (far * weights)[:, None] * pieces
-        lengths_of_others = np.sqrt((others * others).sum(axis=1))
-        alike = np.where(
-            lengths_of_others > 0,
-            (others * pieces).sum(axis=1) / np.maximum(lengths_of_others, 1e-12) - thresholds,
-            0.0,
-        )
-        return np.concatenate([weights[:, None] * above, (weights * alike)[:, None]], axis=1)
+            may_begin = not known or one.piece.length >= settings.new_piece_samples
+            best: dict[tuple[int, tuple[int, ...]], _Hypothesis] = {}
+            for so_far in found:
+                before = so_far.path[-1] if so_far.path else last
+                for index in range(known + 1):
+                    score = so_far.score - (cost if before not in (None, index) else 0.0)
+                    places, new = so_far.places, so_far.new
+                    if index < known:
+                        score += odds[place][index]
+                    elif new is not None:
+                        score += self._same(new, one.evidence)
+                        new = Evidence(new.total + one.evidence.total, new.weight + one.evidence.weight)
+                        places = (*places, place)
+                    elif may_begin:
+                        score -= settings.new if known else 0.0
+                        places, new = (place,), one.evidence
+                    else:
+                        continue
+                    other = best.get((index, places))
+                    if other is None or score > other.score:
+                        best[index, places] = _Hypothesis(score, (*so_far.path, index), places, new)
+            found = sorted(best.values(), key=lambda one: (-one.score, one.path))[:_HYPOTHESES]
+        return found
 
     def _add(self, voice: Voice) -> Voice:
         unnamed = [known for known in self._voices if not known.name]
         if not voice.name and len(unnamed) >= MAX_VOICES:
             oldest = min(unnamed, key=lambda known: known.heard)
             others = [known for known in self._voices if known is not oldest]
-            nearest = max(others, key=lambda known: float(known.direction @ oldest.direction))
-            self._absorb(nearest, oldest)
+            self._absorb(max(others, key=lambda known: self._same(known.known, oldest.known)), oldest)
         self._voices.append(voice)
         self._next += 1
         return voice
@@ -510,21 +536,20 @@ class SpeakerLabels:
     def _merged(self, voice: Voice) -> Voice:
         """Merge the voice with one that it has grown alike; returns the voice that remains."""
         for other in self._voices:
-            if other is voice or (other.name and voice.name) or not voice.samples or not other.samples:
+            if other is voice or (other.name and voice.name):
                 continue
-            if float(other.direction @ voice.direction) >= self.settings.merge:
+            if self._same(other.known, voice.known) >= self.settings.merge:
                 older, younger = sorted((other, voice), key=lambda one: (not one.name, one.number))
                 self._absorb(older, younger)
                 return older
         return voice
 
     def _absorb(self, kept: Voice, gone: Voice) -> None:
-        kept.add(gone.total)
-        kept.samples += gone.samples
+        kept.learn(gone.known)
         kept.heard = max(kept.heard, gone.heard)
         self._voices.remove(gone)
         if self._last == gone.number:
             self._last = kept.number
 
 
-_PLAIN = ("number", "samples", "name", "heard")
+_PLAIN = ("number", "name", "heard")

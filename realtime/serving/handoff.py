@@ -24,7 +24,7 @@ from realtime.session.settings import Settings
 # the client sends them again. Samples in the resampler are flushed before the last save.
 
 # Increase it whenever an older process could misread a value.
-LIVE_VERSION = 9
+LIVE_VERSION = 10
 
 # Events that become entries of a handoff. After any other event a new base is saved.
 NOTED = (

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.errors import BadOption
+from engine.errors import BadItem, BadOption
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
 from engine.options import SPEAKERS, speakers_text
 from engine.runner.base import Embedder
@@ -336,3 +336,14 @@ def test_an_enrolled_voice_has_the_first_number() -> None:
     stream.feed(1000)
     assert [speaker for _, _, speaker, _ in stream.finish()][:1] == [1]
     assert {speaker for _, _, speaker, _ in stream.labels} == {0, 1, 2}
+
+
+def test_a_state_of_an_earlier_version_is_refused() -> None:
+    """Its voices say how long they were heard, not how much they have learnt."""
+    tracks = loop_tracks(Embeddings())
+    tracks.open("s", ON, live=True)
+    voice = {"number": 0, "samples": 16_000, "name": "", "heard": 0, "total": bytes(4 * EMBEDDING_SIZE)}
+    labels = {"voices": [voice], "pending": [], "next": 1, "last": 0, "labelled": 0}
+    cutter = {"sample": 0, "starts": [], "count": 0, "cut": 0, "silence": 0}
+    with pytest.raises(BadItem, match="speaker labels cannot go on from this state: KeyError\\('weight'\\)"):
+        tracks.resume("s", {"cutter": cutter, "labels": labels, "waiting": []})

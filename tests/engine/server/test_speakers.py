@@ -28,6 +28,7 @@ from engine.server.speakers import (
     Samples,
     SpeakerLabels,
     rounded,
+    shipped_model,
 )
 from engine.server.speech_track import voiced_frames
 
@@ -185,6 +186,27 @@ def test_one_voice_stays_one() -> None:
 def test_a_voice_is_found_again_after_hours_of_another() -> None:
     pieces = conversation([(0, 8), *[(1, 40)] * 30, (0, 8)])
     assert {label.speaker for label in labels_of(pieces)[-8:]} == {0}
+
+
+def test_a_first_piece_that_is_far_off_makes_no_second_voice_of_one_person() -> None:
+    """One odd piece, such as a cough or a laugh, gets the label of who speaks."""
+    pieces = conversation([(0, 10), (0, 10)])
+    pieces[5] = (pieces[5][0], embedding(7, 0.5, 3))
+    assert {label.speaker for label in labels_of(pieces)} == {0}
+
+
+def test_what_a_voice_has_learnt_is_bounded() -> None:
+    """After hours a voice can still follow the person."""
+    labels = SpeakerLabels()
+    labels_of(conversation([(0, 400)]), labels)
+    (voice,) = labels.save()["voices"]
+    assert 256 <= voice["weight"] <= 512
+
+
+def test_the_shipped_model_of_voices_is_one() -> None:
+    model = shipped_model()
+    assert model.mean.shape == (EMBEDDING_SIZE,) and np.linalg.norm(model.mean) < 1024
+    assert 0 < model.between < 1 / EMBEDDING_SIZE and 0 < model.within < 1 / EMBEDDING_SIZE
 
 
 def test_labels_follow_each_other_without_overlaps() -> None:
