@@ -626,8 +626,9 @@ class LiveSession:
             return Gap(rest, event.source_samples, event.source_ms)
         return Append(rest, event.source_samples, event.source_ms)
 
-    async def let_go(self, is_fenced: bool) -> None:
-        """End the session here without ending its engine stream: another process continues it.
+    def let_go(self, is_fenced: bool) -> None:
+        """End the session here without ending its engine stream: another process continues it. Without an await: an
+        output that came meanwhile would end the task, and with it the stream.
 
         `is_fenced`: another process took the session over. A stream that this one has opened since then, or since its
         last save, is ended.
@@ -636,7 +637,7 @@ class LiveSession:
             self.runner.abort_everywhere()
         else:
             self.runner.release()
-        await self.close()
+        self.stop()
 
     # The task that runs the engine stream
 

@@ -403,12 +403,12 @@ class Sessions:
         entry.live.webhooks.close(0.0, moves=True)
         self._remove(entry)
         entry.is_let_go = True
-        entry.live.session.close_without_effects()
-        leaving = asyncio.create_task(self._finish_release(entry, hangup, is_fenced), name=f"leave {entry.live.id}")
+        entry.live.let_go(is_fenced)
+        leaving = asyncio.create_task(self._finish_release(entry, hangup), name=f"leave {entry.live.id}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
-    async def _finish_release(self, entry: OpenSession, hangup: Hangup, is_fenced: bool) -> None:
+    async def _finish_release(self, entry: OpenSession, hangup: Hangup) -> None:
         # The last save leaves before the client is disconnected and resumes elsewhere.
         assert entry.live.handoff is not None
         try:
@@ -419,7 +419,7 @@ class Sessions:
             # Whatever happens to the save: the client must not stay on a socket that nothing serves.
             if entry.connection is not None:
                 entry.connection.hang_up(hangup)
-            await entry.live.let_go(is_fenced)
+            await entry.live.close()
 
     # The ticker
 

@@ -56,6 +56,7 @@ class Page(Tab):
         self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._loaded = asyncio.Event()
         self._crashed = asyncio.Event()
+        self._answering: asyncio.Task[Any] | None = None
         self._names: dict[str, str] = {}
         # The name of the last download that was read.
         self.saved_as = ""
@@ -115,6 +116,9 @@ class Page(Tab):
     def _note(self, method: str, params: dict[str, Any]) -> None:
         if method == "Page.loadEventFired":
             self._loaded.set()
+        elif method == "Page.javascriptDialogOpening":
+            # The page asks whether it may be left; until that is answered, the browser answers nothing.
+            self._answering = asyncio.create_task(self.call("Page.handleJavaScriptDialog", accept=True))
         elif method in ("Inspector.targetCrashed", "Target.targetCrashed"):
             self._crashed.set()
         elif method == "Browser.downloadWillBegin":

@@ -190,6 +190,8 @@ async def test_forbidden_storage_is_said_and_captions_work(page: Page, server: P
     # Leaving would lose them, so the browser asks.
     asked = "dispatchEvent(new Event('beforeunload', { cancelable: true }))"
     assert await page.evaluate(asked) is False
+    await page.open(server.url)
+    assert await texts(page) == []
 
 
 async def test_full_storage_makes_room_and_then_says_so(page: Page, server: PageServer, talk: Path) -> None:

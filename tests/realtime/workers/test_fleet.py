@@ -15,6 +15,7 @@ import pytest
 from engine.client import client as clients
 from engine.client import handoff, migration
 from engine.client.client import ClientSettings, EngineClient
+from engine.client.stream import EngineStream
 from engine.server.main import run_engine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
@@ -191,6 +192,45 @@ async def test_a_session_says_the_same_whatever_happens_around_it(
         await speaking
         moving.check()
         assert calm.text and moving.text == calm.text
+
+
+async def test_a_stream_that_is_handed_off_is_not_ended_by_what_it_says_before_the_last_save_has_left(
+    tmp_path: Path, audio: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    aborted: list[str] = []
+
+    async def abort(stream: EngineStream) -> None:
+        aborted.append(stream.id)
+
+    async with fleet(tmp_path, True) as group:
+        moving = SpeakingClient(lambda: group.places[group.at].url, audio)
+        moving.hold_at(1.0)
+        speaking = asyncio.create_task(moving.speak())
+        async with asyncio.timeout(PATIENCE_S):
+            await fakes.until(lambda: len(moving.events) >= 3 and group.streams(0) + group.streams(1) == 1)
+        (entry,) = group.places[0].entries
+        assert entry.live.handoff is not None
+        left, may_leave = entry.live.handoff.left, asyncio.Event()
+
+        async def left_late() -> None:
+            await may_leave.wait()
+            await left()
+
+        monkeypatch.setattr(entry.live.handoff, "left", left_late)
+        monkeypatch.setattr(EngineStream, "abort", abort)
+        draining = asyncio.create_task(group.drain_gateway())
+        async with asyncio.timeout(PATIENCE_S):
+            await fakes.until(lambda: entry.is_let_go)
+        # As an output does.
+        entry.live.runner.queue.wake()
+        for _ in range(50):
+            await asyncio.sleep(0)
+        assert not aborted
+        may_leave.set()
+        await draining
+        moving.hold_at(None)
+        await speaking
+        moving.check()
 
 
 async def test_a_session_whose_gateway_and_engine_are_gone_is_answered_with_410(tmp_path: Path, audio: bytes) -> None:
