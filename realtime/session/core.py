@@ -489,8 +489,12 @@ class Session:
         """The stream failed: committed items fail with it, and the session continues with a new stream."""
         self._engine_failures += 1
         self._effects.append(Measured("engine_failures", 1))
+        is_last = self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures
+        if is_last:
+            # Speech that goes on ends here, and its item fails with the others.
+            self._boundaries.end_open(now)
         self._fail_items("transcription_failed", event.message, now)
-        if self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures:
+        if is_last:
             self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
         else:
             # The failed items are answered; the new stream gets only the audio after them.
