@@ -64,8 +64,7 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
     # Constants of a trace must not need a gradient.
     model.requires_grad_(False)
     layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
-    # The other executor prepares a pass twice: before the first call, and again with what it has seen in it.
-    torch._C._jit_set_profiling_executor(False)
+    _use_simple_executor()
     traced = _trace(model, layers)
     for done in copying:
         done.result()
@@ -84,6 +83,7 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
 def compiled_later(model: Moonshine | Whisper) -> Decode:
     """The same for one thread that may have little to read: a pass is traced when it has run so often without that the
     time would have been saved. A short file is read before that."""
+    _use_simple_executor()
     passes = 0
     compiled: Decode | None = None
 
@@ -97,6 +97,12 @@ def compiled_later(model: Moonshine | Whisper) -> Decode:
         return model.decode(tokens, positions, state, encoded)
 
     return decode
+
+
+def _use_simple_executor() -> None:
+    """For all traced models of this process. The other executor prepares a pass twice: before the first call, and again
+    with what it has seen in it."""
+    torch._C._jit_set_profiling_executor(False)
 
 
 def _with_weights(traced: torch.jit.ScriptModule, weights: list[tuple[str, torch.ScriptObject]]) -> Pass:

@@ -452,19 +452,28 @@ class SpeakerLabels:
         odds = self._odds()
         hypotheses = self._hypotheses(odds)
         index, first = hypotheses[0].path[0], self._pending.pop(0)
-        if index == len(self._voices):
+        is_new = index == len(self._voices)
+        if is_new:
             voice = self._add(Voice(self._next, first.evidence))
         else:
             voice = self._voices[index]
-            # A doubtful piece gets a label, but would make the voice a mixture of two people, which fits both.
-            if odds[0][index] >= self.settings.learn:
+            if odds[0][index] >= self._least_odds(voice):
                 voice.learn(first.evidence)
         voice.heard = first.piece.end
-        voice = self._merged(voice)
+        remaining = self._merged(voice)
+        if is_new and remaining is not voice:
+            self._next -= 1  # the number was never told
+        voice = remaining
         self._last = voice.number
         following = self._pending[0].piece if self._pending else None
         start, self._labelled = _span(first.piece, self._labelled, following)
         return Label(start, self._labelled, voice.number, _confidence(hypotheses, 0))
+
+    def _least_odds(self, voice: Voice) -> float:
+        """Odds from which on a voice learns from a piece. A doubtful piece gets a label, but would make the voice a
+        mixture of two people, which fits both. A voice that is hardly known has small odds with anybody."""
+        is_hardly_known = not voice.name and voice.known.weight < _HOP_WEIGHT
+        return 0.0 if is_hardly_known else self.settings.learn
 
     def _weighed(self, piece: Piece, embedding: Embedding) -> _Pending:
         """A piece with its weight: that of its new speech; a short piece tells less of its voice."""

@@ -490,8 +490,9 @@ class Session:
         self._engine_failures += 1
         self._effects.append(Measured("engine_failures", 1))
         is_last = self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures
-        if is_last:
-            # Speech that goes on ends here, and its item fails with the others.
+        if is_last and (self.phase is Phase.FINISHING or self.settings.turn_detection is not None):
+            # Speech that goes on ends here, and its item fails with the others. What a client has not committed itself
+            # is no turn.
             self._boundaries.end_open(now)
         self._fail_items("transcription_failed", event.message, now)
         if is_last:

@@ -230,7 +230,7 @@ def test_a_runner_that_fails_ends_the_engine_once(fails: str) -> None:
     assert outputs[-1] == Dead("the model runner failed: RuntimeError: device lost")
 
 
-def test_streams_that_are_rebuilt_while_nobody_is_on_time_have_one_more_step_under_way() -> None:
+def test_while_streams_are_rebuilt_one_step_is_under_way() -> None:
     loop, _ = overlapping()
     for seed, name in enumerate("abc"):
         items = items_of(SPEC, fakes.speech(4, seed))
@@ -239,7 +239,7 @@ def test_streams_that_are_rebuilt_while_nobody_is_on_time_have_one_more_step_und
     while loop.scheduler.rebuilding:
         loop.step()
         ahead.append(len(loop.launched))
-    assert max(ahead) == 2
+    assert max(ahead) == 1
     while loop.has_work():
         loop.step()
     loop.scheduler.check_integrity()

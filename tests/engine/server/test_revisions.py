@@ -227,7 +227,7 @@ def test_a_stream_resumed_at_any_moment_has_the_same_parts_decoded_again(at: int
 
 @pytest.mark.parametrize("state", [{}, {"start": 0, "tokens": [], "words": [[1]], "waiting": []}, {"start": None}])
 def test_a_state_that_cannot_be_read_is_refused(state: dict[str, object]) -> None:
-    with pytest.raises(BadItem, match="revisions cannot go on"):
+    with pytest.raises(BadItem, match="saved revisions cannot be read"):
         Bench().revisions.resume("s", state, [])
 
 

@@ -345,5 +345,5 @@ def test_a_state_of_an_earlier_version_is_refused() -> None:
     voice = {"number": 0, "samples": 16_000, "name": "", "heard": 0, "total": bytes(4 * EMBEDDING_SIZE)}
     labels = {"voices": [voice], "pending": [], "next": 1, "last": 0, "labelled": 0}
     cutter = {"sample": 0, "starts": [], "count": 0, "cut": 0, "silence": 0}
-    with pytest.raises(BadItem, match="speaker labels cannot go on from this state: KeyError\\('weight'\\)"):
+    with pytest.raises(BadItem, match="saved speaker labels cannot be read .KeyError"):
         tracks.resume("s", {"cutter": cutter, "labels": labels, "waiting": []})

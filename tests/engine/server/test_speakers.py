@@ -415,3 +415,27 @@ def test_silence_and_broken_numbers_do_not_break_the_labels() -> None:
     zero = np.zeros(EMBEDDING_SIZE, np.int64)
     labels = labels_of([(piece, zero) for piece, _ in pieces])
     assert len(labels) == 5 and all(0 <= label.confidence <= 1 for label in labels)
+
+
+@pytest.mark.parametrize("first", [6, 8, 10, 12, 16, 31])
+def test_a_short_word_at_the_beginning_does_not_make_two_people_one(first: int) -> None:
+    """A says a word of `first` frames; then A and B speak in turns. Embeddings are drawn from the shipped model."""
+    model = shipped_model()
+    for seed in range(5):
+        random = np.random.default_rng(seed)
+        a, b = (model.mean / 1024 + random.normal(0, model.between**0.5, EMBEDDING_SIZE) for _ in range(2))
+        cutter, labels = PieceCutter(), SpeakerLabels()
+        found: list[Label] = []
+        turns: list[tuple[int, int]] = []
+        for voice, frames in [(a, first), *[(a, 60), (b, 60)] * 3]:
+            start = cutter.sample
+            turn = random.normal(0, (0.4 * model.within) ** 0.5, EMBEDDING_SIZE)
+            speech = [True] * frames + [False] * 12
+            for piece, _ in cutter.feed(np.zeros((len(speech), FRAME_SAMPLES), np.float32), speech):
+                heard = voice + turn + random.normal(0, (0.6 * model.within) ** 0.5, EMBEDDING_SIZE)
+                found += labels.push(piece, rounded((heard / np.linalg.norm(heard)).astype(np.float32)))
+            turns.append((start, cutter.sample))
+            found += labels.advance(cutter.sample)
+        found += labels.end()
+        said = [[label.speaker for label in found if start <= label.start < end] for start, end in turns]
+        assert [max(set(one), key=one.count) for one in said] == [0, 0, 1, 0, 1, 0, 1]
