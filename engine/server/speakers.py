@@ -319,9 +319,10 @@ def _confidence(hypotheses: Sequence[_Hypothesis], place: int) -> float:
 class SpeakerLabels:
     """Assigns the pieces of one stream to voices.
 
-    A voice is a normal distribution whose mean is known the better the more was heard of it (`VoiceModel`). A piece
-    scores the odds that its voice said it against somebody who was never heard; pieces of a new voice score how alike
-    they are. When a piece is due, the best assignment of all pending pieces decides it, and its voice learns from it.
+    A voice is a normal distribution (`VoiceModel`). The more speech of a voice was heard, the better its mean is known.
+    The score of a piece compares two hypotheses: its voice said it, or a person without a voice yet said it. The pieces
+    of a new voice score how alike they are. When a piece is due, the best assignment of all pending pieces decides it,
+    and its voice learns from it.
     """
 
     def __init__(self, settings: LabelSettings | None = None, model: VoiceModel | None = None) -> None:
@@ -470,8 +471,9 @@ class SpeakerLabels:
         return Label(start, self._labelled, voice.number, _confidence(hypotheses, 0))
 
     def _least_odds(self, voice: Voice) -> float:
-        """Odds from which on a voice learns from a piece. A doubtful piece gets a label, but would make the voice a
-        mixture of two people, which fits both. A voice that is hardly known has small odds with anybody."""
+        """The odds that a piece needs for its voice to learn from it. A doubtful piece gets a label, but the voice does
+        not learn from it: a mixture of two people would match both of them. A voice with less than half a second of
+        speech learns from every likely piece, because its odds are small with every person."""
         is_hardly_known = not voice.name and voice.known.weight < _HOP_WEIGHT
         return 0.0 if is_hardly_known else self.settings.learn
 
@@ -495,7 +497,8 @@ class SpeakerLabels:
         return self._likelihood(one.weight + other.weight, square) - self._alone(one) - self._alone(other)
 
     def _odds(self) -> list[list[float]]:
-        """[pending][voices]: that the voice said the piece, against somebody who was never heard."""
+        """For each pending piece and each voice: the logarithm of the odds that this voice said the piece, and not a
+        person without a voice yet."""
         return [[self._same(voice.known, one.evidence) for voice in self._voices] for one in self._pending]
 
     def _hypotheses(self, odds: Sequence[Sequence[float]]) -> list[_Hypothesis]:

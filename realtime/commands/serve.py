@@ -359,7 +359,6 @@ async def _serve(
 async def _serve_workers(
     config: Config, workers: int, readiness: Readiness, read_again: Callable[[], Config], signals: SignalHandlers
 ) -> None:
-
     from engine.errors import EngineError
     from realtime.app import engine_for_workers
     from realtime.workers.parent import Parent, WorkerFailed, reserved_port
@@ -408,7 +407,6 @@ class _Stop:
     """Ctrl-C and SIGTERM: the first lets turns finish, the second stops at once."""
 
     def __init__(self) -> None:
-
         loop = asyncio.get_running_loop()
         self._once = asyncio.Event()
         self.twice = False
