@@ -44,6 +44,8 @@ MAX_CLIENTS = 16
 # An event: its line and its data, and its audio.
 MAX_LINE_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 1024 * 1024
+# Bytes of audio that are converted before other clients have their turn.
+PIECE_BYTES = 16 * 1024
 MAX_CHANNELS = 8
 # The longest utterance in seconds; audio beyond it is ignored.
 MAX_UTTERANCE_S = 600
@@ -338,8 +340,10 @@ class _Client:
                 if self._utterance is None or self._sound is None:
                     await self._begin(data)
                 assert self._utterance is not None and self._sound is not None
-                if len(samples := self._sound.convert(payload)):
-                    await self._utterance.feed(samples)
+                for start in range(0, len(payload), PIECE_BYTES):
+                    if len(samples := self._sound.convert(payload[start : start + PIECE_BYTES])):
+                        await self._utterance.feed(samples)
+                    await asyncio.sleep(0)
             case "audio-stop":
                 await self._finish()
 

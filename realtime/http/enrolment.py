@@ -7,11 +7,11 @@ fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[]` w
 from __future__ import annotations
 
 import asyncio
-import binascii
 import secrets
-from base64 import b64decode
+from binascii import Error as BadBase64
+from binascii import a2b_base64
 from collections.abc import Sequence
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from tempfile import TemporaryFile
 from typing import BinaryIO, cast
 
@@ -23,7 +23,7 @@ from engine import messages
 from engine.errors import AtCapacity, EngineError
 from engine.options import ROUNDING, SPEAKERS, check_names, speakers_text
 from realtime.errors import Refusal
-from realtime.http.upload_forms import MAX_REFERENCE_BYTES, Form
+from realtime.http.upload_forms import MAX_REFERENCE_BYTES, Form, storage_refusal
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.isolated_decoder import decoded_file
 
@@ -33,11 +33,15 @@ MIN_SECONDS, MAX_SECONDS = 2.0, 10.0
 MIN_SPEECH_SECONDS = 1.0
 OTHER_SHARE = 0.25
 
-Reference = tuple[str, bytes]
+# Characters of base64 that are decoded at once: decoding does not let other threads run. A multiple of four.
+PIECE_CHARACTERS = 128 * 1024
+
+# A name, and its recording in base64.
+Reference = tuple[str, str]
 
 
 def read_references(form: Form) -> list[Reference]:
-    """The names and encoded recordings of a form. Raises Refusal."""
+    """The names and recordings of a form; the recordings are not decoded. Raises Refusal."""
     names = form.texts(f"{NAMES}[]", MAX_REFERENCE_BYTES) + form.texts(NAMES, MAX_REFERENCE_BYTES)
     urls = form.texts(f"{REFERENCES}[]", MAX_REFERENCE_BYTES) + form.texts(REFERENCES, MAX_REFERENCE_BYTES)
     if len(names) != len(urls):
@@ -47,17 +51,14 @@ def read_references(form: Form) -> list[Reference]:
         check_names(names)
     except ValueError as error:
         raise _refused(f"'{NAMES}': {error}.", NAMES) from None
-    return [(name, _decoded(name, url)) for name, url in zip(names, urls, strict=True)]
+    return [(name, _base64_of(name, url)) for name, url in zip(names, urls, strict=True)]
 
 
-def _decoded(name: str, url: str) -> bytes:
-    head, comma, data = url.partition(",")
+def _base64_of(name: str, url: str) -> str:
+    head, comma, encoded = url.partition(",")
     if not comma or not head.startswith("data:") or not head.endswith(";base64"):
         raise _refused(f"The recording of {name!r} must be a data URL: data:audio/wav;base64,...", REFERENCES)
-    try:
-        return b64decode(data, validate=True)
-    except (binascii.Error, ValueError):
-        raise _refused(f"The recording of {name!r} is not valid base64.", REFERENCES) from None
+    return encoded
 
 
 def _refused(text: str, param: str) -> Refusal:
@@ -67,18 +68,17 @@ def _refused(text: str, param: str) -> Refusal:
 async def enrolled(engine: EngineApi, references: Sequence[Reference]) -> tuple[tuple[str, bytes], ...]:
     """The names and the embeddings of their voices, as `Settings.known_speakers` has them. Raises Refusal."""
     found = []
-    for name, data in references:
-        samples = await _samples(name, data, engine.spec.sample_rate)
+    for name, encoded in references:
+        samples = await _samples(name, encoded, engine.spec.sample_rate)
         found.append((name, _voice(name, await _label_state(engine, samples), engine.spec.sample_rate)))
     return tuple(found)
 
 
-async def _samples(name: str, data: bytes, rate: int) -> NDArray[np.float32]:
+async def _samples(name: str, encoded: str, rate: int) -> NDArray[np.float32]:
     """The recording, decoded no further than it may last."""
     parts: list[NDArray[np.float32]] = []
     length = 0
-    # Decoders read a real file.
-    file = await asyncio.to_thread(_stored, data)
+    file = await asyncio.to_thread(_stored, name, encoded)
     try:
         async with aclosing(decoded_file(file)) as steps:
             async for part in steps:
@@ -99,11 +99,33 @@ async def _samples(name: str, data: bytes, rate: int) -> NDArray[np.float32]:
     return np.concatenate(parts)
 
 
-def _stored(data: bytes) -> BinaryIO:
-    file = TemporaryFile()
-    file.write(data)
-    file.seek(0)
+def _stored(name: str, encoded: str) -> BinaryIO:
+    """A temporary file with the recording, because decoders read a real file. Raises Refusal."""
+    try:
+        file = TemporaryFile()
+        try:
+            for start in range(0, len(encoded), PIECE_CHARACTERS):
+                file.write(
+                    _decoded(encoded[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(encoded))
+                )
+            file.seek(0)
+        except BaseException:
+            with suppress(OSError):  # on a full disk closing writes once more, and fails
+                file.close()
+            raise
+    except ValueError as error:
+        raise _refused(f"The recording of {name!r} is not valid base64.", REFERENCES) from error
+    except OSError as error:
+        raise storage_refusal(error) from error
     return cast(BinaryIO, file)
+
+
+def _decoded(piece: str, last: bool) -> bytes:
+    """A piece of base64; only the last one may end with padding. Raises ValueError."""
+    data = a2b_base64(piece, strict_mode=True)
+    if not last and len(data) * 4 != len(piece) * 3:
+        raise BadBase64("padding before the end")
+    return data
 
 
 async def _label_state(engine: EngineApi, samples: NDArray[np.float32]) -> messages.Saved | None:

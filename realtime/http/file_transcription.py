@@ -184,8 +184,8 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
         raise Refusal(400, "invalid_value", text, param="include")
     # Names without recordings have no effect, unless the client wants to know who speaks.
     speakers = speakers or any(name in REFERENCE_FIELDS for name, _ in form.fields)
-    references = tuple(read_references(form)) if speakers else ()
     settings = _settings(form, spec, task, speakers)
+    references = tuple(read_references(form)) if speakers else ()
     return UploadRequest(response_format, settings, stream, "word" in granularities, logprobs, references)
 
 

@@ -26,6 +26,8 @@ from realtime.errors import Refusal
 from realtime.http.websocket_routes import refusal_response
 from realtime.metrics.gateway import Metrics
 
+# Enough for all keywords that a stream may have, and all other parameters.
+MAX_QUERY_PARAMETERS = 600
 DEFAULT_PORTS = {"http": "80", "ws": "80", "https": "443", "wss": "443"}
 ANY = "*"
 
@@ -99,8 +101,9 @@ class Cors:
         await cors(scope, receive, send)
 
 
-class BrowserGuard:
-    """Middleware that refuses requests and sockets by the rules, before any route."""
+class RequestGuard:
+    """Middleware that refuses requests and sockets before any route: by the rules for browsers, and if the query has
+    more parameters than any request needs."""
 
     def __init__(self, app: ASGIApp, rules: BrowserRules, metrics: Metrics) -> None:
         self._app = app
@@ -111,6 +114,7 @@ class BrowserGuard:
         if scope["type"] in ("http", "websocket"):
             try:
                 self._rules.check(Headers(scope=scope))
+                _check_query(scope["query_string"])
             except Refusal as refusal:
                 self._metrics.refused.labels(refusal.param).inc()
                 response = refusal_response(scope["path"], refusal)
@@ -120,6 +124,13 @@ class BrowserGuard:
                     await response(scope, receive, send)
                 return
         await self._app(scope, receive, send)
+
+
+def _check_query(query: bytes) -> None:
+    """Raise Refusal for a query that takes long to parse."""
+    if query.count(b"&") >= MAX_QUERY_PARAMETERS:
+        text = f"The query has more than {MAX_QUERY_PARAMETERS} parameters."
+        raise Refusal(400, "too_many_query_parameters", text, param="query")
 
 
 def _name(place: str) -> str:

@@ -26,7 +26,7 @@ from realtime.http.call_routes import WHIP, CallRoutes
 from realtime.http.deepgram_file_route import ListenRoute
 from realtime.http.info_routes import WEBHOOKS, Answers, WebhookRoutes
 from realtime.http.openapi import ApiDocs
-from realtime.http.origins import BrowserGuard, BrowserRules, Cors
+from realtime.http.origins import BrowserRules, Cors, RequestGuard
 from realtime.http.prepared_audio_routes import PrepareRoutes
 from realtime.http.stream_routes import STREAMS, StreamRoutes
 from realtime.http.transcription_routes import UploadRoutes
@@ -107,7 +107,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
         405: _on_wrong_method,
     }
     rules = BrowserRules(config.server, lambda: authenticator.asks_for_keys)
-    guard = Middleware(BrowserGuard, rules, services.metrics)
+    guard = Middleware(RequestGuard, rules, services.metrics)
     routes = [
         *_sockets(gateway),
         *_viewers(viewers),

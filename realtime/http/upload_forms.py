@@ -37,6 +37,8 @@ MAX_REFERENCE_BYTES = 2_600_000
 MAX_BOUNDARY_BYTES = 200
 # The headers of one part.
 MAX_PART_HEAD_BYTES = 8 * 1024
+# Parameters of a header, and semicolons in their values. The time to parse a header grows with them.
+MAX_PARAMETERS = 32
 # Accepted charsets. Some other codecs of Python take quadratic time.
 CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1"})
 # Bytes of the longest character.
@@ -75,6 +77,8 @@ class FormParser:
     def __init__(self, content_type: str, hold: Callable[[int, bool], None]) -> None:
         """`hold` is called with the bytes of memory that the form takes, and whether they are of a speaker's recording;
         it may raise Refusal. Raises Refusal."""
+        if content_type.count(";") > MAX_PARAMETERS:
+            raise bad_form(f"its Content-Type has more than {MAX_PARAMETERS} parameters")
         _, parameters = parse_options_header(content_type)
         charset = parameters.get(b"charset", b"utf-8").decode("latin-1").lower()
         if charset not in CHARSETS:
@@ -146,6 +150,8 @@ class FormParser:
         self._name, self._value = bytearray(), bytearray()
 
     def _on_head(self) -> None:
+        if self._disposition.count(b";") > MAX_PARAMETERS:
+            raise bad_form(f"the header of a part has more than {MAX_PARAMETERS} parameters")
         _, options = parse_options_header(self._disposition)
         name = options.get(b"name")
         if name is None:
@@ -416,19 +422,24 @@ class FormReader:
         if not isinstance(error, OSError):
             return None
         self._warn(f"uploaded files cannot be stored in {gettempdir()}: {error.strerror or error}")
-        if error.errno in NO_MORE_FILES:
-            text = "The server has reached its limit of open files; try again."
-            return Refusal(503, "too_many_open_files", text, None, RETRY_AFTER_S, "server_error")
-        if error.errno in DISK_FULL:
-            text = "The disk of the server is full; send the file again later, or a smaller one."
-            return Refusal(507, "disk_full", text, None, RETRY_AFTER_S, "server_error")
-        return Refusal(507, "storage_failed", "The server cannot store the file; try again later.", kind="server_error")
+        return storage_refusal(error)
 
     def _warn(self, text: str) -> None:
         now = asyncio.get_running_loop().time()
         if self._said_at is None or now - self._said_at >= SAID_AGAIN_S:
             self._said_at = now
             log.warning("%s", text)
+
+
+def storage_refusal(error: OSError) -> Refusal:
+    """The refusal for a file that cannot be stored."""
+    if error.errno in NO_MORE_FILES:
+        text = "The server has reached its limit of open files; try again."
+        return Refusal(503, "too_many_open_files", text, None, RETRY_AFTER_S, "server_error")
+    if error.errno in DISK_FULL:
+        text = "The disk of the server is full; send the file again later, or a smaller one."
+        return Refusal(507, "disk_full", text, None, RETRY_AFTER_S, "server_error")
+    return Refusal(507, "storage_failed", "The server cannot store the file; try again later.", kind="server_error")
 
 
 async def _read_form(request: Request, parser: FormParser, upload: Upload) -> None:

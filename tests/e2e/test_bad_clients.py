@@ -361,6 +361,19 @@ async def test_body_that_breaks_off_is_no_error_of_the_server(
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
 
 
+async def test_bad_body_of_a_head_request_is_no_error_of_the_server(
+    serve: Serve, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with serve() as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"HEAD / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n")
+        answer = await asyncio.wait_for(reader.read(), 30)
+        assert answer == b"" or answer.startswith((b"HTTP/1.1 4", b"HTTP/1.1 2"))
+        writer.close()
+        await running.answers_others()
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR]
+
+
 async def test_hours_of_audio_in_a_few_bytes_end_with_their_client(serve: Serve) -> None:
     engine = FakeEngine()
     async with serve(engine) as running:

@@ -246,3 +246,12 @@ def test_an_origin_or_a_name_that_would_never_match_is_refused(key: str, wrong: 
         load_config(environment={}, flags={key: wrong})
     assert load_config(environment={}, flags={"server.allowed_origins": "*, null, file://, http://[::1]:8080, app://x"})
     assert load_config(environment={}, flags={"server.allowed_hosts": "*, example.org, ::1, 10.0.0.1, box"})
+
+
+@pytest.mark.parametrize("path", ["/health", "/v1/listen", "/v1/sessions/x/events"])
+async def test_query_of_thousands_of_parameters_is_refused_before_it_is_parsed(serve: Serve, path: str) -> None:
+    async with serve() as running:
+        many = await request(running.port, "GET", f"{path}?{'a&' * 7_900}", "localhost")
+        assert (many.status_code, "more than 600 parameters" in many.text) == (400, True)
+        assert (await upgrade(running.port, f"/v1/realtime?{'a&' * 600}", "localhost", None))[0] == 400
+        assert (await request(running.port, "GET", f"/health?{'a=b&' * 500}", "localhost")).status_code == 200

@@ -212,6 +212,24 @@ async def test_utterance_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         assert len((await say(connection, 8.0)).split()) in (7, 8)
 
 
+async def test_long_chunk_is_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    convert, sizes = wyoming_server._Sound.convert, []
+
+    def counted(sound: Any, payload: bytes) -> Any:
+        sizes.append(len(payload))
+        return convert(sound, payload)
+
+    monkeypatch.setattr(wyoming_server._Sound, "convert", counted)
+    pcm = (sound(8.0) * 32767).astype("<i2").tobytes()
+    async with serving(LocalBackend(FakeEngine(), None)) as port, client(port) as connection:
+        await connection.write_event(audio.AudioStart(rate=16_000, width=2, channels=1).event())
+        await connection.write_event(audio.AudioChunk(audio=pcm, rate=16_000, width=2, channels=1).event())
+        await connection.write_event(audio.AudioStop().event())
+        event = await asyncio.wait_for(connection.read_event(), 60)
+    assert sum(sizes) == len(pcm) and max(sizes) <= wyoming_server.PIECE_BYTES
+    assert event is not None and len(asr.Transcript.from_event(event).text.split()) >= 19
+
+
 async def test_command_serves_and_says_what_is_wrong(serve: Serve) -> None:
     async with serve() as running:
         process = await start("wyoming", "--port", "0", "--server", running.http)

@@ -60,6 +60,10 @@ def test_a_form_is_the_same_however_it_is_cut(cuts: list[int]) -> None:
         (b"--b\r\nX: " + b"x" * MAX_PART_HEAD_BYTES * 2, "cannot be read"),
         (b"--b\r\n" + b"X: y\r\n" * MAX_PART_HEAD_BYTES, "cannot be read"),
         (b"--b\r\nContent-Type: text/plain\r\n\r\nx\r\n" + END, "a part has no name"),
+        (
+            b"--b\r\nContent-Disposition: form-data; name=a" + b";" * 50 + b"\r\n\r\nx\r\n" + END,
+            "a part has more than 32",
+        ),
         (part("a", b"x")[:-3], "ends in the middle of a part"),
         (FILE[:-2], "ends in the middle of a part"),
         (b"garbage", "not multipart"),
@@ -74,7 +78,7 @@ def test_a_form_that_is_none_is_refused_with_the_reason(body: bytes, reason: str
 @pytest.mark.parametrize(
     "content_type",
     ["multipart/form-data", "multipart/form-data; boundary=", f"multipart/form-data; boundary={'b' * 2000}",
-     "multipart/form-data; boundary=b; charset=punycode"],
+     "multipart/form-data; boundary=b; charset=punycode", f"multipart/form-data; boundary=b{';' * 15_800}"],
 )  # fmt: skip
 def test_a_type_that_cannot_be_read_is_refused(content_type: str) -> None:
     with pytest.raises(Refusal) as refused:
