@@ -1,4 +1,9 @@
-"""Values as text: numbers and web addresses that clients and operators write, and times that the server writes."""
+"""Strict parsers for numbers, URLs and host names from clients and operators, and writers of dates.
+
+Used for query parameters, form fields, settings and command-line flags. They refuse what Python's own parsers accept in
+addition, such as digits of other scripts, underscores and `nan`. The dates are valid even if the system's clock is set
+beyond the year 9999.
+"""
 
 from __future__ import annotations
 

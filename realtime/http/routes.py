@@ -1,4 +1,8 @@
-"""Builds the gateway's ASGI application: all routes, the middleware, and the responses for errors."""
+"""Builds the gateway's ASGI application: the table of all paths, the middleware, and the responses for errors.
+
+`build_app` makes the objects that the routes share and one route object for each group of paths; the endpoints are in
+the other modules of this folder. It also serves the files of the web page (`realtime/web`).
+"""
 
 from __future__ import annotations
 

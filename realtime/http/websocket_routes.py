@@ -1,4 +1,10 @@
-"""The WebSocket endpoints: authenticates a socket, opens or resumes its session, and serves it until it closes."""
+"""The WebSocket endpoints of OpenAI's, vLLM's, Deepgram's and Twilio's clients.
+
+Each endpoint authenticates the client, reads its query, opens or resumes the session by the registry, and runs a
+`Connection` until the socket closes. `WebSocketRoutes` also serves WebRTC calls, and starts and stops what runs as long
+as the gateway does: the ticker of the sessions, viewers, pulled streams and webhooks. The sockets of viewers are in
+`viewer_routes.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""WebRTC calls: each is a session whose transport is a process of its own (`realtime/webrtc/call_process.py`).
+"""WebRTC calls in the gateway: each call is a session whose audio and text pass through a process of its own.
 
-`CallLine` is the socket to that process with the interface of a WebSocket, so a call is served as a socket is: by the
-same connection, with the same limits. `Calls` knows the calls of this gateway from their offer to their end.
+The process (`realtime/webrtc/call_process.py`) has the network connection to the client. `CallLine` is the gateway's
+socket to that process, with the interface of an ASGI WebSocket, so the same `Connection` serves calls and sockets, with
+the same limits. `Calls` owns the calls of this gateway from their SDP offer to their end; the HTTP routes are in
+`realtime/http/call_routes.py`. Phone calls from Twilio are not WebRTC: they come as WebSockets.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from realtime.dialects.openai import CallDialect
 from realtime.errors import Refusal
 from realtime.metrics.gateway import Metrics
 from realtime.serving.connection import AsgiMessage
-from realtime.serving.forking_program import ForkingProgram
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
+from realtime.serving.media_fork_client import ForkServerClient
 from realtime.serving.media_protocol import (
     ANSWER,
     AUDIO,
@@ -60,7 +62,7 @@ RETRY_AFTER_S = 5
 READ_BYTES = 64 * 1024
 INSTALL = "pip install 'tickertape[webrtc]'"
 
-_program = ForkingProgram(CALL_PROGRAM)
+_program = ForkServerClient(CALL_PROGRAM)
 
 
 def is_installed() -> bool:

@@ -1,8 +1,9 @@
-"""WebVTT segments of a published session for HLS players: a playlist of the newest segments, and their captions.
+"""Captions of a published session for HLS players: a playlist of WebVTT segments, and the text of each segment.
 
-A segment is a span of the clock of the server, so the captions of a stream that a video server makes at the same time
-can be shown with it: the playlist has the date of each segment. A word belongs to the segment of its first sound. Words
-reach the server after they are spoken, and turns end later still, so a segment is listed `HOLD_S` after its end.
+A segment covers `SEGMENT_S` of the server's clock. The playlist has the date of each segment, so a player can show the
+captions with the video stream of another server. A word belongs to the segment in which it begins. Words arrive after
+they are spoken, and finals later still, so a segment is listed only `HOLD_S` after its end. `viewers.py` keeps one
+`CaptionSegments` for a name while players ask for it.
 """
 
 from __future__ import annotations

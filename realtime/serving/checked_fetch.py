@@ -1,10 +1,10 @@
-"""Checks of http and https URLs, and fetches them for streams that the server pulls, from allowed hosts only.
+"""Protection against server-side request forgery: checks of outgoing URLs, and an HTTP client that applies them.
 
-Server-side request forgery is the attack: a client names a URL, and the server has access to networks that the client
-has not. So every request, also of a redirect and of a segment of a playlist, is checked here: the host is listed by
-the operator, and the address that its name resolves to is public or listed itself. The connection goes to the address
-that was checked, so a name cannot change its meaning in between. Streams are fetched in the pulling process; libav has
-no network. Webhooks (`webhook_sender.py`) are sent with the same checks.
+Clients can name URLs, for streams that the server pulls and for webhooks, and the server may reach networks that the
+client cannot. So every request is checked, also each redirect and each segment of an HLS playlist: the operator must
+have listed the host, and the address that it resolves to must be public or listed itself. The connection is made to the
+address that was checked, so another DNS answer cannot change it. `CheckedFetch` runs in the process that pulls a
+stream, where libav has no network access; webhooks use the checks only (`webhook_sender.py`).
 """
 
 from __future__ import annotations

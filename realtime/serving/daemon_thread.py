@@ -1,4 +1,8 @@
-"""Runs a blocking function in a thread of its own, which ends with the process even if the function never returns."""
+"""Runs a blocking function in a daemon thread, and returns its result as an asyncio future.
+
+For DNS lookups and disk writes, which may hang: a daemon thread does not keep the process from ending, as a thread of
+asyncio's executor does.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The engine's interface as the gateway uses it. Implemented by `engine.client` and by the fakes in tests."""
+"""The engine client's interface as protocols: `EngineApi` is all engines of a gateway, `StreamApi` is one stream.
+
+The gateway's code is written against them. `engine/client` implements them, and so do the fake engines of the tests.
+Only handoffs need more than this interface and use `engine/client` directly.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
-"""The queue of commands between a session and its engine stream, and the audio that a client resends after a handoff.
+"""The bounded queue of commands from one session to its engine stream: audio, silence, flushes, changes of options.
 
-The queue is bounded. When it is full, the reader of the client's socket waits for room, so TCP slows down a client that
-sends faster than the engine takes audio.
+It belongs to the session's `StreamRunner` (`live_session.py`), which executes the commands in order. When it is full,
+the reader of the client's socket waits, so TCP slows down a client that sends faster than the engine takes audio.
+`ResentAudio` is for a session whose gateway died: it feeds the audio that the engine never received when the client
+sends it again.
 """
 
 from __future__ import annotations

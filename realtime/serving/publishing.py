@@ -1,10 +1,10 @@
-"""Published sessions: their words so far, which process has which session, and the messages that keep viewers current.
+"""Publishes sessions under names: decides which session has a name, and passes its words to the processes with viewers.
 
-A session is published under a name of its owner (an API key; without keys all callers are one owner). `Coordinator`
-decides who has a name and keeps the newest words of each published session. `Publisher` is its side in a gateway
-process: it claims names, posts the words of sessions, and follows the names that this process has viewers for. A server
-with a single process has both in it; with several workers the parent has the coordinator (`realtime/workers`). In a
-fleet each name has its coordinator in one of the gateways (`realtime/serving/fleet_names.py`).
+A name belongs to an owner: an API key, or all callers of a server without keys. `SessionPublication` turns the events
+of one session into updates. `Publisher` is in each gateway process: it sends the updates to the coordinator, and gets
+the words of all names that viewers read here (`viewers.py` serves them). `Coordinator` decides who has a name, and
+keeps the newest words of each published session. It is in the same process on a server with a single gateway, and in
+the parent process of several workers; in a fleet one of the gateways coordinates each name (`fleet_publishing.py`).
 """
 
 from __future__ import annotations

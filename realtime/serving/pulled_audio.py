@@ -1,7 +1,8 @@
-"""A stream that is pulled from the network and lasts: it reconnects, and tells what is missing as gaps.
+"""The audio of a stream that is pulled from the network: reconnects when it breaks, and reports missing audio as gaps.
 
-`PulledAudio` is used by `tickertape listen` and by the streams that a server pulls. Each connection is a process of its
-own (`pull_process.py`), so a stream that makes libav crash, hang or grow costs one connection.
+`PulledAudio` is used by `tickertape listen` and by the streams that a server pulls (`pulled_streams.py`). It compares
+the stream's own times with the clock, so that the audio keeps its place in time after a reconnect. Each connection is a
+process of its own (`pull_process.py`): a stream that makes libav crash or hang costs one connection.
 """
 
 from __future__ import annotations

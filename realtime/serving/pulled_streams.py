@@ -1,9 +1,10 @@
-"""The streams that the server pulls for clients (`POST /v1/streams`): each is a session fed by a `PulledAudio`.
+"""The streams that the server itself pulls and transcribes for clients (`POST /v1/streams`).
 
-A stream goes on until it is deleted, its file ends, or it can never be pulled. If its session ends (no capacity, an
-internal error), another one is opened. Its events are those of a session of the OpenAI API, and some of its own; the
-newest are kept in an `EventLog`, which any number of readers share. Streams end with the process; with
-`server.stream_file` the next process begins them again where they were (`kept_streams.py`).
+`PulledStreams` owns those of this gateway. Each `PulledStream` is a session without a socket: `PulledAudio` feeds it,
+and its newest events are kept in an `EventLog` for any number of readers (`realtime/http/stream_routes.py`). A stream
+goes on until it is deleted, its file ends, or it can never be pulled; if its session ends (no capacity, an internal
+error), another one is opened. Streams end with the process; with `server.stream_file` the next process continues them
+(`kept_streams.py`).
 """
 
 from __future__ import annotations

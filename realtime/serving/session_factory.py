@@ -1,4 +1,9 @@
-"""Makes sessions: new ones, and sessions that are adopted from another gateway process. Used by the registry."""
+"""Builds sessions, new ones and those adopted from another gateway: core, live session, inbox, handoff and ids.
+
+Only the registry calls `SessionFactory`. It also encodes a session's state for handoffs, and restores it when the
+session is adopted. `OpenSession` is the registry's entry for a session; `GatewayServices` are the objects that a
+gateway shares with other gateways, such as signer, quota and publisher.
+"""
 
 from __future__ import annotations
 

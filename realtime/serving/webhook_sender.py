@@ -1,8 +1,8 @@
-"""Sends one webhook: a signed POST to an address that was checked, without redirects, within a deadline.
+"""Sends one webhook: a signed POST to a checked address, without redirects, within a deadline.
 
-The signature is that of the Standard Webhooks scheme. Server-side request forgery is the attack, as for streams that
-the server pulls: `checked_fetch.py` has the rules, and the connection goes to the address that was checked. Of the
-answer only the status counts; a bounded part of the rest is read and dropped.
+Used by `webhooks.py`, which decides what is sent when. The signature is that of the Standard Webhooks scheme. The URL
+may come from a client, so host and address are checked by the rules of `checked_fetch.py`, and the connection is made
+to the address that was checked. Of the response only the status counts; a bounded part of the rest is read and dropped.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Keeps the webhooks that wait for delivery in a file, so that they survive a restart of the gateway (off by default).
+"""Keeps webhooks that wait for delivery in an SQLite file, so that they survive a restart of the gateway.
 
-Every gateway process has a file of its own in the operator's folder: the first one that it can lock. At its start it
-also takes over what processes that have ended left in the other files. The event loop never waits for the disk: changes
-are collected and written in a thread, one batch after the other. What is written survives the end of the process, but
-not a power failure.
+`webhooks.py` uses it if `webhooks.folder` is set. Every gateway process has a file of its own in that folder: the first
+one that it can lock. At its start it also takes over the webhooks in files whose processes have ended. The event loop
+never waits for the disk: changes are collected, and a thread writes them in batches. What is written survives the end
+of the process, but not a power failure.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Webhooks: the finals of sessions, and their ends, are sent to the URLs of a key and to the URL of a session.
+"""Webhooks: queues the finals and ends of sessions, and delivers them to the URLs of API keys and of clients.
 
-Every URL of every key has an `Endpoint` with a bounded queue. The events of a session are delivered one after the
-other, and tried again with growing pauses until they are too old; sessions do not wait for each other, and URLs share
-nothing. When a queue is full, its oldest event is dropped and counted, and the next event of the same session says how
-many are missing. A session only puts events into queues, so a receiver cannot slow it. `webhook_sender.py` sends, and
-`webhook_store.py` keeps queues over a restart, if the operator wants that.
+`Webhooks` owns the queues of this gateway process. Every URL of every key has an `Endpoint` with a bounded queue. The
+events of a session are delivered in order, and retried with growing pauses until they are too old; sessions do not wait
+for each other, nor do URLs. When a queue is full, its oldest event is dropped and counted, and the next event of the
+same session says how many are missing. A session only puts events into queues (`SessionWebhooks`), so a receiver cannot
+slow it. `webhook_sender.py` sends, and `webhook_store.py` keeps queues over a restart.
 """
 
 from __future__ import annotations

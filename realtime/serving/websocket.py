@@ -1,4 +1,8 @@
-"""uvicorn's HTTP and WebSocket protocol classes, hardened for a public realtime server.
+"""uvicorn's HTTP and WebSocket protocol classes with limits and deadlines for untrusted clients.
+
+`realtime/app.py` gives these classes to uvicorn, which makes one object for each TCP connection. They parse bytes and
+know nothing of sessions. `tests/realtime/serving/test_websocket_uvicorn_internals.py` checks the internals of uvicorn
+that they use.
 
 - `HttpWithDeadlines`: deadlines for slow requests and for responses that the client does not read.
 - `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and

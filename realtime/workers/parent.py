@@ -1,6 +1,9 @@
-"""The parent of several workers: it holds the port and the engine, starts workers, and replaces those that die.
+"""The parent process of several workers: starts them, restarts those that die, and replaces all of them on request.
 
-On request it replaces all workers one by one. It serves no clients itself. `workers_for` chooses the number of workers.
+`tickertape serve` runs a `Parent` if there is more than one worker; `workers_for` chooses how many. The parent reserves
+the port, on which the workers listen. It owns the state that workers share: the count of all sessions, the sums of
+their metrics, and the names of published sessions. The same process starts and restarts the engine
+(`engine_for_workers` in `realtime/app.py`). It serves no clients itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import msgspec
 from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
 from realtime.listeners import cannot_listen
-from realtime.serving.fleet_names import FleetNames
+from realtime.serving.fleet_publishing import FleetNames
 from realtime.serving.metric_totals import Totals
 from realtime.serving.publishing import Coordinator, ToCoordinator
 from realtime.serving.signed_tokens import signing_secret

@@ -1,5 +1,9 @@
-"""The quota of several workers: the parent counts all sessions (`QuotaCoordinator`), and workers ask it
-(`SharedQuota`)."""
+"""Session limits over several workers: the parent counts the sessions of all of them, and workers ask it.
+
+`QuotaCoordinator` counts in the parent. `SharedQuota` runs in each worker and implements `SessionQuota`
+(`realtime/serving/quota.py`) with messages to the parent; if the parent does not answer in time, new sessions are
+refused. A server with a single process uses `LocalQuota` instead.
+"""
 
 from __future__ import annotations
 

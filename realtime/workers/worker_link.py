@@ -1,8 +1,8 @@
-"""The messages between the parent process and the gateway workers that it starts (`server.workers` above 1), and
-`Line`, which carries them over a socket pair as JSON lines.
+"""The messages between the parent process and its workers, and the connection that carries them.
 
-The parent sends the configuration and stops workers. Workers ask it to admit sessions under the shared quota, exchange
-counts of sessions and metrics with it, and reach the coordinator of published names through it.
+The messages are msgspec structs; `Line` is one end of a socket pair and sends them as lines of JSON. The parent sends
+the configuration and stops workers. Workers ask it to admit sessions, exchange counts of sessions and metrics with it,
+and reach the coordinator of published sessions through it.
 """
 
 from __future__ import annotations

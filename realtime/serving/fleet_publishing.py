@@ -1,13 +1,13 @@
-"""Published names of a fleet: a viewer may sit at any gateway, and a name belongs to one session of all gateways.
+"""Published sessions across the gateways of a fleet: a name belongs to one session, and viewers may use any gateway.
 
-Each name has its coordinator in one of the gateways, its home: the one that rendezvous hashing chooses from the table
-of the fleet, so that all gateways choose the same one and few names move when gateways come and go. `FleetNames` stands
-in for the coordinator of this gateway's processes. It passes their requests on to the homes of the names, each name
-once however many viewers it has here, and keeps the words of the names that are spoken or read here. When a home is
-lost, or the table names another one, the gateways bring it those words; so nothing depends on one gateway.
+Each name is coordinated by one gateway, its home. Rendezvous hashing chooses the home from the table of the fleet, so
+all gateways choose the same one and few names move when gateways come and go. `FleetNames` takes the place of
+`Coordinator` (`publishing.py`), in the gateway or in the parent of its workers: it forwards requests to the home of
+each name, and keeps the words of all names that are published or read at this gateway. When a home is lost or changes,
+the gateways send these words to the new home, so no words depend on a single gateway.
 
-Links between gateways are encrypted and authenticated with keys of the fleet's secret. A gateway opens one when it
-needs it, and closes it when it has not needed it for a while.
+Gateways are linked by sockets that are encrypted with keys derived from the fleet's secret. A link is opened when it is
+needed, and closed when it is idle.
 """
 
 from __future__ import annotations
