@@ -335,7 +335,8 @@ async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """What the gateways of one server share; see `GatewayServices`."""
+    """The parts of `GatewayServices` that the parent gives to a worker: they are the same in all workers, or ask the
+    parent."""
 
     signer: Signer
     quota: SessionQuota

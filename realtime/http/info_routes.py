@@ -193,7 +193,7 @@ MODELS, SECRETS, OPERATION = "Models", "Client secrets", "Operation"
 
 
 class Answers:
-    """The endpoints; one method for each path."""
+    """The endpoints of models, client secrets, health, capacity and metrics."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

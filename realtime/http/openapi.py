@@ -75,7 +75,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a client needs to know of a method of a path."""
+    """The description of one method of a path, for clients."""
 
     summary: str
     tag: str

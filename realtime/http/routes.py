@@ -97,7 +97,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     gateway.audience = Audience(publisher, services.metrics)
     links = ViewerLinks(services.link_signer, publisher.revocations, authenticator.vouches_for)
     viewers = ViewerRoutes(context, gateway.audience, publisher, links)
-    is_alone = services.claimants is None
+    is_alone = services.handoff_store is None
     gateway.streams = PulledStreams(sessions, config, time.time, authenticator.vouches_for, is_alone)
     gateway.calls = Calls(sessions, config, services.metrics, gateway.serve_call)
     calls = CallRoutes(context, gateway.calls)

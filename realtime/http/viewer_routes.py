@@ -88,7 +88,7 @@ ViewerEvents = Annotated[str, Meta(description="The data of each event is a View
 
 
 class ViewerRoutes:
-    """The endpoints; one method for each."""
+    """The endpoints for viewers, and for owners who make and revoke links."""
 
     def __init__(self, context: Context, audience: Audience, publisher: Publisher, links: ViewerLinks) -> None:
         self._context = context

@@ -185,7 +185,7 @@ _Enter = Callable[[WebSocket], AbstractAsyncContextManager[_AdmittedSocket]]
 
 
 class WebSocketRoutes:
-    """Serves sockets, and runs the ticker of the sessions while the server runs."""
+    """The endpoints of sockets; `lifespan` starts and stops what runs as long as the gateway does."""
 
     def __init__(self, context: Context) -> None:
         self.config = context.config
@@ -282,6 +282,7 @@ class WebSocketRoutes:
         inbox: Inbox | ChannelInbox | CallInbox,
         line: tuple[Receive, Send, SocketExtras],
     ) -> None:
+        """Serve sessions over `line`: the socket of a client, or that to the process of a WebRTC call."""
         receive, send, _ = line
         if self.sessions.standstill is not None:
             line = self.sessions.standstill.guard(*line, lambda: not any(entry.is_let_go for entry in entrance.entries))

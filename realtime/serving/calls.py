@@ -54,7 +54,7 @@ from realtime.session.settings import Settings
 
 log = logging.getLogger("tickertape.calls")
 
-# Seconds for a process to answer an offer. The first one of a server loads the library, on a busy machine for long.
+# Seconds for a process to answer an offer. The first call also waits until the library is loaded.
 ANSWER_S = 30.0
 # Seconds for a process to tell the client that the call has ended, before it is killed.
 LEAVE_S = 3.0
@@ -124,7 +124,7 @@ class CallLine:
             await self.hang_up()
 
     async def hang_up(self) -> None:
-        """Have the process end the call when the client has got what was sent before."""
+        """Have the process end the call when it has sent the client all events so far."""
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await self._tell(CLOSE, b"")
@@ -178,7 +178,7 @@ class CallLine:
 
 
 class CallInbox:
-    """The messages of a call for its session: texts of the client, audio, and what is missing of it."""
+    """Passes the messages of a call's process to the session: texts of the client, audio, lost audio, silence."""
 
     def __init__(self, inbox: Inbox, live: LiveSession, dialect: CallDialect) -> None:
         self._inbox = inbox
@@ -218,7 +218,7 @@ class Call:
     def __init__(self, caller: Caller) -> None:
         self.id = f"call_{secrets.token_hex(12)}"
         self.caller = caller
-        # Of the answer; failed if the offer is refused.
+        # The SDP answer; an exception if the offer is refused.
         self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.line: CallLine | None = None
         self.task: asyncio.Task[None] | None = None
@@ -264,7 +264,7 @@ class Calls:
         return call
 
     async def end(self, call: Call) -> None:
-        """End a call as its client would, and without the client if that does not take the last events."""
+        """End a call after its last events were sent; its process is killed after `LEAVE_S`."""
         if call.line is not None:
             await call.line.hang_up()
             asyncio.get_running_loop().call_later(LEAVE_S, call.line.kill)

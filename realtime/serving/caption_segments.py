@@ -46,8 +46,8 @@ class CaptionSegments:
 
     def __init__(self) -> None:
         self._words: deque[_Placed] = deque()
-        # The time of the session's first sample, as far as its words tell; and the same for each open turn, whose words
-        # stay together.
+        # The time of the session's first sample, estimated from when its words arrive; and the same for each open turn,
+        # so that the words of a turn stay together.
         self._began: float | None = None
         self._turns: dict[str, float] = {}
         # Segments that were given out stay as they are.
@@ -66,7 +66,7 @@ class CaptionSegments:
                 pass
 
     def _finish(self, line: Line, now: float) -> None:
-        """The final words of a turn replace those that came before, where no segment has them yet."""
+        """Replace the words of a turn by its final ones, except in segments that were given out."""
         self._words = deque(word for word in self._words if word.turn != line.id)
         self._place(line.id, line.words, now)
         self._turns.pop(line.id, None)

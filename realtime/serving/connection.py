@@ -38,7 +38,7 @@ GONE_CHECK_S = 1.0
 
 
 class MessageTaker(Protocol):
-    """What takes the messages of a connection (`Inbox`)."""
+    """The interface of an inbox as the reader uses it: `Inbox`, `ChannelInbox` and `CallInbox` have it."""
 
     def settle(self) -> None: ...
 

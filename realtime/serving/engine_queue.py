@@ -46,7 +46,8 @@ class EngineQueue:
         self._wake.set()
 
     def begin_anew(self, reanchor: Reanchor) -> None:
-        """Replace all queued commands. Their audio is in the replay of this one; flushes are put again after it."""
+        """Replace all queued commands by one that begins a new stream. It has their audio; flushes are put again after
+        it."""
         for command in self._commands:
             if isinstance(command, Feed | FeedGap):
                 self.heard(len(command.samples) if isinstance(command, Feed) else command.samples)
@@ -103,7 +104,7 @@ class ResentAudio:
     """Audio that a session has counted and its engine never received, because the gateway between them died.
 
     The client sends it again: samples `start` to `end` of the session. It is fed to the engine, together with the
-    flushes that lie in it (`marks`, those that the engine was not asked for), and not counted a second time.
+    flushes at positions in it that the engine was not asked for (`marks`), and not counted a second time.
     """
 
     def __init__(self, start: int, end: int, marks: Iterable[PendingFlush]) -> None:

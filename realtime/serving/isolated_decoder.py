@@ -41,7 +41,6 @@ AT_ONCE = 4
 MAX_STEP_S = 20.0
 # The longest answer of a decoder: one step and one more packet.
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
-STOP_S = 2.0
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 

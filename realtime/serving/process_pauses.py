@@ -31,7 +31,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class PauseDetector:
-    """The detector. `confirm` asks the engines which sessions are still ours. Detection begins with the first tick."""
+    """Notices a standstill by the time between two ticks of the ticker, from the first tick on. `confirm` asks the
+    engines which sessions are still ours."""
 
     def __init__(self, clock: Callable[[], float], confirm: Callable[[], Awaitable[None]]) -> None:
         self._clock = clock

@@ -53,7 +53,7 @@ class Line(msgspec.Struct, array_like=True):
     words: list[Word] = []
 
 
-# What happens to the words of a published session
+# Updates of a published session
 
 
 class Begun(msgspec.Struct, tag="begun", array_like=True):
@@ -88,7 +88,7 @@ Update = Begun | Added | Finished | Removed | Ended
 
 
 class State(msgspec.Struct, array_like=True):
-    """A transcript as a value."""
+    """A `Transcript` as a value, which messages carry to another process."""
 
     number: int
     is_live: bool
@@ -190,7 +190,7 @@ def _newest(words: list[Word]) -> list[Word]:
 
 
 def _size(line: Line) -> int:
-    """Characters of a turn; its words usually have those of its text."""
+    """Characters that a turn counts: of its text, or of its words if these have more."""
     return max(len(line.text), sum(max(1, len(text)) for text, _, _ in line.words))
 
 
@@ -366,8 +366,8 @@ class Coordinator:
         return True
 
     def _learn(self, key: Key, session: str, state: State) -> None:
-        """A follower knows words of a session: take them if this coordinator has them not, because it is new. The
-        session is expected again, if it is not here already."""
+        """Take words that a follower knows and this coordinator does not, because it is new. Their session is expected
+        to claim the name, if it has not done so."""
         channel = self.channels[key]
         if not channel.transcript.number and state.is_live:
             channel.session = session
@@ -446,7 +446,8 @@ class Reader(Protocol):
 
 
 class Publisher:
-    """The side of a gateway process. `send` gives a message to the coordinator."""
+    """The gateway process's side: claims names, posts updates, and follows names. `send` gives a message to the
+    coordinator."""
 
     def __init__(self, send: Callable[[ToCoordinator], None]) -> None:
         self.revocations = Revocations()
@@ -539,7 +540,7 @@ class SessionPublication:
         self._is_over = False
         # Open turns, and whether the client or the server has ended them; clearing the audio drops the others.
         self._open: dict[str, bool] = {}
-        # Updates that wait until the name is granted: an adopted session speaks before that.
+        # Updates that wait until the name is granted: an adopted session may have words before that.
         self._held: list[Update] | None = None
 
     async def change(self, name: str | None) -> ClientFault | None:

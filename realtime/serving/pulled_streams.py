@@ -81,9 +81,9 @@ class PulledStream:
         self._pulled: PulledAudio | None = None
 
     def kept(self, wall_clock: float) -> KeptStream:
-        """What the next process needs to go on."""
+        """The stream as the next process needs it to continue."""
         place = None if self._pulled is None else self._pulled.place
-        # Words come some time after their audio. What has no words yet is heard again, or it is in the gap.
+        # Words come some time after their audio. Audio without words yet is pulled again, or counts as missing.
         untold = 0.0
         if self._live is not None:
             fed = self._live.session.source_ms / 1000

@@ -26,7 +26,7 @@ SECRET_PREFIX = "whsec_"
 MAX_LINE_BYTES = 16 * 1024
 MAX_INTERIM_ANSWERS = 5
 MAX_HEADER_LINES = 100
-# What is read of the body of an answer, so that the receiver can finish it, and for how many seconds.
+# Bytes of the body of an answer that are read, so that the receiver can finish it, and the seconds for that.
 MAX_BODY_BYTES = 64 * 1024
 BODY_S = 1.0
 # Addresses of a name that are tried.

@@ -29,7 +29,7 @@ _TABLE = (
     "create table if not exists events (number integer primary key, account text, url text, session text, kind text, "
     "at real, dropped integer, data blob, named integer)"
 )
-# For a file of a server that did not keep this: its URLs are checked as those of clients are.
+# For a file of an older server, which had no such column: its URLs are checked like those that clients name.
 _ADDED_COLUMN = "alter table events add column named integer default 1"
 
 
@@ -64,7 +64,7 @@ class WebhookStore:
         self._has_failed = False
 
     async def open(self) -> list[StoredEvent]:
-        """Take a file and what is in it, and what other processes left. Raises OSError."""
+        """Lock a file for this process. Returns its events, and those of processes that have ended. Raises OSError."""
         kept = await in_thread(self._take_files, "webhook store")
         self._writing = asyncio.create_task(self._write_all(), name="webhook store")
         return kept

@@ -74,7 +74,7 @@ class ViewerLine:
 
 @dataclass(frozen=True, slots=True)
 class SocketExtras:
-    """What a connection can ask of its socket beyond ASGI."""
+    """Operations of a socket that ASGI does not have."""
 
     # Close the socket without a close frame.
     abort: Callable[[], None] = _no_abort

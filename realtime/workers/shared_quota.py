@@ -40,7 +40,7 @@ class _Question:
 
 
 class SharedQuota:
-    """The quota as a worker sees it."""
+    """The quota in a worker: asks the parent, and has the last figures of the other workers."""
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
         self.others = Figures()
@@ -96,7 +96,7 @@ class SharedQuota:
 
 
 class QuotaCoordinator:
-    """The quota in the parent. Workers are identified by their numbers."""
+    """The quota in the parent: counts the sessions of all workers, which are identified by their numbers."""
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
         self.counts = Counts(limits, clock)

@@ -131,7 +131,7 @@ async def work(end: socket.socket) -> None:
             # A worker that does not hear its parent admits no session and cannot be stopped by it.
             server.server.should_exit = True
 
-        hearing = asyncio.create_task(hear(), name="what the parent says")
+        hearing = asyncio.create_task(hear(), name="messages of the parent")
         reporting = asyncio.create_task(shared.run(), name="metrics for the parent")
         try:
             if await server.wait_until_ready():

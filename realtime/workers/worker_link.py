@@ -55,11 +55,15 @@ class Enter(msgspec.Struct, tag="enter"):
 
 
 class Entered(msgspec.Struct, tag="entered"):
+    """The parent's answer to `Enter`."""
+
     number: int
     answer: QuotaDecision
 
 
 class Leave(msgspec.Struct, tag="leave"):
+    """Sessions of a caller that were counted have ended, or were not opened."""
+
     caller: str
     sessions: int = 1
 
@@ -90,6 +94,8 @@ class Scrape(msgspec.Struct, tag="scrape"):
 
 
 class Scraped(msgspec.Struct, tag="scraped"):
+    """The parent's answer to `Scrape`: the metrics as Prometheus text."""
+
     number: int
     text: str
 

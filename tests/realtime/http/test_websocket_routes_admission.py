@@ -296,7 +296,7 @@ async def run_through(
     at = 1
     while True:
         async with place(**options) as running:
-            if running.sessions._claimants is not None:
+            if running.sessions._handoff_store is not None:
                 running.tokens.append(running.sessions._signer.resume_token("sess_elsewhere", "address 127.0.0.1"))
             async with fail(at) as fault:
                 await story(running)
