@@ -1,8 +1,8 @@
 """Speaker enrolment for uploads: computes voice embeddings from the names and reference recordings in an upload's form.
 
-The fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[]` with data URLs. Each recording is
-transcribed as a stream with speaker labels; the one voice that the labels end with is enrolled. `file_transcription.py`
-calls this before it transcribes the file.
+The fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[]` with data URLs. Each recording is run
+through an engine stream with speaker labels, and the voice embedding of its only speaker is taken from the labels.
+`file_transcription.py` calls this before it transcribes the file.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Each endpoint authenticates the client, reads its query, opens or resumes the session by the registry, and runs a
 `Connection` until the socket closes. `WebSocketRoutes` also serves WebRTC calls, and starts and stops what runs as long
-as the gateway does: the ticker of the sessions, viewers, pulled streams and webhooks. The sockets of viewers are in
+as the gateway does: the registry's ticker, viewers, pulled streams and webhooks. The sockets of viewers are in
 `viewer_routes.py`.
 """
 

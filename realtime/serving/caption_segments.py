@@ -54,6 +54,7 @@ class CaptionSegments:
         self._made: dict[int, str] = {}
 
     def update(self, update: Update, now: float) -> None:
+        """Take an update of the session; `now` is the time of day."""
         match update:
             case Begun():
                 self._began = None

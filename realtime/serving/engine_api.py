@@ -17,7 +17,8 @@ from realtime.session.events import Samples
 
 
 class StreamApi(Protocol):
-    """One stream of the engine. Its outputs are read by iteration, or passed to a listener as they arrive."""
+    """One stream of the engine. Its outputs are read by iteration, or passed to a listener as they arrive. The methods
+    are described in `EngineStream` (`engine/client/stream.py`)."""
 
     @property
     def id(self) -> str: ...
@@ -33,7 +34,8 @@ class StreamApi(Protocol):
 
 
 class EngineApi(Protocol):
-    """All engines of the gateway behind one interface."""
+    """All engines of the gateway behind one interface. The methods are described in `EngineClient`
+    (`engine/client/client.py`)."""
 
     @property
     def spec(self) -> ModelSpec: ...

@@ -1,8 +1,9 @@
 """Saves the state of sessions with the engines, so that another gateway can adopt a session.
 
-Each resumable session has a `SessionHandoff`, which sends its state to the engine that runs its stream: a full copy now
-and then (`SavedLive`), and each event since. The functions here encode and decode both. The engine stores the bytes
-without reading them (`engine/server/handoff.py`); `session_factory.py` rebuilds an adopted session from them.
+If there are several gateways, each resumable session has a `SessionHandoff`, which sends its state to the engine that
+runs its stream: a full copy now and then (`SavedLive`), and each event since. The functions here encode and decode
+both. The engine stores the bytes without reading them (`engine/server/handoff.py`); `session_factory.py` rebuilds an
+adopted session from them.
 """
 
 from __future__ import annotations

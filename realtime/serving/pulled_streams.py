@@ -104,6 +104,7 @@ class PulledStream:
         )
 
     def described(self) -> dict[str, Any]:
+        """The stream as the API shows it."""
         return {
             "id": self.id,
             "object": "stream",

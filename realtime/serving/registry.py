@@ -1,8 +1,8 @@
 """The registry of all sessions of a gateway: admission, resuming, adoption from other gateways, time limits, drain.
 
 A gateway process has one `Sessions`; every route that opens a session asks it. Admission is decided before a socket is
-accepted, so a refusal is an HTTP response. One ticker serves all sessions. What a single session does is in
-`live_session.py`.
+accepted, so a refusal is an HTTP response. One periodic task, the ticker, serves all sessions. What a single session
+does is in `live_session.py`.
 """
 
 from __future__ import annotations

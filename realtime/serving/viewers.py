@@ -151,6 +151,7 @@ def _shown(line: Line) -> dict[str, Any]:
 
 
 def snapshot_fields(name: str, transcript: Transcript, most_lines: int | None = None) -> dict[str, Any]:
+    """The event with the words of a session so far: its open turns, and at most `most_lines` finished ones."""
     lines = list(transcript.lines.values())
     lines = lines if most_lines is None else lines[-most_lines:]
     return {

@@ -7,7 +7,7 @@ that they use.
 - `HttpWithDeadlines`: deadlines for slow requests and for responses that the client does not read.
 - `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and
   limits on the memory and the CPU time that one client can use without a pause.
-- `FrameSplitter` and `text_of_whole_frame`: fast handling of typical frames, and fragments of long ones.
+- `text_of_whole_frame` decodes a typical frame without the parser, and `FrameSplitter` cuts long frames into fragments.
 - `clean_headers`: response headers without control characters.
 """
 
