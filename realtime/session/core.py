@@ -490,10 +490,8 @@ class Session:
         self._engine_failures += 1
         self._effects.append(Measured("engine_failures", 1))
         is_last = self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures
-        if is_last and (self.phase is Phase.FINISHING or self.settings.turn_detection is not None):
-            # Speech that goes on ends here, and its item fails with the others. What a client has not committed itself
-            # is no turn.
-            self._boundaries.end_open(now)
+        if is_last:
+            self._end_open_speech(now)
         self._fail_items("transcription_failed", event.message, now)
         if is_last:
             self._close(CloseCode.INTERNAL, "transcription failed", "stream_failure")
@@ -503,8 +501,15 @@ class Session:
             self._reanchor(now)
 
     def _engine_dead(self, event: messages.Dead, now: float) -> None:
+        self._end_open_speech(now)
         self._fail_items("engine_unavailable", "the engine stopped", now)
         self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
+
+    def _end_open_speech(self, now: float) -> None:
+        """Before the session ends with an error: end speech that goes on, so that its item fails with the others. What
+        a client has not committed itself is no turn."""
+        if self.phase is Phase.FINISHING or self.settings.turn_detection is not None:
+            self._boundaries.end_open(now)
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
         self._boundaries.send_events(self.turns.settle(), now)

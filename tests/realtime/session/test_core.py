@@ -205,6 +205,14 @@ def test_dead_engine_fails_what_was_promised_and_hangs_up() -> None:
     assert kinds(out)[-2:] == ["ItemFailed", "Hangup"] and drive.core.phase is Phase.CLOSED
 
 
+def test_speech_that_goes_on_when_the_engine_dies_is_ended_and_fails_by_name() -> None:
+    drive = Driver(session())
+    drive(append(3.0), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99))
+    out = drive(messages.Dead("gone"))
+    assert kinds(out) == ["SpeechStopped", "Committed", "ItemFailed", "Hangup"]
+    assert out[-2].item_id == out[0].item_id
+
+
 # Turns with speech detection.
 
 
