@@ -141,7 +141,7 @@ async def measure(case: Case, clients: int, periods: int, profile: Profile | Non
     ours, theirs = socket.socketpair()
     async with (
         engine_client(EngineProcess(null_loop, preload=()), max_load=0.0) as engine,
-        listening(engine, config, GatewayServices(claimants=engine)) as running,
+        listening(engine, config, GatewayServices(handoff_store=engine)) as running,
     ):
         sessions = running.server.gateway.sessions
         context = multiprocessing.get_context("spawn")

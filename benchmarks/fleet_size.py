@@ -57,7 +57,7 @@ from realtime.client.lasting_session import spread
 from realtime.client.wire_client import OPEN_TIMEOUT_S
 from realtime.http.info_routes import CapacityFigures
 from realtime.listeners import raise_limit
-from realtime.serving.fleet_names import FleetNames, home_of
+from realtime.serving.fleet_publishing import FleetNames, home_of
 from realtime.serving.publishing import Added, Publisher
 
 PARTS = ("manager", "links", "sessions", "names", "herd", "ray")

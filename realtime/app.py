@@ -1,4 +1,10 @@
-"""Composition root: the only file that builds objects of all packages, and the server that runs them."""
+"""Builds and runs a server: the engine client, the gateway with its routes, and uvicorn.
+
+This is the composition root: no other file builds objects of all packages. `running_server` is a whole server in one
+gateway process. With several workers its two halves run apart: `engine_for_workers` in the parent process,
+`gateway_of_several` in each worker. `Server` is uvicorn's server, which also drains sessions before its sockets close
+and applies a reloaded configuration.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +36,7 @@ from realtime.listeners import listening_sockets, raise_limit
 from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.metrics.gateway import PROCESS_SUMS, Metrics, build_collector, name_collector, process_collector
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.fleet_names import FleetNames
+from realtime.serving.fleet_publishing import FleetNames
 from realtime.serving.metric_totals import report
 from realtime.serving.publishing import Publisher
 from realtime.serving.quota import SessionQuota
@@ -329,7 +335,8 @@ async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]
 
 @dataclass(frozen=True, slots=True)
 class SharedParts:
-    """What the gateways of one server share; see `GatewayServices`."""
+    """The parts of `GatewayServices` that the parent gives to a worker: they are the same in all workers, or ask the
+    parent."""
 
     signer: Signer
     quota: SessionQuota

@@ -1,4 +1,8 @@
-"""The command line `tickertape`. Each command is a module in `realtime/commands`."""
+"""The entry point of the `tickertape` command: parses the command line and runs one of the commands.
+
+Each command is a module in `realtime/commands`; `_COMMANDS` lists them. An exception of a command becomes one line on
+standard error and an exit code.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
-"""The configuration: one frozen tree, read from a TOML file, the environment and command-line flags.
+"""The configuration of a server: all sections, keys and defaults, and how they are read and checked.
 
-Flags override the environment, which overrides the file. Every key has the same name everywhere: `limits.max_sessions`
-is `[limits] max_sessions` in the file, `TICKERTAPE_LIMITS_MAX_SESSIONS` in the environment, and
-`--limits.max-sessions` as a flag. An unknown key is an error that names the most similar key. Only `take_over` changes
-the tree, when the configuration is reloaded.
+`load_config` reads a TOML file, the environment and command-line flags. Flags override the environment, which overrides
+the file. Every key has the same name everywhere: `limits.max_sessions` is `[limits] max_sessions` in the file,
+`TICKERTAPE_LIMITS_MAX_SESSIONS` in the environment, and `--limits.max-sessions` as a flag. An unknown key is an error
+that names the most similar key. A process has one `Config`, which all parts share; only `take_over` changes it, when
+the configuration is reloaded.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""The gateway's exceptions and WebSocket close codes.
+"""The gateway's exceptions, and its WebSocket close codes.
 
-The texts of `ClientFault` and `Refusal` are sent to clients: they contain no paths, secrets or internals.
+Two of the exceptions are answers to clients: `ClientFault` becomes an error event on an open socket, and `Refusal` an
+HTTP error response. Their texts are sent to clients, so they contain no paths, secrets or internals. The exceptions of
+the engine client are in `engine/errors.py`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,9 @@
-"""Opens the listening sockets of a server, and says in one sentence why they cannot be opened. Raises the limit of open
-files, because each connection takes one."""
+"""Opens the listening TCP sockets of a server, and raises its limit of open files.
+
+Called by `tickertape serve` and `realtime/app.py` at the start, before an engine is started. An address or port that
+cannot be used raises OSError with a sentence for the operator. The sockets of workers, which share one port, are opened
+in `realtime/workers`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Values as text: numbers and web addresses that clients and operators write, and times that the server writes."""
+"""Strict parsers for numbers, URLs and host names from clients and operators, and writers of dates.
+
+Used for query parameters, form fields, settings and command-line flags. They refuse what Python's own parsers accept in
+addition, such as digits of other scripts, underscores and `nan`. The dates are valid even if the system's clock is set
+beyond the year 9999.
+"""
 
 from __future__ import annotations
 
@@ -71,6 +76,16 @@ def web_url(url: str) -> SplitResult:
     return split
 
 
+def listed_host(entry: str) -> tuple[str, str]:
+    """Host and port of an entry of a list of hosts: `a.example`, `a.example:8080`, `[::1]:8080`. The port is `*` for
+    any port, and empty if the entry has none."""
+    host, colon, port = entry.rpartition(":")
+    is_number = port.isascii() and port.isdigit()
+    if colon and (port == "*" or is_number) and (":" not in host or host.endswith("]")):
+        return host.strip("[]"), port.lstrip("0") or "0" if is_number else port
+    return entry.strip("[]"), ""
+
+
 # Times. A clock that is set beyond the years that Python's dates have must not break the server.
 
 # Seconds since 1970 of the first and the last second that `datetime` can express.
@@ -80,17 +95,8 @@ LATEST = 253_402_300_799
 _format = email.utils.formatdate
 
 
-def listed_host(entry: str) -> tuple[str, str]:
-    """Host and port of an entry of a list of hosts: `a.example`, `a.example:8080`, `[::1]:8080`; `*` is any port,
-    and empty none."""
-    host, colon, port = entry.rpartition(":")
-    is_number = port.isascii() and port.isdigit()
-    if colon and (port == "*" or is_number) and (":" not in host or host.endswith("]")):
-        return host.strip("[]"), port.lstrip("0") or "0" if is_number else port
-    return entry.strip("[]"), ""
-
-
 def limited(seconds: float) -> float:
+    """Seconds since 1970, limited to the years that `datetime` can express."""
     return min(max(seconds, EARLIEST), LATEST)
 
 

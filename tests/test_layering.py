@@ -86,7 +86,7 @@ OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
     "engine/client/engine_handles.py": {"engine/server"},
     # Gateways are linked to each other with the sockets and keys of the links to engines.
-    "realtime/serving/fleet_names.py": {"engine/boundary"},
+    "realtime/serving/fleet_publishing.py": {"engine/boundary"},
     # A process of its own: it sets its log up as the others do.
     "realtime/workers/worker.py": {"engine"},
     # This command is the engine process.

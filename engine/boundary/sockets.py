@@ -4,7 +4,7 @@ Addresses are ipc:// by default, tcp:// for a remote engine, inproc:// within on
 per engine, an engine binds one ROUTER. ZeroMQ may silently lose messages when a connection breaks; so messages are
 numbered (`Numbering`), kept until they are acknowledged, and sent again when the receiver misses a number. A side that
 has too many unacknowledged bytes stops sending. Gateways of a fleet connect to each other in the same way
-(`GatewayListener`), without numbers: after a break they begin again (`realtime/serving/fleet_names.py`).
+(`GatewayListener`), without numbers: after a break they begin again (`realtime/serving/fleet_publishing.py`).
 
 With a fleet secret, links over tcp use CURVE: it encrypts them for clients that know the engine's public key, and
 `ZapAuthenticator` admits only the gateways' key. ZeroMQ holds a frame of a peer that is not authenticated yet, so both

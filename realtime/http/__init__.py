@@ -1,4 +1,5 @@
-"""The HTTP port of the gateway, on Starlette: authentication, sockets, uploads, JSON answers, the web page, routes.
+"""The gateway's HTTP port, on Starlette: authentication, WebSocket endpoints, uploads, JSON routes, the web page.
 
-Part of the gateway. It imports `realtime.serving` and the layers below; only `realtime.app` imports it.
+Part of the gateway. Routes translate HTTP into calls of `realtime.serving`, which has the sessions. It imports
+`realtime.serving` and the layers below; only `realtime.app` imports it.
 """

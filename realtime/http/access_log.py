@@ -1,8 +1,8 @@
-"""The access log (`server.access_log`): a line for every request and every socket when it ends.
+"""The access log (`server.access_log`): ASGI middleware that logs every request and every socket when it ends.
 
-The query and the headers are not logged, because they may contain keys and tokens. Bytes are counted for requests only:
-the events of a socket do not pass through here. Requests that are cut off before
-they are parsed, and upgrades that the protocol refuses, do not reach the application and have no line.
+The query and the headers are not logged, because they may contain keys and tokens. Bytes are counted for requests only,
+because the events of a socket do not pass through the middleware. Requests that are cut off before they are parsed, and
+upgrades that uvicorn's protocol class refuses, do not reach the application and have no line.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Writes the page `/docs/api`: the OpenAPI document and the names of all events as HTML, without scripts."""
+"""Writes the HTML page `/docs/api` from the OpenAPI document and the schema of all events, without scripts.
+
+Called by `openapi.py`, which serves the page.
+"""
 
 from __future__ import annotations
 

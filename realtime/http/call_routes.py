@@ -1,4 +1,8 @@
-"""The routes of WebRTC calls: WHIP (RFC 9725), and the calls of OpenAI's Realtime API."""
+"""The HTTP routes of WebRTC calls: WHIP (RFC 9725), and the calls of OpenAI's Realtime API.
+
+They read a client's SDP offer and settings, answer with the server's SDP, and end calls. The calls themselves are in
+`realtime/serving/calls.py`.
+"""
 
 from __future__ import annotations
 

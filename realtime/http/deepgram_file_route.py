@@ -1,4 +1,9 @@
-"""`POST /v1/listen`: transcribes a file for Deepgram's clients. The file is the body, the answer is Deepgram's JSON."""
+"""Deepgram's endpoint for files, `POST /v1/listen`: the file is the body, the answer is Deepgram's JSON.
+
+It receives and transcribes the file with the same code and limits as OpenAI's endpoints (`transcription_routes.py`),
+and differs in its options and in the shape of its answer. Deepgram's live socket, on the same path, is in
+`websocket_routes.py`.
+"""
 
 from __future__ import annotations
 

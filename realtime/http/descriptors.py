@@ -1,11 +1,12 @@
-"""A reserve of file descriptors: when they run out, new connections are refused and health checks still work.
+"""Keeps a reserve of file descriptors, so that a server with too many connections still answers health checks.
 
-With TLS a connection is registered here before its handshake: the server listens without TLS, and `TlsHandshake` starts
-it on each connection, with a deadline.
+`DescriptorAwareHttp` is the HTTP protocol class that `realtime/app.py` gives to uvicorn. A new connection gets the
+lowest free descriptor number below the limit, so a high number means that nearly all are in use. A connection whose
+number is in the reserve gets an answer if it asks for health, readiness, capacity or metrics; any other request is
+refused, and the connection is closed.
 
-A new connection gets the lowest free descriptor number below the limit, so a high number means that nearly all are in
-use. The highest numbers are the reserve, which sessions and uploads never use: a connection in it gets an answer if it
-asks for health, readiness, capacity or metrics; any other request is refused. It is closed after its answer.
+With TLS, connections are counted before their handshake: the server listens without TLS, and `TlsHandshake` makes the
+handshake on each connection, with a deadline.
 """
 
 from __future__ import annotations

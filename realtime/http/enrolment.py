@@ -1,7 +1,8 @@
-"""Enrolled speakers of an upload: reads names and reference recordings from its form, and has their voices computed.
+"""Speaker enrolment for uploads: computes voice embeddings from the names and reference recordings in an upload's form.
 
-A reference is a stream with speaker labels of its own; the voice that its labels end with is the enrolled one. The
-fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[]` with data URLs.
+The fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[]` with data URLs. Each recording is run
+through an engine stream with speaker labels, and the voice embedding of its only speaker is taken from the labels.
+`file_transcription.py` calls this before it transcribes the file.
 """
 
 from __future__ import annotations

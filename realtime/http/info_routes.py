@@ -1,5 +1,9 @@
-"""The routes that answer with JSON or metrics: models, client secrets, webhooks, health, capacity and the Prometheus
-scrape."""
+"""The routes with short JSON answers: models, client secrets, webhooks, health, readiness, capacity; and `/metrics`.
+
+`Answers` has an endpoint for each path, and `WebhookRoutes` that of `/v1/webhooks`. They read state of the gateway and
+own none, except for `Scrapes`, which caches the answer of `/metrics`. `read_body` and `json_body` serve other routes
+too.
+"""
 
 from __future__ import annotations
 
@@ -189,7 +193,7 @@ MODELS, SECRETS, OPERATION = "Models", "Client secrets", "Operation"
 
 
 class Answers:
-    """The endpoints; one method for each path."""
+    """The endpoints of models, client secrets, health, capacity and metrics."""
 
     def __init__(self, context: Context) -> None:
         self._context = context

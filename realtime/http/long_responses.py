@@ -1,8 +1,8 @@
-"""Long HTTP responses, made and sent in pieces so that they do not block the event loop.
+"""HTTP responses that are made and sent in pieces, so that a long one does not block the event loop.
 
-The response to a file of hours takes hundreds of milliseconds to make. `json_pieces` makes a bounded number of entries
-at a time, and `PiecesResponse` sends a part when the client has read the part before. For a slow client only one part
-is in memory, and not the whole response.
+Used for transcripts of files, which may have hours of words. `json_pieces` encodes a bounded number of entries at a
+time, and `PiecesResponse` sends a part when the client has read the part before. For a slow client only one part is in
+memory, and not the whole response.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The OpenAPI document of all HTTP routes (`GET /openapi.json`), made from the routes of the application.
+"""Builds the OpenAPI document (`GET /openapi.json`) from the routes, and serves it with the other API documents.
 
-A route is described beside its code: `@described(Operation(...))` on its endpoint. The bodies are msgspec structs, and
-their schemas are made from these. `tests/e2e/test_api_documents.py` fails for a route without a description, and
-for a response of a running server that is not as its description says.
+A route is described beside its code: `@described(Operation(...))` on its endpoint. The bodies are msgspec structs, from
+which their schemas are made. `ApiDocs` serves the document, the schema of all events, and the page `/docs/api`
+(`api_page.py`). `tests/e2e/test_api_documents.py` fails for a route without a description, and for a response of a
+running server that does not match its description.
 """
 
 from __future__ import annotations
@@ -74,7 +75,7 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """What a client needs to know of a method of a path."""
+    """The description of one method of a path, for clients."""
 
     summary: str
     tag: str

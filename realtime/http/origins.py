@@ -1,10 +1,10 @@
-"""Protects a server without keys from other websites: checks the `Origin` and `Host` headers of browsers.
+"""Protects a server without keys from other websites: checks the `Origin` and `Host` headers, and sends CORS headers.
 
 The page of any website can make a browser send requests to any reachable address, this machine included. Two headers
-reveal that. `Origin` names the page's website: other origins than the server's own are refused unless they are listed.
-`Host` is the name in the request's URL: a website can make its own name resolve to this machine, and the browser then
-treats the server as part of that website (DNS rebinding). Other programs send no `Origin`, and a name or address of
-this machine as `Host`.
+reveal that. `Origin` names the page's website: other origins than the server's own are refused unless they are listed
+(`server.allowed_origins`). `Host` is the name in the request's URL: a website can make its own name resolve to this
+machine, and the browser then treats the server as part of that website (DNS rebinding). Other programs send no
+`Origin`, and a name or address of this machine as `Host`.
 
 With keys neither check is needed, because a website does not know a key. Then all origins are allowed, unless some are
 listed.

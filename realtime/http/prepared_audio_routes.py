@@ -1,4 +1,9 @@
-"""Routes for prepared audio: render a file into items without transcribing it, and inject items into engine caches."""
+"""Routes for prepared audio: `render` cuts a file into items without transcribing it, `inject` puts items into caches.
+
+An item is audio for some positions of the model, with its hash. Items that were rendered on one server can be injected
+at another: they go into the caches of its engines, and streams with the same audio then send hashes instead of audio.
+The routes are off unless `server.inject` is set.
+"""
 
 from __future__ import annotations
 

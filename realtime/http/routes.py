@@ -1,4 +1,8 @@
-"""Builds the gateway's ASGI application: all routes, the middleware, and the responses for errors."""
+"""Builds the gateway's ASGI application: the table of all paths, the middleware, and the responses for errors.
+
+`build_app` makes the objects that the routes share and one route object for each group of paths; the endpoints are in
+the other modules of this folder. It also serves the files of the web page (`realtime/web`).
+"""
 
 from __future__ import annotations
 
@@ -93,7 +97,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     gateway.audience = Audience(publisher, services.metrics)
     links = ViewerLinks(services.link_signer, publisher.revocations, authenticator.vouches_for)
     viewers = ViewerRoutes(context, gateway.audience, publisher, links)
-    is_alone = services.claimants is None
+    is_alone = services.handoff_store is None
     gateway.streams = PulledStreams(sessions, config, time.time, authenticator.vouches_for, is_alone)
     gateway.calls = Calls(sessions, config, services.metrics, gateway.serve_call)
     calls = CallRoutes(context, gateway.calls)

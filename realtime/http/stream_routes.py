@@ -1,5 +1,7 @@
-"""The routes of streams that the server pulls: create, list, read and delete them, and their events as server-sent
-events."""
+"""The routes of streams that the server pulls (`/v1/streams`): create, list, read, delete, and follow their events.
+
+They check requests and write server-sent events; the streams themselves are in `realtime/serving/pulled_streams.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The endpoints for file transcription in OpenAI's API: a multipart form in; JSON, text, subtitles or events out."""
+"""OpenAI's endpoints for files, `POST /v1/audio/transcriptions` and `/v1/audio/translations`.
+
+A multipart form comes in; JSON, text, subtitles or server-sent events go out. This file has the endpoints and their
+documented shapes: `upload_forms.py` receives the form, and `file_transcription.py` transcribes and writes the answer.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,9 @@
 """Receives uploads: parses multipart forms as they arrive, stores the file, and enforces the limits for uploads.
 
-Text fields are kept as bytes, and all memory of a form is counted while it grows. A text is decoded only when it is
-needed and not too long, so a client cannot make the server use much more memory than it sends.
+All routes that take a file share one `FormReader`. Its `Spool` counts all uploads and their bytes from the first byte
+to the end of the response, and refuses more than the limits allow. Text fields are kept as bytes and counted while they
+grow; a text is decoded only when it is needed and not too long, so a client cannot make the server use much more memory
+than it sends.
 """
 
 from __future__ import annotations

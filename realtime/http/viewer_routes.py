@@ -1,7 +1,8 @@
-"""The routes of viewers: the words of a published session as server-sent events and on a read-only socket; the links.
+"""The routes of published sessions: words as server-sent events, on a read-only socket, as HLS captions; viewer links.
 
-A viewer has the key of the session's owner, or a viewer link. On a server without keys every client that reaches it may
-read what is published.
+They admit viewers: one needs the key of the session's owner or a viewer link; on a server without keys every client may
+read what is published. `realtime/serving/viewers.py` writes the words to admitted viewers, and
+`realtime/serving/viewer_links.py` makes the links.
 """
 
 from __future__ import annotations
@@ -87,7 +88,7 @@ ViewerEvents = Annotated[str, Meta(description="The data of each event is a View
 
 
 class ViewerRoutes:
-    """The endpoints; one method for each."""
+    """The endpoints for viewers, and for owners who make and revoke links."""
 
     def __init__(self, context: Context, audience: Audience, publisher: Publisher, links: ViewerLinks) -> None:
         self._context = context

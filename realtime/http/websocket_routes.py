@@ -1,4 +1,10 @@
-"""The WebSocket endpoints: authenticates a socket, opens or resumes its session, and serves it until it closes."""
+"""The WebSocket endpoints of OpenAI's, vLLM's, Deepgram's and Twilio's clients.
+
+Each endpoint authenticates the client, reads its query, opens or resumes the session by the registry, and runs a
+`Connection` until the socket closes. `WebSocketRoutes` also serves WebRTC calls, and starts and stops what runs as long
+as the gateway does: the registry's ticker, viewers, pulled streams and webhooks. The sockets of viewers are in
+`viewer_routes.py`.
+"""
 
 from __future__ import annotations
 
@@ -179,7 +185,7 @@ _Enter = Callable[[WebSocket], AbstractAsyncContextManager[_AdmittedSocket]]
 
 
 class WebSocketRoutes:
-    """Serves sockets, and runs the ticker of the sessions while the server runs."""
+    """The endpoints of sockets; `lifespan` starts and stops what runs as long as the gateway does."""
 
     def __init__(self, context: Context) -> None:
         self.config = context.config
@@ -276,6 +282,7 @@ class WebSocketRoutes:
         inbox: Inbox | ChannelInbox | CallInbox,
         line: tuple[Receive, Send, SocketExtras],
     ) -> None:
+        """Serve sessions over `line`: the socket of a client, or that to the process of a WebRTC call."""
         receive, send, _ = line
         if self.sessions.standstill is not None:
             line = self.sessions.standstill.guard(*line, lambda: not any(entry.is_let_go for entry in entrance.entries))

@@ -1,4 +1,8 @@
-"""The engine client's counters as Prometheus metrics, read at each scrape."""
+"""Prometheus metrics of the engines: steps, caches, streams and load, as the gateway's engine client knows them.
+
+`engine_collector` reads the engine client at each scrape; nothing is counted here. All gateways of an engine show the
+same values, except for the metrics in `COUNTED_BY_EACH_GATEWAY`.
+"""
 
 from __future__ import annotations
 

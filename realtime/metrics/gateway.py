@@ -1,4 +1,9 @@
-"""All metrics of the gateway. Each app has its own registry, so that several apps can run in one process."""
+"""Prometheus metrics of the gateway: sessions, lag, refusals, uploads, viewers, webhooks, and the process itself.
+
+Each gateway process has one `Metrics`, and the other packages count with its attributes. It has a registry of its own,
+so that several gateways can run in one process. `scrape` writes the text for `/metrics`; a worker asks the parent for
+it, which adds up the metrics of all workers.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,9 @@
-"""Turns a client's audio bytes into float samples at the engine's rate: raw formats at once, containers in steps."""
+"""Decodes a client's live audio bytes into float samples at 16 kHz, the model's rate.
+
+Each `Inbox` has one `AudioIntake` for the client's current format, with the state of its decoder and resampler. Raw
+samples are decoded at once in the gateway; containers such as WebM are decoded step by step in a separate process
+(`isolated_decoder.py`). Uploaded files do not pass through here.
+"""
 
 from __future__ import annotations
 

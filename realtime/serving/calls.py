@@ -1,7 +1,9 @@
-"""WebRTC calls: each is a session whose transport is a process of its own (`realtime/webrtc/call_process.py`).
+"""WebRTC calls in the gateway: each call is a session whose audio and text pass through a process of its own.
 
-`CallLine` is the socket to that process with the interface of a WebSocket, so a call is served as a socket is: by the
-same connection, with the same limits. `Calls` knows the calls of this gateway from their offer to their end.
+The process (`realtime/webrtc/call_process.py`) has the network connection to the client. `CallLine` is the gateway's
+socket to that process, with the interface of an ASGI WebSocket, so the same `Connection` serves calls and sockets, with
+the same limits. `Calls` owns the calls of this gateway from their SDP offer to their end; the HTTP routes are in
+`realtime/http/call_routes.py`. Phone calls from Twilio are not WebRTC: they come as WebSockets.
 """
 
 from __future__ import annotations
@@ -24,9 +26,9 @@ from realtime.dialects.openai import CallDialect
 from realtime.errors import Refusal
 from realtime.metrics.gateway import Metrics
 from realtime.serving.connection import AsgiMessage
-from realtime.serving.forking_program import ForkingProgram
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
+from realtime.serving.media_fork_client import ForkServerClient
 from realtime.serving.media_protocol import (
     ANSWER,
     AUDIO,
@@ -52,7 +54,7 @@ from realtime.session.settings import Settings
 
 log = logging.getLogger("tickertape.calls")
 
-# Seconds for a process to answer an offer. The first one of a server loads the library, on a busy machine for long.
+# Seconds for a process to answer an offer. The first call also waits until the library is loaded.
 ANSWER_S = 30.0
 # Seconds for a process to tell the client that the call has ended, before it is killed.
 LEAVE_S = 3.0
@@ -60,7 +62,7 @@ RETRY_AFTER_S = 5
 READ_BYTES = 64 * 1024
 INSTALL = "pip install 'tickertape[webrtc]'"
 
-_program = ForkingProgram(CALL_PROGRAM)
+_program = ForkServerClient(CALL_PROGRAM)
 
 
 def is_installed() -> bool:
@@ -122,7 +124,7 @@ class CallLine:
             await self.hang_up()
 
     async def hang_up(self) -> None:
-        """Have the process end the call when the client has got what was sent before."""
+        """Have the process end the call when it has sent the client all events so far."""
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 await self._tell(CLOSE, b"")
@@ -176,7 +178,7 @@ class CallLine:
 
 
 class CallInbox:
-    """The messages of a call for its session: texts of the client, audio, and what is missing of it."""
+    """Passes the messages of a call's process to the session: texts of the client, audio, lost audio, silence."""
 
     def __init__(self, inbox: Inbox, live: LiveSession, dialect: CallDialect) -> None:
         self._inbox = inbox
@@ -216,7 +218,7 @@ class Call:
     def __init__(self, caller: Caller) -> None:
         self.id = f"call_{secrets.token_hex(12)}"
         self.caller = caller
-        # Of the answer; failed if the offer is refused.
+        # The SDP answer; an exception if the offer is refused.
         self.answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self.line: CallLine | None = None
         self.task: asyncio.Task[None] | None = None
@@ -262,7 +264,7 @@ class Calls:
         return call
 
     async def end(self, call: Call) -> None:
-        """End a call as its client would, and without the client if that does not take the last events."""
+        """End a call after its last events were sent; its process is killed after `LEAVE_S`."""
         if call.line is not None:
             await call.line.hang_up()
             asyncio.get_running_loop().call_later(LEAVE_S, call.line.kill)

@@ -1,8 +1,9 @@
-"""WebVTT segments of a published session for HLS players: a playlist of the newest segments, and their captions.
+"""Captions of a published session for HLS players: a playlist of WebVTT segments, and the text of each segment.
 
-A segment is a span of the clock of the server, so the captions of a stream that a video server makes at the same time
-can be shown with it: the playlist has the date of each segment. A word belongs to the segment of its first sound. Words
-reach the server after they are spoken, and turns end later still, so a segment is listed `HOLD_S` after its end.
+A segment covers `SEGMENT_S` of the server's clock. The playlist has the date of each segment, so a player can show the
+captions with the video stream of another server. A word belongs to the segment in which it begins. Words arrive after
+they are spoken, and finals later still, so a segment is listed only `HOLD_S` after its end. `viewers.py` keeps one
+`CaptionSegments` for a name while players ask for it.
 """
 
 from __future__ import annotations
@@ -45,14 +46,15 @@ class CaptionSegments:
 
     def __init__(self) -> None:
         self._words: deque[_Placed] = deque()
-        # The time of the session's first sample, as far as its words tell; and the same for each open turn, whose words
-        # stay together.
+        # The time of the session's first sample, estimated from when its words arrive; and the same for each open turn,
+        # so that the words of a turn stay together.
         self._began: float | None = None
         self._turns: dict[str, float] = {}
         # Segments that were given out stay as they are.
         self._made: dict[int, str] = {}
 
     def update(self, update: Update, now: float) -> None:
+        """Take an update of the session; `now` is the time of day."""
         match update:
             case Begun():
                 self._began = None
@@ -65,7 +67,7 @@ class CaptionSegments:
                 pass
 
     def _finish(self, line: Line, now: float) -> None:
-        """The final words of a turn replace those that came before, where no segment has them yet."""
+        """Replace the words of a turn by its final ones, except in segments that were given out."""
         self._words = deque(word for word in self._words if word.turn != line.id)
         self._place(line.id, line.words, now)
         self._turns.pop(line.id, None)

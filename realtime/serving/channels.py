@@ -1,8 +1,9 @@
-"""Multichannel audio on one socket: each channel is a session with its own engine stream, behind one reader and writer.
+"""Several audio channels on one WebSocket: each channel is a session with its own engine stream.
 
-`ChannelInbox` de-interleaves the client's samples into the inboxes of the channels, or, where audio comes in JSON with
-the name of its channel, gives every message to all of them. `ChannelGroup` merges the events of the channels for the
-writer. Admission and limits count every channel as a session.
+Used for Deepgram's multichannel audio and the two tracks of a Twilio call. `ChannelInbox` takes the client's messages
+in place of a single `Inbox`: it de-interleaves the samples, or passes every message to all channels where messages name
+their channel (Twilio). `ChannelGroup` takes the place of a single live session: it merges the events of all channels
+for the connection's writer. Admission and limits count every channel as a session.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Checks of http and https URLs, and fetches them for streams that the server pulls, from allowed hosts only.
+"""Protection against server-side request forgery: checks of outgoing URLs, and an HTTP client that applies them.
 
-Server-side request forgery is the attack: a client names a URL, and the server has access to networks that the client
-has not. So every request, also of a redirect and of a segment of a playlist, is checked here: the host is listed by
-the operator, and the address that its name resolves to is public or listed itself. The connection goes to the address
-that was checked, so a name cannot change its meaning in between. Streams are fetched in the pulling process; libav has
-no network. Webhooks (`webhook_sender.py`) are sent with the same checks.
+Clients can name URLs, for streams that the server pulls and for webhooks, and the server may reach networks that the
+client cannot. So every request is checked, also each redirect and each segment of an HLS playlist: the operator must
+have listed the host, and the address that it resolves to must be public or listed itself. The connection is made to the
+address that was checked, so another DNS answer cannot change it. `CheckedFetch` runs in the process that pulls a
+stream, where libav has no network access; webhooks use the checks only (`webhook_sender.py`).
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class NotAllowed(UnsupportedFormat):
 
 
 def check_url(url: str, hosts: Sequence[str], setting: str = STREAM_HOSTS) -> SplitResult:
-    """The parts of a URL whose host is listed. Raises NotAllowed. Addresses are checked when they are known. `setting`
-    is the name of the operator's list. Streams may have any port of a listed host; others have those of http and https,
-    unless the entry has a port."""
+    """The parts of a URL whose host is in the list `hosts`, which is the operator's `setting`. Raises NotAllowed. The
+    addresses of the host are checked after the lookup (`check_addresses`). Streams may use any port of a listed host;
+    webhooks the ports 80 and 443, or the port of the entry."""
     try:
         split = web_url(url)
     except OtherScheme:
@@ -76,7 +76,7 @@ def port_of(split: SplitResult) -> int:
 
 
 def request_target(split: SplitResult) -> str:
-    """What a request asks the host for."""
+    """Path and query, as in the first line of a request."""
     return f"{split.path or '/'}{'?' + split.query if split.query else ''}"
 
 
@@ -107,8 +107,8 @@ def _is_in(address: Address, listed: str) -> bool:
 
 
 def check_address(text: str, hosts: Sequence[str], setting: str = STREAM_HOSTS, port: int | None = None) -> None:
-    """Raise NotAllowed unless the address is public or listed itself, as an address or in a network. With a port, an
-    entry with another one does not count; one without a port leaves that to the entry of the name."""
+    """Raise NotAllowed unless the address is public or listed itself, as an address or in a network. With `port`,
+    entries with another port do not count; entries without a port do."""
     address = _embedded(ip_address(text.partition("%")[0]))
     if _is_public(address):
         return
@@ -119,7 +119,7 @@ def check_address(text: str, hosts: Sequence[str], setting: str = STREAM_HOSTS, 
 
 
 def check_addresses(found: Sequence[Found], hosts: Sequence[str], setting: str = STREAM_HOSTS) -> None:
-    """Check all addresses of a name before the first connection: one that is not allowed spoils the name."""
+    """Check all addresses of a name before the first connection. Raises NotAllowed if any of them is not allowed."""
     for entry in found:
         address, port = entry[4][:2]
         check_address(str(address), hosts, setting, None if setting == STREAM_HOSTS else port)

@@ -1,10 +1,12 @@
-"""One client's socket: a reader task and a writer task around a live session. All decisions are the session's.
+"""Serves one client's socket: a reader task passes messages to the session, a writer task sends the session's events.
 
-The reader never sends and the writer never reads, so a client that does not read cannot block its own audio.
+It serves WebSockets and WebRTC calls alike. It moves messages only; the session decides what they mean. A resumable
+session outlives its connection and gets another one.
 
 - The reader takes the next message only when the session has room, so TCP slows down a client that sends too fast.
-- The writer's queue is the session's outbox. If it overruns, the socket is closed with 1008, and aborted if the client
-  does not read the close frame either.
+- The writer's queue is the session's outbox. If its limits are exceeded, the socket is closed with 1008, and aborted if
+  the client does not read the close frame either.
+- The reader never sends and the writer never reads, so a client that does not read cannot block its own audio.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ GONE_CHECK_S = 1.0
 
 
 class MessageTaker(Protocol):
-    """What takes the messages of a connection (`Inbox`)."""
+    """The interface of an inbox as the reader uses it: `Inbox`, `ChannelInbox` and `CallInbox` have it."""
 
     def settle(self) -> None: ...
 

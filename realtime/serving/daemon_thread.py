@@ -1,4 +1,8 @@
-"""Runs a blocking function in a thread of its own, which ends with the process even if the function never returns."""
+"""Runs a blocking function in a daemon thread, and returns its result as an asyncio future.
+
+Webhooks and the file of pulled streams use it for DNS lookups and disk writes, which may hang: unlike a thread of
+asyncio's executor, a daemon thread does not keep the process from ending.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +16,8 @@ T = TypeVar("T")
 
 
 def in_thread(function: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """The future result of the function. It must not be awaited without `asyncio.shield` or `asyncio.wait` if it is
-    shared. Threads of an executor are waited for at the end of the process, and a lookup or a disk may hang."""
+    """Start the function; returns its future result. Several tasks that wait for one result need `asyncio.shield`
+    or `asyncio.wait`, because a cancelled task cancels what it awaits."""
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
 

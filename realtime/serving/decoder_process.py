@@ -1,11 +1,11 @@
-"""The program that decodes untrusted container audio outside the gateway, in one process for each file or stream.
-Processes that pull a stream from the network are its forks too (`pull_process.py`).
+"""The program that decodes untrusted audio files and container streams, each in a process of its own.
 
     python -m realtime.serving.decoder_process FD
 
-The program loads libav and waits for orders on the socket FD. For each file or stream it forks, which is fast because
-the loaded libraries are shared. Each fork has resource limits, and audio that crashes libav crashes only its own fork.
-`isolated_decoder.py` is the gateway's side.
+The gateway starts the program once, and sends it orders over the socket FD (`isolated_decoder.py`). The program loads
+libav, and forks a process for each order, which is fast because forks share the loaded libraries. Each fork has
+resource limits, and audio that crashes libav ends only its own fork. A fork can also pull a stream from the network
+(`pull_process.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from audio.containers import STEP_SAMPLES, read_stream, read_upload
 from audio.errors import AudioError, TooLargeToDecode
 from audio.pipes import ByteReader
-from realtime.serving.forks import Forks, set_bounds
+from realtime.serving.media_fork_server import ForkServer, set_bounds
 from realtime.serving.media_protocol import DONE, FAULT, FRAME, HUNGRY, MORE, NO_MORE, PIECE, PULL
 from realtime.serving.pull_process import pull
 
@@ -31,11 +31,11 @@ MAX_DECODER_FILES = 16
 
 
 def main() -> None:
-    Forks(socket.socket(fileno=int(sys.argv[1])), _live).serve()
+    ForkServer(socket.socket(fileno=int(sys.argv[1])), _live).serve()
 
 
 def _live(kind: bytes, line: socket.socket, file: BinaryIO | None) -> None:
-    """Decode one file or stream, or pull one: the whole life of a forked process."""
+    """Decode one file or stream, or pull one; a fork runs this until it ends."""
     if kind == PULL:
         return pull(line, _set_bounds)
     _set_bounds()
@@ -47,9 +47,10 @@ def _set_bounds() -> None:
 
 
 class _Line(ByteReader):
-    """The socket to the gateway: receives pieces of bytes, and sends one answer of samples for each of them.
+    """The socket to the gateway: receives pieces of bytes, and answers each of them with samples.
 
-    Streams are read from it. A file has its own descriptor, and an empty piece only asks for the next samples.
+    The pieces are the bytes of a stream. A file has its own descriptor; then a piece is empty, and asks for the next
+    samples.
     """
 
     def __init__(self, line: socket.socket) -> None:

@@ -1,4 +1,8 @@
-"""The engine's interface as the gateway uses it. Implemented by `engine.client` and by the fakes in tests."""
+"""The engine client's interface as protocols: `EngineApi` is all engines of a gateway, `StreamApi` is one stream.
+
+The gateway's code is written against them. `engine/client` implements them, and so do the fake engines of the tests.
+Only handoffs need more than this interface and use `engine/client` directly.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +17,8 @@ from realtime.session.events import Samples
 
 
 class StreamApi(Protocol):
-    """One stream of the engine. Its outputs are read by iteration, or passed to a listener as they arrive."""
+    """One stream of the engine. Its outputs are read by iteration, or passed to a listener as they arrive. The methods
+    are described in `EngineStream` (`engine/client/stream.py`)."""
 
     @property
     def id(self) -> str: ...
@@ -29,7 +34,8 @@ class StreamApi(Protocol):
 
 
 class EngineApi(Protocol):
-    """All engines of the gateway behind one interface."""
+    """All engines of the gateway behind one interface. The methods are described in `EngineClient`
+    (`engine/client/client.py`)."""
 
     @property
     def spec(self) -> ModelSpec: ...

@@ -1,7 +1,9 @@
-"""The queue of commands between a session and its engine stream, and the audio that a client resends after a handoff.
+"""The bounded queue of commands from one session to its engine stream: audio, silence, flushes, changes of options.
 
-The queue is bounded. When it is full, the reader of the client's socket waits for room, so TCP slows down a client that
-sends faster than the engine takes audio.
+It belongs to the session's `StreamRunner` (`live_session.py`), which executes the commands in order. When it is full,
+the reader of the client's socket waits, so TCP slows down a client that sends faster than the engine takes audio.
+`ResentAudio` is for a session whose gateway died: it feeds the audio that the engine never received when the client
+sends it again.
 """
 
 from __future__ import annotations
@@ -44,7 +46,8 @@ class EngineQueue:
         self._wake.set()
 
     def begin_anew(self, reanchor: Reanchor) -> None:
-        """Replace all queued commands. Their audio is in the replay of this one; flushes are put again after it."""
+        """Replace all queued commands by one that begins a new stream. It has their audio; flushes are put again after
+        it."""
         for command in self._commands:
             if isinstance(command, Feed | FeedGap):
                 self.heard(len(command.samples) if isinstance(command, Feed) else command.samples)
@@ -101,7 +104,7 @@ class ResentAudio:
     """Audio that a session has counted and its engine never received, because the gateway between them died.
 
     The client sends it again: samples `start` to `end` of the session. It is fed to the engine, together with the
-    flushes that lie in it (`marks`, those that the engine was not asked for), and not counted a second time.
+    flushes at positions in it that the engine was not asked for (`marks`), and not counted a second time.
     """
 
     def __init__(self, start: int, end: int, marks: Iterable[PendingFlush]) -> None:

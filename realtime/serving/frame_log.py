@@ -1,5 +1,9 @@
-"""The newest frames that were sent, numbered from 1: `SentLog` for a client that resumes its session on a new socket,
-`EventLog` for the readers of a pulled stream."""
+"""Logs of the newest events that were sent, so that a reader that lost its connection gets those it missed.
+
+A frame is an event as JSON text; frames are numbered from 1, and the oldest are dropped. `SentLog` has the events of a
+session, for its client when it resumes. `EventLog` has the events of a stream that the server pulls, for any number of
+readers.
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,10 @@
-"""The handoff of a session: `SavedLive` is a live session as a value, with its encoding; `SessionHandoff` saves it with
-the engine, so that another gateway process can adopt the session."""
+"""Saves the state of sessions with the engines, so that another gateway can adopt a session.
+
+If there are several gateways, each resumable session has a `SessionHandoff`, which sends its state to the engine that
+runs its stream: a full copy now and then (`SavedLive`), and each event since. The functions here encode and decode
+both. The engine stores the bytes without reading them (`engine/server/handoff.py`); `session_factory.py` rebuilds an
+adopted session from them.
+"""
 
 from __future__ import annotations
 

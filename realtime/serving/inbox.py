@@ -1,4 +1,9 @@
-"""Turns the messages of one client into events of its session, by the client's current dialect and audio format."""
+"""Parses one client's messages and passes them to its session as events: audio, settings, commits, the end.
+
+The reader of a connection calls `Inbox` with each message. It holds the client's dialect, which it recognizes by the
+first messages, and the decoder of its audio format. A mistake in a message is answered with an error event and never
+raised. An inbox belongs to the session: a client that resumes on another socket continues with the same one.
+"""
 
 from __future__ import annotations
 

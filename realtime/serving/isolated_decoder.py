@@ -1,7 +1,8 @@
-"""The gateway's side of audio decoding in separate processes; `decoder_process.py` is the other side.
+"""Decodes audio files and container streams in separate processes: the gateway's side of `decoder_process.py`.
 
-Each container stream and each file is decoded in its own process, so bytes that make libav crash, hang or use too much
-memory do not affect the gateway and its sessions.
+Audio that makes libav crash, hang or use too much memory ends its own process, and the caller gets an AudioError.
+`IsolatedDecoder` is one decoder, `decoded_file` decodes a whole file, and `begin_pulling` starts a process that pulls a
+stream from the network (`pulled_audio.py`).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import numpy as np
 
 from audio import errors
 from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecoders
-from realtime.serving.forking_program import ForkingProgram
+from realtime.serving.media_fork_client import ForkServerClient
 from realtime.serving.media_protocol import (
     BEGIN,
     DECODER_PROGRAM,
@@ -40,7 +41,6 @@ AT_ONCE = 4
 MAX_STEP_S = 20.0
 # The longest answer of a decoder: one step and one more packet.
 MAX_ANSWER_BYTES = 8 * 1024 * 1024
-STOP_S = 2.0
 
 _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -235,4 +235,4 @@ def _shared(file: BinaryIO) -> BinaryIO:
     return shared
 
 
-_forks = ForkingProgram(DECODER_PROGRAM)
+_forks = ForkServerClient(DECODER_PROGRAM)

@@ -1,7 +1,7 @@
-"""The file in which a server keeps the streams that it pulls, so that they go on after a restart (off by default).
+"""The file in which a server saves the list of streams that it pulls, to continue them after a restart.
 
-It is written at most once a second, in a thread, and replaced as a whole. URLs of streams may contain passwords in
-their query, so only the server's user can read it.
+`PulledStreams` uses it if `server.stream_file` is set. The file is written at most once a second, in a thread, and
+replaced as a whole. URLs of streams may contain passwords in their query, so only the server's user can read it.
 """
 
 from __future__ import annotations

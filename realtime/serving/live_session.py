@@ -1,9 +1,9 @@
 """One session on asyncio: `LiveSession` connects the session core with its client and with its engine stream.
 
-The core is called synchronously, from the client's messages and from the engine's outputs, and its effects are applied
-at once. Commands for the engine go through one ordered queue, which `StreamRunner` executes. The queue holds at most
-`max_audio_in_flight_s` of audio; when it is full, `LiveSession.room` makes the reader of the socket wait. A resumable
-session outlives its socket.
+Events from the client (`inbox.py`) and from the engine go to the core, and the effects that it returns are applied at
+once. Events for the client go into the outbox. Commands for the engine go through one ordered queue; `StreamRunner`
+executes them, and opens and replaces the engine stream. The queue holds at most `max_audio_in_flight_s` of audio; when
+it is full, `LiveSession.room` makes the reader of the socket wait. A resumable session outlives its socket.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The messages between the gateway and the processes that read untrusted media: decoders, pulled streams, WebRTC calls.
+"""The binary messages between the gateway and its media processes: decoders, pulled streams, WebRTC calls.
 
-Both sides import it, so it imports nothing of ours.
+This file has message kinds, layouts and limits, and no code. Both sides import it, so it imports nothing of ours.
 """
 
 from __future__ import annotations
@@ -11,17 +11,18 @@ import struct
 DECODER_PROGRAM = "realtime.serving.decoder_process"
 CALL_PROGRAM = "realtime.webrtc.call_process"
 
-# Orders of the gateway (`forking_program.py`) to a program that forks (`forks.py`): kind, number of the process. END
-# kills a process. Every other kind begins one, and comes with file descriptors: the socket of the new process, and for
-# an upload the file. BEGIN: a decoder; PULL: a process that pulls a stream from the network; CALL: a WebRTC call.
+# Orders of the gateway (`media_fork_client.py`) to a fork server (`media_fork_server.py`): kind, and number of the
+# process. END kills a process. Every other kind begins one, and comes with file descriptors: the socket of the new
+# process, and for an upload the file. BEGIN: a decoder; PULL: a process that pulls a stream from the network; CALL: a
+# WebRTC call.
 ORDER = struct.Struct("<cQ")
 END, BEGIN, PULL, CALL = b"e", b"b", b"p", b"c"
 
-# The head of a message: kind, length in bytes of the content that follows. The longest content in either direction
-# of a call and of a pulled stream, whose blocks have 0.2 s of audio and one packet more.
+# The head of a message: kind, length in bytes of the content that follows.
 FRAME = struct.Struct("<cI")
+# The longest content of a message of a call or a pulled stream, in either direction.
 MAX_FRAME_BYTES = 4 * 1024 * 1024
-# Of all processes: FAULT is an error, DONE the end.
+# Messages of all processes: FAULT is an error, DONE the end.
 FAULT, DONE = b"f", b"d"
 
 # Gateway (`isolated_decoder.py`) to decoder (`decoder_process.py`): the number of bytes that follow. 0 asks for the

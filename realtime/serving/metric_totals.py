@@ -1,7 +1,8 @@
-"""Adds up the metrics of all gateway processes, so that every process answers a scrape with the same numbers.
+"""Adds up the Prometheus metrics of several workers, so that a scrape of any worker shows the whole server.
 
-Each process reports its metrics (`report`), and one process adds them up (`Totals`): counters and histograms over all
-processes that ever ran, gauges over the running ones. Engine metrics are not added up: all processes see the same ones.
+Each worker sends its metrics to the parent process (`report`), where `Totals` adds them up: counters and histograms
+over all workers that ever ran, gauges over the running ones. Metrics of engines are not added up, because all workers
+see the same values. The metrics themselves are defined in `realtime/metrics`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The bounded queue of events that wait to be sent to a client.
+"""The bounded queue of events that wait to be sent to one client.
 
-If the client reads slowly, a delta is merged into a waiting delta of the same item: the client gets fewer and longer
-deltas, and no text is lost. Beyond the limits the outbox is overrun, and the socket is closed. An event counts with the
-size of its fields as JSON.
+The live session puts events in, and the writer of its connection takes them out. If the client reads slowly, a delta is
+merged into a waiting delta of the same item: the client gets fewer and longer deltas, and no text is lost. If the
+limits on events or bytes are exceeded nevertheless, the outbox is overrun, and the socket is closed. The bytes of an
+event are those of its fields as JSON.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""Detects that this process was paused, and holds its sockets until it knows which sessions it still owns.
+"""Detects that this gateway was frozen, and holds its sockets until the engines say which sessions it still owns.
 
-A process that was stopped, or got no CPU time, continues as if no time had passed: its sockets contain messages of its
-clients, and requests of clients that have moved to another gateway since. An engine gives a session to another gateway
-if the owner has not answered for `RELEASE_SECONDS`. So a gateway that stood still for nearly that long first asks the
-engines which sessions are still its own. Until they answer, it reads nothing from clients, sends them nothing and
-resumes no session.
+A process that was stopped (SIGSTOP), or got no CPU time, does not notice that time has passed. Meanwhile its clients
+may have resumed at another gateway: an engine gives a session away if its owner does not answer for `RELEASE_SECONDS`.
+So after a standstill of nearly that length the gateway asks the engines which sessions it still owns. Until they
+answer, it reads nothing from clients, sends them nothing and resumes no session. The registry has one `PauseDetector`,
+if there are several gateways.
 
-The check is made at every read and send and not by a timer, because after a standstill any of them may run first.
+Every read and send is checked, because after a standstill any of them may run before a timer does.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ Send = Callable[[Message], Awaitable[None]]
 
 
 class PauseDetector:
-    """The detector. `confirm` asks the engines which sessions are still ours. Detection begins with the first tick."""
+    """Notices a standstill by the time between two ticks of the ticker, from the first tick on. `confirm` asks the
+    engines which sessions are still ours."""
 
     def __init__(self, clock: Callable[[], float], confirm: Callable[[], Awaitable[None]]) -> None:
         self._clock = clock

@@ -1,10 +1,10 @@
-"""Published sessions: their words so far, which process has which session, and the messages that keep viewers current.
+"""Publishes sessions under names: decides which session has a name, and passes its words to the processes with viewers.
 
-A session is published under a name of its owner (an API key; without keys all callers are one owner). `Coordinator`
-decides who has a name and keeps the newest words of each published session. `Publisher` is its side in a gateway
-process: it claims names, posts the words of sessions, and follows the names that this process has viewers for. A server
-with a single process has both in it; with several workers the parent has the coordinator (`realtime/workers`). In a
-fleet each name has its coordinator in one of the gateways (`realtime/serving/fleet_names.py`).
+A name belongs to an owner: an API key, or all callers of a server without keys. `SessionPublication` turns the events
+of one session into updates. `Publisher` is in each gateway process: it sends the updates to the coordinator, and gets
+the words of all names that viewers read here (`viewers.py` serves them). `Coordinator` decides who has a name, and
+keeps the newest words of each published session. It is in the same process on a server with a single gateway, and in
+the parent process of several workers; in a fleet one of the gateways coordinates each name (`fleet_publishing.py`).
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Line(msgspec.Struct, array_like=True):
     words: list[Word] = []
 
 
-# What happens to the words of a published session
+# Updates of a published session
 
 
 class Begun(msgspec.Struct, tag="begun", array_like=True):
@@ -88,7 +88,7 @@ Update = Begun | Added | Finished | Removed | Ended
 
 
 class State(msgspec.Struct, array_like=True):
-    """A transcript as a value."""
+    """A `Transcript` as a value, which messages carry to another process."""
 
     number: int
     is_live: bool
@@ -190,7 +190,7 @@ def _newest(words: list[Word]) -> list[Word]:
 
 
 def _size(line: Line) -> int:
-    """Characters of a turn; its words usually have those of its text."""
+    """Characters that a turn counts: of its text, or of its words if these have more."""
     return max(len(line.text), sum(max(1, len(text)) for text, _, _ in line.words))
 
 
@@ -366,8 +366,8 @@ class Coordinator:
         return True
 
     def _learn(self, key: Key, session: str, state: State) -> None:
-        """A follower knows words of a session: take them if this coordinator has them not, because it is new. The
-        session is expected again, if it is not here already."""
+        """Take words that a follower knows and this coordinator does not, because it is new. Their session is expected
+        to claim the name, if it has not done so."""
         channel = self.channels[key]
         if not channel.transcript.number and state.is_live:
             channel.session = session
@@ -446,7 +446,8 @@ class Reader(Protocol):
 
 
 class Publisher:
-    """The side of a gateway process. `send` gives a message to the coordinator."""
+    """The gateway process's side: claims names, posts updates, and follows names. `send` gives a message to the
+    coordinator."""
 
     def __init__(self, send: Callable[[ToCoordinator], None]) -> None:
         self.revocations = Revocations()
@@ -539,7 +540,7 @@ class SessionPublication:
         self._is_over = False
         # Open turns, and whether the client or the server has ended them; clearing the audio drops the others.
         self._open: dict[str, bool] = {}
-        # Updates that wait until the name is granted: an adopted session speaks before that.
+        # Updates that wait until the name is granted: an adopted session may have words before that.
         self._held: list[Update] | None = None
 
     async def change(self, name: str | None) -> ClientFault | None:

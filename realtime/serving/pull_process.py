@@ -1,7 +1,8 @@
-"""The life of a process that pulls one stream from the network and decodes it, one process for each connection.
+"""The process that pulls one stream from the network (HLS, RTMP, Icecast and others) and decodes it.
 
-It is a fork of the decoder program (`decoder_process.py`), with the limits of decoders on memory, open files and
-written files. `media_protocol.py` has the messages; `pulled_audio.py` is the other side.
+It is a fork of the decoder program (`decoder_process.py`), one for each connection, with the same limits on memory and
+files. It gets a job with the URL, and sends blocks of samples until the stream ends (messages: `media_protocol.py`).
+`pulled_audio.py` is the other side, which starts another process to reconnect.
 """
 
 from __future__ import annotations

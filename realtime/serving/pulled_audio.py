@@ -1,7 +1,8 @@
-"""A stream that is pulled from the network and lasts: it reconnects, and tells what is missing as gaps.
+"""The audio of a stream that is pulled from the network: reconnects when it breaks, and reports missing audio as gaps.
 
-`PulledAudio` is used by `tickertape listen` and by the streams that a server pulls. Each connection is a process of its
-own (`pull_process.py`), so a stream that makes libav crash, hang or grow costs one connection.
+`PulledAudio` is used by `tickertape listen` and by the streams that a server pulls (`pulled_streams.py`). It compares
+the stream's own times with the clock, so that the audio keeps its place in time after a reconnect. Each connection is a
+process of its own (`pull_process.py`): a stream that makes libav crash or hang costs one connection.
 """
 
 from __future__ import annotations
@@ -29,15 +30,16 @@ STALL_S = 30.0
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 15.0
 # Seconds of audio that may come ahead of real time: HLS comes in segments, and Icecast sends some audio at once.
 LIVE_AHEAD_S, FILE_AHEAD_S = 30.0, 2.0
-# Seconds of a live stream that keeps time that may come again after a reconnect, because players of HLS begin some
-# segments before the live edge; and by which its times may be ahead of the clock. Beyond that it has another clock.
+# After a reconnect to a live stream with times of its own: seconds of audio that may be repeated, because HLS begins
+# some segments before the live edge, and seconds by which its times may be ahead of the clock. Beyond these limits the
+# times count as those of a new clock.
 AGAIN_S, AHEAD_S = 60.0, 60.0
-# After these seconds the times of MPEG-TS begin anew; libav adds them to a clock that goes back within a connection.
+# The times of MPEG-TS begin at 0 again after this many seconds; within a connection libav corrects that.
 TS_CLOCK_S = 2**33 / 90_000
 # A difference in seconds that is not worth a gap; and one between audio and clock, because audio comes unevenly.
 SMALL_S = 0.05
 UNEVEN_S = 1.0
-# Seconds of audio that say how early it usually comes; a segment of HLS has up to 10.
+# Seconds of the newest audio by which it is judged how early audio usually comes; a segment of HLS has up to 10.
 USUAL_S = 20.0
 
 
@@ -171,7 +173,7 @@ class PulledAudio:
         return parts
 
     def _after_reconnect(self, kind: _Kind, start: float, seconds: float, now: float) -> float:
-        """Seconds missing before the first audio of a new connection; negative: so much of it was heard before."""
+        """Seconds missing before the first audio of a new connection; if negative, seconds of it that came before."""
         assert self._end is not None
         if kind.seconds is None:
             # A live stream goes on with its newest clock; a file begins again with its first one.
@@ -202,7 +204,7 @@ class _Earliness:
             self._lately.popleft()
 
     def lost(self, seconds: float, now: float) -> float:
-        """Seconds that are lost before a piece of this length that comes now: so much later than usual it is."""
+        """Seconds of audio lost before a piece of this length that comes now: by how much it is later than usual."""
         if self._lately:
             # The end of the audio with the old clock, which came together with this piece.
             self._lately.pop()
@@ -213,7 +215,7 @@ class _Earliness:
 
 
 class _Pace:
-    """Audio comes at most `ahead` seconds before its time."""
+    """Delays audio that comes more than `ahead_s` before its time."""
 
     def __init__(self) -> None:
         self.has_begun = False

@@ -1,9 +1,10 @@
-"""The streams that the server pulls for clients (`POST /v1/streams`): each is a session fed by a `PulledAudio`.
+"""The streams that the server itself pulls and transcribes for clients (`POST /v1/streams`).
 
-A stream goes on until it is deleted, its file ends, or it can never be pulled. If its session ends (no capacity, an
-internal error), another one is opened. Its events are those of a session of the OpenAI API, and some of its own; the
-newest are kept in an `EventLog`, which any number of readers share. Streams end with the process; with
-`server.stream_file` the next process begins them again where they were (`kept_streams.py`).
+`PulledStreams` owns those of this gateway. Each `PulledStream` is a session without a socket: `PulledAudio` feeds it,
+and its newest events are kept in an `EventLog` for any number of readers (`realtime/http/stream_routes.py`). A stream
+goes on until it is deleted, its file ends, or it can never be pulled; if its session ends (no capacity, an internal
+error), another one is opened. Streams end with the process; with `server.stream_file` the next process continues them
+(`kept_streams.py`).
 """
 
 from __future__ import annotations
@@ -80,9 +81,9 @@ class PulledStream:
         self._pulled: PulledAudio | None = None
 
     def kept(self, wall_clock: float) -> KeptStream:
-        """What the next process needs to go on."""
+        """The stream as the next process needs it to continue."""
         place = None if self._pulled is None else self._pulled.place
-        # Words come some time after their audio. What has no words yet is heard again, or it is in the gap.
+        # Words come some time after their audio. Audio without words yet is pulled again, or counts as missing.
         untold = 0.0
         if self._live is not None:
             fed = self._live.session.source_ms / 1000
@@ -103,6 +104,7 @@ class PulledStream:
         )
 
     def described(self) -> dict[str, Any]:
+        """The stream as the API shows it."""
         return {
             "id": self.id,
             "object": "stream",

@@ -1,7 +1,9 @@
-"""Counts sessions against the limits of the server and of each caller: `SessionQuota` and its use, `Admission`.
+"""Limits on the number of sessions: counts open and new sessions of the server and of each caller.
 
-A server with one process counts by itself (`LocalQuota`). With several gateway processes the parent process counts for
-all of them (`realtime.workers.shared_quota`).
+A caller is an API key, or a client address on a server without keys. The registry asks a `SessionQuota` before it opens
+sessions, and each session holds an `Admission` until it ends. `LocalQuota` counts for a server with a single gateway
+process; with several workers the parent counts (`realtime/workers/shared_quota.py`). Room in the engines is checked by
+the registry, not here.
 """
 
 from __future__ import annotations

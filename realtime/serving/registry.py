@@ -1,6 +1,8 @@
 """The registry of all sessions of a gateway: admission, resuming, adoption from other gateways, time limits, drain.
 
-Admission is decided before a socket is accepted, so a refusal is one HTTP answer.
+A gateway process has one `Sessions`; every route that opens a session asks it. Admission is decided before a socket is
+accepted, so a refusal is an HTTP response. One periodic task, the ticker, serves all sessions. What a single session
+does is in `live_session.py`.
 """
 
 from __future__ import annotations
@@ -64,7 +66,7 @@ class Sessions:
         self._clock = clock
         self._signer = services.signer
         self._maker = SessionFactory(engine, config, clock, wall_clock, services)
-        self._claimants = services.claimants
+        self._handoff_store = services.handoff_store
         self.entries: dict[str, OpenSession] = {}
         # Adoptions in progress by session id, and tasks that end sessions which other processes adopt.
         self._coming: dict[str, _Adoption] = {}
@@ -73,9 +75,9 @@ class Sessions:
         # Whether a drain leaves resumable sessions to other processes.
         self.hands_over = False
         self.standstill: PauseDetector | None = None
-        if self._claimants is not None:
-            self.standstill = PauseDetector(clock, self._claimants.confirm)
-            handoff_client = self._claimants.handoffs
+        if self._handoff_store is not None:
+            self.standstill = PauseDetector(clock, self._handoff_store.confirm)
+            handoff_client = self._handoff_store.handoffs
             handoff_client.on_wanted, handoff_client.on_fenced, handoff_client.sessions = (
                 self._wanted,
                 self._fenced,
@@ -192,7 +194,7 @@ class Sessions:
             raise self._busy()
 
     def _busy(self) -> Refusal:
-        # Spread: those who were refused in one moment must not all come back in one moment.
+        # Spread at random, so that clients that were refused at the same time do not all come back at the same time.
         retry_s = max(1, round(self.engine.capacity().retry_after_s * random.uniform(1.0, 2.0)))
         return self._refusal("capacity", 503, "server_busy", "The server is at capacity; try again.", retry_s)
 
@@ -233,11 +235,11 @@ class Sessions:
             if has_left():
                 raise self._refusal("left", 503, "client_left", "The connection was closed; try again.", 1)
         if entry is None or not entry.live.resumable:
-            if session_id is not None and self._claimants is not None and self.draining:
+            if session_id is not None and self._handoff_store is not None and self.draining:
                 # The session may be on its way to another process: not 410.
                 raise self._refusal("draining", 503, "server_shutting_down", "The server is restarting.", 1)
             self._metrics.refused.labels("resume").inc()
-            if session_id is not None and self._claimants is not None:
+            if session_id is not None and self._handoff_store is not None:
                 raise Refusal(410, "session_gone", "This session is over; start a new one.")
             raise Refusal(404, "resume_token_unknown", "There is no session to resume with this token.")
         return entry
@@ -290,7 +292,7 @@ class Sessions:
 
     async def _owned_or_adopted(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
         """The session of this process if it still owns it; else the session is adopted. Raises EngineDead."""
-        if self._claimants is None or self.draining:
+        if self._handoff_store is None or self.draining:
             return self.entries.get(session_id)
         assert self.standstill is not None
         await self.standstill.wait_until_sure()
@@ -315,8 +317,10 @@ class Sessions:
         return await asyncio.shield(coming.task)
 
     async def _adopt(self, session_id: str, caller: str, coming: _Adoption) -> OpenSession | None:
-        assert self._claimants is not None
-        adopted = await self._claimants.adopt(session_id, lambda: not all(has_left() for has_left in coming.waiting))
+        assert self._handoff_store is not None
+        adopted = await self._handoff_store.adopt(
+            session_id, lambda: not all(has_left() for has_left in coming.waiting)
+        )
         if adopted is None:
             return None
         if coming.fenced > adopted.owner_number:

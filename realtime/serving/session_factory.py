@@ -1,4 +1,9 @@
-"""Makes sessions: new ones, and sessions that are adopted from another gateway process. Used by the registry."""
+"""Builds sessions, new ones and those adopted from another gateway: core, live session, inbox, handoff and ids.
+
+Only the registry calls `SessionFactory`. It also encodes a session's state for handoffs, and restores it when the
+session is adopted. `OpenSession` is the registry's entry for a session; `GatewayServices` are the objects that a
+gateway shares with other gateways, such as signer, quota and publisher.
+"""
 
 from __future__ import annotations
 
@@ -44,16 +49,16 @@ from realtime.session.settings import Settings
 
 @dataclass(frozen=True, slots=True)
 class GatewayServices:
-    """What a gateway shares with other gateways. The defaults are those of a single gateway process.
+    """Objects that a gateway shares with other gateways. The defaults are for a single gateway process.
 
-    `claimants` is the store for handoffs: with it gateways can adopt each other's sessions, and they share the secret
-    of `signer`. `quota` counts the sessions of all gateways. `publisher` publishes sessions to viewers, whose links are
-    signed by `link_signer`. `webhooks` sends finals to URLs.
+    `handoff_store` saves sessions with the engines: with it gateways can adopt each other's sessions. They share the
+    secret of `signer`. `quota` counts the sessions of all gateways. `publisher` publishes sessions to viewers, whose
+    links are signed by `link_signer`. `webhooks` sends finals to URLs.
     """
 
     metrics: Metrics = field(default_factory=Metrics)
     signer: Signer = field(default_factory=Signer)
-    claimants: HandoffStore | None = None
+    handoff_store: HandoffStore | None = None
     quota: SessionQuota | None = None
     publisher: Publisher | None = None
     link_signer: Signer = field(default_factory=Signer)
@@ -136,7 +141,7 @@ class SessionFactory:
         self._clock = clock
         self._wall_clock = wall_clock
         self._signer = services.signer
-        self._claimants = services.claimants
+        self._handoff_store = services.handoff_store
         self._publisher = services.publisher
         self._webhooks = services.webhooks
 
@@ -227,12 +232,12 @@ class SessionFactory:
         if self._webhooks is not None:
             live.webhooks = self._webhooks.of_session(caller, live.id, session.sample_rate)
         entry = OpenSession(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
-        if self._claimants is not None and self._config.session.resume_s:
+        if self._handoff_store is not None and self._config.session.resume_s:
             keep = HandoffSettings(self._config.session.resume_s, self._config.session.resume_bytes)
             live.handoff = SessionHandoff(
                 live.id,
                 number,
-                self._claimants,
+                self._handoff_store,
                 keep,
                 lambda: live.runner.engine_stream,
                 lambda last, whole: self._value(entry, last, whole),
@@ -246,7 +251,7 @@ class SessionFactory:
             keep_seconds=config.keep_s,
             max_turn_seconds=config.turn_s,
             # With handoffs, audio that the engine has received survives the gateway, so it can be acknowledged.
-            ack_margin_samples=None if self._claimants is None else spec.look_back_samples,
+            ack_margin_samples=None if self._handoff_store is None else spec.look_back_samples,
             learnt=spec.options.turn_detector,
         )
         return Session(settings, spec.sample_rate, item_ids, limits)

@@ -1,6 +1,7 @@
-"""Signed tokens: resume tokens and client secrets that no process has to store.
+"""Signs and verifies tokens with HMAC: resume tokens, client secrets and viewer links.
 
-Every process with the same secret can verify them. Their content is readable, but cannot be forged without the secret.
+Tokens are not stored: every process with the same secret can verify them. Their content is readable, but cannot be
+forged without the secret. `signing_secret` and `fleet_secret` choose the secret by the configuration.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Fair sharing of the event loop: `Pace` limits the message rate of one client, `FairTurns` alternates between clients.
+"""Fair shares of the event loop: `Pace` limits the message rate of one client, `FairTurns` makes clients alternate.
 
-A client that sends too many messages is slowed by its pace and not refused. A client whose messages arrive faster than
-they are handled would occupy the event loop without end. So after `SHARE_S` it waits in `FairTurns`, which lets one
-client continue in each iteration of the loop. A client that sends rarely then waits for one share at most.
+The connections of a gateway use both. A client that sends too many messages is slowed by its pace and not refused. A
+client whose messages arrive faster than they are handled would occupy the event loop without end, so after `SHARE_S` it
+waits in `FairTurns`, which lets one client continue in each iteration of the loop. A client that sends rarely then
+waits for one share at most.
 """
 
 from __future__ import annotations

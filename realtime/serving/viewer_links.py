@@ -1,8 +1,10 @@
 """Viewer links: signed tokens that let their bearer read one published session until they expire or are revoked.
 
-Links are not stored. They are signed with a secret of this start of the server, so a restart ends all of them: what was
-revoked can never become valid again. The gateways of a fleet have one secret for links; there `links_from_ms` is the
-earliest start that a gateway has told the others. Only revocations are kept, in a bounded number for each owner.
+`ViewerLinks` makes and checks them, for the routes of viewers. Links are not stored; only revocations are kept in
+memory, in a bounded number for each owner. The signing secret is new at each start of the server, so a restart ends all
+links, and a revoked link can never become valid again. The gateways of a fleet have a permanent secret for links; there
+a link is valid only if it was made after `links_from_ms`, the earliest start of the gateways that know each other's
+revocations.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The viewers of published sessions: each event is encoded once and the same bytes are written to all of them.
+"""Writes published sessions to their viewers: each event is encoded once, and the same bytes go to all connections.
 
-A viewer has no queue. If its connection does not take an event at once, the viewer is behind: it gets no further events
-until its connection is empty again, and then a snapshot with the newest words. So a slow viewer costs no memory and no
-time, and the speaker never waits.
+`Audience` owns the viewers of this gateway process, by the names that they read; `publishing.py` brings it the words. A
+viewer has no queue. If its connection does not take an event at once, the viewer gets no further events until its
+connection is empty again, and then a snapshot with the newest words. So a slow viewer costs no memory and no time, and
+the speaker never waits. The routes and the admission of viewers are in `realtime/http/viewer_routes.py`.
 """
 
 from __future__ import annotations
@@ -150,6 +151,7 @@ def _shown(line: Line) -> dict[str, Any]:
 
 
 def snapshot_fields(name: str, transcript: Transcript, most_lines: int | None = None) -> dict[str, Any]:
+    """The event with the words of a session so far: its open turns, and at most `most_lines` finished ones."""
     lines = list(transcript.lines.values())
     lines = lines if most_lines is None else lines[-most_lines:]
     return {

@@ -1,8 +1,8 @@
-"""Sends one webhook: a signed POST to an address that was checked, without redirects, within a deadline.
+"""Sends one webhook: a signed POST to a checked address, without redirects, within a deadline.
 
-The signature is that of the Standard Webhooks scheme. Server-side request forgery is the attack, as for streams that
-the server pulls: `checked_fetch.py` has the rules, and the connection goes to the address that was checked. Of the
-answer only the status counts; a bounded part of the rest is read and dropped.
+Used by `webhooks.py`, which decides what is sent when. The signature is that of the Standard Webhooks scheme. The URL
+may come from a client, so host and address are checked by the rules of `checked_fetch.py`, and the connection is made
+to the address that was checked. Of the response only the status counts; a bounded part of the rest is read and dropped.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SECRET_PREFIX = "whsec_"
 MAX_LINE_BYTES = 16 * 1024
 MAX_INTERIM_ANSWERS = 5
 MAX_HEADER_LINES = 100
-# What is read of the body of an answer, so that the receiver can finish it, and for how many seconds.
+# Bytes of the body of an answer that are read, so that the receiver can finish it, and the seconds for that.
 MAX_BODY_BYTES = 64 * 1024
 BODY_S = 1.0
 # Addresses of a name that are tried.

@@ -1,9 +1,9 @@
-"""Keeps the webhooks that wait for delivery in a file, so that they survive a restart of the gateway (off by default).
+"""Keeps webhooks that wait for delivery in an SQLite file, so that they survive a restart of the gateway.
 
-Every gateway process has a file of its own in the operator's folder: the first one that it can lock. At its start it
-also takes over what processes that have ended left in the other files. The event loop never waits for the disk: changes
-are collected and written in a thread, one batch after the other. What is written survives the end of the process, but
-not a power failure.
+`webhooks.py` uses it if `webhooks.folder` is set. Every gateway process has a file of its own in that folder: the first
+one that it can lock. At its start it also takes over the webhooks in files whose processes have ended. The event loop
+never waits for the disk: changes are collected, and a thread writes them in batches. What is written survives the end
+of the process, but not a power failure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TABLE = (
     "create table if not exists events (number integer primary key, account text, url text, session text, kind text, "
     "at real, dropped integer, data blob, named integer)"
 )
-# For a file of a server that did not keep this: its URLs are checked as those of clients are.
+# For a file of an older server, which had no such column: its URLs are checked like those that clients name.
 _ADDED_COLUMN = "alter table events add column named integer default 1"
 
 
@@ -64,7 +64,7 @@ class WebhookStore:
         self._has_failed = False
 
     async def open(self) -> list[StoredEvent]:
-        """Take a file and what is in it, and what other processes left. Raises OSError."""
+        """Lock a file for this process. Returns its events, and those of processes that have ended. Raises OSError."""
         kept = await in_thread(self._take_files, "webhook store")
         self._writing = asyncio.create_task(self._write_all(), name="webhook store")
         return kept

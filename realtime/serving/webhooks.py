@@ -1,10 +1,10 @@
-"""Webhooks: the finals of sessions, and their ends, are sent to the URLs of a key and to the URL of a session.
+"""Webhooks: queues the finals and ends of sessions, and delivers them to the URLs of API keys and of clients.
 
-Every URL of every key has an `Endpoint` with a bounded queue. The events of a session are delivered one after the
-other, and tried again with growing pauses until they are too old; sessions do not wait for each other, and URLs share
-nothing. When a queue is full, its oldest event is dropped and counted, and the next event of the same session says how
-many are missing. A session only puts events into queues, so a receiver cannot slow it. `webhook_sender.py` sends, and
-`webhook_store.py` keeps queues over a restart, if the operator wants that.
+`Webhooks` owns the queues of this gateway process. Every URL of every key has an `Endpoint` with a bounded queue. The
+events of a session are delivered in order, and retried with growing pauses until they are too old; sessions do not wait
+for each other, nor do URLs. When a queue is full, its oldest event is dropped and counted, and the next event of the
+same session says how many are missing. A session only puts events into queues (`SessionWebhooks`), so a receiver cannot
+slow it. `webhook_sender.py` sends, and `webhook_store.py` keeps queues over a restart.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_REQUESTS_AT_ONCE = 4
 # URLs that the sessions of one key, or of one address on a server without keys, may name at a time; `webhooks.urls` is
 # the limit of all.
 MAX_URLS_PER_KEY = 16
-# What an event takes beside its data.
+# Bytes that an event counts beside its data.
 EVENT_BYTES = 500
 # The last second that the calendar of Python has.
 LAST_SECOND = 253402300799
@@ -67,13 +67,13 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """A key, or all callers of a server without keys: the URLs of the configuration, and what signs for it. `id` is in
-    the file of the queue."""
+    """An API key, or all callers of a server without keys: its URLs in the configuration, and its signing secret. `id`
+    names it in the store."""
 
     id: str
     secret: bytes
     urls: tuple[str, ...] = ()
-    # Those that are for this key alone.
+    # Those of `urls` that are for this key alone.
     own_urls: tuple[str, ...] = ()
 
     def __repr__(self) -> str:
@@ -101,7 +101,8 @@ class _Event:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The events of one session for one URL, in order. `lost`: events dropped since the last one that waits."""
+    """The events of one session for one URL, in order. `lost`: events that were dropped after the last one in
+    `events`."""
 
     events: deque[_Event] = field(default_factory=deque)
     lost: int = 0
@@ -173,7 +174,7 @@ class Endpoint:
 
     @property
     def can_make_room(self) -> bool:
-        """Whether it only waits for a receiver that fails: no session uses it."""
+        """Whether another URL may take its place: its receiver fails, and no open session uses it."""
         return self._fails and not any(lane.is_open for lane in self._lanes.values())
 
     def give_up(self, reason: str, problem: str = "") -> None:

@@ -1,9 +1,13 @@
-"""uvicorn's HTTP and WebSocket protocol classes, hardened for a public realtime server.
+"""uvicorn's HTTP and WebSocket protocol classes with limits and deadlines for untrusted clients.
+
+`realtime/app.py` gives these classes to uvicorn, which makes one object for each TCP connection. They parse bytes and
+know nothing of sessions. `tests/realtime/serving/test_websocket_uvicorn_internals.py` checks the internals of uvicorn
+that they use.
 
 - `HttpWithDeadlines`: deadlines for slow requests and for responses that the client does not read.
 - `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and
   limits on the memory and the CPU time that one client can use without a pause.
-- `FrameSplitter` and `text_of_whole_frame`: fast handling of typical frames, and fragments of long ones.
+- `text_of_whole_frame` decodes a typical frame without the parser, and `FrameSplitter` cuts long frames into fragments.
 - `clean_headers`: response headers without control characters.
 """
 
@@ -201,7 +205,7 @@ def _masked_length(length: int) -> bytes:
 
 
 def _missing(head: bytes) -> int:
-    """Bytes missing to complete the header of a frame, as far as its bytes tell."""
+    """Bytes that are still missing to complete the header of a frame, or to know its length."""
     if len(head) < 2:
         return 2 - len(head)
     mask_bytes = 4 if head[1] & 0x80 else 0
@@ -243,8 +247,8 @@ MIN_BODY_RATE = 1024
 UNREAD_TIMES = 6
 
 
-# A viewer is written to while no more than this waits in its connection, and the system holds little for it: what was
-# sent cannot be replaced by newer words.
+# A viewer is written to while no more than this waits in its connection. The send buffer of the system is small,
+# because what is in it cannot be replaced by newer words.
 VIEWER_WAITING_BYTES = 16 * 1024
 VIEWER_SEND_BUFFER_BYTES = 32 * 1024
 
@@ -448,7 +452,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
     def _check_peer(self) -> None:
         """Notice a client that left while its socket is not read, before the ordinary pings do.
 
-        The end of its stream comes behind bytes that the system does not take any more. But a peer that has closed its
+        Its end of stream comes after bytes for which the system's buffer has no room. But a peer that has closed its
         socket answers a ping with a reset, and one that has only finished sending does not.
         """
         self._peer_check = None

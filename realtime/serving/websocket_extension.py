@@ -1,7 +1,8 @@
-"""Our ASGI extension: for sockets abort, send at once, look at waiting messages, receive long messages in parts; for
-connections of viewers, write bytes that were framed before.
+"""Our ASGI extension, with what ASGI lacks: abort a socket, send without waiting, receive a long message in parts.
 
-`realtime/serving/websocket.py` provides it; with another ASGI server the defaults here apply.
+`SocketExtras` is in the scope of each request and socket. `websocket.py` provides it for uvicorn, and `calls.py` for
+WebRTC calls; with another ASGI server the defaults here apply, which do nothing. `ViewerLine` is for viewers of
+published sessions: bytes that are the same for many of them are written directly to each connection.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ class ViewerLine:
 
 @dataclass(frozen=True, slots=True)
 class SocketExtras:
-    """What a connection can ask of its socket beyond ASGI."""
+    """Operations of a socket that ASGI does not have."""
 
     # Close the socket without a close frame.
     abort: Callable[[], None] = _no_abort

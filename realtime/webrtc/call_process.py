@@ -23,7 +23,7 @@ from typing import Any, BinaryIO, cast
 from aiortc.rtcdtlstransport import RTCCertificate, RTCDtlsFingerprint, RTCDtlsParameters, RTCDtlsTransport
 from aiortc.rtcsctptransport import RTCSctpCapabilities
 
-from realtime.serving.forks import Forks, set_bounds
+from realtime.serving.media_fork_server import ForkServer, set_bounds
 from realtime.serving.media_protocol import ANSWER, CLOSE, ENDED, EVENT, FAULT
 from realtime.webrtc.event_channel import BoundedSctp, EventChannel
 from realtime.webrtc.gateway_line import GatewayLine
@@ -50,7 +50,7 @@ LEAVE_S = 2.0
 
 
 def main() -> None:
-    Forks(socket.socket(fileno=int(sys.argv[1])), _live).serve()
+    ForkServer(socket.socket(fileno=int(sys.argv[1])), _live).serve()
 
 
 def _live(kind: bytes, line: socket.socket, file: BinaryIO | None) -> None:

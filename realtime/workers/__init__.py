@@ -1,4 +1,5 @@
-"""Several gateway processes behind one port: a parent that starts and replaces them, and the workers.
+"""Several gateway processes behind one port (`--workers`): the parent process and the workers that it starts.
 
-Runs in the parent and in each worker; a server with a single process does not use it.
+The parent owns the port and the engine, counts the sessions of all workers, and serves no clients; each worker is a
+gateway. A server with a single gateway process has neither.
 """

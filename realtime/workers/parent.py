@@ -1,6 +1,9 @@
-"""The parent of several workers: it holds the port and the engine, starts workers, and replaces those that die.
+"""The parent process of several workers: starts them, restarts those that die, and replaces all of them on request.
 
-On request it replaces all workers one by one. It serves no clients itself. `workers_for` chooses the number of workers.
+`tickertape serve` runs a `Parent` if there is more than one worker; `workers_for` chooses how many. The parent reserves
+the port, on which the workers listen. It owns the state that workers share: the count of all sessions, the sums of
+their metrics, and the names of published sessions. The same process starts and restarts the engine
+(`engine_for_workers` in `realtime/app.py`). It serves no clients itself.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ import msgspec
 from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
 from realtime.listeners import cannot_listen
-from realtime.serving.fleet_names import FleetNames
+from realtime.serving.fleet_publishing import FleetNames
 from realtime.serving.metric_totals import Totals
 from realtime.serving.publishing import Coordinator, ToCoordinator
 from realtime.serving.signed_tokens import signing_secret
@@ -82,7 +85,7 @@ class WorkerFailed(Exception):
 
 
 class Worker:
-    """A worker process, with the line to it."""
+    """A worker process, with the connection to it."""
 
     def __init__(self, number: int, process: asyncio.subprocess.Process, line: Line) -> None:
         self.number = number
@@ -136,7 +139,7 @@ class Parent:
         self._link_secret = secrets.token_bytes(32) if self._names is None else self._names.link_secret
         self._linking: asyncio.Task[None] | None = None
         self._numbers = 0
-        self._keepers: set[asyncio.Task[None]] = set()
+        self._supervisors: set[asyncio.Task[None]] = set()
         self._retiring: set[int] = set()
         self._restarting: asyncio.Task[None] | None = None
         self._engine_counters = engine_counters
@@ -152,7 +155,7 @@ class Parent:
             for worker in workers:
                 group.create_task(worker.wait_until_ready())
         for worker in workers:
-            self._keep(worker)
+            self._supervise(worker)
 
     def restart(self) -> asyncio.Task[None]:
         """Rolling restart: replace all workers one by one; the other workers adopt their sessions."""
@@ -174,7 +177,7 @@ class Parent:
         self.stopping.set()
         told: set[int] = set()
         # Tasks that are starting a worker finish that first, and then notice the stop.
-        while self.workers or self._keepers or not (self._restarting is None or self._restarting.done()):
+        while self.workers or self._supervisors or not (self._restarting is None or self._restarting.done()):
             for worker in list(self.workers.values()):
                 if worker.process.returncode is not None:
                     await self._forget(worker)
@@ -242,7 +245,8 @@ class Parent:
         return False
 
     async def _hear(self, worker: Worker) -> None:
-        """Take the messages of a worker. A worker that cannot be heard any more is told to stop, and is replaced."""
+        """Take the messages of a worker until its connection ends or a message fails; then it is told to stop, and is
+        replaced."""
         try:
             async for message in worker.line:
                 self._take(worker, message)
@@ -270,10 +274,10 @@ class Parent:
             self.totals.add_report(PARENT, self._engine_counters())
         return self.totals.exposition().decode()
 
-    def _keep(self, worker: Worker) -> None:
-        keeper = asyncio.create_task(self._replace_when_it_dies(worker), name=f"keeper of worker {worker.number}")
-        self._keepers.add(keeper)
-        keeper.add_done_callback(self._keepers.discard)
+    def _supervise(self, worker: Worker) -> None:
+        task = asyncio.create_task(self._replace_when_it_dies(worker), name=f"supervisor of worker {worker.number}")
+        self._supervisors.add(task)
+        task.add_done_callback(self._supervisors.discard)
 
     async def _replace_when_it_dies(self, worker: Worker) -> None:
         clock = asyncio.get_running_loop().time
@@ -311,7 +315,7 @@ class Parent:
             if self.stopping.is_set():
                 return
             if old.process.returncode is not None:
-                continue  # it died meanwhile, and its keeper starts another one
+                continue  # it died meanwhile, and its supervisor starts another one
             new = None
             try:
                 new = await self._spawn()
@@ -321,8 +325,8 @@ class Parent:
                 if new is not None:
                     await self._forget(new)
                 return
-            self._keep(new)
-            # If the old one has died while the new one started, its keeper starts another one: the new one must go.
+            self._supervise(new)
+            # If the old one died while the new one started, its supervisor starts another one too: the new one must go.
             surplus = old if old.process.returncode is None else new
             self._retiring.add(surplus.number)
             surplus.line.send(Retire())

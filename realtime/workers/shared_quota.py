@@ -1,5 +1,9 @@
-"""The quota of several workers: the parent counts all sessions (`QuotaCoordinator`), and workers ask it
-(`SharedQuota`)."""
+"""Session limits over several workers: the parent counts the sessions of all of them, and workers ask it.
+
+`QuotaCoordinator` counts in the parent. `SharedQuota` runs in each worker and implements `SessionQuota`
+(`realtime/serving/quota.py`) with messages to the parent; if the parent does not answer in time, new sessions are
+refused. A server with a single process uses `LocalQuota` instead.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +40,7 @@ class _Question:
 
 
 class SharedQuota:
-    """The quota as a worker sees it."""
+    """The quota in a worker: asks the parent, and has the last figures of the other workers."""
 
     def __init__(self, line: Line, clock: Callable[[], float]) -> None:
         self.others = Figures()
@@ -92,7 +96,7 @@ class SharedQuota:
 
 
 class QuotaCoordinator:
-    """The quota in the parent. Workers are identified by their numbers."""
+    """The quota in the parent: counts the sessions of all workers, which are identified by their numbers."""
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
         self.counts = Counts(limits, clock)

@@ -1,6 +1,10 @@
-"""A worker, one gateway process of several: `python -m realtime.workers.worker FD`, started by the parent.
+"""The worker process: one of several gateways that listen on the same port.
 
-It listens on the same port as the other workers, uses the parent's engine, and ends when the parent ends.
+    python -m realtime.workers.worker FD
+
+The parent starts it, and sends it the configuration, the secrets and the engines' addresses over the socket FD. The
+worker asks the parent to admit sessions, reports its metrics to it, and stops when the parent is gone. The gateway
+itself is built by `gateway_of_several` in `realtime/app.py`.
 """
 
 from __future__ import annotations
@@ -127,7 +131,7 @@ async def work(end: socket.socket) -> None:
             # A worker that does not hear its parent admits no session and cannot be stopped by it.
             server.server.should_exit = True
 
-        hearing = asyncio.create_task(hear(), name="what the parent says")
+        hearing = asyncio.create_task(hear(), name="messages of the parent")
         reporting = asyncio.create_task(shared.run(), name="metrics for the parent")
         try:
             if await server.wait_until_ready():

@@ -1,8 +1,8 @@
-"""The messages between the parent process and the gateway workers that it starts (`server.workers` above 1), and
-`Line`, which carries them over a socket pair as JSON lines.
+"""The messages between the parent process and its workers, and the connection that carries them.
 
-The parent sends the configuration and stops workers. Workers ask it to admit sessions under the shared quota, exchange
-counts of sessions and metrics with it, and reach the coordinator of published names through it.
+The messages are msgspec structs; `Line` is one end of a socket pair and sends them as lines of JSON. The parent sends
+the configuration and stops workers. Workers ask it to admit sessions, exchange counts of sessions and metrics with it,
+and reach the coordinator of published sessions through it.
 """
 
 from __future__ import annotations
@@ -55,11 +55,15 @@ class Enter(msgspec.Struct, tag="enter"):
 
 
 class Entered(msgspec.Struct, tag="entered"):
+    """The parent's answer to `Enter`."""
+
     number: int
     answer: QuotaDecision
 
 
 class Leave(msgspec.Struct, tag="leave"):
+    """Sessions of a caller that were counted have ended, or were not opened."""
+
     caller: str
     sessions: int = 1
 
@@ -90,6 +94,8 @@ class Scrape(msgspec.Struct, tag="scrape"):
 
 
 class Scraped(msgspec.Struct, tag="scraped"):
+    """The parent's answer to `Scrape`: the metrics as Prometheus text."""
+
     number: int
     text: str
 

@@ -21,7 +21,7 @@ import httpx
 import pytest
 
 from realtime.client import lasting_session, wire_client
-from realtime.serving.fleet_names import home_of
+from realtime.serving.fleet_publishing import home_of
 from tests.e2e.viewing import socket_viewer, stream_viewer, until
 from tests.engine import fakes
 from tests.engine.client.test_pool_table import put

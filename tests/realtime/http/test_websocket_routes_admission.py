@@ -162,12 +162,12 @@ class Place:
 
 
 @asynccontextmanager
-async def place(shared: bool = False, claimants: Any = None) -> AsyncIterator[Place]:
+async def place(shared: bool = False, handoff_store: Any = None) -> AsyncIterator[Place]:
     engine, now, metrics, signer = FakeEngine(), [0.0], Metrics(), Signer()
-    async with shared_house() if shared else alone() as (quota, keeper):
-        around = GatewayServices(metrics, signer, claimants, quota, Publisher.alone(1.0))
+    async with shared_quota() if shared else alone() as (quota, coordinator):
+        around = GatewayServices(metrics, signer, handoff_store, quota, Publisher.alone(1.0))
         sessions = Sessions(engine, CONFIG, lambda: now[0], lambda: 0.0, around)
-        counts = sessions.quota.counts if keeper is None else keeper.counts  # type: ignore[attr-defined]
+        counts = sessions.quota.counts if coordinator is None else coordinator.counts  # type: ignore[attr-defined]
         gateway = WebSocketRoutes(Context(engine, CONFIG, metrics, Authenticator((), signer), sessions))
         yield Place(gateway, counts, now, engine)
 
@@ -178,11 +178,11 @@ async def alone() -> AsyncIterator[tuple[None, None]]:
 
 
 @asynccontextmanager
-async def shared_house() -> AsyncIterator[tuple[SharedQuota, QuotaCoordinator]]:
+async def shared_quota() -> AsyncIterator[tuple[SharedQuota, QuotaCoordinator]]:
     """A worker's side and its parent's, with the real line between them."""
     ours, theirs = [await Line.over(end) for end in socket.socketpair()]
-    keeper = QuotaCoordinator(CONFIG.limits, lambda: 0.0)
-    keeper.add(1, ours)
+    coordinator = QuotaCoordinator(CONFIG.limits, lambda: 0.0)
+    coordinator.add(1, ours)
     quota = SharedQuota(theirs, lambda: 0.0)
 
     async def hear(line: Line, told: Callable[[Any], None]) -> None:
@@ -190,11 +190,11 @@ async def shared_house() -> AsyncIterator[tuple[SharedQuota, QuotaCoordinator]]:
             told(message)
 
     hearing = [
-        asyncio.create_task(hear(ours, lambda message: keeper.on_message(1, message))),
+        asyncio.create_task(hear(ours, lambda message: coordinator.on_message(1, message))),
         asyncio.create_task(hear(theirs, quota.on_message)),
     ]
     try:
-        yield quota, keeper
+        yield quota, coordinator
     finally:
         for task in hearing:
             task.cancel()
@@ -296,7 +296,7 @@ async def run_through(
     at = 1
     while True:
         async with place(**options) as running:
-            if running.sessions._claimants is not None:
+            if running.sessions._handoff_store is not None:
                 running.tokens.append(running.sessions._signer.resume_token("sess_elsewhere", "address 127.0.0.1"))
             async with fail(at) as fault:
                 await story(running)
@@ -333,7 +333,7 @@ async def test_an_error_in_any_function_leaves_nothing_counted(
     assert await run_through(story, failing_at_calls, shared=shared) >= 40
 
 
-class Heirs:
+class FakeHandoffStore:
     """Engines that have a session of another process."""
 
     def __init__(self) -> None:
@@ -372,7 +372,10 @@ async def test_an_error_while_a_session_is_adopted_leaves_nothing_counted(
     monkeypatch.setattr(SessionFactory, "adopt", go_on)
     for error in ERRORS:
         places = await run_through(
-            adopted, lambda at, error=error: failing_at_awaits(at, error), shared=shared, claimants=Heirs()
+            adopted,
+            lambda at, error=error: failing_at_awaits(at, error),
+            shared=shared,
+            handoff_store=FakeHandoffStore(),
         )
         assert places >= 5
-    assert await run_through(adopted, failing_at_calls, shared=shared, claimants=Heirs()) >= 20
+    assert await run_through(adopted, failing_at_calls, shared=shared, handoff_store=FakeHandoffStore()) >= 20

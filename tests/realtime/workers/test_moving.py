@@ -63,7 +63,7 @@ async def places(windowed: bool = False, keep_s: float = 60.0, number: int = 2) 
             handle = RemoteEngine(engine.address) if place else engine
             client = await stack.enter_async_context(fakes.running(handle))
             running = await stack.enter_async_context(
-                listening(client, config, GatewayServices(signer=signer, claimants=client))
+                listening(client, config, GatewayServices(signer=signer, handoff_store=client))
             )
             url = running.url.replace("http", "ws", 1) + "/v1/realtime"
             found.append(Place(url, client, running.server.gateway))

@@ -1,6 +1,8 @@
-"""The gateway's side of a program that forks a process for each file, stream or call; `forks.py` is the other side.
+"""The gateway's client of a fork server: starts the server, and has it start and kill media processes.
 
-The program has loaded its libraries once, and its forks share them, so a process starts in milliseconds.
+A `ForkServerClient` runs one program, the decoder program or that of WebRTC calls, which forks a process for each file,
+stream or call within milliseconds (`media_fork_server.py`). It starts the program at first use, and again if it has
+died. Engines have another fork server: `engine/client/fork_server.py`.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from realtime.serving.media_protocol import END, ORDER
 STOP_S = 2.0
 
 
-class ForkingProgram:
-    """A program that forks a process for each order: started when the first one is needed, and again if it has died."""
+class ForkServerClient:
+    """The client of one fork server, which it starts at the first order, and again if the server has died."""
 
     def __init__(self, module: str) -> None:
-        """`module` is run as the program; its `main` serves the orders with `forks.Forks`."""
+        """`module` is run as the fork server; its `main` executes the orders with `media_fork_server.ForkServer`."""
         self._module = module
         self._lock = Lock()
         self._numbers = itertools.count()

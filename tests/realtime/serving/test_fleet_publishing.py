@@ -13,8 +13,8 @@ import zmq
 
 from engine.boundary.sockets import GatewaySocket, LinkKeys
 from engine.client.pool import GatewayEntry
-from realtime.serving import fleet_names
-from realtime.serving.fleet_names import FleetNames, home_of
+from realtime.serving import fleet_publishing
+from realtime.serving.fleet_publishing import FleetNames, home_of
 from realtime.serving.publishing import Added, Finished, Follow, Key, Line, Publisher, State, Transcript, Update
 from realtime.serving.signed_tokens import Signer
 from realtime.serving.viewer_links import ViewerLinks
@@ -101,7 +101,7 @@ async def fleet_of(*gateways: Gateway) -> AsyncIterator[Fleet]:
 
     async def tick() -> None:
         while True:
-            await asyncio.sleep(fleet_names.BEAT_S)
+            await asyncio.sleep(fleet_publishing.BEAT_S)
             for gateway in fleet.gateways:
                 gateway.names.tick()
 
@@ -202,7 +202,7 @@ async def test_the_home_of_a_name_may_change_and_no_words_are_lost() -> None:
 
 async def test_a_home_that_starts_again_is_told_everything(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the same address, and before anybody has noticed."""
-    monkeypatch.setattr(fleet_names, "BEAT_S", 0.05)
+    monkeypatch.setattr(fleet_publishing, "BEAT_S", 0.05)
     async with fleet_of(Gateway("a"), Gateway("b"), Gateway("c")) as fleet:
         home, speaker, viewer = fleet.gateways
         key = fleet.key_at(home)
@@ -236,7 +236,7 @@ async def test_a_process_that_dies_leaves_its_session_to_the_next_one() -> None:
 
 async def test_a_session_does_not_wait_for_a_home_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its name meanwhile, and its viewers go on. Of two sessions that had a name so, the first one keeps it."""
-    monkeypatch.setattr(fleet_names, "MEANWHILE_S", 0.1)
+    monkeypatch.setattr(fleet_publishing, "MEANWHILE_S", 0.1)
     async with fleet_of(*(Gateway(name) for name in "abc")) as fleet:
         speaker, rival, gone = fleet.gateways
         key = fleet.key_at(gone)
@@ -263,7 +263,7 @@ async def test_a_session_does_not_wait_for_a_home_that_is_lost(monkeypatch: pyte
 
 
 async def test_claims_leave_nothing_behind_while_the_home_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_names, "MEANWHILE_S", 0.1)
+    monkeypatch.setattr(fleet_publishing, "MEANWHILE_S", 0.1)
     async with fleet_of(Gateway("a", processes=2), Gateway("b")) as fleet:
         speaker, gone = fleet.gateways
         key = fleet.key_at(gone)
@@ -288,7 +288,7 @@ async def test_claims_leave_nothing_behind_while_the_home_does_not_answer(monkey
 
 
 async def test_many_names_that_move_leave_turns_to_the_rest_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_names, "NAMES_A_TURN", 2)
+    monkeypatch.setattr(fleet_publishing, "NAMES_A_TURN", 2)
     async with fleet_of(Gateway("a"), Gateway("b")) as fleet:
         speaker, home = fleet.gateways
         keys = [("owner", f"name{n}") for n in range(40)]
@@ -298,7 +298,7 @@ async def test_many_names_that_move_leave_turns_to_the_rest_of_the_event_loop(mo
         told: list[Key] = []
         tell_again = speaker.names._tell_again
 
-        def tell(key: Key, name: fleet_names._Name) -> None:
+        def tell(key: Key, name: fleet_publishing._Name) -> None:
             told.append(key)
             tell_again(key, name)
 
@@ -334,8 +334,8 @@ async def test_a_gateway_that_does_not_read_is_dropped_and_nobody_else_waits(mon
             stuck.rcvhwm, stuck.linger, stuck.rcvbuf = 1, 0, 4096
             LinkKeys.between_gateways(SECRET).lock_gateway(stuck)
             stuck.connect(home.entry.address)
-            stuck.send(fleet_names.encoder.encode(viewer.names.hello("a")))
-            stuck.send(fleet_names.encoder.encode(Follow(*key)))
+            stuck.send(fleet_publishing.encoder.encode(viewer.names.hello("a")))
+            stuck.send(fleet_publishing.encoder.encode(Follow(*key)))
             await fakes.until(lambda: len(home.names.coordinator.channels[key].followers) == 2)
             posted = 0
             while len(home.names.coordinator.channels[key].followers) == 2:
@@ -406,9 +406,9 @@ async def test_messages_that_no_gateway_sends_are_dropped() -> None:
         for garbage in (b"", b"\xff" * 1000, b"\x81\xa4type\xa4nope", b"\x91" * 100_000):
             caller.send([garbage])
         # A name of another gateway: two that are reached at one address would take each other's names.
-        caller.send([fleet_names.encoder.encode(speaker.names.hello("b"))])
+        caller.send([fleet_publishing.encoder.encode(speaker.names.hello("b"))])
         await fakes.until(lambda: bool(heard))
-        assert fleet_names.decoder.decode(heard[0][0]) == fleet_names.Goodbye()  # type: ignore[index]
+        assert fleet_publishing.decoder.decode(heard[0][0]) == fleet_publishing.Goodbye()  # type: ignore[index]
         key = fleet.key_at(home)
         assert await speaker.publisher.claim(key, "s")
         caller.close()
@@ -416,7 +416,7 @@ async def test_messages_that_no_gateway_sends_are_dropped() -> None:
 
 async def test_links_are_opened_when_they_are_needed_and_closed_when_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """At rest a fleet has no links between gateways; a name costs one for each gateway that has to do with it."""
-    monkeypatch.setattr(fleet_names, "IDLE_S", 0.0)
+    monkeypatch.setattr(fleet_publishing, "IDLE_S", 0.0)
     async with fleet_of(*(Gateway(f"g{n}") for n in range(6))) as fleet:
 
         def links() -> int:

@@ -1,7 +1,9 @@
-"""The frame of a program that forks a process for each order of the gateway (`forking_program.py`).
+"""A fork server for media processes: takes orders from the gateway, and forks a process for each.
 
-Such a program loads its libraries and waits for orders on a socket. It forks for each of them, which is fast because
-the loaded libraries are shared. What crashes or hangs a fork affects no other.
+It is the main loop of the decoder program (`decoder_process.py`) and the program of WebRTC calls
+(`realtime/webrtc/call_process.py`); it never runs in the gateway. The program loads its libraries once, so a fork is
+fast, and a fork that crashes or hangs affects no other. `set_bounds` limits the memory and files of a fork.
+`media_fork_client.py` is the gateway's side.
 """
 
 from __future__ import annotations
@@ -21,12 +23,13 @@ from realtime.serving.media_protocol import END, ORDER
 
 REAP_S = 1.0
 
-# The whole life of a process: the kind of its order, its socket to the gateway, and the file that came with the order.
+# The function that a fork runs until it ends. Arguments: the kind of its order, its socket to the gateway, and the file
+# that came with the order.
 Live = Callable[[bytes, socket.socket, BinaryIO | None], None]
 
 
-class Forks:
-    """Executes the gateway's orders: starts and kills processes."""
+class ForkServer:
+    """Executes the gateway's orders: forks processes, which run `live`, and kills them."""
 
     def __init__(self, orders: socket.socket, live: Live) -> None:
         self._orders = orders
@@ -105,7 +108,7 @@ def set_bounds(more_bytes: int, files: int) -> None:
 
 
 def _address_bytes(more_bytes: int) -> int:
-    """Bytes of address space of this process now; where that is unknown, so many that there is no limit."""
+    """Bytes of address space of this process now; if unknown, a number that makes the limit infinite."""
     try:
         with open("/proc/self/statm") as file:
             return int(file.read().split()[0]) * resource.getpagesize()

@@ -1,13 +1,13 @@
-"""Published names of a fleet: a viewer may sit at any gateway, and a name belongs to one session of all gateways.
+"""Published sessions across the gateways of a fleet: a name belongs to one session, and viewers may use any gateway.
 
-Each name has its coordinator in one of the gateways, its home: the one that rendezvous hashing chooses from the table
-of the fleet, so that all gateways choose the same one and few names move when gateways come and go. `FleetNames` stands
-in for the coordinator of this gateway's processes. It passes their requests on to the homes of the names, each name
-once however many viewers it has here, and keeps the words of the names that are spoken or read here. When a home is
-lost, or the table names another one, the gateways bring it those words; so nothing depends on one gateway.
+Each name is coordinated by one gateway, its home. Rendezvous hashing chooses the home from the table of the fleet, so
+all gateways choose the same one and few names move when gateways come and go. `FleetNames` takes the place of
+`Coordinator` (`publishing.py`), in the gateway or in the parent of its workers: it forwards requests to the home of
+each name, and keeps the words of all names that are published or read at this gateway. When a home is lost or changes,
+the gateways send these words to the new home, so no words depend on a single gateway.
 
-Links between gateways are encrypted and authenticated with keys of the fleet's secret. A gateway opens one when it
-needs it, and closes it when it has not needed it for a while.
+Gateways are linked by sockets that are encrypted with keys derived from the fleet's secret. A link is opened when it is
+needed, and closed when it is idle.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ SILENT_S = 5.0
 FIRST_WAIT_S, MAX_WAIT_S = 0.25, 10.0
 # A link that no name needs is closed after this many seconds.
 IDLE_S = 30.0
-# Seconds after which a name is granted without its home, which does not answer: sessions do not wait for a machine that
-# was lost. The home is told when it is there again, or when the table names another one. Less than `ANSWER_S`.
+# Seconds after which a name is granted although its home does not answer: sessions do not wait for a lost machine. The
+# home is told when it is back, or when the table has another home. Less than `ANSWER_S`.
 MEANWHILE_S = 1.0
 # Messages to a home that may be unanswered; a home that takes no more has its link broken.
 MAX_UNANSWERED = 20_000
-# Names that a home is told of before the rest of the event loop has its turn; each one may have a long transcript.
+# Names that are sent to homes in one iteration of the event loop; each one may have a long transcript.
 NAMES_A_TURN = 20
 # This gateway's own number among the members of its coordinator; other gateways have numbers from 1.
 SELF = 0
@@ -91,7 +91,7 @@ class Welcome(msgspec.Struct, tag="welcome"):
 
 
 class Beat(msgspec.Struct, tag="beat"):
-    """Nothing happened. The listener answers each one with its number."""
+    """A heartbeat. The listener answers each one with its number."""
 
     number: int
 
@@ -117,7 +117,7 @@ def _hash(*words: str) -> bytes:
 
 @dataclass(slots=True)
 class _Name:
-    """A name that is spoken or read in a process of this gateway."""
+    """A name that a process of this gateway publishes or reads."""
 
     transcript: Transcript = field(default_factory=Transcript)
     session: str = ""
@@ -125,7 +125,7 @@ class _Name:
     holder: int | None = None
     # Claims that the home has not answered: by our number, the process and its request.
     asked: dict[int, tuple[int, Publish]] = field(default_factory=dict)
-    # Our number of a claim that tells a home what it granted before, or what another home had granted.
+    # Number of the last claim that told a home of a grant made before. Its answer says whether the home agrees.
     told_again: int = 0
     followers: set[int] = field(default_factory=set)
     # Whether the home has told the words so far.
@@ -366,7 +366,7 @@ class FleetNames:
         """The session of this gateway gives the name up, or continues elsewhere."""
         name.holder = None
         if name.followers:
-            # First, so that the home keeps the words for those who read them here.
+            # First, so that the home keeps the words for viewers at this gateway.
             self._to_home(key, Follow(*key))
         self._to_home(key, Unpublish(*key, name.session, moves))
 
@@ -496,7 +496,8 @@ class FleetNames:
             self._to_home(key, self._follow_again(key, name))
 
     def _expect_told_again(self, key: Key, name: _Name, number: int) -> None:
-        """The answer to this number says whether the home agrees with the holder. Earlier ones do not count."""
+        """Wait for the answer to the claim with this number, which says whether the home agrees with the holder.
+        Answers to earlier claims are ignored."""
         self._claims.pop(name.told_again, None)
         self._claims[number], name.told_again = key, number
 
@@ -561,7 +562,8 @@ class FleetNames:
         self._in_turns([key for key, name in self.names.items() if name.home == gateway], self._tell_again)
 
     def _learn(self, links_from_ms: int, revocations: list[Revocation]) -> None:
-        """What another gateway knows of viewer links: what was revoked first, and only then which links are valid."""
+        """Take what another gateway knows of viewer links: first the revocations, then the time from which links are
+        valid."""
         known = set(self.revocations.all())
         for revocation in revocations:
             if revocation not in known:
