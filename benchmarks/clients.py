@@ -1,11 +1,12 @@
-"""Clients that send speech in real time over sockets, from their own processes. Used by several benchmarks.
+"""Clients that send speech to a server in real time over sockets, from processes of their own.
 
-A `PacedClient` sends each append when its last sample has been spoken, on an absolute schedule. It resumes its session
-after a lost connection, sends lost audio again, and records what happened. A `LagClient` also measures lags: the lag of
-a word is the time from sending its last sample to receiving the delta with its text, minus the model's delay; the lag
-of a final text counts from the last sample of speech, before the silence that ends the turn. A model with random
-weights outputs words in pauses too, which wait until the turn before is completed: only words within speech are scored.
-No two of these sessions send the same samples at the same offsets, so that no cache can answer for the model.
+Used by several benchmarks. `ClientProcesses` starts the processes and collects their results. A `PacedClient` sends
+each append when its last sample has been spoken, on an absolute schedule. It resumes its session after a lost
+connection, sends lost audio again, and records what happened. A `LagClient` also measures lags: the lag of a word is
+the time from sending its last sample to receiving the delta with its text, minus the model's delay; the lag of a final
+text counts from the last sample of speech, before the silence that ends the turn. A model with random weights outputs
+words in pauses too, which wait until the turn before is completed: only words within speech are scored. No two of these
+sessions send the same samples at the same offsets, so that no cache can answer for the model.
 """
 
 from __future__ import annotations

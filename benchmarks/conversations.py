@@ -1,8 +1,8 @@
-"""Conversations mixed from recordings of single speakers, with who speaks when. With numpy only.
+"""Synthetic conversations: mixes recordings of single speakers, and keeps who speaks when. With numpy only.
 
-Two to four people speak in turn: long turns, short replies, pauses, turns that begin before the last one ends, and
-replies into another turn. Each person has a loudness and a room; some are on a telephone. The same recordings and
-seed always give the same conversation.
+Test audio for `benchmarks/speakers.py` and `training/`. Two to four people speak in turn: long turns, short replies,
+pauses, turns that begin before the last one ends, and replies into another turn. Each person has a loudness and a room;
+some are on a telephone. The same recordings and seed always give the same conversation.
 """
 
 from __future__ import annotations

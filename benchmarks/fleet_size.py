@@ -1,14 +1,14 @@
-"""What a fleet costs as it grows: the manager, links, handoffs, clients that come back together, viewers.
+"""What a fleet costs as it grows: the manager, links, handoffs, reconnecting clients, and viewers, at several sizes.
 
     python -m benchmarks.fleet_size [--parts manager,links,sessions,names,herd,ray] [--machines 50] [--sessions 20000]
 
-Each part is measured at several sizes on this machine, without models. Costs are processor time, so that a busy machine
-changes them little. `manager`: rounds of the real manager over keepers that only answer, with what a call carries as
-Ray pickles it. `links`: engines without a model, all in one process, and gateways' clients of them in another one,
-over encrypted links; nothing is spoken. `sessions`: real gateways and an engine without a model; sessions speak, one
-gateway is killed and the other one adopts them. `names`: published sessions, whose words go over links between
-gateways. `herd`: a simulation of clients that lost their gateway, with the waits of our clients and the measured cost
-of an adoption. `ray`: calls to actors of a cluster on this machine; needs the extra tickertape[fleet].
+Everything runs on this machine, without models. Costs are processor time, so that a busy machine changes them little.
+`manager`: rounds of the real manager over simulated keepers, with the size of each call as Ray pickles it. `links`:
+engines without a model, all in one process, and the engine clients of gateways in another one, over encrypted links
+without audio. `sessions`: real gateways and an engine without a model; sessions speak, one gateway is killed and the
+other one adopts them. `names`: published sessions, whose words go over links between gateways. `herd`: a simulation of
+clients that lost their gateway, with the waits of our clients and the measured cost of an adoption. `ray`: calls to
+actors of a cluster on this machine; needs the extra tickertape[fleet].
 
     python -m benchmarks.fleet_size serve ...
 

@@ -1,4 +1,4 @@
-"""Shared by all benchmarks: common options, printed figures, JSON files, profiles, and the cost of a process."""
+"""Helpers of all benchmarks: common options, printed figures, JSON files, percentiles, cost of processes, profiles."""
 
 from __future__ import annotations
 

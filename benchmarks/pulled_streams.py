@@ -1,4 +1,4 @@
-"""Live HLS and RTMP streams, pulled while their encoders break off and the gateway is killed: do their words differ?
+"""Pulled HLS and RTMP streams whose encoders break off and whose gateway is killed: how many words differ?
 
     python -m benchmarks.pulled_streams [--minutes 30] [--manifest M.jsonl] [--away 10] [--model NAME]
 

@@ -1,7 +1,8 @@
-"""Models with random weights: Voxtral Realtime and Whisper at full dimensions, made on the device, or tiny on a CPU.
+"""Models with random weights for load tests: Voxtral Realtime and Whisper at full size on a GPU, or tiny on a CPU.
 
-Everything is computed as with real weights. The number of words is set, as in speech: Voxtral outputs a word in three
-frames of ten, Whisper three tokens for each second of audio.
+Used by `benchmarks/engines.py` and the benchmarks of capacity; no checkpoint is needed. Everything is computed as with
+real weights. Only the number of words is set, as in speech: Voxtral outputs a word in three frames of ten, Whisper
+three tokens for each second of audio.
 """
 
 from __future__ import annotations

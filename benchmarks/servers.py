@@ -1,4 +1,8 @@
-"""The whole server as processes: one engine, its gateways, the processes that they start, and nginx before them."""
+"""Starts and stops a whole server for a benchmark: one engine process, gateway processes, and nginx in front of them.
+
+`Server` owns the processes of one server and measures their processor time; `Child` is any process with its
+descendants; `Nginx` runs the machine's nginx with deploy/proxies/nginx.conf.
+"""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
-"""How long `tickertape serve` and `tickertape transcribe` take to their first words, and what the parts take.
+"""Start-up time: how long `tickertape serve` and `tickertape transcribe` take to their first words, and which part.
 
     python -m benchmarks.start [--runs 5] [--model NAME] [--against FOLDER] [--json FILE]
 
 Each run starts `tickertape serve` as a process of its own. A client tries to connect from that moment on, as a script
-would that starts together with the server, and sends recorded speech at the pace of a microphone when its socket
-opens. Then `tickertape transcribe` transcribes the same 10 s. A first start compiles modules and reads files into
-memory; it is not counted. The figures are the best of all runs, because other programs can only make a run slower, and
-the median. With `--against`, another checkout is started in turn with this one, and ratios are shown.
+would that starts together with the server, and sends recorded speech at the pace of a microphone when its socket opens.
+Then `tickertape transcribe` transcribes the same 10 s. A first start compiles modules and reads files into memory; it
+is not counted. The figures are the best of all runs, because other programs can only make a run slower, and the median.
+With `--against`, another checkout is started in turn with this one, and ratios are shown.
 """
 
 from __future__ import annotations

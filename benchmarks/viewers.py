@@ -1,10 +1,10 @@
-"""What an audience costs: the delay of viewers behind the speaker's client, and the speakers' lag with and without it.
+"""What viewers of a published session cost: their delay behind the speaker's client, and the speakers' lag beside them.
 
     python -m benchmarks.viewers [--viewers 1000] [--speakers 4] [--seconds 60] [--model NAME] [--workers 2]
 
 A whole server as processes. The speakers play the sample recording that `tickertape pull` provides, at the pace of
 speech, first alone and then again while viewers read the first of them, half of them over server-sent events and half
-over sockets. Speakers and viewers are processes on the same machine, and their processor time is the server's loss.
+over sockets. Speakers and viewers are processes on the same machine, so they take processor time from the server.
 
 The delay of a viewer is the time from a text's arrival at the speaker's client to its arrival at the viewer; it is
 negative if the viewer has it first. The lag of a speaker is the time from the sending of a word's last sample to the

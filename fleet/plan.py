@@ -1,6 +1,8 @@
-"""The operator's plan of a fleet: reads and checks the fleet file (TOML), and decides the number of engines.
+"""The fleet file (TOML) of the operator: reads and checks it; and the scaling rule that decides the number of engines.
 
-Used by the commands of `tickertape fleet` and by the manager. `decide` is a pure function of load, time and memory.
+Used by the commands of `tickertape fleet` and by the manager. `decide` is a pure function of the rules, the load, the
+time and what the last rounds saw. It is neither the capacity planning of `tickertape plan` nor the plan of an engine
+step.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Keepers of one engine or gateway process: they start it, watch it, restart it and drain it.
+"""Keepers: the process supervisors of a fleet, one for each engine or gateway; they start, watch, restart and drain it.
 
-`KeeperActor` in `fleet/cluster/actors.py` runs one: its thread calls `step`, and the manager's calls use `report` and
-`drain`. A new keeper finds the process of its predecessor by its record and continues with it.
+`KeeperActor` in `fleet/cluster/actors.py` runs one on the node of its process: its thread calls `step`, and the manager
+calls `report` and `drain`. The keeper of a gateway also writes the file with the table of engines that the gateway
+reads. A new keeper finds the process of its predecessor by its record on disk (`process.py`) and continues with it.
 """
 
 from __future__ import annotations

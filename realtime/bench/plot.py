@@ -1,4 +1,7 @@
-"""Two plots as SVG: time to final by the number of streams, and lag over time in the long run."""
+"""The plot of a load test as SVG: time to final by the number of streams, and lag over time in the long run.
+
+`campaign.py` writes it as `plot.svg`. It needs no plotting library.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The record of a load test, its figures, and the search for the largest load.
+"""Reads the records of a load test's clients, computes its figures, and searches for the largest load.
+
+`campaign.py` calls it after every run. The figures:
 
 - Time to final: from the end of speech to the final transcript. The end of speech is the server's end of the turn minus
   its silence setting, so the wait for silence is part of the time, as it is for a user.

@@ -1,8 +1,10 @@
-"""A realtime session that outlives its connections: it reconnects, resumes, and resends audio. Used by the commands.
+"""A realtime session that survives lost connections: it reconnects, resumes, and sends unacknowledged audio again.
 
-Audio that the server has not acknowledged is kept, up to `KEEP_S`. Beyond that the oldest audio is dropped, and the
-server gets a gap of the same length, so that times stay right. Audio that the source itself misses is a gap too. If a
-session cannot be resumed, a new one begins with the kept audio, and the times of its words are shifted.
+Live captions (`realtime/commands/captions.py`) and the clients in `benchmarks/` use it; one connection is a
+`WireSession` of `wire_client.py`. `KeptAudio` owns the audio that the server has not acknowledged, up to `KEEP_S`.
+Beyond that the oldest audio is dropped, and the server gets a gap of the same length, so that times stay right. Audio
+that the source itself misses is a gap too. If a session cannot be resumed, a new one begins with the kept audio, and
+the times of its words are shifted.
 """
 
 from __future__ import annotations

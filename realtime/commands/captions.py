@@ -1,6 +1,8 @@
-"""Live captions in the terminal, of a microphone, a stream or a file in real time, by a local engine or by a server.
+"""Runs live captions in the terminal: sends audio to a local engine or a server, and shows and saves the text.
 
-Used by `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live`.
+The shared part of `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live`; each of
+them brings its own source of audio. `Listener` takes the text, shows it (`caption_view.py`) and writes it to the output
+file (`transcripts.py`).
 """
 
 from __future__ import annotations

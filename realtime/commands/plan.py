@@ -1,7 +1,8 @@
 """`tickertape plan`: how many engines, gateways and machines a number of sessions needs, by measured figures.
 
 The figures are those of docs/benchmarks.md and docs/voxtral.md, or those that a running server has measured on its own
-machine (`--server`). The answer states every assumption.
+machine (`--server`). The answer states every assumption. It starts nothing; the plan of a running fleet is
+`fleet/plan.py`.
 """
 
 from __future__ import annotations

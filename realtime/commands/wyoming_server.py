@@ -1,8 +1,9 @@
-"""Serves the Wyoming protocol of Home Assistant: events as lines of JSON over TCP, with audio as their payload.
+"""The Wyoming protocol of Home Assistant, server side: events as lines of JSON over TCP, with audio as their payload.
 
-A client sends `transcribe`, `audio-start`, `audio-chunk`s and `audio-stop`, and gets a `transcript`; `describe` is
-answered with `info`, `ping` with `pong`, and other events are ignored. An utterance is transcribed while it is spoken,
-by a stream of an engine in this process (`LocalBackend`) or by a session of a running server (`ServerBackend`).
+`tickertape wyoming` runs it. A client sends `transcribe`, `audio-start`, `audio-chunk`s and `audio-stop`, and gets a
+`transcript`; `describe` is answered with `info`, `ping` with `pong`, and other events are ignored. An utterance is
+transcribed while it is spoken, by a stream of an engine in this process (`LocalBackend`) or by a session of a running
+server (`ServerBackend`).
 """
 
 from __future__ import annotations

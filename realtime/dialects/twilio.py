@@ -1,8 +1,9 @@
 """Twilio Media Streams: the `start` message with its options, and the dialect for one track of a phone call.
 
-Twilio sends JSON with mu-law audio at 8 kHz in base64 and reads no words, so nothing is written to it: the words reach
-viewers under the name that each track is published as. The options of a stream are its custom parameters, which have
-the names of Deepgram's query parameters. Each track of a call is a session with its own dialect.
+Twilio sends JSON with mu-law audio at 8 kHz in base64 and accepts no transcripts, so this dialect writes nothing:
+viewers read the words under the name that each track is published as. The options of a stream are its custom
+parameters, which have the names of Deepgram's query parameters. Each track of a call is a session with its own dialect;
+the socket is served by `realtime/http/websocket_routes.py`.
 """
 
 from __future__ import annotations

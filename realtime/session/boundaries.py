@@ -1,14 +1,17 @@
-"""Where turns and utterances begin and end, and the events that tell the client so. No I/O; used by the session core.
+"""Turn boundaries of one session: decides where turns and utterances begin and end, and emits the events that say so.
 
-Where speech begins, pauses and ends is decided by the engine's speech track and nowhere else; its events arrive here at
-exact samples. Without semantic detection a turn ends where speech ends.
+A part of the session core (`core.py`), without I/O. The engine's speech track finds where speech begins, pauses and
+ends, and sends that with exact sample numbers; this module decides which of those places end a turn. Without semantic
+detection a turn ends where speech ends.
 
-- `PauseWatch` decides in pauses with semantic or scored detection, by the turn detector's answers, the text and the
-  silence. The limits of semantic detection are those of the OpenAI API: 8, 4 and 2 seconds of silence for low, medium
-  (auto) and high eagerness. Scored detection has thresholds and a limit of the client, and may announce probable ends.
-- `UtteranceWatch` finds gaps in the text after the last word.
-- `Boundaries` counts the audio of a session and applies both. All audio before its boundary is committed or cleared.
-  Without turn detection all later audio is the open turn; with it, speech opens a turn and a pause ends it.
+- `PauseWatch` decides during a pause, for semantic and scored detection, from the turn detector's answers, the text and
+  the length of the silence. The limits of semantic detection are those of the OpenAI API: 8, 4 and 2 seconds of silence
+  for low, medium (auto) and high eagerness. Scored detection has thresholds and a limit that the client sets, and may
+  announce probable ends.
+- `UtteranceWatch` finds gaps in the text after the last word (Deepgram's `utterance_end_ms`).
+- `Boundaries` owns the count of the session's audio and the boundary before which all audio is committed or cleared,
+  and applies both. Without turn detection all later audio is the open turn; with it, speech opens a turn and a pause
+  ends it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,9 @@
 """The session core: one session as a pure state machine, `Session.handle(event, now) -> effects`.
 
-No I/O, no clock, no asyncio. `realtime.serving.live_session` passes client events and engine outputs in order, and
-applies the effects in order. One engine stream serves the whole session, and turns are parts of it:
+It has no I/O, no clock and no asyncio. `realtime/serving/live_session.py` passes client events and engine outputs in
+order, and applies the effects in order; `events.py` defines both. `Session` owns the phase, the pending flushes and the
+waiting commits; turn boundaries are in `boundaries.py`, the text of turns in `turns.py`. One engine stream serves the
+whole session, and turns are parts of it:
 
 - At the end of a turn the engine is flushed; text that arrives before the answer belongs to that turn.
 - If speech detection has ended a turn, the engine may already have audio of the next one, so words are assigned to

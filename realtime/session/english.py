@@ -1,8 +1,8 @@
-"""English inverse text normalization: numbers, dates, times, money, percent and addresses as people write them.
+"""English inverse text normalization: rewrites spoken numbers, dates, times, money and addresses in written form.
 
-`written_forms` reads a list of words and returns the groups of words that have another written form. It is a scanner
-with one rule per kind: every rule looks at a bounded number of words, so the time grows with the number of words. It
-knows nothing of audio, sessions and clients.
+`written_forms` takes a list of words and returns the groups of words that have another written form; `formatting.py`
+applies them to finals. It is a scanner with one rule per kind: every rule looks at a bounded number of words, so the
+time grows linearly. It has no state, and knows nothing of audio, sessions and clients.
 
 The rules are cautious. Words from zero to nine stay words unless something beside them asks for a digit (a percent
 sign, money, a clock time, a date, a heading such as `chapter`). Adjoining numbers that do not form a known pattern stay

@@ -1,10 +1,12 @@
-"""Formatting of final text: numbers and dates as people write them, profanity masks, replacements, search, paragraphs.
+"""Formatting of final text: numbers and dates in written form, profanity masks, replacements, search, paragraphs.
 
-`format_final` is a pure function over the words and the text of a final; the options are in `text_options.py`. Deltas
-are never formatted. Words keep their times: a word that stands for several ones begins with the first and ends with the
-last of them. Redaction comes before (`redaction.py`), and nothing here changes a redacted word.
+`format_final` is a pure function of the words and the text of a final. The dialects call it when they write a final,
+and so do published sessions and webhooks; uploads use `format_words`. The options are in `text_options.py`. Deltas are
+never formatted. Words keep their times: a word that replaces several begins with the first and ends with the last of
+them. Redaction comes before (`redaction.py`), and formatting does not change a redacted word.
 
-Words are matched with tables, without regular expressions: the time for a word does not depend on the lists.
+Words are matched with tables, without regular expressions, so the time for a word does not depend on the length of the
+client's lists.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The settings of a session, as one frozen value. Dialects build it from their own messages."""
+"""The settings of a session: audio format, turn detection, language, keywords and formatting, as one frozen value.
+
+Dialects and uploads build a `Settings` from their own messages; `Settings.in_force` checks it against the model, and
+the session core and the engine stream work with the result. The server's own configuration is `realtime/config.py`.
+"""
 
 from __future__ import annotations
 

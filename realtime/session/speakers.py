@@ -1,4 +1,8 @@
-"""Who spoke a word: joins the engine's speaker labels to words by their samples, and names speakers. No I/O."""
+"""Speaker labels of words: joins the engine's labels to words by sample position, and gives speakers their names.
+
+`SpeakerTimeline` owns the labels of one session and is saved with it. The session core labels live words with it, and
+uploads and local commands label theirs. The labels themselves are computed in the engine (`engine/server/speakers.py`).
+"""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""The options for the text of finals: `Formatting`, which is a part of `Settings`, and `make_formatting`, which checks
-the lists of a client. Used by the dialects and the forms of uploads.
+"""The options for formatting and redacting the text of finals: the dataclass `Formatting`, and the check of its lists.
+
+Dialects and upload forms call `make_formatting` with the client's values; the result is a part of `Settings`. The rules
+that these options switch on are in `formatting.py` and `redaction.py`.
 """
 
 from __future__ import annotations

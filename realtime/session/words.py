@@ -1,4 +1,8 @@
-"""Words with times: from the engine's text deltas (`WordCutter`), and as subtitles in SubRip or WebVTT. No I/O."""
+"""Words with times: cut from the engine's text deltas (`WordCutter`), and written as JSON, SubRip or WebVTT.
+
+Pure functions, and `WordCutter`, which owns the incomplete word at the end of a stream's text. Used by the session
+core, the dialects, uploads and the commands.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The data channel of a call, over aiortc's SCTP with bounds on what a client can make it hold."""
+"""The data channel of a WebRTC call: JSON events in both directions, over aiortc's SCTP with bounded memory.
+
+It runs in the process of the call. `BoundedSctp` refuses packets that would make aiortc hold or compute too much;
+`EventChannel` is the one channel that carries events (`oai-events`). The call ends if a bound is exceeded.
+"""
 
 from __future__ import annotations
 

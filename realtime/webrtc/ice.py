@@ -1,7 +1,7 @@
-"""ICE lite (RFC 8445): one UDP port that answers the connectivity checks of one client, and sends none.
+"""ICE lite (RFC 8445) for one WebRTC call: a UDP port that answers the client's connectivity checks, and sends none.
 
-The server sends to an address only after a check from it that was signed with the password of the answer. Datagrams
-from all other addresses are dropped.
+It runs in the process of the call, and is the transport under aiortc's DTLS. The server sends to an address only after
+a check from it that was signed with the password of the answer. Datagrams from all other addresses are dropped.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The audio of a call: RTP packets with Opus in; samples at 16 kHz, lost audio and silence out.
+"""The audio track of a WebRTC call: turns RTP packets with Opus into samples at 16 kHz, lost audio and silence.
 
-Time comes from the timestamps of the packets, so the times of words stay right when packets are missing. A call's audio
-never runs ahead of the clock by more than `MAX_AHEAD_S`, whatever the packets say.
+It runs in the process of the call, which sends the result to the gateway. Time comes from the timestamps of the
+packets, so the times of words stay right when packets are missing. A call's audio never runs ahead of the clock by more
+than `MAX_AHEAD_S`, whatever the timestamps are.
 """
 
 from __future__ import annotations

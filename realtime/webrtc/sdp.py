@@ -1,7 +1,8 @@
-"""Reads the SDP offer of a client, and writes the answer of this server: one audio track in, one data channel.
+"""SDP of a WebRTC call: reads the client's offer, writes the server's answer (one audio track in, one data channel).
 
-The candidates of an offer are ignored. This server is an ICE lite agent: it answers the connectivity checks of clients
-and sends none, so an offer cannot make it send to an address that has not sent a check first.
+Pure functions, called in the process of the call. The candidates of an offer are ignored. This server is an ICE lite
+agent: it answers the connectivity checks of clients and sends none, so an offer cannot make it send to an address that
+has not sent a check first.
 """
 
 from __future__ import annotations
