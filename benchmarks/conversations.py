@@ -98,7 +98,7 @@ class _Person:
         self._at = 0
 
     def speak(self, seconds: float) -> tuple[Samples, NDArray[np.float32]]:
-        """About this much of the recordings, to a quiet place: as it is heard in the room, and the loudness."""
+        """About `seconds` of the recordings, up to a quiet place, with the sound of the room; and their loudness."""
         columns = len(self._loudness)
         if self._at + round(seconds * COLUMNS_PER_SECOND) + 40 > columns:
             self._at = 0

@@ -88,8 +88,8 @@ def random_voxtral(
 
 
 class SpeakingRunner(VoxtralRunner):
-    """Says as much as speech does, where random weights would say a word in nearly every frame. An output that is known
-    beforehand is one more number that a step is given, as after the death of an engine."""
+    """Outputs as many words as in speech; random weights alone would output a word in nearly every frame. The output is
+    given to the step in advance, as for a stream that is rebuilt after the death of an engine."""
 
     def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
         known = super()._forced_at(slots, positions)

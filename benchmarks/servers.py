@@ -114,7 +114,7 @@ class Server:
     ) -> None:
         self._options, self._counts_streams_only = options, counts_streams_only
         self._flags, self._own_flags = flags, own_flags or {}
-        # A benchmark that is told to stop (SIGTERM) leaves its blocks, and so ends the processes.
+        # SIGTERM raises here, so that a stopped benchmark leaves its `with` blocks and ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
         folder = Path(self._folder.name)

@@ -64,7 +64,7 @@ print(json.dumps(dict(zip(names, (end - begin for begin, end in zip(times, times
 
 
 def environment() -> dict[str, str]:
-    """The environment of a user: Python keeps compiled modules, unless it is told not to."""
+    """The environment of a user: Python keeps compiled modules."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 

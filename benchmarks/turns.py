@@ -112,7 +112,7 @@ class PauseCase:
 
 
 def room_tone(audio: Samples, samples: int) -> Samples:
-    """The quietest 0.3 s of a recording, mirrored and repeated: what a microphone hears when nobody speaks."""
+    """The quietest 0.3 s of a recording, mirrored and repeated: the background noise without speech."""
     width = round(0.3 * SAMPLE_RATE)
     if len(audio) < width:
         return np.zeros(samples, np.float32)
@@ -143,7 +143,7 @@ def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
     return found
 
 
-# What the engine hears
+# The output of the engine
 
 
 def with_tail(source: Source) -> Samples:

@@ -148,7 +148,7 @@ async def _watch(url: str, viewers: int, pipe: Connection) -> tuple[list[list[Ar
 
 
 def watch(url: str, viewers: int, pipe: Connection) -> None:
-    """The process of the viewers: says when all are there, and what they got when it is told to stop."""
+    """Main function of the viewers' process: reports when all are connected, and at the end what they got."""
     raise_limit()
     pipe.send(asyncio.run(_watch(url, viewers, pipe)))
 

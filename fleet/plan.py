@@ -75,7 +75,7 @@ class FleetPlan:
     head_works: bool = True
     # The same file on every node. If empty, `fleet up` makes one for a cluster that it starts.
     secret_file: str = ""
-    # The configuration of `tickertape serve` and `tickertape engine`, at the same path on every node; empty is none.
+    # The configuration of `tickertape serve` and `tickertape engine`, at the same path on every node; empty: no file.
     config: str = ""
     # Folder of each node for logs and for the state that survives restarts.
     state_folder: str = STATE_FOLDER

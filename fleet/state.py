@@ -108,7 +108,7 @@ class UnitState(StrEnum):
     SERVING = "serving"
     # It takes no new streams or sessions, and ends when those it has are elsewhere.
     DRAINING = "draining"
-    # It ended after it was told to drain.
+    # It ended after a drain.
     ENDED = "ended"
     # It cannot be started; its keeper's report has the error.
     FAILED = "failed"

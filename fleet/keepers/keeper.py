@@ -41,7 +41,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 WELL_S = 60.0
 # Seconds that a process has to end after its drain time, before it is killed.
 GRACE_S = 15.0
-# The variable in which Ray tells its workers their GPUs.
+# The variable with which Ray assigns GPUs to its workers.
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -57,7 +57,7 @@ class Place:
 
 
 class Keeper:
-    """The common part of the keepers of engines and gateways. Safe for two threads."""
+    """Supervises one process: the common part of the keepers of engines and gateways. Safe for two threads."""
 
     def __init__(self, unit: Unit, plan: FleetPlan, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
         self.unit = unit
@@ -370,7 +370,7 @@ class GatewayKeeper(Keeper):
 
 
 def _trusting() -> ssl.SSLContext:
-    """Checks no certificate: it is for the public name, and the gateway is a process on this machine."""
+    """A TLS context that checks no certificate: it is for the public name, and the gateway is on this machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -144,7 +144,8 @@ def _is_name_taken(event: dict[str, Any]) -> bool:
 
 
 class LastingSession:
-    """`append` and `finish` never wait for the network; `run` serves the session until its last text has arrived."""
+    """A session over any number of connections. `append` and `finish` never wait for the network; `run` serves the
+    session until its last text has arrived."""
 
     def __init__(self, url: str, key: str | None, session_options: SessionOptions) -> None:
         self.kept = KeptAudio(KEEP_S * session_options.rate)
@@ -274,7 +275,7 @@ class LastingSession:
         self._room.set()
 
     def _believe_what_was_sent(self) -> None:
-        """For a server that never acknowledges, everything sent counts as received."""
+        """Without acknowledgements of the server, count everything sent as received."""
         if self._acknowledges is False:
             self._confirm(self._sent)
 

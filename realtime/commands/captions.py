@@ -209,7 +209,7 @@ LAST_WORDS_S = 15.0
 # Gaps that wait for the first word after them; beyond that the oldest marks are dropped.
 MAX_GAPS = 1000
 
-# Chunks of 16 kHz mono in real time. A number is a gap: so many samples are missing.
+# Chunks of 16 kHz mono in real time. A number is a gap of that many samples.
 Sound = AsyncIterator[Samples | int]
 
 

@@ -318,7 +318,7 @@ async def read_pieces(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator
 
 
 def read_audio(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
-    """The audio of a file in pieces, like `gathered`."""
+    """The audio of a file in pieces, like `join_blocks`."""
     return join_blocks(read_file(path), samples)
 
 

@@ -177,7 +177,7 @@ def _of_documentation(name: str, cores: int | None) -> Engine:
 
 
 def _of_server(url: str) -> Engine:
-    """By `/capacity` of a running server. Raises CommandFailed if it has not measured anything yet."""
+    """The engine of a running server, by its `/capacity`. Raises CommandFailed if it has measured nothing yet."""
     import json
 
     from realtime.client.http_client import HttpServer

@@ -57,7 +57,7 @@ class InjectRequest:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """A message that needs no answer."""
+    """A valid message that has no effect and needs no answer."""
 
 
 @dataclass(frozen=True, slots=True)

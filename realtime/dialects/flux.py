@@ -67,7 +67,7 @@ READ_ONCE = (
 # Event ids for the events that these client messages cause.
 FORCE = "force_end_turn"
 CONFIGURE = "configure"
-# A longer turn is ended, and the next one goes on: each message repeats the text of its turn. Ten minutes of speech.
+# A longer turn is ended and another one begins, because each message repeats the text of its turn. Ten minutes.
 MAX_TURN_CHARACTERS = 10_000
 # An update is sent when the text has grown by this part of its length, so the bytes of a long turn grow linearly.
 UPDATE_PART = 64

@@ -691,7 +691,7 @@ class OpenAIDialect:
 
 
 def _end_of_turn(confidence: float | None, settings: Settings) -> Json:
-    """How sure it is that the turn is over, if the client asked for it and a judge has said so."""
+    """The probability that the turn is over, if the client asked for it and the turn was scored."""
     if confidence is None or not settings.wants(INCLUDE_END_OF_TURN):
         return {}
     return {"end_of_turn_confidence": round(confidence, 4)}

@@ -114,7 +114,7 @@ def _fault(param: str, message: str) -> ClientFault:
 
 
 class TwilioDialect:
-    """One track of a call. It gets the messages of all tracks, whose times are the clock of the call."""
+    """The dialect of one track of a call. It gets the messages of all tracks: their times are the call's clock."""
 
     name = "twilio"
     fixed = True
@@ -150,7 +150,7 @@ class TwilioDialect:
         raise _fault("event", "'event' must be connected, start, media, dtmf, mark or stop.")
 
     def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
-        """Nothing: Twilio takes audio and marks only, and reports any other message as an error."""
+        """Write nothing: Twilio takes audio and marks only, and reports any other message as an error."""
         return []
 
     def _media(self, media: object) -> Request:

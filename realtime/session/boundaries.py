@@ -57,8 +57,9 @@ PROBE_MS = 250
 def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = False) -> TurnRule | None:
     """The rule for the engine's speech track. `learnt`: the engine has a turn detector.
 
-    The silence after which text ends is that of the turn, or with semantic detection that after which the text of the
-    pause is wanted: with a turn detector where it is first asked, so that no turn ends before.
+    Without semantic detection the track ends speech after the silence that ends a turn. With it, speech ends after
+    `ASK_MS`, where the turn detector is first asked, or after `PROBE_MS` without a turn detector; `PauseWatch` then
+    decides whether the turn has ended.
     """
     if detection is None:
         return None
@@ -89,7 +90,7 @@ class PauseWatch:
     """Decides in the pauses of a turn whether it has ended, with semantic detection. Fed with events and samples only.
 
     The rule itself is `engine.end_of_turn.Judge`. The turn detector's answers are events of the engine's speech track,
-    at exact samples: an answer that has not come when the silence reaches its sample does not come.
+    at exact samples: an answer that has not come when the silence reaches its sample will not come.
     """
 
     def __init__(self, eagerness: Eagerness, sample_rate: int, learnt: bool) -> None:
@@ -107,7 +108,7 @@ class PauseWatch:
 
     @property
     def fell(self) -> int | None:
-        """Where speech fell, in a pause."""
+        """The sample at which the current pause began; None if there is no pause."""
         return None if self._pause is None else self._pause.fell
 
     @property
@@ -121,7 +122,7 @@ class PauseWatch:
         self._pause = self._judge.begin(fell, text)
 
     def end(self) -> None:
-        """The pause is over, or its turn."""
+        """The pause has ended, or its turn has."""
         self._pause = None
         self._scores.clear()
 
@@ -549,7 +550,7 @@ class Boundaries:
     def _hear_utterances(
         self, watch: UtteranceWatch, events: Sequence[SpeechEvent], speech: messages.Speech, end: int
     ) -> None:
-        """Frame by frame, so that nothing depends on how many frames come at once."""
+        """Pass the frames to the watch one by one, so that the result does not depend on how many come at once."""
         frame, phase, waiting = speech.frame_samples, self.track.phase, deque(events)
         start = speech.sample + (self.audio.covered - speech.sample) // frame * frame
         for heard in range(start + frame, speech.end + 1, frame):

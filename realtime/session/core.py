@@ -269,7 +269,7 @@ class Session:
         return self.turns.final_due
 
     def label_state(self, base: int) -> tuple[messages.Saved, int] | None:
-        """With which speaker labels an engine stream goes on that begins at session sample `base`."""
+        """The state of the speaker labels, for an engine stream that begins at session sample `base`."""
         speakers = self.turns.speakers
         return None if speakers is None or speakers.state is None else (speakers.state, base - speakers.state_base)
 
@@ -581,8 +581,8 @@ def _copy(speech: messages.Speech) -> messages.Speech:
 
 
 def _cut(speech: messages.Speech, sample: int, before: messages.TrackState) -> tuple[messages.Speech, messages.Speech]:
-    """Divide at the first frame that begins at or after `sample`. `before` is the track before these frames. Of the
-    samples that are surely speech, the rest has all."""
+    """Divide at the first frame that begins at or after `sample`. `before` is the track before these frames. The
+    count of samples that are certainly speech goes to the second part."""
     frames = max(0, -(-(sample - speech.sample) // speech.frame_samples))
     end = speech.sample + frames * speech.frame_samples
     first = [event for event in speech.events if event.at <= end]

@@ -78,13 +78,13 @@ class Number:
 
 
 def written_forms(words: Sequence[str], language: str, *, smart: bool) -> list[WrittenForm]:
-    """The groups of words that are written in another way, in order. Without `smart` only numbers are."""
+    """The groups of words that have another written form, in order. Without `smart` only numbers are rewritten."""
     rules = RULES[language]
     return _Scanner(_tokens_of(words, rules), rules, smart).scan()
 
 
 def is_plain(text: str, language: str) -> bool:
-    """Whether this word is no part of anything that is written in another way, whatever stands beside it."""
+    """Whether this word cannot be part of a written form, whatever its neighbours are."""
     rules = RULES[language]
     bare = fold(split_marks(text.strip())[1])
     if any(map(str.isdigit, bare)) or rules.value(bare) is not None:

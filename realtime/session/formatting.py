@@ -134,7 +134,7 @@ def _is_plain(word: TimedWord, formatting: Formatting) -> bool:
 
 
 def _written_forms(texts: Sequence[str], language: str, smart: bool) -> list[WrittenForm]:
-    """The groups of words that people write in another way; none in a language without rules."""
+    """The groups of words that have another written form; none in a language without rules."""
     if language == "en":
         return english.written_forms(texts, smart=smart)
     return european.written_forms(texts, language, smart=smart) if language in RULES else []
@@ -228,14 +228,14 @@ class _Formatter:
         return out + [_Part((word,)) for word in words[done:]]
 
     def _numbers(self, words: Sequence[TimedWord], taken: set[int]) -> list[WrittenForm]:
-        """What is written in another way, by the rules of each word's language."""
+        """The written forms, by the rules of each word's language."""
         told = [_language_of(word, self._formatting) for word in words]
         forms = []
         for language in dict.fromkeys(told):
             if self._formatting.redact and language != "en":
                 # Redaction reads number words of English only: it has not hidden what would be digits now.
                 continue
-            # Words that must stay as they are end a number like any other word that is none.
+            # A word that must stay as it is ends a number, like a word that is no number.
             readable = [
                 word.text if told[place] == language and place not in taken and not is_redacted(word) else "-"
                 for place, word in enumerate(words)

@@ -72,7 +72,7 @@ class StallGuard:
             self.forget_before(self._kept_from + self._kept_samples - self._keep_samples)
 
     def heard_speech(self, samples: int, now: float) -> None:
-        """So many more samples are surely speech."""
+        """Count this many more samples that are certainly speech."""
         if samples:
             if self._speech_samples == 0:
                 self._last_sign = now

@@ -26,7 +26,7 @@ MAX_TERMS_BYTES = 8000
 
 @dataclass(frozen=True, slots=True)
 class Formatting:
-    """What a client wants to be done with final text. Made by `make_formatting`."""
+    """The client's options for final text, checked. Made by `make_formatting`."""
 
     # Numbers, dates, times, money, percent, ordinals and addresses as people write them; `numerals`: numbers only.
     smart: bool = False
@@ -34,7 +34,7 @@ class Formatting:
     profanity_filter: bool = False
     # Files only.
     paragraphs: bool = False
-    # Kinds of `redaction.KINDS`, and names.
+    # Kinds of `KINDS`; and names to redact.
     redact: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     # (words to find, text in their place, which may be empty)

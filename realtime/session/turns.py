@@ -313,7 +313,7 @@ class Turns:
         return self._due(self.finishing[0]) if self.finishing else None
 
     def _due(self, turn: Turn) -> float:
-        """Until when a turn waits for labels and revisions; 0 if it has them."""
+        """The time until which a turn waits for labels and revisions; 0 if it has them."""
         labelled = 0.0 if self._is_known(turn) else turn.labelled_by
         return max(labelled, turn.revised_by if self._awaits_revision(turn) else 0.0)
 

@@ -48,7 +48,7 @@ class WordCutter:
         self._loose, self._given = loose, given
 
     def cut_words(self, said: messages.Text, base: int) -> list[Piece]:
-        """Take a delta; returns the words that it completes. `base` is the session sample where the stream began."""
+        """Add a delta; returns the words that it completes. `base` is the session sample where the stream began."""
         self._loose += said.delta
         pieces = []
         for word, timed in zip(said.words, timed_words(said, base), strict=True):

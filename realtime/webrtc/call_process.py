@@ -79,7 +79,7 @@ async def _serve(line: socket.socket) -> None:
 
 
 class CallDtls(RTCDtlsTransport):
-    """aiortc's transport; RTP goes to the track of the call, and RTCP nowhere."""
+    """aiortc's DTLS transport; RTP goes to the audio track of the call, and RTCP is dropped."""
 
     track: OpusTrack
     gateway: GatewaySocket

@@ -71,7 +71,7 @@ class IceLite(asyncio.DatagramProtocol):
 
     @property
     def is_gone(self) -> bool:
-        """The client has stopped to check."""
+        """Whether the client has stopped sending checks."""
         return time.monotonic() - self._checked_at > CONSENT_S
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class IceLite(asyncio.DatagramProtocol):
             self.datagrams.put_nowait(data)
 
     def error_received(self, exc: Exception) -> None:
-        """The client's port is closed; the missing checks will tell."""
+        """The client's port is closed: ignored, because `is_gone` notices the missing checks."""
 
     def _count(self) -> None:
         now = time.monotonic()

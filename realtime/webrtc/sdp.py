@@ -32,7 +32,7 @@ class BadOffer(Exception):
 
 @dataclass(slots=True)
 class Section:
-    """A section of media as the offer has it."""
+    """One media section (`m=`) of the offer, with its attributes."""
 
     kind: str
     protocol: str
@@ -49,7 +49,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the server needs of an offer."""
+    """The values of an offer that the server needs."""
 
     sections: tuple[Section, ...]
     audio: Section
@@ -66,7 +66,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What the server tells about itself in an answer."""
+    """The server's own values in an answer."""
 
     # Addresses at which the client reaches this server, all with the same port.
     addresses: Sequence[str]

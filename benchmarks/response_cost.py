@@ -1,6 +1,6 @@
 """How long the server's event loop is blocked while it writes the response to a long file, and how long that takes.
 
-    python -m benchmarks.answer_holds [--hours 4] [--json FILE]
+    python -m benchmarks.response_cost [--hours 4] [--json FILE]
 
 A transcript as Whisper would give it, ten tokens a second with their probabilities, is written in every format of the
 upload routes. `at_once` is the time of writing it without a break, `longest_block` the longest time without a turn for
