@@ -51,6 +51,15 @@ def use_default_model(options: argparse.Namespace) -> None:
         options.model = DEFAULT_MODEL
 
 
+def is_ready(url: str) -> bool:
+    """Whether the server with this `/ready` takes sessions."""
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except OSError:
+        return False
+
+
 class Child:
     """A process with its descendants; they are ended together."""
 
@@ -85,6 +94,8 @@ class Child:
         return self._log.read_text()
 
     def kill(self) -> None:
+        if self._process.poll() is not None:
+            return
         # Workers have sessions of their own.
         for pid in with_descendants(self.pid):
             with suppress(ProcessLookupError):
@@ -173,10 +184,9 @@ class Server:
             self.check()
             if time.monotonic() > until:
                 raise RunFailed(f"the server was not ready within {READY_S:.0f} s")
-            try:
-                with urllib.request.urlopen(self.http(waiting[0], "/ready"), timeout=2):
-                    waiting.pop(0)
-            except OSError:
+            if is_ready(self.http(waiting[0], "/ready")):
+                waiting.pop(0)
+            else:
                 time.sleep(0.1)
 
     def http(self, gateway: int, path: str) -> str:

@@ -19,16 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-import wave
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import SMALL_MODEL
 from benchmarks.measuring import ROOT, RunFailed, parser_of, show, write_json
 from benchmarks.recordings import sample_speech
-from benchmarks.servers import READY_S, Child, free_port
-from benchmarks.sounds import SAMPLE_RATE, pcm16
+from benchmarks.servers import READY_S, Child, free_port, is_ready
+from benchmarks.sounds import SAMPLE_RATE, pcm16, write_wav
 from engine.options import DEFAULT_MODEL
 from realtime.client.wire_client import DELTA, CannotConnect, SessionOptions, WireSession, open_session
 
@@ -92,11 +90,9 @@ async def served(tree: Path, model: str, speech: bytes, folder: Path) -> dict[st
 async def _ready(server: Child, port: int) -> float:
     while True:
         server.check()
-        try:
-            with await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/ready", timeout=2):
-                return time.perf_counter()
-        except OSError:
-            await asyncio.sleep(RETRY_S)
+        if await asyncio.to_thread(is_ready, f"http://127.0.0.1:{port}/ready"):
+            return time.perf_counter()
+        await asyncio.sleep(RETRY_S)
 
 
 async def _first_caption(port: int, speech: bytes) -> tuple[float, float]:
@@ -194,15 +190,13 @@ def main(arguments: list[str] | None = None) -> None:
         options.runs, options.model = 1, SMALL_MODEL
     trees = {"here": ROOT} | ({"there": options.against.resolve()} if options.against else {})
     runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
-    speech = pcm16(sample_speech(SILENCE_SECONDS + SPEECH_SECONDS)[round(SILENCE_SECONDS * SAMPLE_RATE) :])
+    sound = sample_speech(SILENCE_SECONDS + SPEECH_SECONDS)[round(SILENCE_SECONDS * SAMPLE_RATE) :]
     with tempfile.TemporaryDirectory(prefix="start-") as made:
         folder = Path(made)
-        with wave.open(str(folder / "speech.wav"), "wb") as file:
-            file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-            file.writeframes(speech)
+        write_wav(folder / "speech.wav", sound)
         for number in range(options.runs + (not options.small)):
             for name, tree in trees.items():
-                figures = one_run(tree, options.model, speech, folder)
+                figures = one_run(tree, options.model, pcm16(sound), folder)
                 # The first start of several compiles modules and reads files into memory.
                 if number or options.small:
                     runs[name].append(figures)
