@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from realtime.bench.record import Objective, RunRecord
-from realtime.bench.trend import percentile
+from realtime.bench.statistics import percentile
 
 WIDTH, HEIGHT = 860, 360
 PANEL_WIDTH, PANEL_HEIGHT, TOP = 330, 240, 60

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realtime.bench.trend import Trend, percentile, trend
+from realtime.bench.statistics import Trend, percentile, trend
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
 
 SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
