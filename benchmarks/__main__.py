@@ -1,4 +1,4 @@
-"""Lists the benchmarks, one line each."""
+"""`python -m benchmarks`: lists the benchmarks with one line each, the first lines of their docstrings."""
 
 from __future__ import annotations
 

@@ -3,7 +3,7 @@
     python -m benchmarks.append_cost [--sessions 100] [--periods 100] [--profile FILE] [--json FILE]
 
 This process is one worker as `tickertape serve --workers N` starts it: sockets, sessions, handoffs, engine client. The
-engine is a process without a model (`benchmarks.engines`). The clients are another process; they ask for turn
+engine is a process without a model (`benchmarks/engines.py`). The clients are another process; they ask for turn
 detection, word times, acknowledgements and resuming. The figure includes all messages from and to engine and clients.
 The memory is what the sessions add to this process before they speak.
 

@@ -1,11 +1,12 @@
-"""Clients that send speech in real time over sockets, from their own processes. Used by several benchmarks.
+"""Clients that send speech to a server in real time over sockets, from processes of their own.
 
-A `PacedClient` sends each append when its last sample has been spoken, on an absolute schedule. It resumes its session
-after a lost connection, sends lost audio again, and records what happened. A `LagClient` also measures lags: the lag of
-a word is the time from sending its last sample to receiving the delta with its text, minus the model's delay; the lag
-of a final text counts from the last sample of speech, before the silence that ends the turn. A model with random
-weights outputs words in pauses too, which wait until the turn before is completed: only words within speech are scored.
-No two of these sessions send the same samples at the same offsets, so that no cache can answer for the model.
+Used by several benchmarks. `ClientProcesses` starts the processes and collects their results. A `PacedClient` sends
+each append when its last sample has been spoken, on an absolute schedule. It resumes its session after a lost
+connection, sends lost audio again, and records what happened. A `LagClient` also measures lags: the lag of a word is
+the time from sending its last sample to receiving the delta with its text, minus the model's delay; the lag of a final
+text counts from the last sample of speech, before the silence that ends the turn. A model with random weights outputs
+words in pauses too, which wait until the turn before is completed: only words within speech are scored. No two of these
+sessions send the same samples at the same offsets, so that no cache can answer for the model.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from __future__ import annotations
 import asyncio
 import gc
 import itertools
-import multiprocessing
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -24,7 +25,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.measuring import RunFailed, cpu_seconds, percentiles
+from benchmarks.measuring import RunFailed, cpu_seconds, percentiles, spawned
 from benchmarks.scoring import differing_words, plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, resampled, speech
 from realtime.bench.record import COMMITTED, SPEECH_STOPPED
@@ -436,16 +437,13 @@ class ClientProcesses:
     they are told to begin. A context manager that stops them."""
 
     def __init__(self, play: Callable[..., Any], sessions: int, processes: int, **orders: Any) -> None:
-        context = multiprocessing.get_context("spawn")
-        self._pipes, self._processes = [], []
+        self._stack = ExitStack()
+        self._pipes, self._pids = list[Connection](), list[int]()
         for index in range(min(processes, sessions)):
-            ours, theirs = context.Pipe()
             mine = Orders(sessions=list(range(index, sessions, processes)), all_sessions=sessions, **orders)
-            process = context.Process(target=run_clients, args=(play, mine, theirs), daemon=True)
-            process.start()
-            theirs.close()
-            self._pipes.append(ours)
-            self._processes.append(process)
+            pipe, pid = self._stack.enter_context(spawned(run_clients, play, mine))
+            self._pipes.append(pipe)
+            self._pids.append(pid)
         self._receive()
 
     def __enter__(self) -> ClientProcesses:
@@ -459,16 +457,14 @@ class ClientProcesses:
             pipe.send(schedule)
 
     def cpu_seconds(self) -> float:
-        return sum(cpu_seconds(process.pid or 0) for process in self._processes)
+        return sum(map(cpu_seconds, self._pids))
 
     def findings(self) -> list[Any]:
         """The results of all processes, when all have finished."""
         return self._receive()
 
     def stop(self) -> None:
-        for process in self._processes:
-            process.terminate()
-            process.join()
+        self._stack.close()
 
     def _receive(self) -> list[Any]:
         try:

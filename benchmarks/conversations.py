@@ -1,8 +1,8 @@
-"""Conversations mixed from recordings of single speakers, with who speaks when. With numpy only.
+"""Synthetic conversations: mixes recordings of single speakers, and keeps who speaks when. With numpy only.
 
-Two to four people speak in turn: long turns, short replies, pauses, turns that begin before the last one ends, and
-replies into another turn. Each person has a loudness and a room; some are on a telephone. The same recordings and
-seed always give the same conversation.
+Test audio for `benchmarks/speakers.py` and `training/`. Two to four people speak in turn: long turns, short replies,
+pauses, turns that begin before the last one ends, and replies into another turn. Each person has a loudness and a room;
+some are on a telephone. The same recordings and seed always give the same conversation.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class _Person:
         self._at = 0
 
     def speak(self, seconds: float) -> tuple[Samples, NDArray[np.float32]]:
-        """About this much of the recordings, to a quiet place: as it is heard in the room, and the loudness."""
+        """About `seconds` of the recordings, up to a quiet place, with the sound of the room; and their loudness."""
         columns = len(self._loudness)
         if self._at + round(seconds * COLUMNS_PER_SECOND) + 40 > columns:
             self._at = 0

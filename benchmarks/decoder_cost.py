@@ -3,8 +3,8 @@
     python -m benchmarks.decoder_cost [--streams 16] [--json FILE]
 
 Files and live streams are decoded on a thread of this process and, as in the gateway, in a separate process
-(`realtime/serving/isolated_decoder.py`). Live streams are WebM with Opus in pieces of 250 ms, sent without waiting; one
-piece of each stream is sent in turn.
+(`realtime/serving/isolated_decoder.py`), and both are printed. Live streams are WebM with Opus in pieces of 250 ms,
+sent without waiting; one piece of each stream is sent in turn.
 """
 
 from __future__ import annotations

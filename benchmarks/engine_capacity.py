@@ -115,7 +115,7 @@ class Traffic:
 
 
 class Watch:
-    """Notes the tasks that steps answer, and the milliseconds that the device computes for them."""
+    """Records the tasks that each step answers, and the milliseconds that the device computes for them."""
 
     def __init__(self, runner: Any, detector: Any) -> None:
         self._tasks: list[DecodeTask] = []

@@ -1,15 +1,14 @@
-"""Engines without a model, and the engine process of all benchmarks that start one.
+"""Engines for benchmarks: engines without a model, and the engine process that other benchmarks start.
 
     python -m benchmarks.engines --listen ipc:///tmp/engine                             # no model
     python -m benchmarks.engines --listen ipc:///tmp/engine --voxtral --kv fp8 --max-streams 800
     python -m benchmarks.engines --listen ipc:///tmp/engine --whisper small
 
-Without a model, host, scheduler and messages are real, and the runner answers at once: a word every fifth position
-(400 ms), and a detector that reports a second of silence in every five seconds, whatever the audio. So the cost of
-gateways and hosts can be measured without a GPU. With `engine` and the flags of `tickertape engine` it replaces that
-command in a fleet; then words and speech are functions of the audio, so that all engines give the same words for the
-same audio, however often a stream was moved. `--voxtral` and `--whisper` have random weights
-(`benchmarks/random_weights.py`).
+Without a model, host, scheduler and messages are real, and the runner answers at once: a word every fifth position (400
+ms), and a detector that reports a second of silence in every five seconds, whatever the audio. So the cost of gateways
+and hosts can be measured without a GPU. With `engine` and the flags of `tickertape engine` it replaces that command in
+a fleet; then words and speech are functions of the audio, so that all engines give the same words for the same audio,
+however often a stream is migrated. `--voxtral` and `--whisper` have random weights (`benchmarks/random_weights.py`).
 """
 
 from __future__ import annotations

@@ -1,16 +1,16 @@
-"""Loses parts of a fleet under live sessions, for `python -m benchmarks.survival fleet`.
+"""Kills, stops or disconnects parts of a fleet under live sessions, for `python -m benchmarks.survival fleet`.
 
 The fleet is a Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet
 join`, with real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this
 process. Clients open one session after the other, send the same recording at the pace of speech, and resume through any
-gateway. With --null the engines have no model (`benchmarks.engines`); then event numbers are tested, but not a model's
-words. Needs the extra tickertape[fleet].
+gateway. With --null the engines have no model (`benchmarks/engines.py`); then event numbers are tested, but not a
+model's words. Needs the extra tickertape[fleet].
 
 For each kind of `LOSSES` a part is lost as often as asked, each time when the fleet is complete again. `calm` loses
 nothing, and the others are compared with it. `went_on` is the time from the loss until audio that was spoken after it
 has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for two minutes. `scale` is
 a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the
-manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open and nothing answers:
+manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open without answers:
 clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it continues.
 
     python -m benchmarks.fleet serve ...

@@ -1,14 +1,14 @@
-"""What a fleet costs as it grows: the manager, links, handoffs, clients that come back together, viewers.
+"""What a fleet costs as it grows: the manager, links, handoffs, reconnecting clients, and viewers, at several sizes.
 
     python -m benchmarks.fleet_size [--parts manager,links,sessions,names,herd,ray] [--machines 50] [--sessions 20000]
 
-Each part is measured at several sizes on this machine, without models. Costs are processor time, so that a busy machine
-changes them little. `manager`: rounds of the real manager over keepers that only answer, with what a call carries as
-Ray pickles it. `links`: engines without a model, all in one process, and gateways' clients of them in another one,
-over encrypted links; nothing is spoken. `sessions`: real gateways and an engine without a model; sessions speak, one
-gateway is killed and the other one adopts them. `names`: published sessions, whose words go over links between
-gateways. `herd`: a simulation of clients that lost their gateway, with the waits of our clients and the measured cost
-of an adoption. `ray`: calls to actors of a cluster on this machine; needs the extra tickertape[fleet].
+Everything runs on this machine, without models. Costs are processor time, so that a busy machine changes them little.
+`manager`: rounds of the real manager over simulated keepers, with the size of each call as Ray pickles it. `links`:
+engines without a model, all in one process, and the engine clients of gateways in another one, over encrypted links
+without audio. `sessions`: real gateways and an engine without a model; sessions speak, one gateway is killed and the
+other one adopts them. `names`: published sessions, whose words go over links between gateways. `herd`: a simulation of
+clients that lost their gateway, with the waits of our clients and the measured cost of an adoption. `ray`: calls to
+actors of a cluster on this machine; needs the extra tickertape[fleet].
 
     python -m benchmarks.fleet_size serve ...
 
@@ -25,14 +25,13 @@ import multiprocessing
 import os
 import pickle
 import random
-import signal
-import subprocess
 import sys
 import tempfile
 import threading
 import time
 from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin
@@ -41,8 +40,18 @@ import msgspec
 
 from benchmarks.clients import PacedClient, appends_of, looped
 from benchmarks.engines import null_loop
-from benchmarks.measuring import RunFailed, cpu_seconds, parser_of, percentiles, private_bytes, show, until, write_json
-from benchmarks.servers import free_port
+from benchmarks.measuring import (
+    RunFailed,
+    cpu_seconds,
+    parser_of,
+    percentiles,
+    private_bytes,
+    show,
+    spawned,
+    until,
+    write_json,
+)
+from benchmarks.servers import Child, free_port, is_ready
 from benchmarks.sounds import pcm16, speech
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
@@ -219,27 +228,18 @@ def _link_gateways(ports: Sequence[int], clients: int, ready: Connection) -> Non
 
 def measure_links(engines: int, gateways: int, seconds: float) -> dict[str, Any]:
     """Processor time of both sides while nothing is spoken."""
-    spawn = multiprocessing.get_context("spawn")
-    ports = [free_port() for _ in range(engines)]
-    children = []
-    try:
+    ports, pids = [free_port() for _ in range(engines)], []
+    with ExitStack() as stack:
         for target, arguments in ((_host_engines, (ports,)), (_link_gateways, (ports, gateways))):
-            ours, theirs = spawn.Pipe()
-            child = spawn.Process(target=target, args=(*arguments, theirs), daemon=True)
-            child.start()
-            children.append(child)
-            if not ours.poll(300):
+            pipe, pid = stack.enter_context(spawned(target, *arguments))
+            pids.append(pid)
+            if not pipe.poll(300):
                 raise RunFailed("engines and gateways are not linked after 300 s")
-        pids = [child.pid or 0 for child in children]
         time.sleep(min(2.0, seconds))
         before = [cpu_seconds(pid) for pid in pids]
         memory = [private_bytes(pid) for pid in pids]
         time.sleep(seconds)
         engine_s, gateway_s = (cpu_seconds(pid) - first for pid, first in zip(pids, before, strict=True))
-    finally:
-        for child in children:
-            child.kill()
-            child.join()
     links = engines * gateways
     return {
         "links": links,
@@ -280,38 +280,21 @@ def serve_counting(arguments: list[str]) -> None:
     tickertape(["serve", *arguments])
 
 
-class Part:
-    """A process with a log, killed at the end."""
-
-    def __init__(self, folder: Path, name: str, *command: str) -> None:
-        self.counts = folder / f"{name}.counts"
-        with (folder / f"{name}.log").open("w") as log:
-            environment = os.environ | {COUNTS: str(self.counts)}
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", *command], stdout=log, stderr=log, env=environment, start_new_session=True
-            )
-
-    def count(self) -> dict[str, int]:
-        try:
-            return dict(json.loads(self.counts.read_text()))
-        except (OSError, ValueError):
-            return {}
-
-    def kill(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
+def start_part(folder: Path, name: str, *command: str) -> Child:
+    """An engine or a gateway as a process; a gateway that counts writes to `counts_file`."""
+    environment = os.environ | {COUNTS: str(counts_file(folder, name))}
+    return Child(name, [sys.executable, "-m", *command], folder / f"{name}.log", env=environment)
 
 
-async def _is_ready(port: int) -> bool:
+def counts_file(folder: Path, name: str) -> Path:
+    return folder / f"{name}.counts"
+
+
+def read_counts(path: Path) -> dict[str, int]:
     try:
-        reader, writer = await asyncio.open_connection("127.0.0.1", port)
-        writer.write(b"GET /ready HTTP/1.1\r\nHost: 127.0.0.1\r\nConnection: close\r\n\r\n")
-        answer = await reader.read(16)
-        writer.close()
-    except OSError:
-        return False
-    return answer.startswith(b"HTTP/1.1 200")
+        return dict(json.loads(path.read_text()))
+    except (OSError, ValueError):
+        return {}
 
 
 async def measure_sessions(sessions: int, seconds: float) -> dict[str, Any]:
@@ -324,9 +307,10 @@ async def measure_sessions(sessions: int, seconds: float) -> dict[str, Any]:
         table = {"number": 1, "engines": [{"name": "e1", "address": address}]}
         (folder / "table.json").write_text(json.dumps(table))
         secret = ("--fleet-secret-file", str(folder / "secret"))
-        engine = Part(folder, "engine", "benchmarks.engines", "--listen", address, "--max-streams", "1000", *secret)
+        engine_command = ("benchmarks.engines", "--listen", address, "--max-streams", "1000", *secret)
+        engine = start_part(folder, "engine", *engine_command)
         gateways = [
-            Part(
+            start_part(
                 folder, f"gateway{port}", "benchmarks.fleet_size", "serve", "--port", str(port), "--workers", "1",
                 "--engine-table", str(folder / "table.json"), "--limits.max-load", "0", *secret,
             )
@@ -335,16 +319,17 @@ async def measure_sessions(sessions: int, seconds: float) -> dict[str, Any]:
         try:
             async with asyncio.timeout(300):
                 for port in ports:
-                    while not await _is_ready(port):  # noqa: ASYNC110
+                    while not await asyncio.to_thread(is_ready, f"http://127.0.0.1:{port}/ready"):  # noqa: ASYNC110
                         await asyncio.sleep(0.2)
-            return await _speak_and_resume(engine, gateways, ports, sessions, seconds)
+            counts = counts_file(folder, gateways[0].name)
+            return await _speak_and_resume(engine, gateways, ports, counts, sessions, seconds)
         finally:
             for part in (engine, *gateways):
                 part.kill()
 
 
 async def _speak_and_resume(
-    engine: Part, gateways: list[Part], ports: list[int], sessions: int, seconds: float
+    engine: Child, gateways: list[Child], ports: list[int], counts: Path, sessions: int, seconds: float
 ) -> dict[str, Any]:
     appends = appends_of(looped(pcm16(speech()), seconds + 60.0))
     clients = [PacedClient(f"ws://127.0.0.1:{ports[0]}/v1/realtime", appends) for _ in range(sessions)]
@@ -352,12 +337,12 @@ async def _speak_and_resume(
     try:
         await until(lambda: all(client.events for client in clients))
         await asyncio.sleep(min(2.0, seconds))
-        first, began = gateways[0].count(), time.monotonic()
+        first, began = read_counts(counts), time.monotonic()
         await asyncio.sleep(seconds)
-        counted, passed = gateways[0].count(), time.monotonic() - began
+        counted, passed = read_counts(counts), time.monotonic() - began
         for client in clients:
             client._url = f"ws://127.0.0.1:{ports[1]}/v1/realtime"
-        pids = (gateways[1].process.pid, engine.process.pid)
+        pids = (gateways[1].pid, engine.pid)
         before = [cpu_seconds(pid) for pid in pids]
         lost_at = time.monotonic()
         gateways[0].kill()

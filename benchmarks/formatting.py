@@ -1,9 +1,10 @@
-"""List every change that formatting makes on the references of a manifest, so that a person can judge each one.
+"""Prints every change that text formatting makes to the reference texts of a manifest, for review by a person.
 
     python -m benchmarks.formatting MANIFEST.jsonl [--numerals] [--redact card phone email]
 
-A line of the manifest is a JSON object with `id` and `text`. A line of the output has the words around the change, the
-words before and the text after.
+The rules are those of `realtime/session/formatting.py`; there is no audio and no model. A line of the manifest is a
+JSON object with `id` and `text`. A line of the output has the words around the change, the words before and the text
+after.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
 Everything between the socket and the runner is real: codec, caches, handoffs, the loop with overlapping steps, skipped
 silence, scheduler, numbered answers. Runner and detector answer at once, and messages are made before the measurement.
 Every session sends one item a round and the changes of its handoff, as a gateway does for clients that can resume; a
-round is taken in with five steps, as in real time. Words come every fifth item, as in speech. The figure is processor
-time of one thread: compare it within one run, or on one machine.
+round is read in five steps, as in real time. Words come every fifth item, as in speech. The figure is processor time of
+one thread: compare it within one run, or on one machine.
 """
 
 from __future__ import annotations

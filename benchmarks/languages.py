@@ -1,4 +1,4 @@
-"""Whether languages are detected and a given language is used, on voice prompts of human speakers.
+"""Language detection, and the use of a given language, on voice prompts of human speakers in five languages.
 
     python -m benchmarks.languages [--lists FOLDER] [--model NAME] [--language CODE] [--live] [--limit N] [--json FILE]
 
@@ -10,6 +10,7 @@ packages.
 Every prompt goes through the real engine twice, as an upload or with --live as by a microphone: without a language, and
 with its own. Printed for each language: how many were detected, also by length, and the word error rates if FOLDER has
 the list of texts. Then a few prompts are translated.
+
 Exit status: 0 done, 1 the engine failed, 2 sounds, lists or the model cannot be used.
 """
 

@@ -1,20 +1,22 @@
-"""Shared by all benchmarks: common options, printed figures, JSON files, profiles, and the cost of a process."""
+"""Helpers of all benchmarks: common options, printed figures, JSON files, percentiles, cost of processes, profiles."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
 import json
+import multiprocessing
 import os
 import signal
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from realtime.bench.trend import percentile
+from realtime.bench.statistics import percentile
 
 ROOT = Path(__file__).parents[1]
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
@@ -88,6 +90,22 @@ async def until(condition: Callable[[], bool], patience_s: float = 300.0) -> Non
 
 
 # Processes
+
+
+@contextmanager
+def spawned(target: Callable[..., None], *arguments: Any) -> Iterator[tuple[Connection, int]]:
+    """A new process that runs `target(*arguments, pipe)`: our end of the pipe, and its process id. It is killed at the
+    end of the block."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=target, args=(*arguments, theirs), daemon=True)
+    process.start()
+    theirs.close()
+    try:
+        yield ours, process.pid or 0
+    finally:
+        process.kill()
+        process.join()
 
 
 def read_process(pid: int | str, file: str) -> str:

@@ -1,7 +1,7 @@
-"""Clients that cannot resume: the openai package with a microphone that never stops.
+"""Clients that cannot resume, for `benchmarks.survival server --plain`: the openai package with an endless microphone.
 
-When a session is closed they open another one; what is said in between is lost. A drain begins for them with the event
-`session.closing`.
+When a session is closed they open another one; speech in between is lost. A drain begins for them with the event
+`session.closing`. Clients that resume are in `benchmarks/clients.py`.
 """
 
 from __future__ import annotations

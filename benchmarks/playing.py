@@ -1,9 +1,9 @@
-"""Plays recordings into a real engine loop, as a microphone or as uploads, and records when text came.
+"""Plays recordings into an engine loop in simulated time, as live speech or as uploads, and records the text.
 
-Time is virtual: live audio arrives on schedule, and every engine step advances time by its own duration. After a step
-of 200 ms there are 200 ms more audio, as in real time, but no time passes while the engine is idle. Uploads are sent as
-fast as the engine takes them, with as much audio waiting as with a gateway. Speech detection, windows and batches are
-those of a server; there are no sockets.
+Used by the benchmarks of accuracy, keywords, languages, turns and uploads. Time is virtual: live audio arrives on
+schedule, and every engine step advances time by its own duration. After a step of 200 ms there are 200 ms more audio,
+as in real time, but no time passes while the engine is idle. Uploads are sent as fast as the engine takes them, with as
+much audio waiting as with a gateway. Speech detection, windows and batches are those of a server; there are no sockets.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Live HLS and RTMP streams, pulled while their encoders break off and the gateway is killed: do their words differ?
+"""Pulled HLS and RTMP streams whose encoders break off and whose gateway is killed: how many words differ?
 
     python -m benchmarks.pulled_streams [--minutes 30] [--manifest M.jsonl] [--away 10] [--model NAME]
 
@@ -216,7 +216,7 @@ class ServerStream:
         words: list[Word] = []
         gaps: list[Span] = []
         for begins, events in sessions:
-            # What the session before has told of the time after `begins` is told again.
+            # Words of the earlier session after `begins` are sent again.
             words = [word for word in words if word.middle < begins]
             words += [replace(word, start=word.start + begins, end=word.end + begins) for word in told(events)]
             marked = [event for event in events if event["type"] == "stream.gap"]
@@ -349,7 +349,7 @@ def stream_figures(puller: Puller, reference: Sequence[Word], file: Sequence[Wor
     for one in against.differences:
         print(f"{source.name} {one.moment:.1f} s: {one.expected or '-'} | {one.heard or '-'}")
     causes = [(f"encoder away for {end - start:.1f} s", (start, end)) for start, end in source.interruptions]
-    # A stream is heard some segments late.
+    # A stream is pulled some segments late.
     kill = killed[0] - source.began - KILL_S, killed[1] - source.began
     marks = {}
     for number, (start, end) in enumerate(gaps, 1):

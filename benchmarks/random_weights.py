@@ -1,7 +1,8 @@
-"""Models with random weights: Voxtral Realtime and Whisper at full dimensions, made on the device, or tiny on a CPU.
+"""Models with random weights for load tests: Voxtral Realtime and Whisper at full size on a GPU, or tiny on a CPU.
 
-Everything is computed as with real weights. The number of words is set, as in speech: Voxtral outputs a word in three
-frames of ten, Whisper three tokens for each second of audio.
+Used by `benchmarks/engines.py` and the benchmarks of capacity; no checkpoint is needed. Everything is computed as with
+real weights. Only the number of words is set, as in speech: Voxtral outputs a word in three frames of ten, Whisper
+three tokens for each second of audio.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ def random_voxtral(
 
 
 class SpeakingRunner(VoxtralRunner):
-    """Says as much as speech does, where random weights would say a word in nearly every frame. An output that is known
-    beforehand is one more number that a step is given, as after the death of an engine."""
+    """Outputs as many words as in speech; random weights alone would output a word in nearly every frame. The output is
+    given to the step in advance, as for a stream that is rebuilt after the death of an engine."""
 
     def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
         known = super()._forced_at(slots, positions)

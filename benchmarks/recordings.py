@@ -1,4 +1,9 @@
-"""Recordings with known words: manifests (`realtime/bench/clients.py`), their audio, and sessions made of them."""
+"""Test recordings with reference texts: reads manifests, loads audio, and joins clips into sessions with pauses.
+
+Used by all benchmarks that need real speech. The format of a manifest is that of `tickertape bench`
+(`realtime/bench/clients.py`). The sample recording, which `tickertape pull` provides, needs no manifest. Synthetic
+audio is in `benchmarks/sounds.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,10 @@
 """Scores of a transcript: word errors, delays, punctuation. Pure functions on words and seconds.
 
-Word error rates are pooled: the errors of all clips divided by the reference words of all clips. A word's delay counts
-from the end of the word in the audio to the moment its last letter was shown. A seam is a pause between two words,
-where utterances of a live stream end and begin: punctuation and capitals there are compared with those of the same
-weights on whole clips, if both transcripts have the same word on either side.
+Used by the benchmarks that compare texts; the word error rate itself is in `realtime/bench/words.py`. Word error rates
+are pooled: the errors of all clips divided by the reference words of all clips. A word's delay counts from the end of
+the word in the audio to the moment its last letter was shown. A seam is a pause between two words, where utterances of
+a live stream end and begin: punctuation and capitals there are compared with those of the same weights on whole clips,
+if both transcripts have the same word on either side.
 """
 
 from __future__ import annotations

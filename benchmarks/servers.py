@@ -1,4 +1,8 @@
-"""The whole server as processes: one engine, its gateways, the processes that they start, and nginx before them."""
+"""Starts and stops a whole server for a benchmark: one engine process, gateway processes, and nginx in front of them.
+
+`Server` owns the processes of one server and measures their processor time; `Child` is any process with its
+descendants; `Nginx` runs the machine's nginx with deploy/proxies/nginx.conf.
+"""
 
 from __future__ import annotations
 
@@ -47,6 +51,15 @@ def use_default_model(options: argparse.Namespace) -> None:
         options.model = DEFAULT_MODEL
 
 
+def is_ready(url: str) -> bool:
+    """Whether the server with this `/ready` takes sessions."""
+    try:
+        with urllib.request.urlopen(url, timeout=2):
+            return True
+    except OSError:
+        return False
+
+
 class Child:
     """A process with its descendants; they are ended together."""
 
@@ -81,6 +94,8 @@ class Child:
         return self._log.read_text()
 
     def kill(self) -> None:
+        if self._process.poll() is not None:
+            return
         # Workers have sessions of their own.
         for pid in with_descendants(self.pid):
             with suppress(ProcessLookupError):
@@ -110,7 +125,7 @@ class Server:
     ) -> None:
         self._options, self._counts_streams_only = options, counts_streams_only
         self._flags, self._own_flags = flags, own_flags or {}
-        # A benchmark that is told to stop (SIGTERM) leaves its blocks, and so ends the processes.
+        # SIGTERM raises here, so that a stopped benchmark leaves its `with` blocks and ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
         folder = Path(self._folder.name)
@@ -169,10 +184,9 @@ class Server:
             self.check()
             if time.monotonic() > until:
                 raise RunFailed(f"the server was not ready within {READY_S:.0f} s")
-            try:
-                with urllib.request.urlopen(self.http(waiting[0], "/ready"), timeout=2):
-                    waiting.pop(0)
-            except OSError:
+            if is_ready(self.http(waiting[0], "/ready")):
+                waiting.pop(0)
+            else:
                 time.sleep(0.1)
 
     def http(self, gateway: int, path: str) -> str:

@@ -1,4 +1,7 @@
-"""Audio for load tests, with numpy only: WAV files, and synthetic voices that a detector takes for speech."""
+"""Audio for load tests, with numpy only: WAV files, resampling, and synthetic voices that a detector takes for speech.
+
+Recordings of people are in `benchmarks/recordings.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,16 +1,17 @@
-"""Who speaks: words with a wrong speaker, invented speakers, delay and processor time of speaker labels.
+"""Accuracy of speaker labels: words with a wrong speaker, invented speakers, delay and processor time.
 
     python -m benchmarks.speakers MANIFEST [--conversations N] [--alone N] [--seconds S] [--half 0|1]
                                   [--meeting RECORDING RTTM] [--json FILE]
 
 Conversations of two to four people are mixed from the manifest's recordings (`speaker` names the person of each line,
-benchmarks/conversations.py), and sessions of one person alone. They are labelled as a stream is: the detector's frames,
-pieces, embeddings, and decisions, each at its sample.
+benchmarks/conversations.py), and sessions of one person alone. They are labelled as in a stream of the engine, with the
+same frames of the detector, embeddings and decisions, but without an engine around them.
 
 Words are stretches of 0.3 s of each person's speech, where the person is the loudest. --half takes one half of the
 people, by a hash of their names: settings are chosen on one half and reported on the other. --meeting adds a recording
 with a reference of who speaks when; words in overlaps are not counted there, because the reference does not say who is
 louder.
+
 Exit status: 0 done, 2 the manifest, the recording or the weights cannot be used.
 """
 

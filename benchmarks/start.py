@@ -1,12 +1,12 @@
-"""How long `tickertape serve` and `tickertape transcribe` take to their first words, and what the parts take.
+"""Start-up time: how long `tickertape serve` and `tickertape transcribe` take to their first words, and which part.
 
     python -m benchmarks.start [--runs 5] [--model NAME] [--against FOLDER] [--json FILE]
 
 Each run starts `tickertape serve` as a process of its own. A client tries to connect from that moment on, as a script
-would that starts together with the server, and sends recorded speech at the pace of a microphone when its socket
-opens. Then `tickertape transcribe` transcribes the same 10 s. A first start compiles modules and reads files into
-memory; it is not counted. The figures are the best of all runs, because other programs can only make a run slower, and
-the median. With `--against`, another checkout is started in turn with this one, and ratios are shown.
+would that starts together with the server, and sends recorded speech at the pace of a microphone when its socket opens.
+Then `tickertape transcribe` transcribes the same 10 s. A first start compiles modules and reads files into memory; it
+is not counted. The figures are the best of all runs, because other programs can only make a run slower, and the median.
+With `--against`, another checkout is started in turn with this one, and ratios are shown.
 """
 
 from __future__ import annotations
@@ -19,16 +19,14 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.request
-import wave
 from pathlib import Path
 from typing import Any
 
 from benchmarks.accuracy import SMALL_MODEL
 from benchmarks.measuring import ROOT, RunFailed, parser_of, show, write_json
 from benchmarks.recordings import sample_speech
-from benchmarks.servers import READY_S, Child, free_port
-from benchmarks.sounds import SAMPLE_RATE, pcm16
+from benchmarks.servers import READY_S, Child, free_port, is_ready
+from benchmarks.sounds import SAMPLE_RATE, pcm16, write_wav
 from engine.options import DEFAULT_MODEL
 from realtime.client.wire_client import DELTA, CannotConnect, SessionOptions, WireSession, open_session
 
@@ -64,7 +62,7 @@ print(json.dumps(dict(zip(names, (end - begin for begin, end in zip(times, times
 
 
 def environment() -> dict[str, str]:
-    """The environment of a user: Python keeps compiled modules, unless it is told not to."""
+    """The environment of a user: Python keeps compiled modules."""
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
@@ -92,11 +90,9 @@ async def served(tree: Path, model: str, speech: bytes, folder: Path) -> dict[st
 async def _ready(server: Child, port: int) -> float:
     while True:
         server.check()
-        try:
-            with await asyncio.to_thread(urllib.request.urlopen, f"http://127.0.0.1:{port}/ready", timeout=2):
-                return time.perf_counter()
-        except OSError:
-            await asyncio.sleep(RETRY_S)
+        if await asyncio.to_thread(is_ready, f"http://127.0.0.1:{port}/ready"):
+            return time.perf_counter()
+        await asyncio.sleep(RETRY_S)
 
 
 async def _first_caption(port: int, speech: bytes) -> tuple[float, float]:
@@ -194,15 +190,13 @@ def main(arguments: list[str] | None = None) -> None:
         options.runs, options.model = 1, SMALL_MODEL
     trees = {"here": ROOT} | ({"there": options.against.resolve()} if options.against else {})
     runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
-    speech = pcm16(sample_speech(SILENCE_SECONDS + SPEECH_SECONDS)[round(SILENCE_SECONDS * SAMPLE_RATE) :])
+    sound = sample_speech(SILENCE_SECONDS + SPEECH_SECONDS)[round(SILENCE_SECONDS * SAMPLE_RATE) :]
     with tempfile.TemporaryDirectory(prefix="start-") as made:
         folder = Path(made)
-        with wave.open(str(folder / "speech.wav"), "wb") as file:
-            file.setparams((1, 2, SAMPLE_RATE, 0, "NONE", ""))
-            file.writeframes(speech)
+        write_wav(folder / "speech.wav", sound)
         for number in range(options.runs + (not options.small)):
             for name, tree in trees.items():
-                figures = one_run(tree, options.model, speech, folder)
+                figures = one_run(tree, options.model, pcm16(sound), folder)
                 # The first start of several compiles modules and reads files into memory.
                 if number or options.small:
                     runs[name].append(figures)

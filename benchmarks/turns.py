@@ -1,15 +1,16 @@
-"""Ends of turns: wrong cuts and delays of four rules at the pauses of recordings with known words.
+"""Ends of turns: wrong cuts and delays of four end-of-turn rules at the pauses of recordings with known words.
 
     python -m benchmarks.turns MANIFEST [--model NAME] [--heard FILE] [--fit] [--json FILE]
 
 Every pause of at least 250 ms is labelled by the reference: inside a sentence, or at its end. A rule that ends the turn
 inside a sentence before the speaker goes on has cut it wrongly. At the end of a sentence the silence is continued (with
-the sound of the pause), and the delay from the end of the last word to the end of the turn counts. The words are those
-of the engine, when they came, played at the pace of a microphone with a flush 200 ms after speech fell.
+the sound of the pause), and the delay from the end of the last word to the end of the turn counts. The words and their
+arrival times come from the engine, played at the pace of a microphone with a flush 200 ms after speech fell.
 
 A reference without punctuation is left out, unless its style (`...-nonnative`, `...-spelled`) says that it is one
-sentence. Half of the speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half.
---heard keeps what the engine said, for a second run. --fit prints the weights of the score, fitted on the first half.
+sentence. Half of the speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half. --heard
+keeps the engine's output in a file, for a second run. --fit prints the weights of the score, fitted on the first half.
+
 Exit status: 0 done, 1 the engine failed, 2 the manifest or a model cannot be used.
 """
 
@@ -111,7 +112,7 @@ class PauseCase:
 
 
 def room_tone(audio: Samples, samples: int) -> Samples:
-    """The quietest 0.3 s of a recording, mirrored and repeated: what a microphone hears when nobody speaks."""
+    """The quietest 0.3 s of a recording, mirrored and repeated: the background noise without speech."""
     width = round(0.3 * SAMPLE_RATE)
     if len(audio) < width:
         return np.zeros(samples, np.float32)
@@ -142,7 +143,7 @@ def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
     return found
 
 
-# What the engine hears
+# The output of the engine
 
 
 def with_tail(source: Source) -> Samples:

@@ -1,4 +1,4 @@
-"""What uploads do to a live stream, and a live stream to uploads: delay, lag, throughput and words, with and without.
+"""Uploads beside a live stream: how each changes the other's delay, lag, throughput and words.
 
     python -m benchmarks.uploads [--uploads 4] [--seconds 44] [--model NAME] [--threads 1] [--json FILE]
 

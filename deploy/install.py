@@ -1,11 +1,11 @@
-"""Installs this repository into a virtual environment, for the Makefile: with uv if it can be had, otherwise with pip.
+"""Installs this repository into a virtual environment, for the Makefile: with uv if it is available, else with pip.
 
     python3 deploy/install.py .venv               the product
     python3 deploy/install.py .venv --extra dev   with the packages of an extra
 
-Says before the download what is fetched, how much and why; the installer then shows its progress. The seconds are kept
-in `seconds` in the environment for `make demo`. Runs before anything is installed, and with a Python that is too old:
-standard library only, and syntax of old versions.
+It prints before the download what is fetched, how much and why; the installer then shows its progress. It writes the
+seconds that it took to the file `seconds` in the environment, for `make demo`. It runs before anything is installed,
+and also with a Python that is too old: standard library only, and syntax of old versions.
 """
 
 import argparse

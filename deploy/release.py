@@ -1,4 +1,4 @@
-"""Builds a release into a folder, for `make release`: sdist, wheel (built from the sdist), SBOM and checksums.
+"""`make release`: builds a release into a folder: sdist, wheel (built from the sdist), SBOM and checksums.
 
     python3 deploy/release.py UV dist
 

@@ -1,10 +1,10 @@
-"""The fleet's manager: in each round it collects reports, decides by pure functions, and starts and drains units.
+"""The fleet's manager: in each round it collects reports, decides how many units run where, and starts and drains them.
 
-`ManagerActor` in `fleet/cluster/actors.py` runs it on the head. A keeper starts and watches one unit on its node
-(`fleet/keepers/keeper.py`); `Keepers` is the manager's access to nodes and keepers. The manager holds no stream and no
-session. Its state that must survive a restart is one small value, `ManagerState`, which its owner stores; the running
-processes are read from the records of the nodes. The functions at the top add up fleet-wide figures from the reports of
-gateways, and name problems of running units for the operator.
+A unit is one engine or gateway process. `ManagerActor` in `fleet/cluster/actors.py` runs the manager on the head node.
+The decisions are pure functions in `plan.py` (how many) and `reconcile.py` (which and where); `Keepers` is the
+manager's access to nodes and keepers. The manager holds no stream and no session. The only state that must survive a
+restart is `ManagerState`, which the actor stores; the running processes are read from the records of the nodes. The
+functions at the top of this module add up the reports of gateways and name problems for the operator.
 """
 
 from __future__ import annotations

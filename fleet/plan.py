@@ -1,6 +1,8 @@
-"""The operator's plan of a fleet: reads and checks the fleet file (TOML), and decides the number of engines.
+"""The fleet file (TOML) of the operator: reads and checks it; and the scaling rule that decides the number of engines.
 
-Used by the commands of `tickertape fleet` and by the manager. `decide` is a pure function of load, time and memory.
+Used by the commands of `tickertape fleet` and by the manager. `decide` is a pure function of the rules, the load, the
+time and what the last rounds saw. It is neither the capacity planning of `tickertape plan` nor the plan of an engine
+step.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class FleetPlan:
     head_works: bool = True
     # The same file on every node. If empty, `fleet up` makes one for a cluster that it starts.
     secret_file: str = ""
-    # The configuration of `tickertape serve` and `tickertape engine`, at the same path on every node; empty is none.
+    # The configuration of `tickertape serve` and `tickertape engine`, at the same path on every node; empty: no file.
     config: str = ""
     # Folder of each node for logs and for the state that survives restarts.
     state_folder: str = STATE_FOLDER

@@ -1,7 +1,7 @@
-"""Decides which engine and gateway processes (units) of a fleet to start and to drain next. Used by the manager.
+"""Compares the desired with the actual engine and gateway processes (units) of a fleet: which to start or drain next.
 
-Pure functions. `place` chooses the node and port of one more unit. `reconcile` compares the desired state with the
-actual one and returns actions; the manager calls it in every round, so a call returns only what is to be done now.
+Pure functions, called by the manager in every round. `reconcile` returns only the actions for now; `place` chooses the
+node and port of one more unit.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Data of a fleet: nodes and units, their desired and actual state, actions, and the table that gateways read.
+"""Data types of a fleet: nodes and units, desired and actual state, actions, and the table of engines for gateways.
 
-A unit is one engine or gateway process. `fleet/manager.py` compares `ActualState` with `DesiredState` and
-performs `Action`s.
+A unit is one engine or gateway process. `fleet/reconcile.py` compares `ActualState` with `DesiredState`;
+`fleet/manager.py` performs the resulting `Action`s. Keepers write the table to a file that their gateway reads. This
+module has no state of its own.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class UnitState(StrEnum):
     SERVING = "serving"
     # It takes no new streams or sessions, and ends when those it has are elsewhere.
     DRAINING = "draining"
-    # It ended after it was told to drain.
+    # It ended after a drain.
     ENDED = "ended"
     # It cannot be started; its keeper's report has the error.
     FAILED = "failed"

@@ -1,4 +1,4 @@
-"""The only package that imports Ray: actors for keepers and the manager, and starting, joining and calling a cluster.
+"""The only package that imports Ray: the actors of a fleet, and starting, joining and calling a Ray cluster.
 
-Only `tickertape fleet` imports it.
+Only `tickertape fleet` imports it, and the benchmark of a fleet.
 """

@@ -1,8 +1,8 @@
-"""The Ray actors of a fleet: one around each keeper, one around the manager, and the manager's calls to the keepers.
+"""The Ray actors of a fleet: one around the manager on the head node, one around each keeper on its node.
 
-A keeper starts and watches one engine or gateway process on its node (`fleet/keepers/`).
-Each actor has a thread that does its work. Calls between actors carry only reports, tables and orders, a few a second,
-independent of the load of the fleet.
+A keeper starts and watches one engine or gateway process on its node (`fleet/keepers/`). `RayKeepers` is the manager's
+way to call them. Each actor has a thread that does its work; the decisions are in `fleet/manager.py`. Calls between
+actors carry only reports, tables of engines and orders, a few a second, independent of the load of the fleet.
 """
 
 from __future__ import annotations

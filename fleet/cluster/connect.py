@@ -1,7 +1,7 @@
 """Starts, joins and stops the Ray cluster, and calls the fleet's manager. Used by the commands of `tickertape fleet`.
 
-Ray reads environment variables when it is imported; `set_up` sets them, the same for every process of a fleet, so Ray
-is imported inside functions only.
+It runs in the process of a command. Ray reads environment variables when it is imported; `set_up` sets them, the same
+for every process of a fleet, so Ray is imported inside functions only.
 """
 
 from __future__ import annotations

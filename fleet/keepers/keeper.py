@@ -1,7 +1,8 @@
-"""Keepers of one engine or gateway process: they start it, watch it, restart it and drain it.
+"""Keepers: the process supervisors of a fleet, one for each engine or gateway; they start, watch, restart and drain it.
 
-`KeeperActor` in `fleet/cluster/actors.py` runs one: its thread calls `step`, and the manager's calls use `report` and
-`drain`. A new keeper finds the process of its predecessor by its record and continues with it.
+`KeeperActor` in `fleet/cluster/actors.py` runs one on the node of its process: its thread calls `step`, and the manager
+calls `report` and `drain`. The keeper of a gateway also writes the file with the table of engines that the gateway
+reads. A new keeper finds the process of its predecessor by its record on disk (`process.py`) and continues with it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
 WELL_S = 60.0
 # Seconds that a process has to end after its drain time, before it is killed.
 GRACE_S = 15.0
-# The variable in which Ray tells its workers their GPUs.
+# The variable with which Ray assigns GPUs to its workers.
 GPUS = "CUDA_VISIBLE_DEVICES"
 
 
@@ -56,7 +57,7 @@ class Place:
 
 
 class Keeper:
-    """The common part of the keepers of engines and gateways. Safe for two threads."""
+    """Supervises one process: the common part of the keepers of engines and gateways. Safe for two threads."""
 
     def __init__(self, unit: Unit, plan: FleetPlan, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
         self.unit = unit
@@ -369,7 +370,7 @@ class GatewayKeeper(Keeper):
 
 
 def _trusting() -> ssl.SSLContext:
-    """Checks no certificate: it is for the public name, and the gateway is a process on this machine."""
+    """A TLS context that checks no certificate: it is for the public name, and the gateway is on this machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE

@@ -1,4 +1,8 @@
-"""A complete load test: finds the largest load, runs it for longer, repeats some clients alone, and reports."""
+"""A complete load test, step by step: searches the largest load, runs it for longer, repeats clients alone, reports.
+
+`tickertape bench` runs a `Campaign`. It plays clients (`clients.py`), reads their records (`record.py`), compares the
+texts alone and under load (`words.py`), and writes the results and a plot.
+"""
 
 from __future__ import annotations
 

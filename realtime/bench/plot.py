@@ -1,4 +1,7 @@
-"""Two plots as SVG: time to final by the number of streams, and lag over time in the long run."""
+"""The plot of a load test as SVG: time to final by the number of streams, and lag over time in the long run.
+
+`campaign.py` writes it as `plot.svg`. It needs no plotting library.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from dataclasses import dataclass
 from html import escape
 
 from realtime.bench.record import Objective, RunRecord
-from realtime.bench.trend import percentile
+from realtime.bench.statistics import percentile
 
 WIDTH, HEIGHT = 860, 360
 PANEL_WIDTH, PANEL_HEIGHT, TOP = 330, 240, 60

@@ -1,4 +1,6 @@
-"""The record of a load test, its figures, and the search for the largest load.
+"""Reads the records of a load test's clients, computes its figures, and searches for the largest load.
+
+`campaign.py` calls it after every run. The figures:
 
 - Time to final: from the end of speech to the final transcript. The end of speech is the server's end of the turn minus
   its silence setting, so the wait for silence is part of the time, as it is for a user.
@@ -15,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from realtime.bench.trend import Trend, percentile, trend
+from realtime.bench.statistics import Trend, percentile, trend
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
 
 SPEECH_STOPPED = "input_audio_buffer.speech_stopped"

@@ -1,6 +1,6 @@
 """Word error rates: Whisper's English text normaliser, alignment and edit distance of two texts, counts of errors.
 
-Used by `tickertape bench`, `benchmarks/` and `training/`.
+Pure functions, used by `tickertape bench`, `benchmarks/` and `training/`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""A client of the OpenAI Realtime API, for the commands and the load generator.
+"""A client of the OpenAI Realtime API and of the upload routes, for the commands and the load generator.
 
-It works with any server, and imports nothing else of this repository.
+It is part of the commands and not of the server. It works with any server that has these APIs, and imports nothing else
+of this repository.
 """

@@ -1,4 +1,8 @@
-"""HTTP requests to a running server, with the standard library only. Used by the commands."""
+"""HTTP requests to a running server: `GET` of its status pages, and uploads of files. Standard library only.
+
+Used by the commands that take the address of a server. An upload may take hours, so it has no timeout; TCP keepalive
+detects a dead server.
+"""
 
 from __future__ import annotations
 

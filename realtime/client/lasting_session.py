@@ -1,8 +1,10 @@
-"""A realtime session that outlives its connections: it reconnects, resumes, and resends audio. Used by the commands.
+"""A realtime session that survives lost connections: it reconnects, resumes, and sends unacknowledged audio again.
 
-Audio that the server has not acknowledged is kept, up to `KEEP_S`. Beyond that the oldest audio is dropped, and the
-server gets a gap of the same length, so that times stay right. Audio that the source itself misses is a gap too. If a
-session cannot be resumed, a new one begins with the kept audio, and the times of its words are shifted.
+Live captions (`realtime/commands/captions.py`) and the clients in `benchmarks/` use it; one connection is a
+`WireSession` of `wire_client.py`. `KeptAudio` owns the audio that the server has not acknowledged, up to `KEEP_S`.
+Beyond that the oldest audio is dropped, and the server gets a gap of the same length, so that times stay right. Audio
+that the source itself misses is a gap too. If a session cannot be resumed, a new one begins with the kept audio, and
+the times of its words are shifted.
 """
 
 from __future__ import annotations
@@ -142,7 +144,8 @@ def _is_name_taken(event: dict[str, Any]) -> bool:
 
 
 class LastingSession:
-    """`append` and `finish` never wait for the network; `run` serves the session until its last text has arrived."""
+    """A session over any number of connections. `append` and `finish` never wait for the network; `run` serves the
+    session until its last text has arrived."""
 
     def __init__(self, url: str, key: str | None, session_options: SessionOptions) -> None:
         self.kept = KeptAudio(KEEP_S * session_options.rate)
@@ -272,7 +275,7 @@ class LastingSession:
         self._room.set()
 
     def _believe_what_was_sent(self) -> None:
-        """For a server that never acknowledges, everything sent counts as received."""
+        """Without acknowledgements of the server, count everything sent as received."""
         if self._acknowledges is False:
             self._confirm(self._sent)
 

@@ -1,4 +1,8 @@
-"""`tickertape bench`: a load test of a server: number of streams, time to final, word errors alone and under load."""
+"""`tickertape bench`: a load test of a running server: number of streams, time to final, word errors under load.
+
+This module reads the options and the manifest and prints the result; the load test itself is
+`realtime/bench/campaign.py`.
+"""
 
 from __future__ import annotations
 

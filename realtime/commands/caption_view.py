@@ -1,6 +1,7 @@
-"""Live captions in a terminal: finished lines scroll, the current line grows, a status line shows the delay.
+"""The terminal display of live captions: finished lines scroll, the current line grows, a status line shows the delay.
 
-Without a terminal (a pipe, a log) only finished lines are written.
+`captions.py` feeds it with words. Without a terminal (a pipe, a log) only finished lines are written. It knows neither
+engine nor server.
 """
 
 from __future__ import annotations

@@ -1,6 +1,8 @@
-"""Live captions in the terminal, of a microphone, a stream or a file in real time, by a local engine or by a server.
+"""Runs live captions in the terminal: sends audio to a local engine or a server, and shows and saves the text.
 
-Used by `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live`.
+The shared part of `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live`; each of
+them brings its own source of audio. `Listener` takes the text, shows it (`caption_view.py`) and writes it to the output
+file (`transcripts.py`).
 """
 
 from __future__ import annotations
@@ -207,7 +209,7 @@ LAST_WORDS_S = 15.0
 # Gaps that wait for the first word after them; beyond that the oldest marks are dropped.
 MAX_GAPS = 1000
 
-# Chunks of 16 kHz mono in real time. A number is a gap: so many samples are missing.
+# Chunks of 16 kHz mono in real time. A number is a gap of that many samples.
 Sound = AsyncIterator[Samples | int]
 
 

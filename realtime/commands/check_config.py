@@ -1,4 +1,8 @@
-"""`tickertape check-config`: checks a configuration and prints all values in force."""
+"""`tickertape check-config`: checks a configuration and prints all values in force.
+
+It reads the same file, environment and flags as `tickertape serve`, starts nothing, and does not print secrets. The
+configuration itself is `realtime/config.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`tickertape completion`: completion scripts for shells, generated from the argument parser."""
+"""`tickertape completion`: prints a completion script for bash, zsh or fish, generated from the argument parser."""
 
 from __future__ import annotations
 

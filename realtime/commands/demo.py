@@ -1,4 +1,8 @@
-"""`tickertape demo`: starts a server, streams a recording to it in real time, and shows the captions."""
+"""`tickertape demo`: starts a server, streams a recording to it in real time, and shows the captions.
+
+The server runs in this process (`realtime/app.py`) with an engine process beside it; the captions come over its socket
+(`captions.py`). `make demo` calls it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""`tickertape doctor`: checks installed packages and memory, and measures how many streams this machine can serve."""
+"""`tickertape doctor`: checks installed packages and memory, and measures how many streams this machine can serve.
+
+The measurement plays speech in real time into a few streams of an engine in this process and reads the engine's load.
+It uses no running server; `tickertape bench` measures one.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,20 @@ import os
 import platform
 import re
 import subprocess
+import time
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from engine.host_memory import available_memory, needed_memory
 from realtime.commands.terminal import FAILED, OK, out
 from realtime.commands.transcribe import add_model_options
+
+if TYPE_CHECKING:
+    from engine.client.client import EngineClient
+    from engine.client.stream import EngineStream
+    from realtime.session.events import Samples
 
 EPILOG = """\
 Examples:
@@ -37,6 +48,13 @@ PACKAGES = (
     "uvicorn",
     "pyzmq",
 )
+# Streams that are played at once.
+STREAMS = 2
+# Seconds before the measurement, in which streams have less than a full window of audio.
+WARM_UP_S = 4.0
+MEASURED_S = 8.0
+# Load above which streams would wait for each other.
+USABLE_SHARE = 0.8
 
 
 def add(commands: Any) -> None:
@@ -193,7 +211,6 @@ def free_on_cards() -> int:
 async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> None:
     from engine.errors import EngineError
     from realtime.commands.file_transcription import local_engine
-    from realtime.commands.quick_measure import measure_load
 
     out("  ..   streams    loading the model and transcribing some seconds of speech, to measure its speed")
     before, free_before = resident_memory(), free_on_cards()
@@ -218,3 +235,72 @@ async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> 
     else:
         report.good("streams", f"expect about {_count(measured.expected, 'live stream')} at once: {cost}")
         report.good("", "`tickertape bench` measures that with a whole server")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The engine's load with `streams` streams of continuous speech, and the text of the first one."""
+
+    streams: int
+    load: float
+    text: str
+    # CPU seconds of this process per second of speech and stream.
+    cpu_share: float = 0.0
+
+    @property
+    def expected(self) -> int:
+        """Streams that this machine can serve. An underestimate, because streams share steps."""
+        return int(USABLE_SHARE * self.streams / max(self.load, 1e-3))
+
+
+async def measure_load(client: EngineClient, sound: Path) -> Measured:
+    """Play the recording into `STREAMS` streams and measure the engine's load."""
+    import numpy as np
+
+    from realtime.commands.file_transcription import read_audio
+
+    audio = np.concatenate(list(read_audio(sound)))
+    texts = [""] * STREAMS
+    streams = [await client.open(f"measure-{number}") for number in range(STREAMS)]
+    # Different audio for each stream, so that no result is shared through caches.
+    tasks = [
+        asyncio.create_task(_play(stream, np.roll(audio, -number * len(audio) // STREAMS)))
+        for number, stream in enumerate(streams)
+    ]
+    tasks += [asyncio.create_task(_listen(stream, texts, number)) for number, stream in enumerate(streams)]
+    try:
+        await asyncio.sleep(WARM_UP_S)
+        loads = []
+        cpu = time.process_time()
+        for _ in range(round(MEASURED_S)):
+            await asyncio.sleep(1.0)
+            loads.append(client.capacity().load)
+        cpu = time.process_time() - cpu
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for stream in streams:
+            await stream.abort()
+    return Measured(STREAMS, sum(loads) / len(loads), texts[0].strip(), cpu / MEASURED_S / STREAMS)
+
+
+async def _play(stream: EngineStream, audio: Samples) -> None:
+    """Feed the audio in real time."""
+    from audio.formats import MODEL_RATE
+    from realtime.commands.captions import CHUNK_SAMPLES
+
+    loop = asyncio.get_running_loop()
+    began = loop.time()
+    for start in range(0, len(audio), CHUNK_SAMPLES):
+        chunk = audio[start : start + CHUNK_SAMPLES]
+        await asyncio.sleep(max(0.0, began + (start + len(chunk)) / MODEL_RATE - loop.time()))
+        await stream.feed(chunk)
+
+
+async def _listen(stream: EngineStream, texts: list[str], number: int) -> None:
+    from engine import messages
+
+    async for output in stream:
+        if isinstance(output, messages.Text):
+            texts[number] += output.delta

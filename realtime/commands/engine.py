@@ -1,4 +1,8 @@
-"""`tickertape engine`: runs an engine without a gateway, for gateways in other processes or on other machines."""
+"""`tickertape engine`: runs an engine without a gateway, for gateways in other processes or on other machines.
+
+It reads the options and handles the signals; the engine process itself is `engine/server/main.py`. Gateways connect to
+it with `tickertape serve --engine`.
+"""
 
 from __future__ import annotations
 

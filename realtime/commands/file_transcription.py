@@ -1,8 +1,11 @@
-"""Transcribes files and standard input for the commands: by a local engine, or by a server's upload endpoint.
+"""Transcribes files and standard input for the commands: with an engine in this process, or by upload to a server.
 
-- `heard` reads a file or standard input as samples.
+- `read_pieces` reads a file or standard input as samples.
+- `local_engine` starts the engine, also for live captions.
 - `FileTranscriber` feeds a file to an engine as fast as it takes the audio, with a progress bar.
 - `FileSender` uploads a file to `POST /v1/audio/transcriptions` or `/v1/audio/translations`.
+
+The server's side of uploads is `realtime/http/file_transcription.py`.
 """
 
 from __future__ import annotations
@@ -315,7 +318,7 @@ async def read_pieces(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator
 
 
 def read_audio(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
-    """The audio of a file in pieces, like `gathered`."""
+    """The audio of a file in pieces, like `join_blocks`."""
     return join_blocks(read_file(path), samples)
 
 

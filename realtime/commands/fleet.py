@@ -1,14 +1,22 @@
-"""`tickertape fleet`: runs many engines and gateways on many machines, with Ray."""
+"""`tickertape fleet`: starts, joins, scales, drains and shows a fleet: engines and gateways on many machines, with Ray.
+
+This module reads the options, calls the fleet's manager through `fleet/cluster/connect.py`, and prints the status as a
+table that is refreshed in a terminal. All decisions are in `fleet/`.
+"""
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from realtime.commands.terminal import OK, CommandFailed, UsageError, decimal, note, out, whole
 
 if TYPE_CHECKING:
+    from rich.console import Group
+    from rich.text import Text
+
     from fleet.cluster.connect import FleetCalls
     from fleet.plan import FleetPlan
 
@@ -29,6 +37,9 @@ DEFAULT_FILE = "fleet.toml"
 LOOK_S = 1.0
 # Seconds for a new head node to accept connections.
 PATIENCE_S = 120.0
+COLOURS = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
+# Messages of the manager below the table.
+NOTES_SHOWN = 5
 
 
 def add(commands: Any) -> None:
@@ -172,8 +183,6 @@ def _status(plan: FleetPlan, options: argparse.Namespace) -> None:
     status = fleet.call("status")
     if options.json:
         return out(json.dumps(status))
-    from realtime.commands.fleet_view import watch
-
     if options.once:
         return _print_table(status)
     try:
@@ -274,6 +283,71 @@ def _trouble(status: dict[str, Any]) -> str:
 def _print_table(status: dict[str, Any]) -> None:
     from rich.console import Console
 
-    from realtime.commands.fleet_view import screen
-
     Console().print(screen(status))
+
+
+def screen(status: dict[str, Any]) -> Group:
+    """The status of the manager as a table with a row for each engine and gateway."""
+    from rich.console import Group
+    from rich.table import Table
+    from rich.text import Text
+
+    room = status["capacity"]
+    head = Text.assemble(
+        (status["name"], "bold"),
+        f"  {room['sessions']} sessions, {room['streams']} streams, room for {room['streams_free']} more, "
+        f"{room['share']:.0%} taken, busiest engine {room['load']:.0%}",
+    )
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for title in ("node", "name", "what", "state", "carries", "load", "version", "port", "restarts", "trouble"):
+        table.add_column(title, header_style="dim")
+    nodes = sorted(status["nodes"], key=lambda node: str(node["name"]))
+    for node in nodes:
+        units = [unit for unit in status["units"] if unit["node"] == node["name"]]
+        for unit in units or [None]:
+            table.add_row(*_row(status, node, unit))
+    below = [Text(f"waits: {why}", "yellow") for why in status["waits_for"]]
+    below += [Text(note, "dim") for note in status["notes"][-NOTES_SHOWN:]]
+    return Group(head, table, *below)
+
+
+def _row(status: dict[str, Any], node: dict[str, Any], unit: dict[str, Any] | None) -> list[Text | str]:
+    from rich.text import Text
+
+    name = Text(node["name"], "strike" if node["name"] in status["drained"] else "")
+    if unit is None:
+        return [name, "-", "", "", "", "", "", "", "", ""]
+    load = "" if unit["load"] is None else f"{unit['load']:.0%}"
+    carries = f"{unit['busy']} {'streams' if unit['kind'] == 'engine' else 'sessions'}"
+    return [
+        name,
+        unit["name"],
+        unit["kind"],
+        Text(unit["state"], COLOURS.get(unit["state"], "")),
+        carries,
+        load,
+        unit["version"] or "",
+        str(unit["port"]),
+        str(unit["restarts"]),
+        Text(unit["error"], "red"),
+    ]
+
+
+def watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
+    """Show the status until interrupted; in a pipe, one line for each refresh."""
+    from rich.console import Console
+    from rich.live import Live
+
+    console = Console()
+    if not console.is_terminal:
+        while True:
+            status = look()
+            room = status["capacity"]
+            states = " ".join(f"{unit['name']}={unit['state']}:{unit['busy']}" for unit in status["units"])
+            text = f"{time.strftime('%H:%M:%S')} sessions={room['sessions']} share={room['share']:.2f} {states}"
+            console.print(text, soft_wrap=True, highlight=False, markup=False)
+            time.sleep(interval_s)
+    with Live(screen(look()), console=console, auto_refresh=False) as live:
+        while True:
+            time.sleep(interval_s)
+            live.update(screen(look()), refresh=True)

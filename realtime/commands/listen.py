@@ -1,4 +1,8 @@
-"""`tickertape listen`: live captions of a stream on the network."""
+"""`tickertape listen`: live captions of a network stream (HLS, RTMP, RTSP, SRT, Icecast).
+
+`realtime/serving/pulled_audio.py` pulls and decodes the stream in a process of its own; `captions.py` shows the text. A
+server pulls streams itself with `POST /v1/streams`.
+"""
 
 from __future__ import annotations
 

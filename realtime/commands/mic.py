@@ -1,4 +1,7 @@
-"""`tickertape mic`: live captions of a microphone in the terminal."""
+"""`tickertape mic`: live captions of a microphone in the terminal.
+
+It joins the recorder of `microphone.py` to `captions.py`, which transcribes with a local engine or a server.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Records from a microphone, with the first recorder found: sounddevice, arecord or parec."""
+"""Records from a microphone, for `tickertape mic`, with the first recorder found: sounddevice, arecord or parec."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`tickertape plan`: how many engines, gateways and machines a number of sessions needs, by measured figures.
 
 The figures are those of docs/benchmarks.md and docs/voxtral.md, or those that a running server has measured on its own
-machine (`--server`). The answer states every assumption.
+machine (`--server`). The answer states every assumption. It starts nothing; the plan of a running fleet is
+`fleet/plan.py`.
 """
 
 from __future__ import annotations
@@ -176,7 +177,7 @@ def _of_documentation(name: str, cores: int | None) -> Engine:
 
 
 def _of_server(url: str) -> Engine:
-    """By `/capacity` of a running server. Raises CommandFailed if it has not measured anything yet."""
+    """The engine of a running server, by its `/capacity`. Raises CommandFailed if it has measured nothing yet."""
     import json
 
     from realtime.client.http_client import HttpServer

@@ -1,4 +1,8 @@
-"""`tickertape pull` and `tickertape models`: download models and sample recordings by name, and list them."""
+"""`tickertape pull` and `tickertape models`: download models and sample recordings by name, and list them.
+
+Other commands call `fetch` and `fetch_for_serving` to download what they need. The names, addresses and digests are in
+`engine/weights/registry.py`; `engine/weights/store.py` downloads into the cache folder.
+"""
 
 from __future__ import annotations
 

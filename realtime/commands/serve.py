@@ -1,5 +1,7 @@
-"""`tickertape serve`: checks the configuration, then runs the gateway in this process or in several workers, and starts
-an engine process unless engines run elsewhere.
+"""`tickertape serve`: checks the configuration and runs the server: the gateway, its workers, and an engine process.
+
+With workers this process is their parent; with `--engine` engines run elsewhere and none is started. Gateway and engine
+are built in `realtime/app.py`.
 
 - `Readiness` tells systemd (Type=notify) or a file descriptor when the server is ready and when it stops.
 - `SignalHandlers` handles SIGHUP (reload the configuration) and SIGUSR2 (reload it and replace the workers);

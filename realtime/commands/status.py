@@ -1,4 +1,8 @@
-"""`tickertape status`: a live view of a running server, a JSON object, or an exit code for health checks."""
+"""`tickertape status`: a live view of a running server, a JSON object, or an exit code for health checks.
+
+This module finds the server's address and chooses the form of the answer; `status_view.py` reads the server and shows
+it.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The view of `tickertape status`: reads `/ready`, `/capacity` and `/metrics`, and shows a screen or log lines."""
+"""Reads `/ready`, `/capacity` and `/metrics` of a running server, and shows them as a screen or log lines.
+
+Used by `tickertape status`. `StatusView` keeps the snapshots of the last minute, from which the shown percentiles are
+computed.
+"""
 
 from __future__ import annotations
 

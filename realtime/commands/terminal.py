@@ -1,4 +1,7 @@
-"""What all commands share: output, exit codes, exceptions, reading the configuration, and Ctrl-C during a recording."""
+"""Helpers of all commands: output, exit codes, exceptions, number options, reading the configuration, Ctrl-C.
+
+`CommandFailed` and `UsageError` become one line on standard error and an exit code in `realtime/cli.py`.
+"""
 
 from __future__ import annotations
 

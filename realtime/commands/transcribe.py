@@ -1,4 +1,8 @@
-"""`tickertape transcribe`: transcribes files to text, subtitles or JSON, with a local engine or with a server."""
+"""`tickertape transcribe`: transcribes files to text, subtitles or JSON, with a local engine or with a server.
+
+This module checks the files and options and writes the results; `file_transcription.py` does the work, and with
+`--live` `captions.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""The model's options on the command line: prompt, keywords, translation, and the language, which commands add."""
+"""Command-line options that several commands share: prompt, keywords and translation, and the output of captions.
+
+`TranscriptionOptions` turns them into engine options and names those that the model does not support. The options of a
+server's session are `realtime/session/settings.py`.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Writes transcripts as text, JSON, SubRip or WebVTT: of a whole file, or live while it is transcribed."""
+"""Writes transcripts to files as text, JSON, SubRip or WebVTT: a whole file at once, or live captions as they come.
+
+Used by `tickertape transcribe` and live captions. `TranscriptFile` owns the output file of live captions and writes
+every word as soon as it is shown. The server writes its own responses in `realtime/http/file_transcription.py`.
+"""
 
 from __future__ import annotations
 

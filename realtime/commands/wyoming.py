@@ -1,4 +1,8 @@
-"""`tickertape wyoming`: speech to text for Home Assistant, over the Wyoming protocol."""
+"""`tickertape wyoming`: runs a speech-to-text service for Home Assistant, over the Wyoming protocol.
+
+This module reads the options and listens on the port; `wyoming_server.py` has the protocol. It is a server of its own
+beside `tickertape serve`.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Serves the Wyoming protocol of Home Assistant: events as lines of JSON over TCP, with audio as their payload.
+"""The Wyoming protocol of Home Assistant, server side: events as lines of JSON over TCP, with audio as their payload.
 
-A client sends `transcribe`, `audio-start`, `audio-chunk`s and `audio-stop`, and gets a `transcript`; `describe` is
-answered with `info`, `ping` with `pong`, and other events are ignored. An utterance is transcribed while it is spoken,
-by a stream of an engine in this process (`LocalBackend`) or by a session of a running server (`ServerBackend`).
+`tickertape wyoming` runs it. A client sends `transcribe`, `audio-start`, `audio-chunk`s and `audio-stop`, and gets a
+`transcript`; `describe` is answered with `info`, `ping` with `pong`, and other events are ignored. An utterance is
+transcribed while it is spoken, by a stream of an engine in this process (`LocalBackend`) or by a session of a running
+server (`ServerBackend`).
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from realtime.session.settings import Settings
 
 NAME, VERSION = "tickertape", "1"
 ATTRIBUTION = {"name": "Tickertape", "url": "https://www.home-assistant.io/integrations/wyoming"}
-# Clients at once; further ones are told so and disconnected.
+# Clients at once; further ones get an error and are disconnected.
 MAX_CLIENTS = 16
 # An event: its line and its data, and its audio.
 MAX_LINE_BYTES = 64 * 1024
@@ -76,11 +77,11 @@ class Utterance(Protocol):
         """End the audio; the whole text."""
 
     async def close(self) -> None:
-        """Give it up, or clean up after `text`."""
+        """Abandon the utterance, or clean up after `text`."""
 
 
 class Backend(Protocol):
-    """What transcribes utterances."""
+    """Transcribes utterances: a local engine or a running server."""
 
     model: str
     languages: list[str]
@@ -365,7 +366,7 @@ class _Client:
         await self.send("transcript", {"text": text, **language})
 
     async def end(self) -> None:
-        """Give the current utterance up."""
+        """Abandon the current utterance."""
         utterance, self._utterance, self._sound = self._utterance, None, None
         if utterance is not None:
             await utterance.close()

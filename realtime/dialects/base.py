@@ -1,6 +1,8 @@
 """The interface of a dialect: it reads a client's JSON message into a request, and writes core events as JSON.
 
-Also the JSON and base64 coding that all dialects share. The caller checks sizes before anything is parsed.
+`Dialect` is the protocol that every other module of this folder implements; `realtime/serving/inbox.py` calls `read`,
+`realtime/serving/live_session.py` calls `write`. This module also has the JSON and base64 coding that all dialects
+share. The caller checks sizes before anything is parsed.
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ class InjectRequest:
 
 @dataclass(frozen=True, slots=True)
 class Nothing:
-    """A message that needs no answer."""
+    """A valid message that has no effect and needs no answer."""
 
 
 @dataclass(frozen=True, slots=True)

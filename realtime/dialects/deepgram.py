@@ -1,12 +1,13 @@
-"""Deepgram's API: the query parameters of sockets and files, parts of JSON responses, and the dialect for sockets.
+"""Deepgram's API: query parameters of sockets and files, parts of JSON responses, and the dialect of live sockets.
 
-Unsupported parameters have no effect and are not echoed. Only `callback` and unknown kinds of `redact` are refused,
-because a client must not believe that its text was redacted or sent to another address.
+Sockets come from `realtime/http/websocket_routes.py`, files from `realtime/http/deepgram_file_route.py`. Unsupported
+parameters have no effect and are not echoed. Only `callback` and unknown kinds of `redact` are refused, because a
+client must not believe that its text was redacted or sent to another address.
 
 Audio comes in binary frames. Our text is append-only, so an interim result is always the beginning of its final result.
 A turn ends with a final result that is also `speech_final`. In a long turn, text of more than a few seconds becomes
 final before that, and later interim results contain only the text after it. Each channel of a socket is a session with
-its own dialect; `Listening` is what they share.
+its own `DeepgramDialect`; the channels share one `Listening`.
 """
 
 from __future__ import annotations

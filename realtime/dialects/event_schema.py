@@ -1,9 +1,8 @@
-"""The shapes of all events of the wire, and the JSON schema that is made from them (`GET /events.schema.json`).
+"""The fields of all events on the wire as msgspec classes, and the JSON schema made from them (`/events.schema.json`).
 
-The dialects read and write plain dictionaries; these classes describe them and are not used to serve clients. They are
-complete: the tests decode every event of their sockets with them, and a field that is missing here fails. Where the
-code has a table of values, the schema has that table. The published schema allows more fields, because later versions
-add some.
+This is a description: the dialects read and write plain dictionaries and do not use these classes. The tests decode
+every event of their sockets with them, so a field that is missing here fails. Where the code has a table of values, the
+schema has that table. The published schema allows more fields, because later versions add some.
 """
 
 from __future__ import annotations

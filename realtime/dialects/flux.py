@@ -1,8 +1,9 @@
-"""Deepgram Flux: the query parameters and the dialect of the sockets that report turns.
+"""Deepgram Flux: the query parameters and the dialect of Deepgram's `/v2/listen`, whose events report turns.
 
-Every `TurnInfo` has the whole text of its turn so far. A turn starts with its first words, so a noise starts none. Our
-text is append-only, and a probable end (`EagerEndOfTurn`) is announced when all text before it has been sent; if text
-follows anyway, `TurnResumed` comes first. So the text of an `EndOfTurn` that follows an `EagerEndOfTurn` is the same.
+Every `TurnInfo` has the whole text of its turn so far. A turn starts with its first words, so noise alone starts none.
+Our text is append-only, and a probable end (`EagerEndOfTurn`) is announced when all text before it has been sent; if
+text follows anyway, `TurnResumed` comes first. So the text of an `EndOfTurn` that follows an `EagerEndOfTurn` is the
+same.
 
 Unsupported parameters have no effect, and `redact` is refused, as in `deepgram.py`. A number in the query is in plain
 digits; a number in a `Configure` message is a JSON number.
@@ -66,7 +67,7 @@ READ_ONCE = (
 # Event ids for the events that these client messages cause.
 FORCE = "force_end_turn"
 CONFIGURE = "configure"
-# A longer turn is ended, and the next one goes on: each message repeats the text of its turn. Ten minutes of speech.
+# A longer turn is ended and another one begins, because each message repeats the text of its turn. Ten minutes.
 MAX_TURN_CHARACTERS = 10_000
 # An update is sent when the text has grown by this part of its length, so the bytes of a long turn grow linearly.
 UPDATE_PART = 64

@@ -1,8 +1,9 @@
-"""Parses an append that is too long to be parsed at once: its audio is decoded piece by piece as the bytes arrive.
+"""An incremental parser for one long audio message: decodes the base64 audio of an append as its bytes arrive.
 
-Only audio may be long, so the rest of such a message is kept until the end, up to the size of a control message. The
-audio of each piece is returned before the rest of the message is known, so if an append turns out to be invalid, the
-audio before the mistake has been transcribed.
+`realtime/serving/inbox.py` uses it for `input_audio_buffer.append` messages that are too long to be parsed at once.
+Only audio may be long: the rest of the message is kept until the end, up to the size of a control message. The audio of
+each part is returned before the rest of the message is known, so if an append turns out to be invalid, the audio before
+the mistake has already been transcribed.
 """
 
 from __future__ import annotations

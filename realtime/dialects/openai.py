@@ -1,10 +1,10 @@
-"""The dialects of OpenAI's Realtime transcription API: GA (nested session objects), the older beta (flat ones), and
-that of WebRTC calls.
+"""OpenAI's Realtime transcription API: the GA dialect, the older beta dialect, and the dialect of WebRTC calls.
 
-`merge_ga` and `merge_beta` turn session objects into `Settings`. A key that is present changes a setting, null clears
-it, other settings stay. Unknown keys, models and options are ignored without an error, because most clients treat an
-error as fatal. Invalid values are refused one by one, so that an invalid language does not prevent a change of the
-audio format. Unknown keys are not echoed, so the size of the session that is sent back is bounded.
+GA has nested session objects, beta has flat ones. `merge_ga` and `merge_beta` turn session objects into `Settings`. A
+key that is present changes a setting, null clears it, other settings stay. Unknown keys, models and options are ignored
+without an error, because most clients treat an error as fatal. Invalid values are refused one by one, so that an
+invalid language does not prevent a change of the audio format. Unknown keys are not echoed, so the size of the session
+that is sent back is bounded.
 """
 
 from __future__ import annotations
@@ -691,7 +691,7 @@ class OpenAIDialect:
 
 
 def _end_of_turn(confidence: float | None, settings: Settings) -> Json:
-    """How sure it is that the turn is over, if the client asked for it and a judge has said so."""
+    """The probability that the turn is over, if the client asked for it and the turn was scored."""
     if confidence is None or not settings.wants(INCLUDE_END_OF_TURN):
         return {}
     return {"end_of_turn_confidence": round(confidence, 4)}

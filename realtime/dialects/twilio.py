@@ -1,8 +1,9 @@
 """Twilio Media Streams: the `start` message with its options, and the dialect for one track of a phone call.
 
-Twilio sends JSON with mu-law audio at 8 kHz in base64 and reads no words, so nothing is written to it: the words reach
-viewers under the name that each track is published as. The options of a stream are its custom parameters, which have
-the names of Deepgram's query parameters. Each track of a call is a session with its own dialect.
+Twilio sends JSON with mu-law audio at 8 kHz in base64 and accepts no transcripts, so this dialect writes nothing:
+viewers read the words under the name that each track is published as. The options of a stream are its custom
+parameters, which have the names of Deepgram's query parameters. Each track of a call is a session with its own dialect;
+the socket is served by `realtime/http/websocket_routes.py`.
 """
 
 from __future__ import annotations
@@ -113,7 +114,7 @@ def _fault(param: str, message: str) -> ClientFault:
 
 
 class TwilioDialect:
-    """One track of a call. It gets the messages of all tracks, whose times are the clock of the call."""
+    """The dialect of one track of a call. It gets the messages of all tracks: their times are the call's clock."""
 
     name = "twilio"
     fixed = True
@@ -149,7 +150,7 @@ class TwilioDialect:
         raise _fault("event", "'event' must be connected, start, media, dtmf, mark or stop.")
 
     def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
-        """Nothing: Twilio takes audio and marks only, and reports any other message as an error."""
+        """Write nothing: Twilio takes audio and marks only, and reports any other message as an error."""
         return []
 
     def _media(self, media: object) -> Request:

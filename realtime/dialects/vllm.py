@@ -1,4 +1,8 @@
-"""The dialect of vLLM's realtime endpoint: utterances between a first and a final commit, 16 kHz, errors as strings."""
+"""The dialect of vLLM's realtime endpoint: clients commit before and after each utterance and get its text as deltas.
+
+Audio is 16 kHz PCM, errors are strings. It shares its path with OpenAI's dialect: `realtime/serving/inbox.py`
+recognizes it by the client's first messages.
+"""
 
 from __future__ import annotations
 

@@ -1,14 +1,17 @@
-"""Where turns and utterances begin and end, and the events that tell the client so. No I/O; used by the session core.
+"""Turn boundaries of one session: decides where turns and utterances begin and end, and emits the events that say so.
 
-Where speech begins, pauses and ends is decided by the engine's speech track and nowhere else; its events arrive here at
-exact samples. Without semantic detection a turn ends where speech ends.
+A part of the session core (`core.py`), without I/O. The engine's speech track finds where speech begins, pauses and
+ends, and sends that with exact sample numbers; this module decides which of those places end a turn. Without semantic
+detection a turn ends where speech ends.
 
-- `PauseWatch` decides in pauses with semantic or scored detection, by the turn detector's answers, the text and the
-  silence. The limits of semantic detection are those of the OpenAI API: 8, 4 and 2 seconds of silence for low, medium
-  (auto) and high eagerness. Scored detection has thresholds and a limit of the client, and may announce probable ends.
-- `UtteranceWatch` finds gaps in the text after the last word.
-- `Boundaries` counts the audio of a session and applies both. All audio before its boundary is committed or cleared.
-  Without turn detection all later audio is the open turn; with it, speech opens a turn and a pause ends it.
+- `PauseWatch` decides during a pause, for semantic and scored detection, from the turn detector's answers, the text and
+  the length of the silence. The limits of semantic detection are those of the OpenAI API: 8, 4 and 2 seconds of silence
+  for low, medium (auto) and high eagerness. Scored detection has thresholds and a limit that the client sets, and may
+  announce probable ends.
+- `UtteranceWatch` finds gaps in the text after the last word (Deepgram's `utterance_end_ms`).
+- `Boundaries` owns the count of the session's audio and the boundary before which all audio is committed or cleared,
+  and applies both. Without turn detection all later audio is the open turn; with it, speech opens a turn and a pause
+  ends it.
 """
 
 from __future__ import annotations
@@ -54,8 +57,9 @@ PROBE_MS = 250
 def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = False) -> TurnRule | None:
     """The rule for the engine's speech track. `learnt`: the engine has a turn detector.
 
-    The silence after which text ends is that of the turn, or with semantic detection that after which the text of the
-    pause is wanted: with a turn detector where it is first asked, so that no turn ends before.
+    Without semantic detection the track ends speech after the silence that ends a turn. With it, speech ends after
+    `ASK_MS`, where the turn detector is first asked, or after `PROBE_MS` without a turn detector; `PauseWatch` then
+    decides whether the turn has ended.
     """
     if detection is None:
         return None
@@ -86,7 +90,7 @@ class PauseWatch:
     """Decides in the pauses of a turn whether it has ended, with semantic detection. Fed with events and samples only.
 
     The rule itself is `engine.end_of_turn.Judge`. The turn detector's answers are events of the engine's speech track,
-    at exact samples: an answer that has not come when the silence reaches its sample does not come.
+    at exact samples: an answer that has not come when the silence reaches its sample will not come.
     """
 
     def __init__(self, eagerness: Eagerness, sample_rate: int, learnt: bool) -> None:
@@ -104,7 +108,7 @@ class PauseWatch:
 
     @property
     def fell(self) -> int | None:
-        """Where speech fell, in a pause."""
+        """The sample at which the current pause began; None if there is no pause."""
         return None if self._pause is None else self._pause.fell
 
     @property
@@ -118,7 +122,7 @@ class PauseWatch:
         self._pause = self._judge.begin(fell, text)
 
     def end(self) -> None:
-        """The pause is over, or its turn."""
+        """The pause has ended, or its turn has."""
         self._pause = None
         self._scores.clear()
 
@@ -546,7 +550,7 @@ class Boundaries:
     def _hear_utterances(
         self, watch: UtteranceWatch, events: Sequence[SpeechEvent], speech: messages.Speech, end: int
     ) -> None:
-        """Frame by frame, so that nothing depends on how many frames come at once."""
+        """Pass the frames to the watch one by one, so that the result does not depend on how many come at once."""
         frame, phase, waiting = speech.frame_samples, self.track.phase, deque(events)
         start = speech.sample + (self.audio.covered - speech.sample) // frame * frame
         for heard in range(start + frame, speech.end + 1, frame):

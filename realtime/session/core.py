@@ -1,7 +1,9 @@
 """The session core: one session as a pure state machine, `Session.handle(event, now) -> effects`.
 
-No I/O, no clock, no asyncio. `realtime.serving.live_session` passes client events and engine outputs in order, and
-applies the effects in order. One engine stream serves the whole session, and turns are parts of it:
+It has no I/O, no clock and no asyncio. `realtime/serving/live_session.py` passes client events and engine outputs in
+order, and applies the effects in order; `events.py` defines both. `Session` owns the phase, the pending flushes and the
+waiting commits; turn boundaries are in `boundaries.py`, the text of turns in `turns.py`. One engine stream serves the
+whole session, and turns are parts of it:
 
 - At the end of a turn the engine is flushed; text that arrives before the answer belongs to that turn.
 - If speech detection has ended a turn, the engine may already have audio of the next one, so words are assigned to
@@ -267,7 +269,7 @@ class Session:
         return self.turns.final_due
 
     def label_state(self, base: int) -> tuple[messages.Saved, int] | None:
-        """With which speaker labels an engine stream goes on that begins at session sample `base`."""
+        """The state of the speaker labels, for an engine stream that begins at session sample `base`."""
         speakers = self.turns.speakers
         return None if speakers is None or speakers.state is None else (speakers.state, base - speakers.state_base)
 
@@ -584,8 +586,8 @@ def _copy(speech: messages.Speech) -> messages.Speech:
 
 
 def _cut(speech: messages.Speech, sample: int, before: messages.TrackState) -> tuple[messages.Speech, messages.Speech]:
-    """Divide at the first frame that begins at or after `sample`. `before` is the track before these frames. Of the
-    samples that are surely speech, the rest has all."""
+    """Divide at the first frame that begins at or after `sample`. `before` is the track before these frames. The
+    count of samples that are certainly speech goes to the second part."""
     frames = max(0, -(-(sample - speech.sample) // speech.frame_samples))
     end = speech.sample + frames * speech.frame_samples
     first = [event for event in speech.events if event.at <= end]

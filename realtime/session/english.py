@@ -1,8 +1,8 @@
-"""English inverse text normalization: numbers, dates, times, money, percent and addresses as people write them.
+"""English inverse text normalization: rewrites spoken numbers, dates, times, money and addresses in written form.
 
-`written_forms` reads a list of words and returns the groups of words that have another written form. It is a scanner
-with one rule per kind: every rule looks at a bounded number of words, so the time grows with the number of words. It
-knows nothing of audio, sessions and clients.
+`written_forms` takes a list of words and returns the groups of words that have another written form; `formatting.py`
+applies them to finals. It is a scanner with one rule per kind: every rule looks at a bounded number of words, so the
+time grows linearly. It has no state, and knows nothing of audio, sessions and clients.
 
 The rules are cautious. Words from zero to nine stay words unless something beside them asks for a digit (a percent
 sign, money, a clock time, a date, a heading such as `chapter`). Adjoining numbers that do not form a known pattern stay
@@ -183,7 +183,7 @@ def ordinal(value: int) -> str:
 
 
 def is_plain(text: str) -> bool:
-    """Whether this word is no part of anything that is written in another way, whatever stands beside it."""
+    """Whether this word cannot be part of a written form, whatever its neighbours are."""
     bare = split_marks(text.strip())[1].lower()
     return not any(map(str.isdigit, bare)) and not any(part in RULE_WORDS for part in (bare, *bare.split("-")))
 
@@ -206,7 +206,7 @@ def tokens_of(words: Sequence[str]) -> list[Token]:
 
 
 def written_forms(words: Sequence[str], *, smart: bool) -> list[WrittenForm]:
-    """The groups of words that are written in another way, in order. Without `smart` only numbers are."""
+    """The groups of words that have another written form, in order. Without `smart` only numbers are rewritten."""
     return _Scanner(tokens_of(words), smart).scan()
 
 
@@ -235,7 +235,7 @@ class _Scanner:
     # Helpers
 
     def _may_begin(self, at: int) -> bool:
-        """Whether a rule may match here: most words are none of these."""
+        """Fast path: whether a rule may match at this token. Most words begin no match."""
         token = self._tokens[at]
         if not token.is_first:
             return False
@@ -349,7 +349,7 @@ class _Scanner:
         return Number(value, end, str(value)) if self._next(end) == "percent" and self._smart else None
 
     def _decimal(self, at: int) -> Number | None:
-        """`three point one four`; `at one point five people came` is none."""
+        """`three point one four`; `at one point five people came` is not a decimal."""
         whole = self._cardinal(at)
         if whole is None or whole.long or self._next(whole.end) != "point" or not self._is_open(whole.end + 1):
             return None
@@ -441,7 +441,7 @@ class _Scanner:
         return None
 
     def _is_place(self, at: int) -> bool:
-        """`at one twenty three Main Street` is no clock time: a name follows that is none of a day."""
+        """Whether it is an address and no clock time: `at one twenty three Main Street`, where a name follows."""
         return (
             self._is_open(at) and self._tokens[at].is_capital and self._tokens[at].bare not in (*WEEKDAYS, *MONTHS, "i")
         )
@@ -515,7 +515,7 @@ class _Scanner:
         return (ORDINALS[word], at + 1) if word in ORDINALS else None
 
     def _ordinal(self, at: int) -> int | None:
-        """Ordinals from the tenth on; `a tenth` and `one tenth` are fractions, `a thirty second break` is none."""
+        """Ordinals from the tenth on; `a tenth` and `one tenth` are fractions, `a thirty second break` is a number."""
         read = self._ordinal_number(at)
         if read is None:
             return None

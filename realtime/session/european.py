@@ -1,13 +1,13 @@
 """Inverse text normalization for German, Dutch, French, Spanish, Portuguese and Italian.
 
-`written_forms` finds the groups of words that have another written form: numbers, ordinals, decimals, percent, money,
-dates and clock times. The tables of the languages are in `number_words.py`; English has rules of its own
-(`english.py`). Every rule looks at a bounded number of words, so the time grows with the number of words.
+`written_forms` finds the groups of words that have another written form (numbers, ordinals, decimals, percent, money,
+dates and clock times); `formatting.py` applies them to finals. The tables of the languages are in `number_words.py`;
+English has rules of its own (`english.py`). Every rule looks at a bounded number of words, so the time grows linearly.
 
 The rules are as cautious as the English ones. Zero to nine stay words unless something beside them asks for a digit.
 Articles (`ein`, `une`, `uno`) and round numbers alone (`tausend Dank`) stay words, and so do adjoining numbers that
-form no known pattern. A number with a capital letter within a sentence is a name (`die Elf`). Where words can be read
-in two ways they stay: a number in words is a small blemish, a wrong number is an error.
+form no known pattern. A number with a capital letter within a sentence is a name (`die Elf`). Words that can be read in
+two ways are not changed, because a wrong number is worse than a number in words.
 """
 
 from __future__ import annotations
@@ -78,13 +78,13 @@ class Number:
 
 
 def written_forms(words: Sequence[str], language: str, *, smart: bool) -> list[WrittenForm]:
-    """The groups of words that are written in another way, in order. Without `smart` only numbers are."""
+    """The groups of words that have another written form, in order. Without `smart` only numbers are rewritten."""
     rules = RULES[language]
     return _Scanner(_tokens_of(words, rules), rules, smart).scan()
 
 
 def is_plain(text: str, language: str) -> bool:
-    """Whether this word is no part of anything that is written in another way, whatever stands beside it."""
+    """Whether this word cannot be part of a written form, whatever its neighbours are."""
     rules = RULES[language]
     bare = fold(split_marks(text.strip())[1])
     if any(map(str.isdigit, bare)) or rules.value(bare) is not None:

@@ -1,5 +1,8 @@
-"""The inputs and effects of the session core, independent of wire dialects.
+"""The input events and the effects of the session core, as dataclasses, independent of wire dialects.
 
+Client inputs (`Append`, `Commit`, ...) come from the dialects, engine inputs are `engine.messages`. Effects are of
+three kinds: events for the client (`Delta`, `Completed`, ...), which a dialect writes as JSON; commands for the engine
+stream (`Feed`, `FlushEngine`, ...), which `realtime/serving/live_session.py` carries out; and `Hangup` and `Measured`.
 Samples are counted at the engine's rate from the first sample of the session. Names with `source` are counts at the
 rate of the client's format.
 """

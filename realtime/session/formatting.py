@@ -1,10 +1,12 @@
-"""Formatting of final text: numbers and dates as people write them, profanity masks, replacements, search, paragraphs.
+"""Formatting of final text: numbers and dates in written form, profanity masks, replacements, search, paragraphs.
 
-`format_final` is a pure function over the words and the text of a final; the options are in `text_options.py`. Deltas
-are never formatted. Words keep their times: a word that stands for several ones begins with the first and ends with the
-last of them. Redaction comes before (`redaction.py`), and nothing here changes a redacted word.
+`format_final` is a pure function of the words and the text of a final. The dialects call it when they write a final,
+and so do published sessions and webhooks; uploads use `format_words`. The options are in `text_options.py`. Deltas are
+never formatted. Words keep their times: a word that replaces several begins with the first and ends with the last of
+them. Redaction comes before (`redaction.py`), and formatting does not change a redacted word.
 
-Words are matched with tables, without regular expressions: the time for a word does not depend on the lists.
+Words are matched with tables, without regular expressions, so the time for a word does not depend on the length of the
+client's lists.
 """
 
 from __future__ import annotations
@@ -132,7 +134,7 @@ def _is_plain(word: TimedWord, formatting: Formatting) -> bool:
 
 
 def _written_forms(texts: Sequence[str], language: str, smart: bool) -> list[WrittenForm]:
-    """The groups of words that people write in another way; none in a language without rules."""
+    """The groups of words that have another written form; none in a language without rules."""
     if language == "en":
         return english.written_forms(texts, smart=smart)
     return european.written_forms(texts, language, smart=smart) if language in RULES else []
@@ -226,14 +228,14 @@ class _Formatter:
         return out + [_Part((word,)) for word in words[done:]]
 
     def _numbers(self, words: Sequence[TimedWord], taken: set[int]) -> list[WrittenForm]:
-        """What is written in another way, by the rules of each word's language."""
+        """The written forms, by the rules of each word's language."""
         told = [_language_of(word, self._formatting) for word in words]
         forms = []
         for language in dict.fromkeys(told):
             if self._formatting.redact and language != "en":
                 # Redaction reads number words of English only: it has not hidden what would be digits now.
                 continue
-            # Words that must stay as they are end a number like any other word that is none.
+            # A word that must stay as it is ends a number, like a word that is no number.
             readable = [
                 word.text if told[place] == language and place not in taken and not is_redacted(word) else "-"
                 for place, word in enumerate(words)

@@ -1,7 +1,7 @@
-"""Number words of German, Dutch, French, Spanish, Portuguese and Italian, and the words beside numbers, as tables.
+"""Tables of number words, months and currencies in German, Dutch, French, Spanish, Portuguese and Italian.
 
-`RULES` has a `Rules` for each language; `european.py` reads text with them. All keys are in small letters without
-accents (`fold`). The words for 0 to 999 are generated, with the spellings that people use.
+`RULES` has a `Rules` for each language; the scanner in `european.py` reads text with them. All keys are in small
+letters without accents (`fold`). The words for 0 to 999 are generated, in all usual spellings.
 """
 
 from __future__ import annotations

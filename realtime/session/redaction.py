@@ -1,15 +1,15 @@
-"""Redaction: words that are part of a card number, a phone number, an address or a listed name become `[REDACTED]`.
+"""Redaction: replaces card, phone and other numbers, e-mail addresses and listed names in a transcript by `[REDACTED]`.
 
 The session core redacts words before they become events (`turns.py`), and uploads before they become a transcript, so
-no dialect sees what was redacted. Text is streamed: `Redactor.settled` says how many of the words so far cannot become
-a part of a redaction through later words; only those are sent. Cuts lie between two words that no rule looks at, so
-redacting the parts gives the same as redacting the whole.
+no dialect sees what was redacted. Text is streamed: `Redactor.settled` returns how many of the words so far cannot
+become part of a redaction through later words; only those are sent. Text is divided only between two words that no rule
+looks at together, so redacting the parts gives the same result as redacting the whole.
 
-A speaker may pause within a number, and the pause may end a turn. The `carry` is the number of digits at the end of
-the words before; the start of the next turn is judged together with them. At the end of a turn three digits or more
-are redacted, because more may follow, except a lone year and an amount with `hundred` (`eight hundred and five`).
+A speaker may pause within a number, and the pause may end a turn. The `carry` is the number of digits at the end of the
+words before; the start of the next turn is judged together with them. At the end of a turn three digits or more are
+redacted, because more may follow, except a lone year and an amount with `hundred` (`eight hundred and five`).
 
-Times are those of the audio: a redaction begins with its first word and ends with its last one.
+A redaction has the times of the audio: it begins with its first word and ends with its last one.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""The settings of a session, as one frozen value. Dialects build it from their own messages."""
+"""The settings of a session: audio format, turn detection, language, keywords and formatting, as one frozen value.
+
+Dialects and uploads build a `Settings` from their own messages; `Settings.in_force` checks it against the model, and
+the session core and the engine stream work with the result. The server's own configuration is `realtime/config.py`.
+"""
 
 from __future__ import annotations
 
@@ -101,7 +105,7 @@ class TurnDetection:
 
     @property
     def judges_pauses(self) -> bool:
-        """Not the length of a pause alone ends a turn."""
+        """Whether turns end by a score or by the text, and not by the length of the pause alone."""
         return self.semantic or self.scored is not None
 
     def with_thresholds(self, threshold: float, eager: float | None, timeout_ms: int) -> TurnDetection:
@@ -137,7 +141,7 @@ class Settings:
     utterance_end_ms: int | None = None
     # Least audio in the buffer for a commit; vLLM accepts empty ones.
     minimum_commit_ms: int = 100
-    # Say who speaks. Sockets of the OpenAI API ask for it with `include`.
+    # Label words with their speakers. Sockets of the OpenAI API ask for it with `include`.
     speakers: bool = False
     # Finals have the words of a second pass over the whole utterance (`better`), or those that were streamed. None: not
     # requested, or the model has no second pass.
@@ -150,7 +154,7 @@ class Settings:
     on_final: str | None = None
     # What is done with the text of finals; redaction is done with all text.
     formatting: Formatting = NO_FORMATTING
-    # The language that the client has told, also if the model cannot be set to one: its rules format finals.
+    # The language that the client named, also if the model cannot be set to one: finals are formatted by its rules.
     text_language: str = ""
 
     def wants(self, value: str) -> bool:
@@ -180,7 +184,7 @@ class Settings:
             _check((*words, *listed), "prompt")
         told = text_language(self.language, self.task)
         if not told and not options.languages:
-            # The model keeps no language, so the client told it in an earlier message.
+            # The model keeps no language, so the client named it in an earlier message.
             told = self.text_language
         # Without formatting the value is that of a session that asked for none.
         formatting = replace(self.formatting, language=told) if self.formatting.changes_finals else self.formatting
@@ -248,7 +252,7 @@ class Settings:
 
 
 def text_language(language: str | None, task: str | None) -> str:
-    """The code of the language that the text will have, as far as the client tells it; else empty."""
+    """The code of the language that the text will have, if the client has named it; else empty."""
     if task == TRANSLATE:
         return "en"
     try:

@@ -1,4 +1,8 @@
-"""Who spoke a word: joins the engine's speaker labels to words by their samples, and names speakers. No I/O."""
+"""Speaker labels of words: joins the engine's labels to words by sample position, and gives speakers their names.
+
+`SpeakerTimeline` owns the labels of one session and is saved with it. The session core labels live words with it, and
+uploads and local commands label theirs. The labels themselves are computed in the engine (`engine/server/speakers.py`).
+"""
 
 from __future__ import annotations
 
@@ -30,12 +34,12 @@ class SpeakerTimeline:
 
     @property
     def until(self) -> int:
-        """The end of what is decided."""
+        """The sample up to which labels are decided."""
         return self.decided[-1][1] if self.decided else 0
 
     def add(self, labels: messages.Labels, base: int) -> None:
-        """Take in labels of the engine stream that began at session sample `base`. What comes a second time, after the
-        loss of an engine, changes nothing."""
+        """Take in labels of the engine stream that began at session sample `base`. Labels that
+        come a second time, after the loss of an engine, change nothing."""
         for start, end, speaker, sure in labels.decided:
             start, end = max(start + base, self.until), end + base
             if end <= start:
@@ -51,7 +55,7 @@ class SpeakerTimeline:
             self.state, self.state_base = labels.state, base
 
     def forget_before(self, sample: int) -> None:
-        """No word before this sample is labelled any more."""
+        """Drop the labels before this sample: no word there will be labelled any more."""
         old = bisect_right(self.decided, sample, key=lambda span: span[1])
         del self.decided[: max(0, min(old, len(self.decided) - 1))]
 
@@ -92,7 +96,7 @@ def letter_name(speaker: int, names: Sequence[str] = ()) -> str:
 
 
 def speaker_number(letters: Any) -> int | None:
-    """The number of a speaker whom `letter_name` has named with capital letters; None for any other value."""
+    """The inverse of `letter_name` for capital letters; None for any other value."""
     if not isinstance(letters, str) or not letters.isascii() or not (letters.isalpha() and letters.isupper()):
         return None
     return reduce(lambda number, letter: 26 * number + ord(letter) - ord("A") + 1, letters, 0) - 1
@@ -104,6 +108,6 @@ def shown_name(speaker: int, names: Sequence[str] = ()) -> str:
 
 
 def speaker_of(words: Iterable[TimedWord]) -> int | None:
-    """The speaker of a part: who has most of its words."""
+    """The speaker of most of these words; None if no word has a label."""
     told = [word.speaker for word in words if word.speaker is not None]
     return max(dict.fromkeys(told), key=told.count) if told else None

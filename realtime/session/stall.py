@@ -1,6 +1,7 @@
-"""Detects a stall: the engine reports speech, but sends no text. No I/O; used by the session core.
+"""The stall guard: detects that the engine reports speech but sends no text. Used by the session core; no I/O.
 
-The guard keeps the audio since the last text, up to a limit, so that a new engine stream can process it again.
+`StallGuard` owns the audio since the last text, up to a limit. When the engine stalls, the session core abandons the
+stream and opens a new one that gets this audio again.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class StallGuard:
             self.forget_before(self._kept_from + self._kept_samples - self._keep_samples)
 
     def heard_speech(self, samples: int, now: float) -> None:
-        """So many more samples are surely speech."""
+        """Count this many more samples that are certainly speech."""
         if samples:
             if self._speech_samples == 0:
                 self._last_sign = now

@@ -1,5 +1,7 @@
-"""The options for the text of finals: `Formatting`, which is a part of `Settings`, and `make_formatting`, which checks
-the lists of a client. Used by the dialects and the forms of uploads.
+"""The options for formatting and redacting the text of finals: the dataclass `Formatting`, and the check of its lists.
+
+Dialects and upload forms call `make_formatting` with the client's values; the result is a part of `Settings`. The rules
+that these options switch on are in `formatting.py` and `redaction.py`.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ MAX_TERMS_BYTES = 8000
 
 @dataclass(frozen=True, slots=True)
 class Formatting:
-    """What a client wants to be done with final text. Made by `make_formatting`."""
+    """The client's options for final text, checked. Made by `make_formatting`."""
 
     # Numbers, dates, times, money, percent, ordinals and addresses as people write them; `numerals`: numbers only.
     smart: bool = False
@@ -32,7 +34,7 @@ class Formatting:
     profanity_filter: bool = False
     # Files only.
     paragraphs: bool = False
-    # Kinds of `redaction.KINDS`, and names.
+    # Kinds of `KINDS`; and names to redact.
     redact: tuple[str, ...] = ()
     names: tuple[str, ...] = ()
     # (words to find, text in their place, which may be empty)

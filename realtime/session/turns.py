@@ -1,8 +1,9 @@
-"""Assigns the engine's text to turns, and completes them. No I/O; used by `boundaries.py` and the session core.
+"""The turns of one session: assigns the engine's text to turns, holds it back where needed, and completes them.
 
-Text arrives in the order of speech. It goes to the oldest turn that still expects text; if speech detection has ended
-that turn and the word is later than its end, it goes to a later turn. Only the oldest unfinished turn sends text to the
-client; text of later turns is held.
+A part of the session core, without I/O; `boundaries.py` opens and ends turns. Text arrives in the order of speech. It
+goes to the oldest turn that still expects text; if speech detection has ended that turn and the word is later than its
+end, it goes to a later turn. Only the oldest unfinished turn sends text to the client; text of later turns is held. A
+final waits for speaker labels and revised words if the session has them, up to a deadline.
 
 The size of an open turn is bounded: one that is too long is ended after a word and completed at once, and the next turn
 continues with the next word. The engine is not flushed for that, so the cut changes no text.
@@ -312,7 +313,7 @@ class Turns:
         return self._due(self.finishing[0]) if self.finishing else None
 
     def _due(self, turn: Turn) -> float:
-        """Until when a turn waits for labels and revisions; 0 if it has them."""
+        """The time until which a turn waits for labels and revisions; 0 if it has them."""
         labelled = 0.0 if self._is_known(turn) else turn.labelled_by
         return max(labelled, turn.revised_by if self._awaits_revision(turn) else 0.0)
 

@@ -1,4 +1,8 @@
-"""Words with times: from the engine's text deltas (`WordCutter`), and as subtitles in SubRip or WebVTT. No I/O."""
+"""Words with times: cut from the engine's text deltas (`WordCutter`), and written as JSON, SubRip or WebVTT.
+
+Pure functions, and `WordCutter`, which owns the incomplete word at the end of a stream's text. Used by the session
+core, the dialects, uploads and the commands.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +48,7 @@ class WordCutter:
         self._loose, self._given = loose, given
 
     def cut_words(self, said: messages.Text, base: int) -> list[Piece]:
-        """Take a delta; returns the words that it completes. `base` is the session sample where the stream began."""
+        """Add a delta; returns the words that it completes. `base` is the session sample where the stream began."""
         self._loose += said.delta
         pieces = []
         for word, timed in zip(said.words, timed_words(said, base), strict=True):

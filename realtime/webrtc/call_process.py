@@ -1,10 +1,11 @@
-"""The program of WebRTC calls: it loads aiortc, and forks a process for each call.
+"""The process of a WebRTC call: answers the SDP offer, and passes audio and events between client and gateway.
 
     python -m realtime.webrtc.call_process FD
 
+The gateway (`realtime/serving/calls.py`) starts this program once; it loads aiortc and forks a process for each call.
 All that a client sends besides HTTP is read in the process of its call: ICE, DTLS, SRTP, SCTP and Opus. The process has
-limits on memory, open files and CPU time, so a hostile client can end its own call and nothing else.
-`realtime/serving/calls.py` is the gateway's side.
+limits on memory, open files and CPU time, so a hostile client can end its own call and nothing else. `Call` owns the
+transports of one call, which the other modules of this folder implement.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from aiortc.rtcsctptransport import RTCSctpCapabilities
 from realtime.serving.media_fork_server import ForkServer, set_bounds
 from realtime.serving.media_protocol import ANSWER, CLOSE, ENDED, EVENT, FAULT
 from realtime.webrtc.event_channel import BoundedSctp, EventChannel
-from realtime.webrtc.gateway_line import GatewayLine
+from realtime.webrtc.gateway_socket import GatewaySocket
 from realtime.webrtc.ice import IceLite, NoPort
 from realtime.webrtc.opus_track import OpusTrack
 from realtime.webrtc.sdp import BadOffer, Local, Offer, read_offer, write_answer
@@ -63,7 +64,7 @@ def _live(kind: bytes, line: socket.socket, file: BinaryIO | None) -> None:
 async def _serve(line: socket.socket) -> None:
     # Exceptions in aiortc's own tasks end no more than these tasks.
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    gateway = GatewayLine(line)
+    gateway = GatewaySocket(line)
     _, content = await gateway.read()
     call = Call(gateway, json.loads(content))
     writing = call.start(gateway.write())
@@ -78,10 +79,10 @@ async def _serve(line: socket.socket) -> None:
 
 
 class CallDtls(RTCDtlsTransport):
-    """aiortc's transport; RTP goes to the track of the call, and RTCP nowhere."""
+    """aiortc's DTLS transport; RTP goes to the audio track of the call, and RTCP is dropped."""
 
     track: OpusTrack
-    gateway: GatewayLine
+    gateway: GatewaySocket
 
     async def _handle_rtp_data(self, data: bytes, arrival_time_ms: int) -> None:
         for heard in self.track.take(data):
@@ -94,7 +95,7 @@ class CallDtls(RTCDtlsTransport):
 class Call:
     """One call from its offer to its end."""
 
-    def __init__(self, gateway: GatewayLine, job: dict[str, Any]) -> None:
+    def __init__(self, gateway: GatewaySocket, job: dict[str, Any]) -> None:
         self._gateway = gateway
         self._job = job
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()

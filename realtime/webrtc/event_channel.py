@@ -1,4 +1,8 @@
-"""The data channel of a call, over aiortc's SCTP with bounds on what a client can make it hold."""
+"""The data channel of a WebRTC call: JSON events in both directions, over aiortc's SCTP with bounded memory.
+
+It runs in the process of the call. `BoundedSctp` refuses packets that would make aiortc hold or compute too much;
+`EventChannel` is the one channel that carries events (`oai-events`). The call ends if a bound is exceeded.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +44,11 @@ HEADER_BYTES, CHUNK_HEADER_BYTES, INIT_BYTES, SACK_BYTES = 12, 4, 16, 12
 
 
 class TooMuch(Exception):
-    """The client makes the call hold too much. The text says what."""
+    """The client has exceeded a bound on memory or computing time. The text names the bound."""
 
 
 class BoundedSctp(RTCSctpTransport):
-    """aiortc's transport, with a bound on each list that grows with what the client sends."""
+    """aiortc's SCTP transport, with a bound on each list that grows with the client's messages."""
 
     def __init__(
         self,
@@ -55,7 +59,7 @@ class BoundedSctp(RTCSctpTransport):
     ) -> None:
         """`room` waits until another message can be taken; meanwhile the client's datagrams wait, and then are lost."""
         super().__init__(transport)
-        # What the client is told that it may send at once; clients keep to it.
+        # The receive window that is advertised to the client; clients keep to it.
         self._advertised_rwnd = HELD_MESSAGES * message_bytes
         self._message_bytes = message_bytes
         self._room = room
@@ -132,7 +136,7 @@ def _check_acknowledgement(body: bytes) -> None:
 
 
 class EventChannel:
-    """The channel for events: texts of the server out, texts of the client in."""
+    """The data channel for events: sends JSON texts to the client, and passes its texts to `on_text`."""
 
     def __init__(self, sctp: BoundedSctp, on_text: Callable[[str], None], on_fault: Callable[[str], None]) -> None:
         self._sctp = sctp
@@ -144,7 +148,7 @@ class EventChannel:
         sctp.on("datachannel", self._take_channel)
 
     async def send(self, text: str) -> None:
-        """Send a text when the channel is open and the client has taken most of the texts before it."""
+        """Send a text when the channel is open and the client has acknowledged most of the texts before it."""
         await self._is_open.wait()
         assert self._channel is not None
         while self._unsent() > MAX_UNSENT_BYTES:  # noqa: ASYNC110
@@ -155,7 +159,7 @@ class EventChannel:
             self._on_fault("an event is longer than the a=max-message-size of the client")
 
     async def flush(self) -> None:
-        """Wait until the client has taken all texts."""
+        """Wait until the client has acknowledged all texts."""
         while self._unsent():  # noqa: ASYNC110
             await asyncio.sleep(LOOK_S)
 

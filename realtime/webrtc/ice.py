@@ -1,7 +1,7 @@
-"""ICE lite (RFC 8445): one UDP port that answers the connectivity checks of one client, and sends none.
+"""ICE lite (RFC 8445) for one WebRTC call: a UDP port that answers the client's connectivity checks, and sends none.
 
-The server sends to an address only after a check from it that was signed with the password of the answer. Datagrams
-from all other addresses are dropped.
+It runs in the process of the call, and is the transport under aiortc's DTLS. The server sends to an address only after
+a check from it that was signed with the password of the answer. Datagrams from all other addresses are dropped.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class IceLite(asyncio.DatagramProtocol):
 
     @property
     def is_gone(self) -> bool:
-        """The client has stopped to check."""
+        """Whether the client has stopped sending checks."""
         return time.monotonic() - self._checked_at > CONSENT_S
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class IceLite(asyncio.DatagramProtocol):
             self.datagrams.put_nowait(data)
 
     def error_received(self, exc: Exception) -> None:
-        """The client's port is closed; the missing checks will tell."""
+        """The client's port is closed: ignored, because `is_gone` notices the missing checks."""
 
     def _count(self) -> None:
         now = time.monotonic()

@@ -1,6 +1,7 @@
-"""The jitter buffer: RTP packets in any order in, the same packets in order out, and where packets are missing.
+"""The jitter buffer of a WebRTC call: puts RTP packets in order, and marks where packets are missing.
 
-A packet that is late is waited for, but not longer than `WAIT_S`, and not beyond `MAX_HELD_PACKETS` others.
+`opus_track.py` uses one for each call. A late packet is waited for, but not longer than `WAIT_S`, and not after
+`MAX_HELD_PACKETS` later ones have arrived.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The audio of a call: RTP packets with Opus in; samples at 16 kHz, lost audio and silence out.
+"""The audio track of a WebRTC call: turns RTP packets with Opus into samples at 16 kHz, lost audio and silence.
 
-Time comes from the timestamps of the packets, so the times of words stay right when packets are missing. A call's audio
-never runs ahead of the clock by more than `MAX_AHEAD_S`, whatever the packets say.
+It runs in the process of the call, which sends the result to the gateway. Time comes from the timestamps of the
+packets, so the times of words stay right when packets are missing. A call's audio never runs ahead of the clock by more
+than `MAX_AHEAD_S`, whatever the timestamps are.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class OpusTrack:
         # The timestamp at which the next packet is expected.
         self._expected: int | None = None
         self._began = 0.0
-        # Samples at 48 kHz so far, and how many of them were told at 16 kHz as missing.
+        # Samples at 48 kHz so far, and how many samples at 16 kHz were reported as missing.
         self._samples = 0
 
     @property
@@ -79,7 +80,7 @@ class OpusTrack:
         return self._buffer.is_waiting
 
     def take(self, data: bytes) -> Iterator[Heard]:
-        """Take an RTP packet, decrypted; yields what can be heard now."""
+        """Take a decrypted RTP packet; yields the audio and the gaps that are in order now."""
         found = read_packet(data, self._payload_type)
         if found is None:
             return
@@ -94,7 +95,7 @@ class OpusTrack:
             yield from self._hear(arrived)
 
     def look(self) -> Iterator[Heard]:
-        """What can be heard because a missing packet was waited for long enough."""
+        """The audio and the gaps after packets that were waited for long enough."""
         for arrived in self._buffer.expired(self._clock()):
             yield from self._hear(arrived)
 
@@ -122,7 +123,7 @@ class OpusTrack:
             yield samples
 
     def _room(self) -> int:
-        """Samples by which the audio may go on now."""
+        """Samples by which the audio may advance now without running ahead of the clock."""
         passed = (self._clock() - self._began) * DRIFT
         return int((passed + MAX_AHEAD_S) * OPUS_RATE) - self._samples
 

@@ -1,7 +1,8 @@
-"""Reads the SDP offer of a client, and writes the answer of this server: one audio track in, one data channel.
+"""SDP of a WebRTC call: reads the client's offer, writes the server's answer (one audio track in, one data channel).
 
-The candidates of an offer are ignored. This server is an ICE lite agent: it answers the connectivity checks of clients
-and sends none, so an offer cannot make it send to an address that has not sent a check first.
+Pure functions, called in the process of the call. The candidates of an offer are ignored. This server is an ICE lite
+agent: it answers the connectivity checks of clients and sends none, so an offer cannot make it send to an address that
+has not sent a check first.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class BadOffer(Exception):
 
 @dataclass(slots=True)
 class Section:
-    """A section of media as the offer has it."""
+    """One media section (`m=`) of the offer, with its attributes."""
 
     kind: str
     protocol: str
@@ -48,7 +49,7 @@ class Section:
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What the server needs of an offer."""
+    """The values of an offer that the server needs."""
 
     sections: tuple[Section, ...]
     audio: Section
@@ -65,7 +66,7 @@ class Offer:
 
 @dataclass(frozen=True, slots=True)
 class Local:
-    """What the server tells about itself in an answer."""
+    """The server's own values in an answer."""
 
     # Addresses at which the client reaches this server, all with the same port.
     addresses: Sequence[str]

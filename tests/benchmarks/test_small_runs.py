@@ -26,7 +26,7 @@ RUNS = {
     "step_cost": ["ratio", "512 streams", "linear, 500 items", "bytes at 5000 items"],
     "host_cost": ["us an item"],
     "append_cost": ["16 kHz, 80 ms appends, 4 sessions", "24 kHz, 50 ms appends, 4 sessions", "kB of"],
-    "answer_holds": ["longest block ms", "deepgram, one utterance"],
+    "response_cost": ["longest block ms", "deepgram, one utterance"],
     "decoder_cost": ["a file of 3 s", "piece ms p95", "cpu s per minute", "program mib"],
     "engine_capacity": ["plan commit 512 ms", "lag p99", "largest N that holds"],
     "engine_capacity --whisper toy": ["passes per second", "tokens one by one", "largest N that holds"],

@@ -11,8 +11,8 @@ import pytest
 
 from engine.errors import EngineError
 from realtime import cli
-from realtime.commands import doctor, file_transcription, quick_measure
-from realtime.commands.quick_measure import Measured
+from realtime.commands import doctor, file_transcription
+from realtime.commands.doctor import Measured
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -73,8 +73,8 @@ def measurable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     sample = tmp_path / "cache" / "sample-two-cities"
     sample.mkdir(parents=True)
     write_wav(sample / "two_cities.wav", sound(4.0))
-    monkeypatch.setattr(quick_measure, "WARM_UP_S", 1.0)
-    monkeypatch.setattr(quick_measure, "MEASURED_S", 1.0)
+    monkeypatch.setattr(doctor, "WARM_UP_S", 1.0)
+    monkeypatch.setattr(doctor, "MEASURED_S", 1.0)
     return ["doctor", "--model", str(tmp_path)]
 
 

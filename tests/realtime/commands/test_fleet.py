@@ -18,7 +18,7 @@ from fleet.plan import read_plan
 from fleet.state import FleetError
 from realtime import cli
 from realtime.commands import fleet
-from realtime.commands.fleet_view import screen
+from realtime.commands.fleet import screen
 
 
 def pretend(monkeypatch: pytest.MonkeyPatch, version: str | None) -> None:

@@ -1,4 +1,9 @@
-"""The process's side of its socket to the gateway: messages in, and a bounded queue of messages out."""
+"""The socket from a call's process to the gateway: reads the gateway's messages, and sends audio and events.
+
+It runs in the process of the call; the gateway's end is `realtime/serving/calls.py`, and the format is
+`realtime/serving/media_protocol.py`. `GatewaySocket` owns a bounded queue of outgoing messages: audio beyond the bound
+is dropped and reported as lost.
+"""
 
 from __future__ import annotations
 
@@ -15,22 +20,22 @@ from audio.formats import MODEL_RATE
 from realtime.serving.media_protocol import AUDIO, FRAME, LOST, MAX_FRAME_BYTES, MESSAGE, SAMPLES, SILENCE
 from realtime.webrtc.opus_track import Heard, Missing
 
-# Bytes that wait for the gateway: 20 s of audio. Audio beyond it is lost, and told as lost when there is room again.
+# Bytes that wait for the gateway: 20 s of audio. Audio beyond it is dropped, and reported as lost when there is room.
 MAX_UNREAD_BYTES = 20 * 2 * MODEL_RATE
 # Bytes beyond which no message of the client is taken.
 MESSAGE_ROOM_BYTES = 64 * 1024
 
 
-class GatewayLine:
-    """Reads frames one by one; writes frames without waiting, in order."""
+class GatewaySocket:
+    """One connection to the gateway. `read` waits for the next frame; the `tell` methods queue frames for `write`."""
 
-    def __init__(self, line: socket.socket) -> None:
-        line.setblocking(False)
-        self._line = line
+    def __init__(self, connection: socket.socket) -> None:
+        connection.setblocking(False)
+        self._connection = connection
         self._loop = asyncio.get_running_loop()
         self._unread: deque[bytes] = deque()
         self._unread_bytes = 0
-        # Samples that were lost here because the gateway does not read.
+        # Samples dropped here, because the gateway did not read; not reported yet.
         self._dropped = 0
         self._wake = asyncio.Event()
         self._sent, self._room = asyncio.Event(), asyncio.Event()
@@ -53,7 +58,7 @@ class GatewayLine:
         self.tell(MESSAGE, text)
 
     def tell_heard(self, heard: Heard) -> None:
-        """Tell samples, or that some are missing."""
+        """Queue samples, or the number of missing ones. When the queue is full they are dropped and reported later."""
         samples = heard.samples if isinstance(heard, Missing) else len(heard)
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self._dropped += samples
@@ -71,12 +76,12 @@ class GatewayLine:
         await self._room.wait()
 
     async def write(self) -> None:
-        """Send what was told, until cancelled. Raises OSError if the gateway has closed the socket."""
+        """Send the queued frames until cancelled. Raises OSError if the gateway has closed the socket."""
         while True:
             await self._wake.wait()
             while self._unread:
                 data = self._unread[0]
-                await self._loop.sock_sendall(self._line, data)
+                await self._loop.sock_sendall(self._connection, data)
                 self._unread.popleft()
                 self._unread_bytes -= len(data)
                 if self._unread_bytes < MESSAGE_ROOM_BYTES:
@@ -99,7 +104,7 @@ class GatewayLine:
     async def _receive(self, size: int) -> bytes:
         parts: list[bytes] = []
         while size:
-            part = await self._loop.sock_recv(self._line, min(size, 1 << 16))
+            part = await self._loop.sock_recv(self._connection, min(size, 1 << 16))
             if not part:
                 raise EOFError
             parts.append(part)

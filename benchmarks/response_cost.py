@@ -1,10 +1,11 @@
-"""How long the answer to a long file blocks the event loop at a time, and how long it takes in total.
+"""How long the server's event loop is blocked while it writes the response to a long file, and how long that takes.
 
-    python -m benchmarks.answer_holds [--hours 4] [--json FILE]
+    python -m benchmarks.response_cost [--hours 4] [--json FILE]
 
 A transcript as Whisper would give it, ten tokens a second with their probabilities, is written in every format of the
 upload routes. `at_once` is the time of writing it without a break, `longest_block` the longest time without a turn for
-other tasks. All times are processor time of this thread, so other programs on the machine hardly change them.
+other tasks. All times are processor time of this thread, so other programs on the machine hardly change them. There is
+no server and no model.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Trends and percentiles: the slope of a least-squares line with its confidence interval."""
+"""Statistics for load tests: percentiles, and the slope of a least-squares line with its confidence interval.
+
+Pure functions. The slope shows whether lag grows during a run. Used here and by `benchmarks/`.
+"""
 
 from __future__ import annotations
 
