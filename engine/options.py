@@ -1,4 +1,9 @@
-"""Settings of an engine and options of a stream: plain data that gateway and engine process both use."""
+"""Settings of an engine (`EngineConfig`) and options of a stream (`Options`, keywords, enrolled speakers).
+
+Plain data that both processes use. The gateway fills `EngineConfig` from the configuration and starts an engine with
+it. `Options` says what a model accepts; the gateway and the runner check a stream's options with it. Keywords and
+enrolled voices travel as strings, which are written and parsed here.
+"""
 
 from __future__ import annotations
 

@@ -1,9 +1,12 @@
-"""Saved handoffs: each session's last value, as opaque bytes, on the engine that runs its stream.
+"""The engine's side of session handoff (`HandoffTable`): the saved state of each session, for a gateway that adopts it.
+
+A part of the host (`engine/server/host.py`). The state is opaque bytes that the session's gateway saves on the engine
+of its stream; `engine/client/handoff.py` is the gateway's side.
 
 Invariants: a session has one owner, and its owner number rises with each owner. Messages from a former owner, and
 requests to adopt that are older than the current owner, change nothing. A session whose owner is lost or has released
-it waits with its stream for the time that was asked for. The gateway that adopts it gets the value, the stream as it
-is, and the outputs that the value does not include.
+it waits with its stream for the time that was asked for. The gateway that adopts it gets the saved state, the stream as
+it is, and the outputs that the state does not include.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ REVIEW_SECONDS = 0.25
 
 @dataclass(slots=True)
 class SavedHandoff:
-    """The saved value of one session."""
+    """The saved state of one session, its owner, and the gateways that want to adopt it."""
 
     key: str
     owner_number: int
@@ -67,7 +70,7 @@ class SavedHandoff:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A session without a value here that still exists: its gateway has claimed it, or (owner None) has migrated it to
+    """A session that has no saved state here but exists: its gateway has claimed it, or (owner None) has migrated it to
     another engine."""
 
     owner_number: int

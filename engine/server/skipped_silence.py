@@ -1,15 +1,16 @@
-"""Skipped silence: long silence that a frame-synchronous model does not compute. Used by the engine loop.
+"""Skipped silence (`SilenceSkipper`): keeps long silence from a frame-synchronous model, which would compute all of it.
 
-Such a model computes every position it is given, although most of a conversation is another speaker's turn. So after a
-settled silence a live stream's audio waits here instead of going to the scheduler. Audio that lies far enough back is
-skipped; when speech starts, the stream continues a little before it. To the model the audio around a skip is
+A part of the engine loop, between its commands and the scheduler. Most of a conversation is another speaker's turn. So
+after a settled silence a live stream's audio waits here instead of going to the scheduler. Audio that lies far enough
+back is skipped; when speech starts, the stream continues a little before it. To the model the audio around a skip is
 contiguous. So there are two counts of positions: the *gateway count* includes skipped positions, the *engine count*
 does not. Sample times stay right, because each item has its sample.
 
-The gate of the stream's speech track decides. It starts open, opens with any speech that the track has found, and its
-hang-over is the silence that settles. Which items are skipped depends only on the probabilities, not on when they
-arrive: an item is released only when no later probability could skip it. A flush releases everything before it. Each
-skipped position is reported to the gateway as a `SKIPPED` token, so that a replay skips the same positions.
+The gate of the stream's speech track (`engine/server/speech_track.py`) decides. It starts open, opens with any speech
+that the track has found, and its hang-over is the silence that settles. Which items are skipped depends only on the
+probabilities, not on when they arrive: an item is released only when no later probability could skip it. A flush
+releases everything before it. Each skipped position is reported to the gateway as a `SKIPPED` token, so that a replay
+skips the same positions.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
-"""Runs the speech detector over the streams of an engine (`Listener`), and tells the scheduler which audio to compute.
+"""Speech detection in the engine loop (`Listener`): runs the detector over all streams, and applies what it finds.
 
 Before a step is planned, the detector processes all audio that has arrived since (`PendingAudio`). Its probabilities go
-to the speech track of each stream (`engine/server/speech_track.py`). What the track finds is sent to the gateway as
-`Speech`, and what the gate of a windowed model decides (begin, pause, end, skip) is applied to the scheduler.
-`LastSpeech` serves flushes of frame-synchronous models: it says where speech ended, once the audio before the flush has
-been processed.
+to the speech track of each stream (`engine/server/speech_track.py`), which decides where speech is. The listener sends
+what the track finds to the gateway as `Speech`, applies the decisions of a windowed model's gate (begin, pause, end,
+skip) to the scheduler, and passes the frames on to skipped silence, speaker labels and turn questions. `LastSpeech`
+serves flushes of frame-synchronous models: it says where speech ended, once the audio before the flush has been
+processed. The detector itself is in `engine/runner/speech.py`.
 """
 
 from __future__ import annotations
