@@ -83,5 +83,5 @@ class EngineUnreachable(EngineUnavailable):
 
 
 class AdoptionFailed(EngineUnavailable):
-    """A session cannot be adopted now: another gateway has just adopted it, its owner has not finished moving it to
-    another engine, or its client has gone."""
+    """A session cannot be adopted now: another gateway has just adopted it, its owner has just reconnected to the
+    engine and not yet saved it again, or its client has gone."""

@@ -152,6 +152,7 @@ class Options:
 
 
 def keywords_text(keywords: Iterable[Keyword]) -> str:
+    """The option for keywords: a line for each, with the keyword, a tab, and its boost."""
     return "\n".join(f"{word.text}\t{word.boost:g}" for word in keywords)
 
 

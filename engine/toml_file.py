@@ -1,4 +1,4 @@
-"""Reads a TOML file that an operator names, with bounded time and memory: the configuration, and the fleet's plan.
+"""Reads a TOML file that an operator names, with bounded time and memory: the configuration, or the fleet file.
 
 `realtime/config.py` and `fleet/plan.py` use it and check the contents themselves.
 """

@@ -3,7 +3,7 @@
 The engine writes the streams before each step and wipes them after it. The gateway that started the engine reads the
 record when the engine has died: the streams in it may have caused the crash (`engine/client/crash_suspects.py`); if it
 is empty, none of them did. It is memory and not a message, because a message would be lost with the process that should
-have sent it. Engines on other machines have no such record.
+have sent it. A gateway has no record of engines that it did not start.
 """
 
 from __future__ import annotations

@@ -53,6 +53,7 @@ def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> li
 
 
 def payload_bytes(item: Item) -> int:
+    """The size of an item's audio; 0 if the item has none."""
     return int(getattr(item.payload, "nbytes", 0))
 
 

@@ -42,6 +42,8 @@ LOOPBACK = ("localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
+    """A CURVE key pair, encoded as ZeroMQ wants it."""
+
     public: bytes
     secret: bytes = field(repr=False)
 
@@ -157,6 +159,7 @@ class CannotListen(ValueError):
 
 
 def package_version() -> str:
+    """The installed version of tickertape, for greetings."""
     try:
         return version("tickertape")
     except PackageNotFoundError:

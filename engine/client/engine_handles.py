@@ -38,8 +38,8 @@ Build = Callable[[], "EngineLoop"]
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
-# How long a process whose connection broke may take to exit by itself before it is killed.
-LAST_WORDS_S = 2.0
+# How long an engine whose connection broke may take to exit by itself before it is killed.
+EXIT_GRACE_S = 2.0
 
 
 class EngineHandle(Protocol):
@@ -161,7 +161,7 @@ class EngineProcess:
         process = self._process
         if process is None:
             return False
-        if not await _ends_within(process, LAST_WORDS_S):
+        if not await _ends_within(process, EXIT_GRACE_S):
             process.kill()
             await _end_of(process)
             logger.warning("the engine process %s did not end by itself and was killed", process.pid)
@@ -312,7 +312,7 @@ class EngineThread:
 
     async def crashed(self) -> bool:
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(EXIT_GRACE_S):
                 await self._ended.wait()
         except TimeoutError:
             return False  # a thread cannot be killed; the client connects to it again

@@ -121,6 +121,7 @@ def streams_free(status: Status, max_load: float) -> int:
 
 
 def share_of(status: Status, max_load: float) -> EngineShare:
+    """The report of one engine, without its name and address."""
     return EngineShare(
         status.slots_used,
         status.slots_total,
@@ -134,6 +135,7 @@ def share_of(status: Status, max_load: float) -> EngineShare:
 
 
 def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
+    """The capacity of these engines together, without the engines one by one."""
     free = sum(streams_free(state, max_load) for state in states)
     return Capacity(
         used=sum(state.slots_used for state in states),

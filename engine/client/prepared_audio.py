@@ -159,6 +159,7 @@ def _shape(entry: Mapping[str, Any]) -> list[int]:
 
 
 def check_same_model(rendered_for: str, spec: ModelSpec) -> None:
+    """Raises ItemRefused if items were prepared for another model."""
     if rendered_for != spec.name:
         raise ItemRefused(f"these items were prepared for {rendered_for!r}; this engine runs {spec.name!r}")
 

@@ -175,4 +175,5 @@ class SavedWindow:
 
 
 def memory_for(spec: ModelSpec, keep_positions: int) -> Memory:
+    """The memory for this kind of model."""
     return SavedWindow() if spec.rereads_window else TokenMemory(spec, keep_positions)

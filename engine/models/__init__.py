@@ -1,4 +1,5 @@
-"""Model architectures, one file each, in torch: weights are shared, state is passed in. No streams and no files.
+"""Model architectures in torch, and the layers and kernels they share: weights are shared, state is passed in.
 
-Imports only the root modules of `engine`.
+Runners and background models in `engine/runner` use them. No streams, no threads, no downloads. Imports only the root
+modules of `engine`.
 """

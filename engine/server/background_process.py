@@ -595,6 +595,7 @@ class _Process:
 
 
 def main() -> None:
+    """Main function of the process: apply commands and send answers until the engine closes the socket."""
     # The engine decides when this process ends: it closes the socket.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -229,9 +229,9 @@ class HandoffTable:
         return now < self._in_doubt_until or now - self._ticked_at > STOOD_STILL_SECONDS
 
     def _claim(self, peer: Peer, claim: messages.Claim) -> None:
-        """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved values that it
-        continues without. Sessions that it does not name keep waiting: it may have released them, and the release may
-        be lost."""
+        """A gateway says which sessions it owns. Fence those that have a newer owner, and drop
+        saved handoffs of sessions that it continues. Sessions that it does not name keep waiting: it may have released
+        them, and the release may be lost."""
         for key, number, is_elsewhere in claim.claims:
             handoff, (last, _) = self._handoffs.get(key), self.over.get(key, (0, 0.0))
             was_left = handoff is not None and handoff.owner is None and handoff.left_by == peer.gateway
@@ -305,9 +305,9 @@ class HandoffTable:
                 self._abort(old.loop_name)
 
     def _is_overgrown(self, handoff: SavedHandoff) -> bool:
-        told = 0 if handoff.hosted is None else len(handoff.hosted.outputs)
+        kept = 0 if handoff.hosted is None else len(handoff.hosted.outputs)
         return (
-            len(handoff.entries) > MOST_ENTRIES or handoff.entry_bytes > MOST_ENTRY_BYTES or told >= MOST_OUTPUTS_KEPT
+            len(handoff.entries) > MOST_ENTRIES or handoff.entry_bytes > MOST_ENTRY_BYTES or kept >= MOST_OUTPUTS_KEPT
         )
 
     def _adopt(self, peer: Peer, key: str, number: int) -> None:
@@ -388,7 +388,7 @@ class HandoffTable:
 
 
 def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
-    """Describe the stream as it was after the last output that the saved value includes."""
+    """Fill in the stream's state as it was after the last output that the saved handoff includes."""
     opening, ahead = hosted.opening, [output for _, output in hosted.outputs]
     answers = [output.tag for output in ahead if isinstance(output, messages.Flushed)]
     tokens = sum(len(output.tokens) for output in ahead if isinstance(output, messages.Text))

@@ -230,6 +230,7 @@ class SpeakerTrack:
 
 
 def spans(labels: Iterable[Label]) -> list[LabelSpan]:
+    """Labels in the form in which they are sent."""
     return [(label.start, label.end, label.speaker, label.confidence) for label in labels]
 
 

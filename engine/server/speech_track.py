@@ -170,6 +170,8 @@ Decision = Skip | Begin | Pause | Resume | End | SplitUtterance
 
 
 class GateState(Enum):
+    """The states of a `SpeechGate`."""
+
     QUIET = auto()
     DOUBTFUL = auto()
     OPEN = auto()
