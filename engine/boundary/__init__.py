@@ -1,4 +1,4 @@
-"""What gateway and engine process share: message codec, ZeroMQ sockets, hashed items, audio caches, the crash record.
+"""What gateway and engine process share: message codec, ZeroMQ sockets, items, audio cache, replay log, crash record.
 
 Both processes import this package. It imports the root modules of `engine` and `audio`, nothing of `engine/client` or
 `engine/server`.

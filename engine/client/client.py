@@ -1,10 +1,10 @@
 """`EngineClient`: the gateway's interface to all of its engines. Opens streams, adopts sessions, reports capacity.
 
-`realtime/app.py` makes one per gateway; it lives in the gateway's event loop. It owns the set of open stream ids and
-the parts that do the work: the `Supervisor` with its pool of engines, and the `HandoffClient`. A new stream is offered
-to the engines in the order of `EnginePool.in_order` until one accepts it, and stays there until that engine is lost or
-drained. Then the supervisor has it rebuilt on another engine, or on the same one when that is back: the stream's reader
-sees a pause, no loss.
+`realtime/app.py` makes one per gateway (commands that work without a server make one with an engine thread); it runs in
+the event loop. It owns the set of open stream ids and the parts that do the work: the `Supervisor` with its pool of
+engines, and the `HandoffClient`. A new stream is offered to the engines in the order of `EnginePool.in_order` until one
+accepts it, and stays there until that engine is lost or drained. Then the supervisor has it rebuilt on another engine,
+or on the same one when that is back: the stream's reader sees a pause, no loss.
 """
 
 from __future__ import annotations

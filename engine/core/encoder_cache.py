@@ -1,10 +1,10 @@
-"""Encoder cache (`EncoderCache`): which row of the runner's encoder output belongs to which item, by hash of its audio.
+"""Encoder cache (`EncoderCache`): which rows of the runner hold the encoded audio of which item, by hash of its audio.
 
 The scheduler owns the one cache of an engine; the planner asks it which items need not be encoded. It keeps row numbers
-only; the rows themselves, tensors of encoder output, are in the runner. Streams with the same audio share an entry.
-Each item of each stream holds its own reference, from its encoding until the stream needs it no more. An entry without
-references stays until its rows are needed; the one released longest ago is evicted first. Row 0 is the model's silence
-and is never assigned.
+only; the rows themselves, tensors with one embedding each, are in the runner. Streams with the same audio share an
+entry. Each item of each stream holds its own reference, from its encoding until the stream needs it no more. An entry
+without references stays until its rows are needed; the one released longest ago is evicted first. Row 0 is the model's
+silence and is never assigned.
 """
 
 from __future__ import annotations

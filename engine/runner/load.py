@@ -1,8 +1,8 @@
 """Loads the models of an engine: chooses runner and device for a checkpoint, and computes the scheduler's limits.
 
 `engine/server/main.py` calls it at the start of an engine: `load_runner` for the model, `load_detector` for the speech
-detector, `load_embedder` for speaker labels, `load_turns` for the turn detector. It is the only module that knows all
-model families.
+detector, `load_embedder` for speaker labels, `load_turns` for the turn detector. The choice between model families is
+made here.
 """
 
 from __future__ import annotations

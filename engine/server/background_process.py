@@ -1,4 +1,4 @@
-"""Background process: computes speaker labels and asks the turn detector for a frame-synchronous model on a GPU.
+"""Background process: computes speaker labels and runs the turn detector for a frame-synchronous model on a GPU.
 
     python -m engine.server.background_process FD
 

@@ -229,9 +229,9 @@ class HandoffTable:
         return now < self._in_doubt_until or now - self._ticked_at > STOOD_STILL_SECONDS
 
     def _claim(self, peer: Peer, claim: messages.Claim) -> None:
-        """A gateway says which sessions it owns. Fence those that have a newer owner, and drop
-        saved handoffs of sessions that it continues. Sessions that it does not name keep waiting: it may have released
-        them, and the release may be lost."""
+        """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved handoffs of those
+        that it continues. Sessions that it does not name keep waiting: it may have released them, and the release may
+        be lost."""
         for key, number, is_elsewhere in claim.claims:
             handoff, (last, _) = self._handoffs.get(key), self.over.get(key, (0, 0.0))
             was_left = handoff is not None and handoff.owner is None and handoff.left_by == peer.gateway

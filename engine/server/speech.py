@@ -1,11 +1,11 @@
 """Speech detection in the engine loop (`Listener`): runs the detector over all streams, and applies what it finds.
 
-Before a step is planned, the detector processes all audio that has arrived since (`PendingAudio`). Its probabilities go
-to the speech track of each stream (`engine/server/speech_track.py`), which decides where speech is. The listener sends
-what the track finds to the gateway as `Speech`, applies the decisions of a windowed model's gate (begin, pause, end,
-skip) to the scheduler, and passes the frames on to skipped silence, speaker labels and turn questions. `LastSpeech`
-serves flushes of frame-synchronous models: it says where speech ended, once the audio before the flush has been
-processed. The detector itself is in `engine/runner/speech.py`.
+Before a step is planned, the detector processes all audio that has arrived since the last step (`PendingAudio`). Its
+probabilities go to the speech track of each stream (`engine/server/speech_track.py`), which decides where speech is.
+The listener sends what the track finds to the gateway as `Speech`, applies the decisions of a windowed model's gate
+(begin, pause, end, skip) to the scheduler, and passes the frames on to skipped silence, speaker labels and turn
+questions. `LastSpeech` serves flushes of frame-synchronous models: it says where speech ended, once the audio before
+the flush has been processed. The detector itself is in `engine/runner/speech.py`.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class LastSpeech:
 
     def __init__(self, track: SpeechTrack) -> None:
         self._track = track
-        # End of the received audio, and end of the audio at the last flush without a pause.
+        # Samples at which the received audio ends, and at which it ended at the last flush without a pause.
         self.received_until = self.asked_until = 0
         # Length of the shortest frame so far.
         self._frame = 0

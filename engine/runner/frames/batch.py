@@ -54,7 +54,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Positions to encode: the slab row of each, and its samples with look-back and look-ahead."""
+    """Positions to encode: the row of each, and its samples with look-back and look-ahead."""
 
     rows: list[int]
     samples: list[NDArray[np.float32]]
