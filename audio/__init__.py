@@ -1,4 +1,4 @@
-"""From a client's bytes to items for the model: decoding, resampling, cutting into items, edges of speech.
+"""Audio input: from a client's bytes to samples at 16 kHz and to items for the model (decode, resample, cut).
 
-Used by the gateway, the commands and the engine. It imports nothing of `engine` or `realtime`.
+Used by the gateway, its decoder processes, the commands and the engine. It imports nothing of `engine` or `realtime`.
 """

@@ -1,8 +1,8 @@
 """Decodes containers and codecs (WebM, Ogg, MP3, FLAC, WAV, MP4, ...) to float32 mono at 16 kHz, with PyAV.
 
-`read_file` reads a trusted local file, `read_upload` an untrusted file, and `read_stream` an untrusted stream, which
-may be endless. `ContainerDecoder` takes the bytes of such a stream as they arrive. All of them keep only the current
-piece and the codec's state in memory.
+`read_file` reads a trusted local file (in the commands), `read_upload` an untrusted file, and `read_stream` an
+untrusted stream, which may be endless (both in the decoder processes of a gateway). `ContainerDecoder` takes the bytes
+of such a stream as they arrive. All of them keep only the current piece and the codec's state in memory.
 
 PyAV reads bytes from a file object, so a `ContainerDecoder` runs PyAV on a thread that is used as a coroutine: the
 thread gets one piece, and continues when its samples were taken. So nothing queues up, a small piece with hours of

@@ -1,4 +1,8 @@
-"""Errors in audio that a client sends. Their texts are safe to send to that client."""
+"""Exception classes for audio that cannot be decoded. Their texts are safe to send to the client that sent the audio.
+
+Each has a stable `code` for programs. The decoders of this package raise them; the gateway turns them into error events
+and HTTP errors.
+"""
 
 from __future__ import annotations
 

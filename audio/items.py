@@ -1,8 +1,9 @@
-"""Cuts samples at the model's rate into self-contained items, each for one or more positions of the model.
+"""`ItemCutter`: cuts a stream's samples at the model's rate into items, each for one or more positions of the model.
 
-Audio consists of *segments*; a flush ends a segment. Position p of a segment owns samples [p * S, (p + 1) * S) and is
-encoded together with `look_back` samples before and `look_ahead` samples after them; outside the segment there is
-silence. So an item is released when its look-ahead has arrived, and the items do not depend on how the samples arrive.
+Each `EngineStream` of a gateway has a cutter; `engine/boundary/items.py` makes messages of its pieces. Audio consists
+of *segments*; a flush ends a segment. Position p of a segment owns samples [p * S, (p + 1) * S) and is encoded together
+with `look_back` samples before and `look_ahead` samples after them; outside the segment there is silence. So an item is
+released when its look-ahead has arrived, and the items do not depend on how the samples arrive.
 
 A position whose samples and look-around are all declared silence is a *gap*: it advances the position and has no audio.
 

@@ -1,7 +1,9 @@
-"""Removes tags, pictures, chapters and indexes from WAV, FLAC, MP3 and WebM before libav reads them.
+"""Filters that remove tags, pictures, chapters and indexes from untrusted WAV, FLAC, MP3 and WebM before libav reads
+them.
 
-Of Ogg it drops streams without audio, and refuses more than `MAX_OGG_TAGS` tags. libav's time for tags is quadratic: a
-quarter of a megabyte of tags blocks it for half a minute. MP4 has its own filter (`audio/mp4.py`).
+`audio/containers.py` puts them between the client's bytes and libav. From Ogg the filter drops streams without audio,
+and it refuses more than `MAX_OGG_TAGS` tags. libav's time for tags is quadratic: a quarter of a megabyte of tags blocks
+it for half a minute. MP4 has its own filter (`audio/mp4.py`).
 """
 
 from __future__ import annotations

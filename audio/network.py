@@ -1,8 +1,9 @@
 """Reads the audio of a stream on the network with PyAV: HLS, RTMP, RTSP, Icecast, and files over HTTP.
 
-`read_network` yields `Block`s of 16 kHz mono with their time in the stream. A block whose time is later than the end of
-the block before it follows a gap. Libav may use the protocols and formats that are listed here and no others: a
-playlist cannot name a file of this machine. With `fetch`, libav uses no protocol at all: `fetch` opens every URL.
+Runs in the process of a pulled stream (`realtime/serving/pull_process.py`). `read_network` yields `Block`s of 16 kHz
+mono with their time in the stream. A block whose time is later than the end of the block before it follows a gap. Libav
+may use the protocols and formats that are listed here and no others: a playlist cannot name a file of this machine.
+With `fetch`, libav uses no protocol at all: `fetch` opens every URL.
 """
 
 from __future__ import annotations
@@ -79,6 +80,7 @@ Fetch = Callable[[str], Fetched]
 
 
 def scheme_of(url: str) -> str:
+    """The scheme of a URL, in lower case."""
     return urlsplit(url).scheme.lower()
 
 

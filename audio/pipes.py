@@ -1,9 +1,9 @@
-"""Streams of bytes for the decoders of containers.
+"""Byte streams from which libav reads containers: file objects over an iterator or over another thread, with limits.
 
-Sources of bytes are `PartsReader` (an iterator) and `BytePipe` (fed by another thread); both limit the bytes that are
-read without audio. `LibavSource` is the file object that libav reads, `IteratorSource` its simplest form. With a
-`BytePipe`, libav's thread and its feeder take turns: one waits while the other runs. So a pipe contains at most one
-piece, and libav decodes no more than is taken.
+Used by `audio/containers.py` and its filters. Sources of bytes are `PartsReader` (an iterator) and `BytePipe` (fed by
+another thread); both limit the bytes that are read without audio. `LibavSource` is the file object that libav reads,
+`IteratorSource` its simplest form. With a `BytePipe`, libav's thread and its feeder take turns: one waits while the
+other runs. So a pipe contains at most one piece, and libav decodes no more than is taken.
 """
 
 from __future__ import annotations

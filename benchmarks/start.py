@@ -47,7 +47,7 @@ ENGINE_PARTS = """
 import contextlib, json, sys, time
 times = [time.perf_counter()]
 with contextlib.suppress(ModuleNotFoundError):  # versions without it
-    import engine.server.preloaded
+    import engine.server.fast_import
 from engine.options import EngineConfig
 from engine.server.main import build_loop, warm_up
 times.append(time.perf_counter())

@@ -1,8 +1,9 @@
 """Decides in a pause whether the speaker's turn has ended: from the turn detector, the words so far, and the silence.
 
-A pause is a value (`Pause`); the functions here return a new one, and know neither clock nor model. Time is a sample
-count. The detector is asked `ASK_MS` after speech fell and again while the pause lasts, and words may arrive at any
-time. From what is known, `score` gives the log-odds that the turn is over:
+Pure functions. The gateway's session core calls them (`realtime/session/boundaries.py`); the engine's speech track
+takes from here only when to ask the detector. A pause is a value (`Pause`); the functions return a new one, and know
+neither clock nor model. Time is a sample count. The detector is asked `ASK_MS` after speech fell and again while the
+pause lasts, and words may arrive at any time. From what is known, `score` gives the log-odds that the turn is over:
 
     log-odds = bias + detector's log-odds * weight + what the words tell + growth * ln(silence / 200 ms)
 

@@ -1,8 +1,8 @@
-"""Errors of the engine, by what they end: one stream (`StreamError`), one admission (`AtCapacity`), or all streams of
-an engine (`EngineDead`).
+"""Exception classes of the `engine` package, raised in the gateway (`engine/client`) and in the engine process.
 
-The text of a `StreamError` names the stream and says what to fix. All texts may be shown to a client; they never quote
-its audio or its text.
+A `StreamError` concerns one stream; its text names the stream and says what to fix. `EngineUnavailable` means that no
+engine can do what was asked at the moment, and the gateway answers with status 503; its three subclasses say why. All
+texts may be shown to a client; they never quote its audio or its text.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BadItem(StreamError):
 
 @contextmanager
 def reading_state(stream: str, part: str) -> Iterator[None]:
-    """Reads a part of a saved state: what is not as it was saved is a BadItem."""
+    """Context of code that reads a part of a saved state: any error in its format is raised as BadItem."""
     try:
         yield
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
@@ -66,5 +66,22 @@ class AtCapacity(StreamError):
     """The engine has no room for another stream; nothing was changed. Try again later or on another engine."""
 
 
-class EngineDead(EngineError):
-    """The runner failed for all streams at once. Reported once; the engine must be restarted."""
+class EngineUnavailable(EngineError):
+    """No engine can do what was asked at the moment. The same request may succeed in a few seconds."""
+
+
+class EngineDead(EngineUnavailable):
+    """An engine has failed for all of its streams, or its process ended or could not be started. It must be restarted.
+
+    In the engine process it ends the main loop; in the gateway it is raised if an engine that the gateway starts does
+    not become ready.
+    """
+
+
+class EngineUnreachable(EngineUnavailable):
+    """No engine is connected, the connection was lost, or an engine has not answered in time."""
+
+
+class AdoptionFailed(EngineUnavailable):
+    """A session cannot be adopted now: another gateway has just adopted it, its owner has just reconnected to the
+    engine and not yet saved it again, or its client has gone."""

@@ -1,5 +1,8 @@
-"""The shared secret of a fleet, one file with the same content on every machine: makes and reads it, and derives keys
-from it. Holders of the secret can derive every key; no derived value reveals the secret."""
+"""The shared secret of a fleet: makes and reads its file, and derives keys from it (of links, tokens, the Ray cluster).
+
+Every machine of a fleet has a file with the same content. Gateways, engines and `tickertape fleet` read it at their
+start. Holders of the secret can derive every key; no derived value reveals the secret.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Memory on the CPU: how much is free on this machine or in this container, and how much a model needs."""
+"""Main memory (not GPU memory): how much is free on this machine or in this container, and how much a model needs.
+
+`engine/runner/load.py` asks before it loads a model, `tickertape doctor` when it checks a machine. Reads /proc and the
+control groups; functions without state.
+"""
 
 from __future__ import annotations
 

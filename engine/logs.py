@@ -1,8 +1,9 @@
-"""Logging of the server's processes: escaped, rate-limited lines, as text or as JSON.
+"""Logging set-up of all server processes: log lines as text or JSON, escaped and rate-limited.
 
-Log lines can contain text from clients: names, values, and library errors that quote invalid input. Control characters
-are escaped, so that such text cannot forge a line or control the operator's terminal. A client can also cause the same
-line again and again: each kind of line is written a limited number of times per minute, and the rest is counted.
+Every process calls it at its start. Log lines can contain text from clients: names, values, and library errors that
+quote invalid input. Control characters are escaped, so that such text cannot forge a line or control the operator's
+terminal. A client can also cause the same line again and again: each kind of line is written a limited number of times
+per minute, and the rest is counted.
 """
 
 from __future__ import annotations

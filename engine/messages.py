@@ -1,8 +1,9 @@
-"""All messages between gateway and engine, as checked msgpack structs; `engine/boundary/codec.py` frames them.
+"""All commands and outputs that gateway and engine exchange, as checked msgpack structs.
 
 Commands for streams (`Open`, `Feed`, `Flush`, `Finish` and others) are answered by outputs of streams (`Text`,
 `Speech`, `Flushed`, `Closed` and others). Commands for sessions (`SaveHandoff`, `Ask`, `Adopt`, `Renew`, `Claim`,
-`DropHandoff`) store a session's state on an engine and let another gateway take it.
+`DropHandoff`) store a session's state on an engine and let another gateway take it. `engine/boundary/codec.py` puts
+many of them into one message and encodes it; the order of fields is the wire format.
 
 Offsets are positions of the stream and include the silence that a flush inserts. `sample` is the audio sample at which
 an item starts, so that the engine can turn positions back into audio time. Samples are counted at the model's rate from
@@ -23,7 +24,7 @@ LARGEST_COUNT = 2**53 - 1
 SKIPPED = -1
 
 Count = Annotated[int, Meta(ge=0, le=LARGEST_COUNT)]
-Place = Annotated[int, Meta(ge=-LARGEST_COUNT, le=LARGEST_COUNT)]
+SignedCount = Annotated[int, Meta(ge=-LARGEST_COUNT, le=LARGEST_COUNT)]
 Token = Annotated[int, Meta(ge=SKIPPED, le=LARGEST_COUNT)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
@@ -65,10 +66,10 @@ class TrackState(Struct, array_like=True, gc=False, frozen=True):
     asked in this pause. A sample is negative if it lies before the first one that this engine was sent."""
 
     phase: Phase = Phase.QUIET
-    start: Place = 0
-    fell: Place = 0
-    floor: Place = 0
-    sample: Place = 0
+    start: SignedCount = 0
+    fell: SignedCount = 0
+    floor: SignedCount = 0
+    sample: SignedCount = 0
     questions: Count = 0
 
     @property
@@ -77,7 +78,7 @@ class TrackState(Struct, array_like=True, gc=False, frozen=True):
         return self.phase is Phase.SPEAKING or self.phase is Phase.STARTING
 
     def later(self, samples: int) -> TrackState:
-        """The same state on a count that began so many samples before."""
+        """The same state, counted from a point `samples` samples earlier."""
         places = (self.start, self.fell, self.floor, self.sample)
         start, fell, floor, sample = (place + samples for place in places)
         return TrackState(self.phase, start, fell, floor, sample, self.questions)
@@ -147,6 +148,8 @@ class Item(Message):
 
 
 class Feed(Message, tag="feed"):
+    """Audio for a stream: items that follow each other."""
+
     stream: str
     items: list[Item]
 
@@ -276,15 +279,15 @@ class DropHandoff(Message, tag="drop_handoff"):
     owner_number: Count
 
 
-# About a session, not about a stream.
+# Commands about a session, not about a stream.
 SessionCommand = SaveHandoff | Ask | Adopt | Renew | Claim | DropHandoff
 Command = Open | Feed | Flush | ChangeTurns | Finish | Abort | SessionCommand
 
 # Engine -> gateway
 
 
-# A token's bytes and the logarithm of its probability.
-Chance = tuple[bytes, float]
+# The bytes of a token, and the natural logarithm of its probability.
+TokenLogProbability = tuple[bytes, float]
 
 
 class Word(Message):
@@ -293,7 +296,7 @@ class Word(Message):
     text: str
     start_sample: int
     end_sample: int
-    chances: list[Chance] = []
+    chances: list[TokenLogProbability] = []
 
 
 class Text(Message, tag="text"):
@@ -379,7 +382,7 @@ class Speech(Message, tag="speech"):
         return self.sample + self.frame_samples * len(self.probabilities)
 
     def later(self, samples: int) -> None:
-        """Count from so many samples before, in place."""
+        """Count all samples from a point `samples` samples earlier, in place."""
         self.sample += samples
         self.track = self.track.later(samples)
         for event in self.events:
@@ -424,6 +427,8 @@ class StreamState(Message, tag="state"):
 
 
 class Opened(Message, tag="opened"):
+    """Answers `Open`: the engine has accepted the stream."""
+
     stream: str
 
 
@@ -447,6 +452,8 @@ class Revised(Message, tag="revised"):
 
 
 class Closed(Message, tag="closed"):
+    """The last output of a stream that was finished or aborted. `sample` is the end of its audio."""
+
     stream: str
     sample: int
 
@@ -512,7 +519,8 @@ class Claimed(Message, tag="claimed"):
 
 
 class SessionGiven(Message, tag="session_given"):
-    """Answers `Adopt`: the saved handoff of a session and the state of its stream; `number` is 0 if it was refused.
+    """Answers `Adopt`: the saved handoff of a session and the state of its stream; `owner_number` is 0 if it was
+    refused.
 
     The outputs that the entries do not cover follow at once. `end` (position) and `sample` are where the stream's audio
     ends, `segment` the sample where its current segment began, `flushes` and `answered` the tags of the last flush
@@ -550,7 +558,7 @@ class SessionGiven(Message, tag="session_given"):
     labels: Saved | None = None
 
 
-# About a session, not about a stream.
+# Outputs about a session, not about a stream.
 SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | SessionGiven
 StreamOutput = Text | Speech | Labels | StreamState | Opened | Flushed | Revised | Closed | Failed | Refused
 Output = StreamOutput | Dead | SessionOutput

@@ -1,4 +1,9 @@
-"""Settings of an engine and options of a stream: plain data that gateway and engine process both use."""
+"""Settings of an engine (`EngineConfig`) and options of a stream (`Options`, keywords, enrolled speakers).
+
+Plain data that both processes use. The gateway fills `EngineConfig` from the configuration and starts an engine with
+it. `Options` says what a model accepts; the gateway and the runner check a stream's options with it. Keywords and
+enrolled voices travel as strings, which are written and parsed here.
+"""
 
 from __future__ import annotations
 
@@ -147,6 +152,7 @@ class Options:
 
 
 def keywords_text(keywords: Iterable[Keyword]) -> str:
+    """The option for keywords: a line for each, with the keyword, a tab, and its boost."""
     return "\n".join(f"{word.text}\t{word.boost:g}" for word in keywords)
 
 

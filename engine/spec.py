@@ -1,7 +1,9 @@
-"""Model facts for the parts of the engine without torch: time steps, windows, caches, vocabulary, language names.
+"""`ModelSpec`: facts about a model for all parts without torch (time steps, windows, caches), vocabulary, language
+codes.
 
-A model's time is counted in *positions* of `samples_per_position` samples. The scheduler knows a model only by its
-`ModelSpec`, never by the name of its family.
+The runner provides it when it has loaded a model; the engine sends it to every gateway in its greeting. A model's time
+is counted in *positions* of `samples_per_position` samples. Scheduler and gateway know a model only by its `ModelSpec`,
+never by the name of its family.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Reads the TOML files that an operator names: the configuration and the fleet file. Time and memory are bounded."""
+"""Reads a TOML file that an operator names, with bounded time and memory: the configuration, or the fleet file.
+
+`realtime/config.py` and `fleet/plan.py` use it and check the contents themselves.
+"""
 
 from __future__ import annotations
 

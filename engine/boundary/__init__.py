@@ -1,4 +1,5 @@
-"""What gateway and engine process exchange: items, message codec, sockets, mirrored audio caches, the crash record.
+"""What gateway and engine process share: message codec, ZeroMQ sockets, items, audio cache, replay log, crash record.
 
-Both processes import this package. It imports the root modules of `engine` and `audio`, nothing of either side.
+Both processes import this package. It imports the root modules of `engine` and `audio`, nothing of `engine/client` or
+`engine/server`.
 """

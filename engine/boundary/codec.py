@@ -1,12 +1,14 @@
-"""The protocol of the link between a gateway and an engine, and its encoding.
+"""The link protocol between a gateway and an engine: its envelope messages, and their encoding as frames of bytes.
 
-Greeting (`Hello`, `Welcome`, `Unwelcome`), numbered messages (`Batch`, `Update`), heartbeats and resends (`Beat`,
-`Again`), repair of the audio cache (`Missing`, `Repair`), and the engine's `Status`. A message is a header frame, then
-one frame with all payloads.
+Greeting (`Hello`, `Welcome`, `Unwelcome`), numbered messages (`Batch` with a gateway's commands, `Update` with an
+engine's outputs), heartbeats and resends (`Beat`, `Again`), repair of the audio cache (`Missing`, `Repair`), and the
+engine's `Status`. The commands and outputs inside are in `engine/messages.py`, the sockets in
+`engine/boundary/sockets.py`. `WIRE_VERSION` is the version of all of them.
 
-Headers are msgpack arrays with a tag, decoded into checked types. Payloads are float32 data of a few kilobytes. They
-share a frame because an additional frame is more expensive than a copy, and each is copied out of it so that a payload
-that is kept does not keep the whole frame in memory.
+A message is a header frame, then one frame with all payloads. Headers are msgpack arrays with a tag, decoded into
+checked types. Payloads are float32 data of a few kilobytes. They share a frame because an additional frame is more
+expensive than a copy, and each is copied out of it so that a payload that is kept does not keep the whole frame in
+memory.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ class Status(Message):
 
     slots_used: int = 0
     slots_total: int = 0
-    # Of `slots_total`, how many can be active at once; the others are silent and parked. And how many are parked now.
+    # How many of `slots_total` can be active at once (the others are silent and parked), and how many are parked now.
     active_total: int = 0
     parked: int = 0
     speaking: int = 0
@@ -60,7 +62,7 @@ class Status(Message):
     step_ns: dict[str, int] = {}
     # Tokens changed by the guard against endless blanks.
     blank_guard: int = 0
-    # Finals that were decoded again, that were not for lack of time, and words that were changed by it.
+    # Second pass of a windowed model: finals decoded again, finals not decoded again for lack of time, words changed.
     revised: int = 0
     revisions_skipped: int = 0
     words_revised: int = 0

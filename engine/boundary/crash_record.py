@@ -1,8 +1,9 @@
-"""A record of the streams in the running step that can still be read after the engine process has crashed.
+"""Crash record: shared memory in which an engine notes the streams of its current step, for the time after a crash.
 
-A message would be lost with the process that should have sent it. The record is memory that the engine shares with the
-gateway that started it. The engine writes the streams before each step and wipes them after it. When an engine has
-died, the streams in the record may have killed it; if the record is empty, none of them did.
+The engine writes the streams before each step and wipes them after it. The gateway that started the engine reads the
+record when the engine has died: the streams in it may have caused the crash (`engine/client/crash_suspects.py`); if it
+is empty, none of them did. It is memory and not a message, because a message would be lost with the process that should
+have sent it. A gateway has no record of engines that it did not start.
 """
 
 from __future__ import annotations

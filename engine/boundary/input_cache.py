@@ -1,11 +1,13 @@
-"""Mirrored caches in gateway and engine, so that the same audio is not sent twice.
+"""The audio cache of a link, so that the same audio is not sent twice: `SenderCache` (gateway), `ReceiverCache`
+(engine).
 
 The sender keeps hashes and sizes, the receiver keeps the data. Both are LRU caches with the same capacity in bytes and
 see the same messages in the same order, so the sender knows what the receiver holds without asking. Within one message
 all items are touched before any is stored, so that a later item cannot evict an earlier one of the same message.
 
-If the two caches drift apart (one side lost its cache, or a message was lost), the receiver names the hashes it misses
-and the sender sends the data again. Any other difference only costs bandwidth.
+If the two caches differ (one side lost its cache, or a message was lost), the receiver names the hashes it misses and
+the sender sends the data again. Any other difference only costs bandwidth. The cache of encoder output is another one:
+`engine/core/encoder_cache.py`.
 """
 
 from __future__ import annotations
@@ -159,7 +161,7 @@ class SenderCache:
                 self._mirror.forget(key)
 
     def clear(self) -> None:
-        """The receiver starts empty: after a new epoch, or a reset of both sides."""
+        """The receiver starts empty."""
         self._mirror.clear()
 
     def check_integrity(self) -> None:
@@ -167,7 +169,7 @@ class SenderCache:
 
 
 class ReceiverCache(Generic[T]):
-    """The cached data, in step with one sender."""
+    """The cached data of one sender."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._held: ByteLru[T] = ByteLru(capacity_bytes)

@@ -1,5 +1,7 @@
-"""Turns the pieces of `audio.items.ItemCutter` into items with a hash of their audio, and checks items that others
-made: the gateway those that clients prepared, the engine every item.
+"""Makes and checks `Item`s, the messages with a stream's audio: hashes the pieces that `audio.items.ItemCutter` cuts.
+
+The gateway calls `prepare` for the audio of every stream. Both processes call `complaint_about`: the gateway for items
+that clients prepared themselves, the engine for every item. Functions without state.
 """
 
 from __future__ import annotations
@@ -51,6 +53,7 @@ def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> li
 
 
 def payload_bytes(item: Item) -> int:
+    """The size of an item's audio; 0 if the item has none."""
     return int(getattr(item.payload, "nbytes", 0))
 
 

@@ -1,9 +1,8 @@
-"""The recent commands of one stream in the order in which they were sent: audio items, flushes, changes of the turn
-rule.
+"""`ReplayLog`: the recent commands of one stream in the order sent (audio items, flushes, changes of the turn rule).
 
-A new engine that is sent them rebuilds the stream. A gateway keeps such a log in case its engine is lost; an engine
-keeps one in case the gateway is lost, and gives it to the gateway that adopts the stream. `engine/client/replay.py`
-decides how much of the log is kept.
+A new engine that is sent these commands rebuilds the stream. A gateway keeps such a log per stream in case its engine
+is lost; an engine keeps one in case the gateway is lost, and gives it to the gateway that adopts the stream.
+`engine/client/replay.py` decides how much of the log a gateway keeps.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ ReplayEntry = Item | AskedFlush | NewTurns
 
 
 class ReplayLog:
-    """The last part of a stream: items, flushes and rule changes in the order in which they were sent."""
+    """The last part of a stream's commands. `end` and `end_sample` are where the stream's audio ends."""
 
     def __init__(self, spec: ModelSpec) -> None:
         self.end = spec.prefix_positions
@@ -131,7 +130,7 @@ class ReplayLog:
         entries = [_earlier(entry, positions, samples) for entry in self._entries]
         return positions, samples, entries
 
-    # On the way from an engine to the gateway that adopts the stream.
+    # Conversion to messages, for the way from an engine to the gateway that adopts the stream.
 
     def give(self) -> list[KeptCommand]:
         """All entries as commands; audio as bytes."""

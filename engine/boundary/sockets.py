@@ -1,10 +1,11 @@
-"""Sockets between gateways and engines, and between gateways: ZeroMQ, encrypted and authenticated over tcp.
+"""ZeroMQ sockets between gateways and engines, and between gateways of a fleet; over tcp encrypted and authenticated.
 
 Addresses are ipc:// by default, tcp:// for a remote engine, inproc:// within one process. A gateway connects one DEALER
-per engine, an engine binds one ROUTER. ZeroMQ may silently lose messages when a connection breaks; so messages are
-numbered (`Numbering`), kept until they are acknowledged, and sent again when the receiver misses a number. A side that
-has too many unacknowledged bytes stops sending. Gateways of a fleet connect to each other in the same way
-(`GatewayListener`), without numbers: after a break they begin again (`realtime/serving/fleet_publishing.py`).
+per engine (`GatewaySocket`, on its event loop), an engine binds one ROUTER (`EngineSocket`, blocking, on its one
+thread). ZeroMQ may silently lose messages when a connection breaks; so messages are numbered (`Numbering`), kept until
+they are acknowledged, and sent again when the receiver misses a number. A side that has too many unacknowledged bytes
+stops sending. Gateways of a fleet connect to each other in the same way (`GatewayListener`), without numbers: after a
+break they begin again (`realtime/serving/fleet_publishing.py`).
 
 With a fleet secret, links over tcp use CURVE: it encrypts them for clients that know the engine's public key, and
 `ZapAuthenticator` admits only the gateways' key. ZeroMQ holds a frame of a peer that is not authenticated yet, so both
@@ -41,6 +42,8 @@ LOOPBACK = ("localhost", "::1")
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
+    """A CURVE key pair, encoded as ZeroMQ wants it."""
+
     public: bytes
     secret: bytes = field(repr=False)
 
@@ -156,6 +159,7 @@ class CannotListen(ValueError):
 
 
 def package_version() -> str:
+    """The installed version of tickertape, for greetings."""
     try:
         return version("tickertape")
     except PackageNotFoundError:

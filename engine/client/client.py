@@ -1,8 +1,10 @@
 """`EngineClient`: the gateway's interface to all of its engines. Opens streams, adopts sessions, reports capacity.
 
-A new stream is offered to the engines in the order of `EnginePool.in_order` until one takes it, and stays there until
-that engine is lost or drained. Then it is rebuilt on another one, or on the same one when that is back, from what the
-gateway has kept: its reader sees a pause, no loss.
+`realtime/app.py` makes one per gateway (commands that work without a server make one with an engine thread); it runs in
+the event loop. It owns the set of open stream ids and the parts that do the work: the `Supervisor` with its pool of
+engines, and the `HandoffClient`. A new stream is offered to the engines in the order of `EnginePool.in_order` until one
+accepts it, and stays there until that engine is lost or drained. Then the supervisor has it rebuilt on another engine,
+or on the same one when that is back: the stream's reader sees a pause, no loss.
 """
 
 from __future__ import annotations
@@ -20,19 +22,22 @@ from engine.boundary.sockets import LinkKeys
 from engine.client.engine_handles import EngineHandle
 from engine.client.handoff import AdoptedSession, HandoffClient, Owned, handoff_target
 from engine.client.link import EngineLink, Processor, processor_for, warm_up
-from engine.client.pool import LOOK_SECONDS, Capacity, TableFile, TableReport, capacity_of
+from engine.client.pool import TABLE_POLL_SECONDS, Capacity, TableFile, TableReport, capacity_of
 from engine.client.prepared_audio import Rendered, inject, render
 from engine.client.replay import StreamLimits, positions_to_keep
 from engine.client.stream import EngineStream, HandoffTarget
 from engine.client.supervisor import EngineMetrics, Supervisor
-from engine.errors import AtCapacity, DuplicateStream, EngineDead, EngineError
+from engine.errors import AtCapacity, DuplicateStream, EngineError, EngineUnavailable, EngineUnreachable
 from engine.messages import Item
 from engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """`model` is the model that all engines must run; None accepts any, as long as all engines run the same."""
+    """Settings of an `EngineClient`.
+
+    `model` is the model that all engines must run; None accepts any, as long as all engines run the same.
+    """
 
     model: str | None = None
     cache_bytes: int = 64 * 1024 * 1024
@@ -53,7 +58,10 @@ class ClientSettings:
 
 
 class EngineClient:
-    """Created and used in one event loop: `start` it, open streams, `close` it."""
+    """All engines of a gateway as one object, created and used in one event loop.
+
+    `start` it, open streams, `close` it.
+    """
 
     def __init__(self, engines: Sequence[EngineHandle], settings: ClientSettings | None = None) -> None:
         self._settings = settings or ClientSettings()
@@ -71,7 +79,7 @@ class EngineClient:
     async def start(self) -> None:
         """Start the client. Returns when the engines it starts itself are warm; remote ones may connect later.
 
-        Raises EngineDead or EngineMismatch if an engine that it starts itself cannot be used.
+        Raises EngineUnavailable or EngineMismatch if an engine that it starts itself cannot be used.
         """
         settings = self._settings
         self._supervisor = Supervisor(
@@ -83,7 +91,7 @@ class EngineClient:
             settings.spares,
             self.handoffs.on_output,
             self.handoffs.claim,
-            self._make_place,
+            self._make_placeholder,
             None if settings.fleet_secret is None else LinkKeys.from_secret(settings.fleet_secret),
         )
         self._supervisor.spec.add_done_callback(self._meet)
@@ -97,7 +105,7 @@ class EngineClient:
             if table is not None:
                 self.supervisor.follow(table)
             await self.supervisor.leave_delisted()
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(TABLE_POLL_SECONDS)
 
     def _meet(self, spec: asyncio.Future[ModelSpec]) -> None:
         """The first engine has connected and reported its model."""
@@ -119,9 +127,9 @@ class EngineClient:
 
     @property
     def spec(self) -> ModelSpec:
-        """The model that the engines run. Raises EngineDead while no engine has answered."""
+        """The model that the engines run. Raises EngineUnreachable while no engine has answered."""
         if self._supervisor is None or not self._supervisor.spec.done():
-            raise EngineDead("no engine has answered yet; try again in a few seconds")
+            raise EngineUnreachable("no engine has answered yet; try again in a few seconds")
         return self._supervisor.spec.result()
 
     @property
@@ -144,7 +152,7 @@ class EngineClient:
         heard_until: int = 0,
         labels: tuple[messages.Saved, int] | None = None,
     ) -> EngineStream:
-        """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineDead.
+        """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineUnavailable.
 
         `track`: the speech track of the audio up to `heard_until`, which another stream has judged; its speech is not
         reported again. `labels`: the last state of speaker labels of another stream, with which this one goes on, and
@@ -165,7 +173,7 @@ class EngineClient:
             labels=state,
             labels_earlier=earlier,
         )
-        refusal: EngineError = EngineDead("no engine is running at the moment; try again in a few seconds")
+        refusal: EngineError = EngineUnreachable("no engine is running at the moment; try again in a few seconds")
         self._names.add(stream)
         try:
             for pooled in self.supervisor.pool.in_order():
@@ -175,7 +183,7 @@ class EngineClient:
                     return opened
                 except BaseException as error:
                     opened.cancel_opening()
-                    if not isinstance(error, (AtCapacity, EngineDead)):
+                    if not isinstance(error, (AtCapacity, EngineUnavailable)):
                         raise
                     refusal = error
         except BaseException:
@@ -200,7 +208,7 @@ class EngineClient:
         """Wait until the engines have reported which sessions of this gateway others have adopted."""
         await self.handoffs.confirm(self.supervisor.pool)
 
-    def _make_place(self, stream: EngineStream) -> EngineStream:
+    def _make_placeholder(self, stream: EngineStream) -> EngineStream:
         """A placeholder stream that reserves room on an engine for this one."""
         return EngineStream(messages.Open(f"place for {stream.id}"), self.spec, self._limits(), self._ended)
 
@@ -242,7 +250,7 @@ class EngineClient:
 
     def _processor_for(self, executes: bool) -> Processor:
         if self._read_only is None:
-            raise EngineDead("no engine has answered yet; try again in a few seconds")
+            raise EngineUnreachable("no engine has answered yet; try again in a few seconds")
         links = self._links()
         return processor_for(executes, links[0].processor if links else self._read_only, self._read_only)
 
@@ -251,7 +259,7 @@ class EngineClient:
 
     @property
     def supervisor(self) -> Supervisor:
-        """What keeps the engines running and connected, from `start` on."""
+        """The object that keeps the engines running and connected. It exists from `start` on."""
         assert self._supervisor is not None, "start the client first"
         return self._supervisor
 

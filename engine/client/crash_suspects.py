@@ -1,15 +1,16 @@
-"""Finds the stream that crashes the engine: evidence per stream, and when it is enough to end the stream.
+"""Finds out which stream crashes the engine: collects evidence per stream and decides when to end one.
 
-The streams in the step in which an engine died are suspects. They are reopened at once with the others, but no step
-contains two of them until they are past their spot, the positions of that step. If the engine dies again at the same
-spot of the same stream, only that stream is ended. An end by a signal from outside counts for less than a crash. The
-last step of an engine on another machine is not known: there every stream with audio to compute is a suspect, and after
-a second death suspects are reopened one at a time.
+The supervisor (`engine/client/supervisor.py`, in the gateway) calls `find_culprit` after each death of an engine. The
+streams in the engine's last step are suspects. A suspect's *spot* is the range of positions that this step computed.
+Suspects are reopened at once with the other streams, but no step contains two of them until they are past their spots.
+If the engine dies again at the same spot of the same stream, that stream alone is ended. An engine that was killed by a
+signal from outside counts as weaker evidence than a crash. The last step of an engine on another machine is not known:
+there every stream with audio to compute is a suspect, and after a second death suspects are reopened one at a time.
 
 Other gateways may have streams on the same engine. A step shared with another gateway's stream is weaker evidence. The
-engine keeps the suspects of all gateways apart, so a stream that is to blame soon crashes alone, and one that is not
-gets past its spot. If the step is unknown as well, suspects are reopened after a random wait, so that the suspects of
-two gateways do not meet again and again.
+engine keeps the suspects of all gateways apart, so a guilty stream soon crashes alone, and an innocent one gets past
+its spot. If the step is unknown as well, suspects are reopened after a random wait, so that the suspects of two
+gateways do not run together again and again.
 """
 
 from __future__ import annotations
@@ -18,11 +19,11 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-# Deaths at one spot that convict a stream: by a crash, and by a signal that may have come from outside (an operator may
-# kill an engine twice just as it comes back).
+# Deaths of engines at one spot after which a stream is ended: deaths by a crash, and deaths by a signal that may have
+# come from outside (an operator may kill an engine twice just as it comes back).
 STRIKES_AFTER_CRASH = 2
 STRIKES_AFTER_SIGNAL = 3
-# The same if the last step was shared with other gateways or is unknown; and if both may be the case.
+# The same number if the last step was shared with other gateways or is unknown; and if both are true.
 STRIKES_IF_SHARED_OR_UNKNOWN = 4
 STRIKES_IF_SHARED_AND_UNKNOWN = 6
 # After one death with more suspects than this, they are not kept apart: it would delay too many streams.
@@ -36,13 +37,13 @@ class CrashSuspicion:
 
     def __init__(self) -> None:
         self.strikes = 0
-        # Stream positions that all those engines were computing when they died.
+        # The positions of the stream that all those engines were computing when they died.
         self.spot = range(0)
         # The spot must not be in one step with another suspect's spot.
         self.alone = False
         # The stream must not be reopened while another suspect is being tried.
         self.must_wait = False
-        # Earliest time to reopen it (client clock, seconds).
+        # Earliest time to reopen it, in seconds of the event loop's clock.
         self.not_before = 0.0
 
     def strike(self, start: int, end: int) -> None:

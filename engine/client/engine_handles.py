@@ -1,7 +1,9 @@
-"""Handles to engines: as a child process, as a thread, or remote.
+"""Starts and stops engines for a gateway. An engine is a child process, a thread of this process, or a remote engine.
 
-All can be started, waited for and stopped in the same way, so the supervisor that restarts a dead engine need not know
-which kind it has.
+The three classes (`EngineProcess`, `EngineThread`, `RemoteEngine`) have one interface, `EngineHandle`, so the
+supervisor that restarts a dead engine need not know which kind it has. A handle owns the process or thread and its
+crash record; the connection to the engine is in `engine/client/link.py`. The gateway imports this module before torch,
+so it imports the engine's own code only inside functions.
 """
 
 from __future__ import annotations
@@ -36,12 +38,12 @@ Build = Callable[[], "EngineLoop"]
 
 START_TIMEOUT_S = 600.0
 STOP_TIMEOUT_S = 5.0
-# How long a process whose connection broke may take to exit by itself before it is killed.
-LAST_WORDS_S = 2.0
+# How long an engine whose connection broke may take to exit by itself before it is killed.
+EXIT_GRACE_S = 2.0
 
 
 class EngineHandle(Protocol):
-    """An engine that can be connected to, and perhaps started."""
+    """The interface of all handles: an engine that can be connected to and, if it is ours, started and stopped."""
 
     address: str
     # Longest time from the start until the engine answers.
@@ -159,7 +161,7 @@ class EngineProcess:
         process = self._process
         if process is None:
             return False
-        if not await _ends_within(process, LAST_WORDS_S):
+        if not await _ends_within(process, EXIT_GRACE_S):
             process.kill()
             await _end_of(process)
             logger.warning("the engine process %s did not end by itself and was killed", process.pid)
@@ -208,13 +210,14 @@ def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
 
 
 def _start(process: BaseProcess) -> None:
-    """Starts the fork server too, if it does not run yet."""
+    """Start the process, and the fork server too if it does not run yet."""
     with interrupt_blocked():
         process.start()
 
 
 async def _end_of(process: BaseProcess) -> None:
-    """Waits on the event loop, not in a thread: two threads that wait for one exit status interfere."""
+    """Wait for the end of the process on the event loop, not in a thread: two threads that wait for one exit status
+    interfere."""
     loop = asyncio.get_running_loop()
     ended: asyncio.Future[None] = loop.create_future()
     loop.add_reader(process.sentinel, lambda: None if ended.done() else ended.set_result(None))
@@ -260,7 +263,7 @@ def import_ahead() -> None:
 
 
 def _import_engine() -> None:
-    import engine.server.preloaded  # noqa: F401
+    import engine.server.fast_import  # noqa: F401
 
 
 class EngineThread:
@@ -289,7 +292,7 @@ class EngineThread:
         self._thread.start()
 
     def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        import engine.server.preloaded  # noqa: F401
+        import engine.server.fast_import  # noqa: F401
         from engine.server.main import run_engine
 
         try:
@@ -309,7 +312,7 @@ class EngineThread:
 
     async def crashed(self) -> bool:
         try:
-            async with asyncio.timeout(LAST_WORDS_S):
+            async with asyncio.timeout(EXIT_GRACE_S):
                 await self._ended.wait()
         except TimeoutError:
             return False  # a thread cannot be killed; the client connects to it again

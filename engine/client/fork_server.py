@@ -1,7 +1,9 @@
-"""The fork server, from which engine processes are forked: it imports torch and the engine's modules in advance.
+"""Starts the fork server: a process that imports torch and the engine's modules in advance, and is forked for engines.
 
-These imports take most of an engine's start. `tickertape serve` starts the fork server first, so that they run beside
-the imports of the gateway, on another core. This module imports nothing that takes time.
+These imports take most of an engine's start. `tickertape serve` calls `start_fork_server` before it imports the
+gateway, so that both run at the same time on two cores; `engine/client/engine_handles.py` then forks every engine from
+it. The fork server itself is `multiprocessing.forkserver`; this module only says what it imports. It imports nothing
+that takes time.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from contextlib import contextmanager
 from multiprocessing import forkserver, resource_tracker
 
 # Modules that the fork server imports; they must not touch an accelerator when they are imported.
-SERVER_MODULES = ("engine.server.preloaded", "engine.client.engine_handles")
+SERVER_MODULES = ("engine.server.fast_import", "engine.client.engine_handles")
 MODEL_MODULES = ("engine.runner.load",)
 
 

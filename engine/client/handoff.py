@@ -1,9 +1,10 @@
-"""Lets a client continue its session at another gateway, for instance after its own was restarted.
+"""The gateway's side of session handoff: adopts sessions of other gateways, and tells engines which ones it owns.
 
-Each gateway stores the state of its sessions on the engines: on the one that runs the session's stream or, while it has
-none, on any. This module asks all engines for a session, adopts it with its stream, and tells the engines which
-sessions this gateway owns. A session has an owner number that rises with every adoption; engines refuse commands with a
-lower number and tell their sender so (`Fenced`).
+A handoff lets a client continue its session at another gateway, for instance after its own was restarted. Each gateway
+stores the state of its sessions on the engines (`engine/server/handoff.py`): on the engine that runs the session's
+stream or, while it has none, on any. `HandoffClient`, a part of `EngineClient`, asks all engines for a session and
+adopts it with its stream. What the state contains is decided in `realtime/serving/handoff.py`. A session has an owner
+number that rises with every adoption; engines refuse commands with a lower number and tell their sender so (`Fenced`).
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from engine import messages
 from engine.client.link import EngineLink
 from engine.client.pool import EnginePool, PooledEngine
 from engine.client.stream import EngineStream, HandoffTarget
-from engine.errors import EngineDead
+from engine.errors import AdoptionFailed, EngineUnreachable
 
 # How long to wait for an engine's answer. It may first ask the former owner (a second) or be in a long step.
 ANSWER_SECONDS = 20.0
@@ -27,10 +28,11 @@ ANSWER_SECONDS = 20.0
 OTHERS_SECONDS = 1.5
 # An engine that was lost or listed within this time may still connect and have the session.
 UNSURE_SECONDS = 10.0
-# How long a gateway that was stopped waits for the engines' answers, and how often it looks for a link.
+# How long a gateway whose process was stopped (SIGSTOP) waits for the engines' answers.
 CONFIRM_SECONDS = 5.0
-LOOK_SECONDS = 0.05
-# How long an adopted session whose client gave up is kept on the engine for the next adoption.
+# How often it checks whether a lost engine is connected again.
+LINK_POLL_SECONDS = 0.05
+# How long an adopted session whose client has left is kept on the engine for the next adoption.
 LEFT_SECONDS = 60.0
 
 # Ended sessions that a lost engine may still have a copy of: how long they are remembered, and how many.
@@ -42,16 +44,16 @@ HandoffAnswer = messages.Held | messages.Renewed | messages.Claimed
 
 @dataclass(frozen=True, slots=True)
 class Owned:
-    """A session of this gateway; `place` is the link to the engine that has its value, if any."""
+    """A session of this gateway. `link` leads to the engine that has the session's saved state, if any has it."""
 
     key: str
     owner_number: int
-    place: EngineLink | None
+    link: EngineLink | None
 
 
 @dataclass(frozen=True, slots=True)
 class AdoptedSession:
-    """A session adopted from another gateway. `number` is its new owner number, higher than any before.
+    """A session adopted from another gateway. `owner_number` is new and higher than any before.
 
     If it had a stream, the stream continues at its sample `goes_on_at`, and `flushes` flushes of it are unanswered.
     """
@@ -68,7 +70,10 @@ class AdoptedSession:
 
 
 class HandoffClient:
-    """`make_stream` makes the gateway's object for a stream that already runs on an engine."""
+    """Questions about sessions to all engines, and their answers. A part of `EngineClient`.
+
+    `make_stream` makes the gateway's object for a stream that already runs on an engine.
+    """
 
     def __init__(self, make_stream: Callable[[messages.SessionGiven], EngineStream]) -> None:
         # Called when another gateway asks for a session of ours: returns True if the engine's copy is outdated.
@@ -82,7 +87,7 @@ class HandoffClient:
         # Pending answers by tag, and pending adoptions.
         self._awaited: dict[int, asyncio.Future[HandoffAnswer]] = {}
         self._adopting: dict[tuple[PooledEngine, str], asyncio.Future[AdoptedSession | None]] = {}
-        # Copies of sessions that are of no use: up to which number, and since when. The oldest comes first.
+        # Sessions that have ended or moved: (owner number up to which copies are useless, time), the oldest first.
         self.over: dict[str, tuple[int, float]] = {}
 
     def on_output(self, pooled: PooledEngine, output: messages.SessionOutput) -> None:
@@ -116,7 +121,7 @@ class HandoffClient:
             pooled.link.send(messages.DropHandoff("", key, number))
 
     def note_over(self, key: str, number: int) -> None:
-        """What a lost engine may still have of a session, up to this number, is of no use any more."""
+        """Remember that copies of a session up to this number are useless: a lost engine may come back with one."""
         self.over.pop(key, None)
         self.over[key] = (number, asyncio.get_running_loop().time())
         if len(self.over) > MAX_ENDED:
@@ -138,11 +143,11 @@ class HandoffClient:
             link = pooled.link
             if link is not None and await self._answer(link, self._send_claim) is not None:
                 return
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(LINK_POLL_SECONDS)
 
     def _send_claim(self, link: EngineLink, tag: int) -> None:
         owned = [] if self.sessions is None else self.sessions()
-        claims = [(session.key, session.owner_number, session.place not in (None, link)) for session in owned]
+        claims = [(session.key, session.owner_number, session.link not in (None, link)) for session in owned]
         link.send(messages.Claim("", tag, claims))
 
     # Sessions of other gateways.
@@ -150,18 +155,18 @@ class HandoffClient:
     async def renew(self, pool: EnginePool, owned: Owned) -> int:
         """The client of a session of ours has come back: raise the owner number, so that earlier adoptions fail.
 
-        Returns the new number; 0 if another gateway has adopted the session. Raises EngineDead if the engine that has
-        its value does not answer.
+        Returns the new number; 0 if another gateway has adopted the session. Raises EngineUnreachable if the engine
+        that has the session's saved state does not answer.
         """
         links = {
-            pooled: pooled.link for pooled in pool.all if pooled.link is not None and pooled.link is not owned.place
+            pooled: pooled.link for pooled in pool.all if pooled.link is not None and pooled.link is not owned.link
         }
         asking = self._ask_all(links, owned.key)
         number = owned.owner_number
-        if owned.place is not None:
-            renewed = await self._answer(owned.place, partial(_send_renewal, owned))
+        if owned.link is not None:
+            renewed = await self._answer(owned.link, partial(_send_renewal, owned))
             if not isinstance(renewed, messages.Renewed):
-                raise EngineDead(f"the engine at {owned.place.address} has not answered")
+                raise EngineUnreachable(f"the engine at {owned.link.address} has not answered")
             number = renewed.owner_number
         others = await _answers_of(asking.values(), OTHERS_SECONDS)
         for task in asking.values():
@@ -173,7 +178,9 @@ class HandoffClient:
     ) -> AdoptedSession | None:
         """Adopt the session from the engine that has its newest value; None if no engine has it.
 
-        Raises EngineDead if an engine that may have it does not answer, or if it cannot be adopted at the moment.
+        Raises EngineUnreachable if an engine that may have it does not answer, AdoptionFailed if it cannot be adopted
+        at the moment.
+
         `is_wanted` is called once the owner number to adopt is known. If this process is stopped after that and
         another gateway adopts the session, the engine refuses our adoption.
         """
@@ -187,15 +194,15 @@ class HandoffClient:
             # An engine that connected meanwhile has not been asked.
             unsure = [pooled for pooled in pool.all if pooled not in links and now - pooled.since < UNSURE_SECONDS]
             if len(answers) < len(links) or unsure or not links:
-                raise EngineDead("not all engines have answered; try again in a few seconds")
+                raise EngineUnreachable("not all engines have answered; try again in a few seconds")
             return None
         # An engine that the session has left knows its number but does not have its value.
         at = max(found, key=lambda pooled: (found[pooled].owner_number, found[pooled].whole))
         newest = found[at]
         if not newest.whole:
-            raise EngineDead("the gateway that has the session is just coming back; try again in a few seconds")
+            raise AdoptionFailed("the gateway that has the session is just coming back; try again in a few seconds")
         if not is_wanted():
-            raise EngineDead("the client of the session has gone")
+            raise AdoptionFailed("the client of the session has gone")
         adopted_session = await self._take_from(at, links[at], newest)
         for pooled, task in asking.items():
             if pooled is not at:
@@ -212,10 +219,10 @@ class HandoffClient:
         return asking
 
     async def _ask(self, link: EngineLink, key: str) -> messages.Held:
-        """Whether the engine has the session. Raises EngineDead if it does not answer."""
+        """Whether the engine has the session. Raises EngineUnreachable if it does not answer."""
         held = await self._answer(link, lambda link, tag: link.send(messages.Ask("", key, tag)))
         if not isinstance(held, messages.Held):
-            raise EngineDead(f"the engine at {link.address} has not answered")
+            raise EngineUnreachable(f"the engine at {link.address} has not answered")
         return held
 
     async def _answer(self, link: EngineLink, send: Callable[[EngineLink, int], None]) -> HandoffAnswer | None:
@@ -231,7 +238,8 @@ class HandoffClient:
         return answered.result() if answered.done() else None
 
     async def _take_from(self, pooled: PooledEngine, link: EngineLink, held: messages.Held) -> AdoptedSession:
-        """Raises EngineDead if the engine does not answer, or another gateway has adopted the session first."""
+        """Adopt the session from this engine. Raises EngineUnreachable if the engine does not answer, AdoptionFailed if
+        another gateway has adopted the session first."""
         adopting: asyncio.Future[AdoptedSession | None] = asyncio.get_running_loop().create_future()
         self._adopting[pooled, held.key] = adopting
         link.send(messages.Adopt("", held.key, held.owner_number))
@@ -241,14 +249,14 @@ class HandoffClient:
             if self._adopting.get((pooled, held.key)) is adopting:
                 del self._adopting[pooled, held.key]
         if not adopting.done():
-            raise EngineDead(f"the engine at {link.address} has not answered")
+            raise EngineUnreachable(f"the engine at {link.address} has not answered")
         adopted_session = adopting.result()
         if adopted_session is None:
-            raise EngineDead("another gateway has just adopted the session; try again in a few seconds")
+            raise AdoptionFailed("another gateway has just adopted the session; try again in a few seconds")
         return adopted_session
 
     def _adopt_saved(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> None:
-        """Must run synchronously: the stream's outputs follow in the same message."""
+        """Handle `SessionGiven`. It must run synchronously: the stream's outputs follow in the same message."""
         asked = self._adopting.get((pooled, adopted.key))
         found = None
         if adopted.owner_number:

@@ -1,9 +1,11 @@
 """A gateway's connection to one engine (`EngineLink`): sends commands in batches, receives outputs, resends lost data.
 
-The commands of a tick are one message (`OutgoingBatch`), live commands before replays (`SendQueue`); while too much is
-unacknowledged, no batch is sent. `Processor` checks items and looks up in the sender cache whose audio the engine has;
-if the engine does not have it after all, the link sends it again (repair). When the engine dies or falls silent the
-link is lost for good; its owner makes a new one, with empty caches on both sides.
+The supervisor makes one per connected engine; it runs in the gateway's event loop. It owns the socket, the message
+numbers, the queue of commands, and the sender's half of the audio cache. The commands of a tick (5 ms) are one message
+(`OutgoingBatch`), live commands before replays (`SendQueue`); while too many bytes are unacknowledged, no batch is
+sent. `Processor` checks items and finds in the cache which audio the engine already has; if the engine does not have it
+after all, the link sends it again (repair). When the engine dies or falls silent the link is lost for good; the
+supervisor makes a new one, with empty caches on both sides.
 """
 
 from __future__ import annotations
@@ -45,7 +47,7 @@ from engine.boundary.sockets import (
     Numbering,
     package_version,
 )
-from engine.errors import EngineDead, EngineError
+from engine.errors import EngineError, EngineUnreachable
 from engine.messages import Item
 from engine.spec import ModelSpec
 
@@ -85,11 +87,11 @@ class Processor:
     def check(self, items: Iterable[Item | None]) -> list[Item]:
         """Verify items prepared elsewhere, without those that are None. Raises ItemRefused."""
         present = [item for item in items if item is not None]
-        for place, item in enumerate(present):
-            self._check_one(place, item)
+        for index, item in enumerate(present):
+            self._check_one(index, item)
         return present
 
-    def _check_one(self, place: int, item: Item) -> None:
+    def _check_one(self, index: int, item: Item) -> None:
         complaint = complaint_about(item, self.spec)
         if complaint is None and item.payload is not None:
             if not np.isfinite(item.payload).all():
@@ -100,7 +102,7 @@ class Processor:
                     f"with blake2b, {KEY_BYTES} bytes long, and send both unchanged"
                 )
         if complaint is not None:
-            raise ItemRefused(f"item {place}: {complaint}")
+            raise ItemRefused(f"item {index}: {complaint}")
 
     def warm_up(self) -> None:
         """Run dummy audio through the code of a request, then restore cache and statistics."""
@@ -151,7 +153,7 @@ Queued = tuple[messages.Command | None, list[messages.Item]]
 
 
 class Source(Protocol):
-    """Sends a replay piece by piece, as the queue asks for it."""
+    """Something large that is sent in pieces when the queue asks for them: a replay, or items for the cache."""
 
     def next_piece(self) -> Queued | None:
         """Return the next piece; None if there is none at the moment."""
@@ -218,7 +220,7 @@ class SendQueue:
         self._replay_bytes -= self._replays.pop(number, 0)
 
 
-# Most bytes that the place and the hash of an item take in a message.
+# Most bytes that the position and the hash of an item take in a message.
 PLACE_BYTES = 48
 
 
@@ -355,7 +357,7 @@ class EngineLink:
     async def connect(
         self, context: zmq.Context[zmq.Socket[bytes]], gateway: str, model: str | None, timeout_s: float
     ) -> ModelSpec:
-        """Say hello and wait for the engine to be warm. Raises EngineDead or EngineMismatch."""
+        """Say hello and wait for the engine to be warm. Raises EngineUnreachable or EngineMismatch."""
         self._socket = GatewaySocket(
             context, self.address, self._receive, self._disconnected, self._refused, self._keys
         )
@@ -366,7 +368,7 @@ class EngineLink:
                 welcome = await asyncio.shield(self._welcome)
         except TimeoutError:
             self.close()
-            raise EngineDead(
+            raise EngineUnreachable(
                 f"no engine answers at {self.address} within {timeout_s:g} s; "
                 f"start one with `tickertape engine --listen {self.address}`"
             ) from None
@@ -380,7 +382,7 @@ class EngineLink:
                 f"{package_version()} (wire {codec.WIRE_VERSION}); install the same version on both"
             )
         if self.lost is not None:
-            raise EngineDead(self.lost)  # the connection broke after the welcome
+            raise EngineUnreachable(self.lost)  # the connection broke after the welcome
         self.engine, self.version, self.status = welcome.engine, welcome.version, welcome.status
         self.processor = Processor("main", welcome.spec, self.cache)
         # Nothing has been sent yet: the mirror is empty before and after, like the engine's cache.
@@ -410,7 +412,7 @@ class EngineLink:
         self._schedule_flush()
 
     def pace(self, source: Source) -> None:
-        """Send the source's pieces, in what live commands leave of each batch."""
+        """Send the source's pieces in the part of each batch that live commands leave free."""
         if self.lost is None:
             self.outbox.pace(source)
             self._schedule_flush()
@@ -457,11 +459,11 @@ class EngineLink:
             self._events.on_lost(why)
 
     def _end(self) -> None:
-        """Resolve the futures of a link that is lost or closed."""
+        """Resolve all futures, because the link is lost or closed."""
         self.ended.set_result(None)
-        self._tell_those_who_wait()
+        self._resolve_flushed()
 
-    def _tell_those_who_wait(self) -> None:
+    def _resolve_flushed(self) -> None:
         """Resolve the futures of `flushed` if everything has been sent, or the link is lost."""
         if self.lost is None and self._waits:
             return
@@ -510,7 +512,7 @@ class EngineLink:
         if self.numbering.may_send:
             self.outbox.fill(self.numbering.next_number, add)
         if not batch and not failures:
-            self._tell_those_who_wait()
+            self._resolve_flushed()
             return
         self._flushed_at = self._loop.time()
         if batch:
@@ -520,7 +522,7 @@ class EngineLink:
             self._under_way[numbering.sent] = batch.items
             self._acknowledge_later(cancel=True)
             self._socket.send(frames)
-        self._tell_those_who_wait()
+        self._resolve_flushed()
         if self.outbox.has_more:
             self._schedule_flush()
         for failed in failures:

@@ -1,8 +1,10 @@
 """Migration: moves the streams of draining engines, one by one, to engines with room.
 
-A stream migrates in a pause of speech if one comes soon, when the interruption is least noticed. A place on the target
-is reserved first; without one the stream stays. On the target the stream is rebuilt as after the death of an engine, to
-the word, and the old engine keeps it until the new one has all of it.
+`Migrations` is a task of the supervisor, in the gateway's event loop. It checks the pool a few times per second. A
+stream migrates in a pause of speech if one comes soon, when the interruption is least noticed. A slot on the target is
+reserved first, with a placeholder stream; without one the stream stays. `engine/client/recovery.py` then rebuilds the
+stream on the target, as after the death of an engine and with the same words, and the old engine keeps it until the new
+one has all of it.
 """
 
 from __future__ import annotations
@@ -18,31 +20,32 @@ from engine.errors import EngineError
 
 logger = logging.getLogger(__name__)
 
-LOOK_SECONDS = 0.25
+# How often the pool is checked for draining engines.
+MIGRATION_POLL_SECONDS = 0.25
 # How long a stream waits for a pause before it migrates without one.
 PATIENCE_SECONDS = 15.0
 
 
 class Migrations:
-    """Migrates streams until closed. `make_place` makes a placeholder that reserves room for a stream."""
+    """Migrates streams until closed. `make_placeholder` makes a stream that reserves a slot for another one."""
 
     def __init__(
         self,
         pool: EnginePool,
         recovery: Recovery,
-        make_place: Callable[[EngineStream], EngineStream],
+        make_placeholder: Callable[[EngineStream], EngineStream],
         clock: Callable[[], float],
     ) -> None:
         self._pool = pool
         self._recovery = recovery
-        self._make_place = make_place
+        self._make_placeholder = make_placeholder
         self._clock = clock
         self._since: dict[PooledEngine, float] = {}
         self._moving: dict[EngineStream, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         while True:
-            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.sleep(MIGRATION_POLL_SECONDS)
             self.look()
 
     async def close(self) -> None:
@@ -61,7 +64,7 @@ class Migrations:
             for stream in list(pooled.streams.values()):
                 if stream in self._moving or not stream.may_move or not (is_late or stream.at_pause):
                     continue
-                target = self._pool.place_for_lost()
+                target = self._pool.engine_with_free_slot()
                 if target is None:
                     return
                 self._moving[stream] = asyncio.create_task(
@@ -69,17 +72,17 @@ class Migrations:
                 )
 
     async def _move(self, stream: EngineStream, pooled: PooledEngine, target: PooledEngine) -> None:
-        place = self._make_place(stream)
+        placeholder = self._make_placeholder(stream)
         try:
-            await self._pool.open_on(target, place)
+            await self._pool.open_on(target, placeholder)
         except (EngineError, ValueError) as error:
             logger.info("stream %s is not migrated now and stays on its engine: %s", stream.id, error)
             return
         finally:
             del self._moving[stream]
-        # Free the reserved place; the stream takes it.
-        place.abort_everywhere()
+        # Free the reserved slot; the stream takes it.
+        placeholder.abort_everywhere()
         if pooled.streams.get(stream.id) is stream and stream.may_move:
             del pooled.streams[stream.id]
             stream.start_migration(self._clock())
-            self._recovery.carry(stream, target)
+            self._recovery.reopen_on(stream, target)

@@ -1,9 +1,11 @@
-"""The engines that a gateway knows (`EnginePool`), and the table file that lists those of a fleet (`TableFile`).
+"""The engines that a gateway knows (`EnginePool`), their capacity, and the table file that lists those of a fleet.
 
-The pool knows which engines are connected, which are spares, which streams run on which, and in what order a new stream
-is offered to them. Capacity is computed from the measured cost of steps. Only streams that cause work are counted:
-streams with speech within `COUNTED_SECONDS` (engine.options), and new streams that have not been measured yet. Other
-open streams cost almost nothing. Uploads are not counted: they use the time that live streams leave free.
+The pool is state without tasks of its own; the supervisor changes it, and `EngineClient`, recovery and migration ask
+it. It knows which engines are connected, which are spares, which streams run on which, and in what order a new stream
+is offered to them. Capacity is computed from the cost of steps that the engines measure. Only streams that cause work
+are counted: streams with speech within `COUNTED_SECONDS` (engine.options), and new streams that have not been measured
+yet. Other open streams cost almost nothing. Uploads are not counted: they use the time that live streams leave free.
+`TableFile` reads the engine table that `tickertape fleet` writes.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from engine.boundary.sockets import check_address, check_gateway_address
 from engine.client.engine_handles import EngineHandle
 from engine.client.link import EngineLink
 from engine.client.stream import EngineStream
-from engine.errors import AtCapacity, EngineDead
+from engine.errors import AtCapacity, EngineUnreachable
 
 # Streams that an engine takes before it has measured anything.
 STREAMS_TO_BEGIN_WITH = 4
@@ -36,7 +38,7 @@ RETRY_LATER_S = 5.0
 
 @dataclass(frozen=True, slots=True)
 class EngineShare:
-    """A connected engine: its streams, its load and its lag."""
+    """One connected engine in a report of capacity: its streams, its load and its lag."""
 
     used: int
     total: int
@@ -119,6 +121,7 @@ def streams_free(status: Status, max_load: float) -> int:
 
 
 def share_of(status: Status, max_load: float) -> EngineShare:
+    """The report of one engine, without its name and address."""
     return EngineShare(
         status.slots_used,
         status.slots_total,
@@ -132,6 +135,7 @@ def share_of(status: Status, max_load: float) -> EngineShare:
 
 
 def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
+    """The capacity of these engines together, without the engines one by one."""
     free = sum(streams_free(state, max_load) for state in states)
     return Capacity(
         used=sum(state.slots_used for state in states),
@@ -197,7 +201,7 @@ class EnginePool:
         ]
         self.spares = spares
         self.max_load = max_load
-        self._chance = random.Random()
+        self._random = random.Random()
 
     def arrived(self, pooled: PooledEngine, link: EngineLink) -> None:
         """The engine is connected."""
@@ -259,9 +263,9 @@ class EnginePool:
         """
         ready = [pooled for pooled in self.all if pooled.link is not None and pooled.takes_streams]
         room = {pooled: self._room(pooled) for pooled in ready}
-        chances = {pooled: self._chance.random() ** (1 / free) for pooled, free in room.items() if free > 0}
-        with_room = sorted(chances, key=lambda pooled: chances[pooled], reverse=True)
-        return with_room + [pooled for pooled in self._by_lag(ready) if pooled not in chances]
+        keys = {pooled: self._random.random() ** (1 / free) for pooled, free in room.items() if free > 0}
+        with_room = sorted(keys, key=lambda pooled: keys[pooled], reverse=True)
+        return with_room + [pooled for pooled in self._by_lag(ready) if pooled not in keys]
 
     def _room(self, pooled: PooledEngine) -> int:
         assert pooled.link is not None
@@ -280,8 +284,8 @@ class EnginePool:
             pooled for _, pooled in sorted(((pooled.link.status, pooled) for pooled in pool if pooled.link), key=order)
         ]
 
-    def place_for_lost(self) -> PooledEngine | None:
-        """Return an engine with a free slot for a stream that lost its engine, or None if all seem full."""
+    def engine_with_free_slot(self) -> PooledEngine | None:
+        """An engine for a stream that must be reopened: the first in order with a free slot; None if all seem full."""
         for pooled in self.in_order():
             assert pooled.link is not None
             status = pooled.link.status
@@ -290,10 +294,13 @@ class EnginePool:
         return None
 
     async def open_on(self, pooled: PooledEngine, stream: EngineStream) -> None:
-        """Open the stream on this engine. Raises the engine's error, or EngineDead; then the stream is on no engine."""
+        """Open the stream on this engine.
+
+        Raises the engine's error, or EngineUnavailable; then the stream is on no engine.
+        """
         link = pooled.link
         if link is None:
-            raise EngineDead(f"the engine at {pooled.engine.address} is not running at the moment")
+            raise EngineUnreachable(f"the engine at {pooled.engine.address} is not running at the moment")
         pooled.streams[stream.id] = stream
         pooled.opening += 1
         try:
@@ -320,8 +327,8 @@ class EnginePool:
 
 logger = logging.getLogger(__name__)
 
-# How often a gateway polls the file.
-LOOK_SECONDS = 0.5
+# How often a gateway reads the file's time and size.
+TABLE_POLL_SECONDS = 0.5
 # Far more than a table of thousands of engines needs.
 MOST_TABLE_BYTES = 4 * 1024 * 1024
 

@@ -1,7 +1,8 @@
-"""Cuts audio into items without transcribing it (render), and puts such items into the engines' caches (inject).
+"""Prepared audio: cuts audio into items without transcribing it (render), and puts items into engines' caches (inject).
 
-`POST /v1/audio/render` and `/v1/audio/inject` use it. Rendered items are JSON, with what transcribing them would cost;
-they can be stored, sent elsewhere, and injected into the audio cache of any engine with the same model.
+`EngineClient.render` and `EngineClient.inject` call it, for `POST /v1/audio/render` and `/v1/audio/inject`. Rendered
+items are JSON, with what transcribing them would cost; a client can store them, send them elsewhere, and inject them
+into the audio cache of any engine with the same model.
 """
 
 from __future__ import annotations
@@ -158,6 +159,7 @@ def _shape(entry: Mapping[str, Any]) -> list[int]:
 
 
 def check_same_model(rendered_for: str, spec: ModelSpec) -> None:
+    """Raises ItemRefused if items were prepared for another model."""
     if rendered_for != spec.name:
         raise ItemRefused(f"these items were prepared for {rendered_for!r}; this engine runs {spec.name!r}")
 

@@ -1,4 +1,7 @@
-"""Recovery: streams whose engine was lost wait here and are reopened on another engine.
+"""Recovery: reopens streams whose engine was lost on another engine.
+
+`Recovery` is a task of the supervisor, in the gateway's event loop. It owns the lists of lost streams; what a new
+engine is sent is decided in `engine/client/replay.py`.
 
 Invariant: a lost stream is in exactly one state. It is held until the crash suspects are known, waiting, being reopened
 by one task, on an engine, or ended. Only `hold`, `release`, `forget` and the reopening task change the state, and the
@@ -16,7 +19,7 @@ from dataclasses import dataclass
 from engine import messages
 from engine.client.pool import EnginePool, PooledEngine
 from engine.client.stream import EngineStream
-from engine.errors import AtCapacity, EngineDead, EngineError
+from engine.errors import AtCapacity, EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
@@ -28,13 +31,15 @@ RECOVERIES_KEPT = 256
 
 @dataclass(slots=True)
 class RecoveryCounts:
+    """Counters since the start of the gateway: streams, and the sum of their interruptions in seconds."""
+
     recovered: int = 0
     given_up: int = 0
     seconds_sum: float = 0.0
 
 
 class Recovery:
-    """Lost streams and the tasks that reopen them. `run` is the loop that places them."""
+    """The lost streams of a gateway, and the tasks that reopen them. `run` is the loop that starts these tasks."""
 
     def __init__(self, pool: EnginePool, timeout_s: float, clock: Callable[[], float]) -> None:
         self.counts = RecoveryCounts()
@@ -45,7 +50,7 @@ class Recovery:
         self.held: set[EngineStream] = set()
         self.waiting: list[EngineStream] = []
         self.reopening: dict[EngineStream, asyncio.Task[None]] = {}
-        # The one suspect that is being tried, and when that began.
+        # The crash suspect that was reopened alone, and when.
         self._on_probation: tuple[EngineStream, float] | None = None
         self._wake = asyncio.Event()
 
@@ -72,7 +77,7 @@ class Recovery:
     def is_under_way(self) -> bool:
         """Whether a stream has not passed the point where its engine was lost."""
         lost = self.held or self.waiting or self.reopening
-        return bool(lost) or any(stream.place.lost_at is not None for stream in self._pool.streams())
+        return bool(lost) or any(stream.placement.lost_at is not None for stream in self._pool.streams())
 
     def hold(self, streams: list[EngineStream]) -> None:
         """Their engine is lost: keep them until `release`. A stream that was never opened is left to its opener."""
@@ -91,8 +96,8 @@ class Recovery:
                 self.waiting.append(stream)
         self._wake.set()
 
-    def carry(self, stream: EngineStream, pooled: PooledEngine) -> None:
-        """Reopen a stream on an engine that has a place for it."""
+    def reopen_on(self, stream: EngineStream, pooled: PooledEngine) -> None:
+        """Start to reopen a stream on this engine, which has a free slot."""
         task = asyncio.create_task(self._reopen(stream, pooled), name=f"reopen {stream.id}")
         self.reopening[stream] = task
 
@@ -109,10 +114,10 @@ class Recovery:
 
     def note_progress(self, stream: EngineStream) -> None:
         """Count the stream as recovered if it has passed the point where its last engine stopped."""
-        lost_at = stream.place.lost_at
-        if lost_at is None or not stream.place.goes_on:
+        lost_at = stream.placement.lost_at
+        if lost_at is None or not stream.placement.goes_on:
             return
-        stream.place.lost_at = None
+        stream.placement.lost_at = None
         took = self._clock() - lost_at
         self.recent_seconds.append(took)
         self.counts.seconds_sum += took
@@ -128,13 +133,13 @@ class Recovery:
                     messages.Dead(f"the engine was lost, and no other took the stream within {self._timeout_s:g} s")
                 )
                 continue
-            pooled = self._pool.place_for_lost()
+            pooled = self._pool.engine_with_free_slot()
             if pooled is not None and self._may_try(stream, now):
                 self.waiting.remove(stream)
-                self.carry(stream, pooled)
+                self.reopen_on(stream, pooled)
 
     def _is_too_late(self, stream: EngineStream, now: float) -> bool:
-        lost_at = stream.place.lost_at
+        lost_at = stream.placement.lost_at
         assert lost_at is not None, "a waiting stream has a time of loss"
         return now - lost_at > self._timeout_s
 
@@ -174,7 +179,7 @@ class Recovery:
         if refusal is None:
             self.note_progress(stream)
             self._wake.set()
-        elif isinstance(refusal, (AtCapacity, EngineDead)):
+        elif isinstance(refusal, (AtCapacity, EngineUnavailable)):
             self.waiting.append(stream)
         else:
             stream.end(messages.Failed(stream.id, type(refusal).__name__, str(refusal)))

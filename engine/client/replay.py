@@ -1,10 +1,10 @@
-"""Decides what of a stream's replay log (`engine/boundary/replay_log.py`) must be kept, and builds the `Replay` that a
-new engine is sent when the stream's engine is lost or drained.
+"""What a gateway must keep of a stream to rebuild it, and the `Replay` that it sends to a new engine.
 
-For a frame-synchronous model (`TokenMemory`): the audio of its attention window, at most `limits.replay_s`, and the
-tokens for it, which the new engine is made to repeat without sending their text again. For a windowed model
-(`SavedWindow`): the state that came with its last text, and the audio from which that state continues. Text that was
-received is not repeated, text that was lost is produced again.
+Each `EngineStream` has one object of this module beside its log of commands (`engine/boundary/replay_log.py`), and asks
+it when audio may be dropped from the log. For a frame-synchronous model (`TokenMemory`) a replay is the audio of its
+attention window, at most `limits.replay_s`, and the tokens for it, which the new engine repeats without sending their
+text again. For a windowed model (`SavedWindow`) it is the state that came with its last text, and the audio from which
+that state continues. Text that was received is not repeated; text that was lost is produced again.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ from engine.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """What a new engine is sent. It counts from zero: subtract `positions` and `samples` from the stream's counts."""
+    """All that a new engine is sent to rebuild a stream.
+
+    The new engine counts from zero: its count is the stream's count minus `positions` and `samples`.
+    """
 
     positions: int
     samples: int
@@ -50,7 +53,7 @@ def positions_to_keep(spec: ModelSpec, seconds: float) -> int:
 
 
 class Memory(Protocol):
-    """The results of the kept audio that a new engine needs."""
+    """The results of the kept audio that a new engine needs besides the audio: tokens, or a saved state."""
 
     def trim(self, kept: ReplayLog) -> None:
         """Drop what no replay needs."""
@@ -72,11 +75,11 @@ class Memory(Protocol):
         """Whether enough is kept for another engine to continue."""
 
     def is_whole(self, kept: ReplayLog) -> bool:
-        """Whether a replay gives exactly the same text. An adopted stream must first hear a full window again."""
+        """Whether a replay gives exactly the same text. An adopted stream must first be fed a full window again."""
 
 
 class TokenMemory:
-    """For models with one token per position: the tokens are the memory."""
+    """For models with one token per position: keeps the tokens of the kept audio."""
 
     def __init__(self, spec: ModelSpec, keep_positions: int) -> None:
         self._keep_positions = keep_positions
@@ -131,7 +134,7 @@ class TokenMemory:
 
 
 class SavedWindow:
-    """For windowed models: the last saved state."""
+    """For windowed models: keeps the last state that the engine sent."""
 
     def __init__(self) -> None:
         self._state: StreamState | None = None
@@ -172,4 +175,5 @@ class SavedWindow:
 
 
 def memory_for(spec: ModelSpec, keep_positions: int) -> Memory:
+    """The memory for this kind of model."""
     return SavedWindow() if spec.rereads_window else TokenMemory(spec, keep_positions)

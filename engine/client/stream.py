@@ -1,9 +1,11 @@
-"""One stream as the gateway sees it (`EngineStream`): audio in, outputs out, on the engine that runs it at the moment.
+"""One stream as the gateway sees it (`EngineStream`): audio in, outputs out, whichever engine runs it at the moment.
 
-Its parts: `Placement` converts between the engine's count of positions and samples and the stream's own, `Delivery`
-sends commands and replays in order, `Outputs` queues the outputs, and `PreviousEngine` is the engine that a migrating
-stream leaves. An engine that takes a stream over counts from the first item it is sent; outside `Placement` only the
-stream's own count is used, which begins with its first sample.
+`EngineClient.open` makes it; the live session in `realtime/serving` feeds it and reads its outputs; supervisor,
+recovery and migration move it between engines. Everything runs in the gateway's event loop. Its parts: `Placement`
+converts between the engine's count of positions and samples and the stream's own, `Delivery` sends commands and replays
+in order, `Outputs` queues the outputs, and `PreviousEngine` is the engine that a migrating stream leaves. An engine
+that takes a stream over counts from the first item it is sent; outside `Placement` only the stream's own count is used,
+which begins with its first sample.
 """
 
 from __future__ import annotations
@@ -24,7 +26,16 @@ from engine.boundary.replay_log import AskedFlush, NewTurns, ReplayEntry, Replay
 from engine.client.crash_suspects import CrashSuspicion
 from engine.client.link import EngineLink, ItemRefused, Queued
 from engine.client.replay import Replay, StreamLimits, memory_for
-from engine.errors import AtCapacity, BadOption, DuplicateStream, EngineDead, EngineError, StreamFailed, StreamFinished
+from engine.errors import (
+    AtCapacity,
+    BadOption,
+    DuplicateStream,
+    EngineError,
+    EngineUnavailable,
+    EngineUnreachable,
+    StreamFailed,
+    StreamFinished,
+)
 from engine.messages import Item
 from engine.spec import ModelSpec
 
@@ -37,7 +48,7 @@ class HandoffTarget:
     # Number of the engine's outputs that were read here.
     read: int = 0
     # Offsets in positions and samples: the stream's count minus the engine's.
-    before: tuple[int, int] = (0, 0)
+    offsets: tuple[int, int] = (0, 0)
 
 
 class Placement:
@@ -55,7 +66,7 @@ class Placement:
         # Offsets: the stream's count minus the engine's.
         self._position_offset = 0
         self._sample_offset = 0
-        # The stream counts as recovered when it is computed up to this position.
+        # The stream counts as recovered when the new engine has computed up to this position.
         self._goes_on_at = 0
 
     def begin(self, link: EngineLink, replay: Replay) -> None:
@@ -66,7 +77,7 @@ class Placement:
         self._spoke_here = False
 
     @property
-    def before(self) -> tuple[int, int]:
+    def offsets(self) -> tuple[int, int]:
         """Offsets in positions and samples: the stream's count minus the engine's."""
         return self._position_offset, self._sample_offset
 
@@ -265,7 +276,7 @@ class Outputs:
         self._queue: deque[tuple[int, messages.Output]] = deque()
         # Sequence numbers of the last output read, and of the last one received.
         self.read = 0
-        self.told = 0
+        self.received = 0
         self._news = asyncio.Event()
         self._listener: Callable[[messages.Output], None] | None = None
         # Speech before this sample has been reported, and the speech track after it, if it is known.
@@ -283,10 +294,10 @@ class Outputs:
         if output is None:
             return
         if self._listener is not None:
-            self.read = self.told
+            self.read = self.received
             self._listener(output)
         else:
-            self._queue.append((self.told, output))
+            self._queue.append((self.received, output))
             self._news.set()
 
     def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
@@ -302,14 +313,14 @@ class Outputs:
         return self.track is not None and self.track.speaking
 
     def adopt(self, told: int, reported_until: int, track: messages.TrackState | None) -> None:
-        """Continue for another gateway, which has read `told` outputs and speech up to this sample."""
+        """Continue for another gateway, which has read `told` outputs, and speech up to this sample."""
         self.begin(told)
         self.reported_until, self.track = reported_until, track
 
     def begin(self, told: int) -> None:
         """Another engine runs the stream and has sent `told` outputs; the outputs queued here are not among them."""
         self._queue = deque((told, output) for _, output in self._queue)
-        self.read = self.told = told
+        self.read = self.received = told
 
     def put_speech(self, speech: messages.Speech) -> None:
         """Put what was not reported before: an engine that continues a stream says some things again."""
@@ -415,7 +426,7 @@ class EngineStream:
         self, opening: messages.Open, spec: ModelSpec, limits: StreamLimits, on_end: Callable[[EngineStream], None]
     ) -> None:
         self.id = opening.stream
-        self.place = Placement(spec)
+        self.placement = Placement(spec)
         self.suspicion = CrashSuspicion()
         self._opening = opening
         # (end of the audio at the change, rule) of changes that no reported speech includes.
@@ -478,9 +489,9 @@ class EngineStream:
         if self._cutter.samples_in:
             raise StreamFinished(self.id, "was fed samples; open another stream for prepared items")
         await self._wait_for_room()
-        link = self.place.link
+        link = self.placement.link
         if link is None:
-            raise EngineDead("the engine is being restarted; send the items again")
+            raise EngineUnreachable("the engine is being restarted; send the items again")
         checked = link.processor.check(items)
         arriving = {item.key for item in checked if item.payload is not None}
         for item in checked:
@@ -509,7 +520,7 @@ class EngineStream:
         self._tags += 1
         self.kept.mark_flush(self._tags, self._unanswered, pause, ends_speech)
         self._unanswered.add(self._tags)
-        at = self.place.sample_to_engine(pause)
+        at = self.placement.sample_to_engine(pause)
         self._send(messages.Flush(self.id, self._tags, at, ends_speech, turn_over))
         if pause is not None:
             self._watch_for_audio()
@@ -550,9 +561,9 @@ class EngineStream:
         leaving = self.previous_engine.leaving
         if leaving is not None:
             return leaving if leaving.link.lost is None else None
-        if self.place.link is None or self._delivery is None or not self._delivery.is_done:
+        if self.placement.link is None or self._delivery is None or not self._delivery.is_done:
             return None
-        return HandoffTarget(self.place.link, self.read, self.place.before)
+        return HandoffTarget(self.placement.link, self.read, self.placement.offsets)
 
     @property
     def read(self) -> int:
@@ -568,7 +579,7 @@ class EngineStream:
         """The stream continues at another gateway: send nothing more, and deliver no more outputs here."""
         if self.previous_engine.leaving is not None and self._delivery is not None:
             self._delivery.abort()
-        self._delivery = self.place.link = None
+        self._delivery = self.placement.link = None
         if not self._ended:
             self._ended = True
             self._room.set()
@@ -577,8 +588,10 @@ class EngineStream:
     # Called by the engine client that owns the stream.
 
     async def open_on(self, link: EngineLink) -> None:
-        """Open or reopen the stream on this engine and replay the kept audio. Raises the engine's error, or EngineDead;
-        then no engine runs the stream."""
+        """Open or reopen the stream on this engine and replay the kept audio.
+
+        Raises the engine's error, or EngineUnavailable; then no engine runs the stream.
+        """
         if not self._memory.can_replay:
             raise StreamFailed(
                 self.id,
@@ -589,7 +602,7 @@ class EngineStream:
         self._opened = opened = asyncio.get_running_loop().create_future()
         self.outputs.begin(0)
         replay = self._memory.replay(self.kept)
-        self.place.begin(link, replay)
+        self.placement.begin(link, replay)
         suspicion = self.suspicion
         # A windowed model without a state judges all of its audio again.
         track = self._opening.track if self._spec.rereads_window else self.outputs.track
@@ -603,7 +616,7 @@ class EngineStream:
             forced_tokens=replay.forced_tokens,
             state=replay.state,
             catch_up_until=replay.catch_up_until,
-            suspect=self.place.engine_count(suspicion.spot) if suspicion.alone else None,
+            suspect=self.placement.engine_count(suspicion.spot) if suspicion.alone else None,
             sample=replay.sample,
             segment=max(0, self._cutter.segment - replay.samples),
             heard_until=max(0, self.outputs.reported_until - replay.samples),
@@ -624,7 +637,7 @@ class EngineStream:
         has to be fed."""
         positions, samples = adopted.position_offset, adopted.sample_offset
         end, sample = adopted.end + positions, adopted.sample + samples
-        self.place.begin(link, Replay(positions, samples, []))
+        self.placement.begin(link, Replay(positions, samples, []))
         self.kept.end, self.kept.end_sample = end, sample
         if adopted.kept is None:
             self._memory.start_at(end, adopted.token + positions)
@@ -656,7 +669,7 @@ class EngineStream:
     def start_migration(self, now: float) -> None:
         """Leave the engine for another one. The old one keeps the stream until the new one has all of it."""
         self.previous_engine.begin(self.target)
-        self.place.lose(now, self.kept.end)
+        self.placement.lose(now, self.kept.end)
         self._leave_engine()
 
     @property
@@ -679,18 +692,18 @@ class EngineStream:
 
     def detach(self, why: str, now: float) -> None:
         """The engine is lost. Until another one takes over, audio is kept and nothing is sent."""
-        self.place.lose(now, self.kept.end)
-        self._answer_open(EngineDead(why))
+        self.placement.lose(now, self.kept.end)
+        self._answer_open(EngineUnreachable(why))
         self._leave_engine()
 
     def uncomputed(self) -> range:
         """Positions that the engine may have been computing when it died."""
-        return self.place.uncomputed(self.kept.end)
+        return self.placement.uncomputed(self.kept.end)
 
     def on_output(self, output: messages.Output) -> None:
         """Handle an output of the engine that runs the stream now."""
-        self.outputs.told += 1
-        self.place.from_engine(output)
+        self.outputs.received += 1
+        self.placement.from_engine(output)
         match output:
             case messages.Opened():
                 self.was_opened = True
@@ -720,7 +733,7 @@ class EngineStream:
 
     def _on_late_result(self, output: messages.Labels | messages.Revised) -> None:
         if isinstance(output, messages.Labels) and output.state is not None:
-            self._labels, self._labels_from = output.state, self.place.before[1]
+            self._labels, self._labels_from = output.state, self.placement.offsets[1]
         self.outputs.put(output)
 
     def _on_flushed(self, output: messages.Flushed) -> None:
@@ -730,8 +743,8 @@ class EngineStream:
 
     def progress(self, computed: int) -> None:
         """The engine that runs the stream now has computed the positions below `computed`, on its own count."""
-        self.place.progress(computed)
-        self.suspicion.passed(self.place.computed)
+        self.placement.progress(computed)
+        self.suspicion.passed(self.placement.computed)
         self._memory.trim(self.kept)
         self._room.set()
 
@@ -744,7 +757,7 @@ class EngineStream:
         if self._ended:
             return
         self._ended = True
-        self._answer_open(EngineDead("the stream ended before it was open"))
+        self._answer_open(EngineUnavailable("the stream ended before it was open"))
         self.previous_engine.end()
         self.outputs.put(output)
         self._room.set()
@@ -765,9 +778,9 @@ class EngineStream:
     def _has_room(self) -> bool:
         if self._ended:
             return True
-        if self.kept.end - self.place.computed >= self._limits.ahead_positions:
+        if self.kept.end - self.placement.computed >= self._limits.ahead_positions:
             return False
-        return not self.outputs.full and (self.place.link is None or self.place.link.has_room)
+        return not self.outputs.full and (self.placement.link is None or self.placement.link.has_room)
 
     def _take_samples(self, samples: NDArray[np.float32]) -> None:
         self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
@@ -796,7 +809,7 @@ class EngineStream:
             return
         self.kept.add(items)
         if self._delivery is not None:
-            self._delivery.send(messages.Feed(self.id, []), self.place.to_engine(items))
+            self._delivery.send(messages.Feed(self.id, []), self.placement.to_engine(items))
 
     def _send(self, command: messages.Command) -> None:
         if self._delivery is not None and not self._ended:
@@ -804,7 +817,7 @@ class EngineStream:
 
     def _leave_engine(self) -> None:
         """No engine runs the stream now."""
-        self._delivery = self.place.link = None
+        self._delivery = self.placement.link = None
         self._room.set()
         if self._aborted:
             self.end(messages.Closed(self.id, self.kept.end_sample))

@@ -1,6 +1,9 @@
-"""Keeps a gateway's engines running and connected: starts its own ones, notices losses, hands streams to recovery.
+"""Keeps a gateway's engines running and connected: starts its own engines, notices losses, hands streams to recovery.
 
-An engine is "ours" if this gateway starts its process; other engines are only connected to.
+`Supervisor` is the part of `EngineClient` with tasks: one per engine that starts it, connects to it and waits for its
+loss, one for recovery and one for migration. All run in the gateway's event loop. It owns the engine pool and the
+counters across engine restarts. An engine is "ours" if this gateway starts its process; other engines are only
+connected to.
 """
 
 from __future__ import annotations
@@ -84,7 +87,7 @@ class Supervisor:
         spares: int,
         on_session: Callable[[PooledEngine, messages.SessionOutput], None],
         on_arrival: Callable[[PooledEngine], None],
-        make_place: Callable[[EngineStream], EngineStream],
+        make_placeholder: Callable[[EngineStream], EngineStream],
         keys: LinkKeys | None = None,
     ) -> None:
         """`spares`: number of engines that serve only after another one is lost. `keys`: keys of links over tcp."""
@@ -101,7 +104,7 @@ class Supervisor:
         self._gateway = uuid4().hex
         self._clock = asyncio.get_running_loop().time
         self.recovery = Recovery(self.pool, timeout_s, self._clock)
-        self._migrations = Migrations(self.pool, self.recovery, make_place, self._clock)
+        self._migrations = Migrations(self.pool, self.recovery, make_placeholder, self._clock)
         self._holding: dict[PooledEngine, asyncio.Task[None]] = {}
         self._tasks: list[asyncio.Task[None]] = []
         self._arrival = asyncio.Event()
@@ -292,8 +295,8 @@ class Supervisor:
             if stream is None:
                 return
             is_new = isinstance(output, messages.Closed) or (isinstance(output, messages.Text) and bool(output.delta))
-            if is_new and stream.place.lost_at is not None:
-                stream.place.speaks()
+            if is_new and stream.placement.lost_at is not None:
+                stream.placement.speaks()
                 self.recovery.note_progress(stream)
             stream.on_output(output)
 
@@ -366,7 +369,7 @@ class Supervisor:
             ours = {suspect.stream_of(self._gateway): suspect for suspect in in_step}
             others = None in ours
             suspects = {
-                stream.suspicion: stream.place.own_count(ours[stream.id].start, ours[stream.id].end)
+                stream.suspicion: stream.placement.own_count(ours[stream.id].start, ours[stream.id].end)
                 for stream in streams
                 if stream.id in ours
             }

@@ -1,16 +1,17 @@
-"""Assigns the runner's rows to items by the hash of their audio (`EncoderCache`); what the rows hold is in the runner.
+"""Encoder cache (`EncoderCache`): which rows of the runner hold the encoded audio of which item, by hash of its audio.
 
-Streams with the same audio share an entry. In the code a request is a stream, and an input is one of its items. Each
-input has a reference of its own, from its encoding until the stream needs it no more; two equal items of one stream
-hold two. An entry without references stays until its rows are needed; the one released longest ago is evicted first.
-Row 0 is the model's silence and is never assigned.
+The scheduler owns the one cache of an engine; the planner asks it which items need not be encoded. It keeps row numbers
+only; the rows themselves, tensors with one embedding each, are in the runner. Streams with the same audio share an
+entry. Each item of each stream holds its own reference, from its encoding until the stream needs it no more. An entry
+without references stays until its rows are needed; the one released longest ago is evicted first. Row 0 is the model's
+silence and is never assigned.
 """
 
 from __future__ import annotations
 
 
 class CachedRows(list[int]):
-    """The cache rows of one encoded item, and the number of (request, input) pairs that reference it."""
+    """The cache rows of one encoded item, and the number of (stream, item) pairs that reference it."""
 
     __slots__ = ("key", "references")
 
@@ -18,7 +19,7 @@ class CachedRows(list[int]):
     references: int
 
 
-# The cached inputs of one request, by input index.
+# The cached items of one stream, by item index.
 Held = dict[int, CachedRows]
 
 
@@ -39,22 +40,22 @@ class EncoderCache:
         self._fresh: dict[bytes, CachedRows] = {}
         self._stale: list[CachedRows] = []
         self._releasable = 0  # rows of the entries without references
-        self._requests: dict[str, Held] = {}
+        self._streams: dict[str, Held] = {}
 
-    def open(self, request: str) -> Held:
-        """Begin a request; returns its table of cached inputs, which the other methods take and update."""
-        assert request not in self._requests, f"request {request!r} is open"
+    def open(self, stream: str) -> Held:
+        """Begin a stream; returns its table of cached items, which the other methods take and update."""
+        assert stream not in self._streams, f"stream {stream!r} is open"
         held: Held = {}
-        self._requests[request] = held
+        self._streams[stream] = held
         return held
 
-    def close(self, request: str) -> None:
-        """Release everything that a request references."""
-        for entry in self._requests.pop(request, {}).values():
+    def close(self, stream: str) -> None:
+        """Release everything that a stream references."""
+        for entry in self._streams.pop(stream, {}).values():
             self._drop_reference(entry)
 
     def lookup(self, held: Held, index: int, key: bytes) -> CachedRows | None:
-        """The entry of a cached item, now referenced by this input; None if the item must be encoded."""
+        """The entry of a cached item, now referenced by the stream's item `index`; None if the item must be encoded."""
         entry = self.entries.get(key)
         if entry is None:
             return None
@@ -72,7 +73,7 @@ class EncoderCache:
         return entry
 
     def reserve(self, held: Held, index: int, key: bytes, embeds: int) -> CachedRows | None:
-        """Allocate rows for an item that is about to be encoded, referenced by this input; None if there is no room."""
+        """Allocate rows for a stream's item `index`, which is about to be encoded; None if there is no room."""
         free = self._free
         if embeds > len(free):
             if embeds > len(free) + self._releasable:
@@ -92,7 +93,7 @@ class EncoderCache:
         return entry
 
     def release(self, held: Held, index: int) -> int:
-        """Release the reference of one input, if it has one; returns the number of its embeddings."""
+        """Release the reference of one item, if it has one; returns the number of its embeddings."""
         entry = held.pop(index, None)
         return 0 if entry is None else self._drop_reference(entry)
 
@@ -120,7 +121,7 @@ class EncoderCache:
 
     def check_integrity(self) -> None:
         references: dict[bytes, int] = dict.fromkeys(self.entries, 0)
-        for held in self._requests.values():
+        for held in self._streams.values():
             for entry in held.values():
                 assert self.entries[entry.key] is entry, "a held entry is not in the cache"
                 references[entry.key] += 1

@@ -1,8 +1,9 @@
-"""One step as data: the plan that the scheduler gives to the runner, and the results that the runner returns.
+"""`StepPlan`: one step of the engine as data, from scheduler to runner, and `DecodeResult`, what the runner returns.
 
-A row is an index into the runner's slab of encoder output: one row per embedding. Row 0 is the model's constant
-silence and is never written. A slot is an index into the runner's per-stream state: it belongs to one stream from the
-plan that opens it to the plan that closes it.
+`engine/core/planner.py` fills a plan, `engine/server/loop.py` gives it to a runner. A plan contains integers and audio,
+no tensors. An *embedding* is the encoded audio of one position, and a *row* is its index in the runner's array of
+embeddings. Row 0 is the model's constant silence and is never written. A *slot* is an index into the runner's
+per-stream state: it belongs to one stream from the plan that opens it to the plan that closes it.
 """
 
 from __future__ import annotations
@@ -67,8 +68,11 @@ class DecodeTask:
 
 @dataclass(slots=True)
 class MoveTask:
-    """Move the keys and values of a silent stream to host memory, or back: its slot, and its pages in each group, in
-    ring order. A stream that is brought back is computed by a later plan, whose task has its ring-table entries."""
+    """Copy the keys and values of a silent stream to host memory, or back.
+
+    `pages` has the stream's pages in each group, in ring order. A stream that is brought back is computed by a later
+    plan, whose task has its ring-table entries.
+    """
 
     slot: int
     pages: list[list[int]]
@@ -76,6 +80,8 @@ class MoveTask:
 
 @dataclass(slots=True)
 class StepPlan:
+    """The work of one step, in this order: open and close slots, park, restore, encode, decode."""
+
     step: int
     opened: list[OpenTask] = field(default_factory=list)
     closed: list[int] = field(default_factory=list)

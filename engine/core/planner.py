@@ -1,7 +1,8 @@
-"""Fills a step's plan for the scheduler: which positions each stream computes, and what must be encoded for them.
+"""Fills the plan of one step (`Planner`): which positions each stream computes, and which items are encoded for them.
 
-A step has two budgets: positions to compute and embeddings to encode. A stream that does not fit into the rest of a
-budget waits unchanged for the next step.
+The scheduler makes one planner per step and gives it the queues of streams, the most urgent first. A step has two
+budgets: positions to compute and embeddings to encode (`Limits`). A stream that does not fit into the rest of a budget
+waits unchanged for the next step.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ class Limits:
     step_embeds: int = 1024
     # Positions of rebuilds in a step that has nothing else to do.
     rebuild_positions: int = 1024
-    # Of `max_streams`, how many can have their pages on the device at a time; the others are silent and parked in host
-    # memory. None: all of them. `moves`: streams parked, and streams brought back, in one step.
+    # How many of `max_streams` can have their pages on the device at a time; the others are silent and parked in host
+    # memory. None: all of them. `moves`: the most streams parked, and the most brought back, in one step.
     resident_streams: int | None = None
     moves: int = 4
 
@@ -59,8 +60,8 @@ def largest_item(spec: ModelSpec, limits: Limits) -> int:
 STRIDES_IN_TIME = 5
 # Streams rebuilt in one step: more of them do not use the device better, and the first are ready later.
 REBUILT_TOGETHER = 16
-# Streams with an unexpected error, and the error.
-Surprises = list[tuple[str, Exception]]
+# (stream id, error that is no StreamError): the loop ends these streams.
+UnexpectedErrors = list[tuple[str, Exception]]
 _NO_PAGES: list[tuple[int, int, int]] = []
 
 
@@ -68,13 +69,13 @@ class Planner:
     """Fills one step's plan: `add_all` for each queue, the most urgent streams first."""
 
     def __init__(
-        self, spec: ModelSpec, limits: Limits, cache: EncoderCache, plan: StepPlan, surprises: Surprises
+        self, spec: ModelSpec, limits: Limits, cache: EncoderCache, plan: StepPlan, unexpected_errors: UnexpectedErrors
     ) -> None:
         self._spec = spec
         self._cache = cache
         self._decode = plan.decode
         self._encode = plan.encode
-        self._surprises = surprises
+        self._unexpected_errors = unexpected_errors
         self._positions = limits.step_positions
         self._embeds = limits.step_embeds
         self._one_frame = not spec.rereads_window and spec.step_positions == 1
@@ -108,7 +109,7 @@ class Planner:
                 if not self._add(stream):
                     waiting.append(stream)
             except Exception as error:
-                self._surprises.append((stream.id, error))
+                self._unexpected_errors.append((stream.id, error))
         return waiting
 
     def _add(self, stream: Stream) -> bool:

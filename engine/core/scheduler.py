@@ -1,9 +1,11 @@
-"""Decides which streams run in the next step (`plan`) and applies the step's results to them (`commit`).
+"""`Scheduler`: decides which streams run in the next step (`plan`) and applies the step's results to them (`commit`).
 
-There are no prefill and decode modes: each stream has *available* and *computed* positions, and a step computes what
-lies between them within the budgets. Live streams go first, ordered by the arrival of their oldest uncomputed audio;
-uploads use the rest. A stream without work is in no queue and costs nothing. Everything a stream may need (pages, cache
-rows, a slot) is reserved at admission, so no stream waits for another to end: admission instead of preemption.
+One per engine process; `engine/server/loop.py` calls it on the engine's one thread. It owns all streams, the queues of
+those with work, and the pools of slots, pages and encoder rows. There are no prefill and decode modes: each stream has
+*available* and *computed* positions, and a step computes what lies between them within the budgets. Live streams go
+first, ordered by the arrival of their oldest uncomputed audio; uploads use the rest. A stream without work is in no
+queue and costs nothing. Everything a stream may need (pages, cache rows, a slot) is reserved at admission, so no stream
+waits for another to end: admission instead of preemption.
 
 With `Limits.resident_streams` there may be more streams than the device has pages for. Then a stream that has been
 silent for a while is parked: its pages go to host memory. It is brought back when it has work, one step before it is
@@ -17,9 +19,9 @@ from copy import copy
 from operator import attrgetter
 
 from engine.core.encoder_cache import EncoderCache
-from engine.core.pages import PagePool
+from engine.core.kv_pages import PagePool
 from engine.core.plan import DecodeResult, DecodeTask, MoveTask, OpenTask, StepPlan
-from engine.core.planner import Limits, Planner, Surprises, largest_item
+from engine.core.planner import Limits, Planner, UnexpectedErrors, largest_item
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.errors import (
     AtCapacity,
@@ -89,7 +91,7 @@ class Scheduler:
         self.parked = 0  # streams whose pages are in host memory
         self._now = 0  # time of the last arrival
         self._replies: list[Output] = []
-        self.surprises: Surprises = []  # unexpected errors in planning or committing: the loop ends these streams
+        self.unexpected_errors: UnexpectedErrors = []  # of planning and committing; the loop ends these streams
 
     # Commands: each may raise a StreamError, and then leaves the stream unchanged.
 
@@ -285,7 +287,7 @@ class Scheduler:
         self._opened, self._closed_slots = {}, []
         arriving = self._move_streams(plan) if self._parks else []
         waiting = self._set_suspects_aside() if self.suspects else []
-        planner = Planner(self.spec, self.limits, self.cache, plan, self.surprises)
+        planner = Planner(self.spec, self.limits, self.cache, plan, self.unexpected_errors)
         if rebuild_positions is None:
             rebuild_positions = self.limits.rebuild_positions if live else 0
         if (live or rebuild_positions) and self.live:
@@ -348,7 +350,7 @@ class Scheduler:
                 if self._parks and not stream.queued and task.stream in self.streams:
                     self._idle[task.stream] = stream
             except Exception as error:
-                self.surprises.append((task.stream, error))
+                self.unexpected_errors.append((task.stream, error))
         return outputs + self.take_replies()
 
     def check_integrity(self) -> None:

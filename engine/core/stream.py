@@ -1,7 +1,9 @@
 """One stream in the engine (`Stream`): its items, positions, KV pages and flushes, and its text (`StreamText`).
 
-The memory of a stream is bounded: items and rows behind the window are released, its pages are a ring that is reused
-(`engine/core/pages.py`), and of the text only what is unfinished or not sent yet is kept.
+The scheduler makes and owns it. `StreamText` turns the tokens that the runner returns into text and words with sample
+times, with `Detokenizer` and `WordBuilder`. The memory of a stream is bounded: items and rows behind the window are
+released, its pages are a ring that is reused (`engine/core/kv_pages.py`), and of the text only what is unfinished or
+not sent yet is kept.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 
 from engine.core.encoder_cache import Held
-from engine.core.pages import PagePool, RingTable
+from engine.core.kv_pages import PagePool, RingTable
 from engine.core.plan import DecodeResult, TimedToken
 from engine.core.timeline import SampleClock, Timeline
-from engine.messages import Chance, Open, Saved, Text, Word
+from engine.messages import Open, Saved, Text, TokenLogProbability, Word
 from engine.spec import ModelSpec, Vocabulary
 
 # A script without spaces would otherwise make one endless word.
@@ -52,14 +54,14 @@ class Detokenizer:
 class WordBuilder:
     """Groups text into words with times. A word begins at a marker or at a piece that starts with a space."""
 
-    __slots__ = ("_chances", "_end", "_marked", "_start", "_text")
+    __slots__ = ("_log_probabilities", "_end", "_marked", "_start", "_text")
 
     def __init__(self) -> None:
         self._text = ""
         self._start = 0
         self._end = 0
         self._marked: int | None = None
-        self._chances: list[Chance] = []
+        self._log_probabilities: list[TokenLogProbability] = []
 
     def mark(self, sample: int) -> Word | None:
         """A word marker: the next word begins at `sample`. Returns the word that this completes."""
@@ -84,25 +86,27 @@ class WordBuilder:
         self._text += text
         return complete
 
-    def note_chance(self, piece: bytes, log_probability: float) -> None:
+    def note_log_probability(self, piece: bytes, log_probability: float) -> None:
         """Note the log probability of the token pushed last."""
-        self._chances.append((piece, log_probability))
+        self._log_probabilities.append((piece, log_probability))
 
     @property
-    def unfinished(self) -> tuple[str, int, int, int | None, list[Chance]]:
+    def unfinished(self) -> tuple[str, int, int, int | None, list[TokenLogProbability]]:
         """The word in progress: text, start, end, sample of a word marker, and its tokens' log probabilities."""
-        return self._text, self._start, self._end, self._marked, list(self._chances)
+        return self._text, self._start, self._end, self._marked, list(self._log_probabilities)
 
-    def resume(self, text: str, start: int, end: int, marked: int | None, chances: list[Chance]) -> None:
+    def resume(
+        self, text: str, start: int, end: int, marked: int | None, log_probabilities: list[TokenLogProbability]
+    ) -> None:
         self._text, self._start, self._end, self._marked = text, start, end, marked
-        self._chances = [(piece, log_probability) for piece, log_probability in chances]
+        self._log_probabilities = [(piece, log_probability) for piece, log_probability in log_probabilities]
 
     def flush(self) -> Word | None:
         """Complete the word in progress, if there is one."""
         if not self._text:
             return None
-        word = Word(self._text.rstrip(), self._start, self._end, self._chances)
-        self._text, self._chances = "", []
+        word = Word(self._text.rstrip(), self._start, self._end, self._log_probabilities)
+        self._text, self._log_probabilities = "", []
         return word
 
 
@@ -115,7 +119,7 @@ def words_of(tokens: Iterable[TimedToken], vocabulary: Vocabulary, sample_at: Ca
             word = builder.push(text, sample_at(timed.start), sample_at(timed.end))
             words += [word] if word is not None and word.text else []
         if timed.log_probability is not None:
-            builder.note_chance(vocabulary.pieces[timed.token], timed.log_probability)
+            builder.note_log_probability(vocabulary.pieces[timed.token], timed.log_probability)
     word = builder.flush()
     return [*words, word] if word is not None and word.text else words
 
@@ -372,7 +376,7 @@ class StreamText:
                 self._keep(self.builder.push(text, clock.sample_at(timed.start), clock.sample_at(timed.end)), words)
                 delta += text
             if timed.log_probability is not None:
-                self.builder.note_chance(self._pieces[timed.token], timed.log_probability)
+                self.builder.note_log_probability(self._pieces[timed.token], timed.log_probability)
         return delta
 
     @staticmethod

@@ -1,6 +1,7 @@
-"""The items of one stream in order (`Timeline`), and the map from positions to samples (`SampleClock`).
+"""The items of one stream in order (`Timeline`), and the conversion of positions to samples (`SampleClock`).
 
-Item indices are absolute: the first item of a stream has index 0, and pruning does not renumber. Pruned items leave the
+Each `Stream` of `engine/core/stream.py` has one of each. `Timeline` finds the items of a range of positions. Item
+indices are absolute: the first item of a stream has index 0, and pruning does not renumber. Pruned items leave the
 lists when they outnumber the others, so every operation is O(1) amortised or O(log n). Sums and offsets are lists of
 ints: reading single elements of a tensor or array would cost far more than the lookup.
 """
@@ -14,7 +15,7 @@ from itertools import accumulate
 from engine.messages import Item, Saved
 
 
-class PlaceholderRange:
+class EmbeddingRange:
     """`length` positions from `offset`; with a mask, only those marked True carry an embedding."""
 
     __slots__ = ("length", "offset", "sums")
@@ -75,7 +76,7 @@ class Timeline:
         self._ends: list[int] = []
         self._items: list[Item] = []
         # Ranges of the items with a mask; all others are plain [offset, end).
-        self._masked: dict[int, PlaceholderRange] = {}
+        self._masked: dict[int, EmbeddingRange] = {}
         self.end = start  # first position that no item covers
 
     def __len__(self) -> int:
@@ -96,7 +97,7 @@ class Timeline:
         if item.mask is None:
             item.embeds = item.length if item.key else 0
         else:
-            span = PlaceholderRange(offset, item.length, item.mask)
+            span = EmbeddingRange(offset, item.length, item.mask)
             item.embeds = span.num_embeds()
             self._masked[len(self)] = span
         self.end = end = offset + item.length
@@ -136,13 +137,13 @@ class Timeline:
             place += 1
         return self._base + place
 
-    def range(self, index: int) -> PlaceholderRange:
+    def range(self, index: int) -> EmbeddingRange:
         """The positions of an item that have an embedding."""
         masked = self._masked.get(index)
         if masked is not None:
             return masked
         item = self._items[index - self._base]
-        return PlaceholderRange(item.offset, item.length)
+        return EmbeddingRange(item.offset, item.length)
 
     def arrival_at(self, position: int) -> int | None:
         """Arrival time of the first item that ends after `position`; None if there is none."""

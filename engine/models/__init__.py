@@ -1,4 +1,5 @@
-"""Model architectures, one file each, in torch: weights are shared, state is passed in. No streams and no files.
+"""Model architectures in torch, and the layers and kernels they share.
 
-Imports only the root modules of `engine`.
+A model holds weights only; the state of a stream is passed in and returned. Runners and background models in
+`engine/runner` use them. No streams, no threads, no downloads. Imports only the root modules of `engine`.
 """

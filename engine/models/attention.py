@@ -1,11 +1,13 @@
 """Paged attention of Voxtral Realtime: keys and values are stored in pages, with one ring table per stream.
 
 A *row* is one encoder frame or one decoder token, numbered from the beginning of its stream without a restart. Block b
-= row // page_rows of a stream is in the page at index b % ring_pages of the stream's table.
+= row // page_rows of a stream is in the page at index b % ring_pages of the stream's table. The pages belong to the
+runner (`engine/runner/frames/memory.py`); which page is whose is decided in `engine/core/kv_pages.py`.
 
-`PagedAttention.attend` is the one entry. On CUDA, live steps and chunks of rebuilt streams run the Triton kernels in
-`kernels.py`. A CPU, and the fixed silence before every stream (its opening, which is longer than a kernel takes),
-gather the ring and call torch's attention, which is also the reference that the kernels are tested against.
+`PagedAttention.attend` is the one entry, called by each layer of `voxtral_realtime.py`. On CUDA, live steps and chunks
+of rebuilt streams run the Triton kernels in `kernels.py`. A CPU, and the fixed silence before every stream (its
+opening, which is longer than a kernel takes), gather the ring and call torch's attention, which is also the reference
+that the kernels are tested against.
 """
 
 from __future__ import annotations
@@ -113,6 +115,7 @@ def pack(rows: Tensor, pages: KvPages) -> tuple[Tensor, Tensor | None]:
 
 
 def unpack(values: Tensor, scales: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The inverse of `pack`."""
     if scales is None:
         return values.to(dtype)
     return (values.float() * scales.float().unsqueeze(-1)).to(dtype)

@@ -1,4 +1,6 @@
-"""CAM++ speaker embeddings: 192 numbers that say whose voice is in a piece of speech of at most two seconds.
+"""CAM++, the speaker embedding model: 192 numbers that say whose voice is in a piece of speech of at most two seconds.
+
+`SpeakerEmbedder` in `engine/runner/background.py` runs it.
 
     samples -> 80 log-mel bands every 10 ms, without their mean over the piece
     -> seven two-dimensional convolutions, which leave 32 channels of 10 bands

@@ -1,9 +1,10 @@
-"""Triton kernels for live steps and rebuilt chunks: norm, gate, rotary + store, attention over pages. CUDA only.
+"""Triton kernels of Voxtral Realtime on CUDA: norm, gate, rotary positions with storing, and attention over pages.
 
-Each function computes the same as its namesake in `layers.py` or `attention.py`. Reading the keys and values of each
-stream is most of a step's memory traffic, so the attention kernel keeps many loads in flight: one program per stream,
-key head and slice of the window, one page per iteration. A page is read whole, without masks, and the scores of rows
-outside the window are dropped; therefore pages must hold finite numbers only.
+`layers.py` and `attention.py` call them for live steps and rebuilt chunks; each function computes the same as its
+namesake there. Reading the keys and values of each stream is most of a step's memory traffic, so the attention kernel
+keeps many loads in flight: one program per stream, key head and slice of the window, one page per iteration. A page is
+read whole, without masks, and the scores of rows outside the window are dropped; therefore pages must hold finite
+numbers only.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -61,6 +62,7 @@ def _add_norm_kernel(
 def add_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, scale: RowScale | None
 ) -> tuple[Tensor, Tensor]:
+    """See `layers.add_norm`."""
     rows, width = residual.shape
     total = residual if delta is None else torch.empty_like(residual)
     normed = torch.empty_like(residual)
@@ -93,6 +95,7 @@ def _swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
+    """See `layers.swiglu`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     block = 1024

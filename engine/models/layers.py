@@ -1,4 +1,4 @@
-"""Norm, gate and rotary functions of Voxtral Realtime: plain functions of tensors without state.
+"""Norm, gate (SwiGLU) and rotary functions of Voxtral Realtime: plain functions of tensors without state.
 
 On CUDA each element-wise function is one Triton kernel (`kernels.py`). Elsewhere the torch code below is the
 implementation; the kernels are tested against it.

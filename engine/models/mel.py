@@ -3,7 +3,7 @@
 `MelFrontEnd` works by matrix products, so that a CUDA graph can record it. Frame t is centred on sample 160 t and spans
 400 samples. Splitting the audio into items must not shift this grid, so an item includes the samples around its own
 frames, and the same function serves a live item and a whole file. `KaldiFrontEnd` follows Kaldi's definition. Whisper
-and the turn detector have front ends of their own, and take only constants and the mel filters from here.
+and the turn detector compute their features in their own files, and take only constants and the mel filters from here.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Moonshine: an encoder over raw audio without 30-second padding, and a small decoder; rotary positions in both.
+"""Moonshine, a windowed model: an encoder over raw audio without 30-second padding, and a small decoder.
 
-Layout and names follow the published checkpoints, with two exceptions: the three projections of self-attention are one
-matrix, and the cross-attention keys and values of all layers are computed together when a window is encoded.
+Implements `SpeechModel` of `seq2seq.py`; both parts use rotary positions. Layout and names follow the published
+checkpoints, with two exceptions: the three projections of self-attention are one matrix, and the cross-attention keys
+and values of all layers are computed together when a window is encoded.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ _ALIGNMENT_HEADS = {
 
 @dataclass(frozen=True, slots=True)
 class MoonshineConfig:
+    """Dimensions and special tokens of a checkpoint."""
+
     width: int
     inner: int
     encoder_layers: int
@@ -132,6 +135,8 @@ class _EncoderMlp(nn.Module):
 
 
 class EncoderLayer(nn.Module):
+    """Self-attention over all frames, then a gelu MLP."""
+
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.width, bias=False)
@@ -148,6 +153,8 @@ class EncoderLayer(nn.Module):
 
 
 class MoonshineEncoder(nn.Module):
+    """Three convolutions over raw audio, then layers of self-attention."""
+
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         width = config.width
@@ -195,6 +202,7 @@ class MoonshineEncoder(nn.Module):
 
 
 def frames_after(samples: int, convolutions: int) -> int:
+    """The number of frames that the first convolutions make of this many samples."""
     for kernel, stride in _CONVOLUTIONS[:convolutions]:
         samples = (samples - kernel) // stride + 1
     return samples
@@ -220,6 +228,8 @@ class _DecoderMlp(nn.Module):
 
 
 class DecoderLayer(nn.Module):
+    """Causal self-attention, cross-attention to the audio, then a gated MLP."""
+
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.input_layernorm = nn.LayerNorm(config.width, bias=False)
@@ -240,6 +250,8 @@ class DecoderLayer(nn.Module):
 
 
 class MoonshineDecoder(nn.Module):
+    """Token embeddings and layers; `Moonshine.decode` runs them."""
+
     def __init__(self, config: MoonshineConfig) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(config.vocabulary, config.width)

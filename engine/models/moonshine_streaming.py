@@ -1,9 +1,10 @@
-"""Moonshine's encoder in blocks: every frame is encoded once, with bounded context on both sides.
+"""Moonshine's streaming encoder: works in blocks and encodes every frame once, with bounded context on both sides.
 
-The weights are Moonshine's, trained further for this (`docs/training.md`). A block of frames sees up to `left` frames
-before it and `look_ahead` frames after it. The look-ahead frames are computed with the block in every layer and again
-with their own block, so the context of a frame does not grow with the layers; until then the first result for them can
-be used. The norm over the whole utterance becomes a running norm.
+`engine/runner/windowed/encoders.py` runs it in place of the encoder in `moonshine.py`; the decoder stays. The weights
+are Moonshine's, trained further for this (`docs/training.md`). A block of frames sees up to `left` frames before it and
+`look_ahead` frames after it. The look-ahead frames are computed with the block in every layer and again with their own
+block, so the context of a frame does not grow with the layers; until then the first result for them can be used. The
+norm over the whole utterance becomes a running norm.
 
 Weights are shared, state is passed: `step(audio, state) -> (frames, state)`. Audio is processed in portions that depend
 only on the position in the stream, so the results do not depend on how the input is split, bit for bit.

@@ -1,4 +1,7 @@
-"""Operands of the kernels and their references: pages of keys and values, spans of rows, factors per row."""
+"""Argument types of paged attention and of the Triton kernels: head shape, pages of keys and values, spans of rows.
+
+Plain dataclasses over tensors, for `attention.py`, `kernels.py`, `layers.py` and the frame-synchronous runner.
+"""
 
 from __future__ import annotations
 

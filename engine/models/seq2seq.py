@@ -1,7 +1,8 @@
-"""What Whisper and Moonshine share: the `SpeechModel` interface, decoder caches, attention, and 8-bit linear layers.
+"""Shared parts of the windowed models Whisper and Moonshine: the `SpeechModel` interface, decoder caches, 8-bit layers.
 
-Weights are shared, state is passed: a pass has an `Encoded` (encoder output) and a `DecoderState` (keys and values of
-the text so far), both batched over streams. Rows of a batch have different lengths; masks keep the rows independent.
+The windowed runner (`engine/runner/windowed`) knows a model only by `SpeechModel`. Weights are shared, state is passed:
+a pass has an `Encoded` (encoder output) and a `DecoderState` (keys and values of the text so far), both batched over
+streams. Rows of a batch have different lengths; masks keep the rows independent.
 """
 
 from __future__ import annotations
@@ -126,6 +127,8 @@ class Encoded:
 
 @dataclass(frozen=True, slots=True)
 class DecoderShape:
+    """Dimensions of a decoder's self-attention caches."""
+
     layers: int
     heads: int
     dim: int

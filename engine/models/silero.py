@@ -1,4 +1,6 @@
-"""Silero voice activity detection at 16 kHz: the probability of speech in each frame of 32 ms.
+"""Silero, the speech detector's model (voice activity detection): the probability of speech in each frame of 32 ms.
+
+`engine/runner/speech.py` runs it for all streams; its input is audio at 16 kHz.
 
     frame, with the 64 samples before it -> magnitudes of a short Fourier transform (4 columns of 129)
     -> four convolutions -> one vector of 128 -> LSTM cell -> probability

@@ -1,4 +1,6 @@
-"""Smart Turn v3: the probability that a speaker's turn is complete, from the last 4 seconds of audio at 16 kHz.
+"""Smart Turn v3, the turn detector's model: how likely a speaker's turn is complete, from the last 4 seconds of audio.
+
+`SmartTurnDetector` in `engine/runner/background.py` runs it; its input is audio at 16 kHz.
 
     samples, silence before them -> zero mean, unit variance -> log-mel, 80 x 400 -> the encoder of Whisper tiny
     -> 200 rows of 384 -> one row, weighted by attention -> classifier -> probability

@@ -1,7 +1,8 @@
-"""Voxtral Realtime: a causal audio encoder and a causal decoder that advance together, one token per 80 ms.
+"""Voxtral Realtime, the frame-synchronous model: a causal audio encoder and decoder, one token per 80 ms.
 
-In this order: dimensions, weights, convolutions, one stack of layers, the model. The model holds only weights;
-attention state is in pages that the caller passes in with `PagedAttention`, so one model serves all streams.
+The frame-synchronous runner (`engine/runner/frames`) runs it. In this order: dimensions, weights, convolutions, one
+stack of layers, the model. The model holds only weights; attention state is in pages that the caller passes in with
+`PagedAttention`, so one model serves all streams.
 
 Time: one position (80 ms) = 8 mel frames = 4 encoder rows = 1 decoder row.
 """
@@ -50,6 +51,8 @@ class Stack:
 
 @dataclass(frozen=True, slots=True)
 class VoxtralConfig:
+    """Dimensions of a checkpoint."""
+
     audio: Stack
     text: Stack
     mel_bins: int
@@ -178,6 +181,7 @@ def _layer_shapes(stack: Stack) -> dict[str, tuple[int, ...]]:
 
 
 def weight_bytes(config: VoxtralConfig, dtype: torch.dtype) -> int:
+    """Bytes of all weights in this type."""
     return sum(math.prod(shape) for shape in tensor_shapes(config).values()) * dtype.itemsize
 
 

@@ -1,9 +1,10 @@
-"""Whisper of any size, from OpenAI's `.pt` files and from transformers checkpoints.
+"""Whisper of any size, a windowed model: from OpenAI's `.pt` files and from transformers checkpoints.
 
-Names follow OpenAI's files, with two exceptions: the three projections of self-attention are one matrix, and the
-cross-attention keys and values of all layers are computed when a window is encoded. Whisper was trained on windows
-padded to 30 seconds; `context_slack_seconds` reduces the padding to some silence after the audio, which makes live use
-affordable. With little silence the model does not find the end of the text and repeats it.
+Implements `SpeechModel` of `seq2seq.py`. Names follow OpenAI's files, with two exceptions: the three projections of
+self-attention are one matrix, and the cross-attention keys and values of all layers are computed when a window is
+encoded. Whisper was trained on windows padded to 30 seconds; `context_slack_seconds` reduces the padding to some
+silence after the audio, which makes live use affordable. With little silence the model does not find the end of the
+text and repeats it.
 """
 
 from __future__ import annotations
@@ -118,6 +119,8 @@ _ALIGNMENT_HEADS: dict[tuple[int, int], list[tuple[int, int]]] = {
 
 @dataclass(frozen=True, slots=True)
 class WhisperConfig:
+    """Dimensions of a checkpoint."""
+
     mels: int
     vocabulary: int
     audio_frames: int
@@ -245,6 +248,8 @@ class _EncoderBlock(nn.Module):
 
 
 class WhisperEncoder(nn.Module):
+    """Two convolutions over log-mel frames, then layers of self-attention."""
+
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__()
         self.conv1 = FrameConv(config.mels, config.width, kernel=3, stride=1)
@@ -300,6 +305,8 @@ class _DecoderBlock(nn.Module):
 
 
 class WhisperDecoder(nn.Module):
+    """Token and position embeddings and layers; `Whisper.decode` runs them."""
+
     def __init__(self, config: WhisperConfig) -> None:
         super().__init__()
         self.token_embedding = nn.Embedding(config.vocabulary, config.width)

@@ -1,9 +1,11 @@
-"""Runs the speaker embedding model and the turn detector on threads of their own, so that words never wait for them.
+"""Speaker embedding model and turn detector on threads of their own, so that words never wait for them.
 
 `BackgroundModel` has the queue, the threads and the batches; `SpeakerEmbedder` and `SmartTurnDetector` are the models.
-On a CPU, low-priority threads compute one task at a time; they load the weights when they start, with the first task or
-before it. On a GPU one thread waits a little for more tasks and computes them as one batch (`Batches`), on its own CUDA
-stream; weights are loaded and CUDA graphs captured before the engine serves, because that stops all streams.
+The engine loop submits tasks and polls the results; with a frame-synchronous model on a GPU, the background process
+(`engine/server/background_process.py`) does. On a CPU, low-priority threads compute one task at a time; they load the
+weights when they start, with the first task or before it. On a GPU one thread waits a little for more tasks and
+computes them as one batch (`Batches`), on its own CUDA stream; weights are loaded and CUDA graphs captured before the
+engine serves, because that stops all streams.
 """
 
 from __future__ import annotations

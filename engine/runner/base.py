@@ -1,5 +1,8 @@
-"""The interfaces of model runners, of speech detectors and of background models (revisers, speaker embeddings, turn
-detectors) that the engine loop uses. Without torch."""
+"""Interfaces between the engine loop and everything that computes: `Runner`, `Detector`, and the background models.
+
+Background models (`Reviser`, `Embedder`, `TurnDetector`) compute beside the loop, on threads. The engine loop knows
+only these interfaces and does not import torch; `engine/runner/load.py` builds the implementations.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,7 @@ Result = TypeVar("Result")
 
 
 def never() -> bool:
+    """The `time_is_up` of a plan without a time limit."""
     return False
 
 

@@ -1,8 +1,9 @@
-"""Keyword biasing: favours tokens with which an expected word may begin or continue. Used by both kinds of runners.
+"""Keyword biasing: raises the scores of tokens with which an expected word may begin or continue (both runners use it).
 
-The keywords of a stream are a tree of their letters. A token moves along the tree by its letters, however the keyword
-is tokenised, so a model that spells a word in an unusual way still finds the rest of it. A keyword is favoured as
-given, in lower case and with capital initials; all three lead to the same node.
+The decoder of windowed models asks a `KeywordTree` token by token; `BiasTables` holds the trees of all streams on the
+device of the frame-synchronous runner. The keywords of a stream are a tree of their letters. A token moves along the
+tree by its letters, however the keyword is tokenised, so a model that spells a word in an unusual way still finds the
+rest of it. A keyword is favoured as given, in lower case and with capital initials; all three lead to the same node.
 
 A node's *worth* rises with the number of letters that lead to it. A token that continues a keyword as the tokeniser
 would gets a bonus: the worth of the node that it leads to, less the worth of a whole keyword that was complete before
@@ -90,6 +91,8 @@ STAY, WAIT = -1, -2
 
 
 class Edge(NamedTuple):
+    """What a token does in a state of the tree."""
+
     # Target state.
     node: int
     # Added to the token's logit.

@@ -1,4 +1,4 @@
-"""The device that a model runs on, for all runners: choice, free memory, transfers and CUDA graphs.
+"""Helpers of all runners for the device that a model runs on: choice, free memory, transfers, CUDA graphs.
 
 A host that runs ahead of its device must neither wait for it by accident nor overwrite memory that the device has yet
 to read. So each transfer allocates its own host memory: on CUDA it is pinned, and torch reuses it only when the
@@ -43,6 +43,7 @@ class NotEnoughMemory(EngineError):
 
 
 def gib(size: int) -> str:
+    """The size as text in GiB."""
     return f"{size / GIB:.1f} GiB"
 
 

@@ -1,6 +1,8 @@
-"""Loads a checkpoint: chooses the runner and the device, builds the runner, and computes the limits for the scheduler.
+"""Loads the models of an engine: chooses runner and device for a checkpoint, and computes the scheduler's limits.
 
-The engine process calls `load_runner` and `load_detector` at its start.
+`engine/server/main.py` calls it at the start of an engine: `load_runner` for the model, `load_detector` for the speech
+detector, `load_embedder` for speaker labels, `load_turns` for the turn detector. The choice between model families is
+made here.
 """
 
 from __future__ import annotations

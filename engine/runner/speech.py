@@ -1,8 +1,10 @@
-"""Speech detectors for many streams at once, used by the engine's `Listener`.
+"""Speech detectors for many streams at once: run Silero (`engine/models/silero.py`) on batches of all streams' new
+audio.
 
-`SpeechDetector` keeps the state of its streams on the host, wherever the model runs, so that it can be saved: it serves
-windowed models. `DeviceSpeechDetector` keeps it on the GPU and never makes the host wait: it serves frame-synchronous
-models. `DetectorSlots` assigns the slots of the state tensors to streams, for both.
+The `Listener` of the engine loop (`engine/server/speech.py`) uses one of them; here are only probabilities, no
+decisions. `SpeechDetector` keeps the state of its streams on the host, wherever the model runs, so that it can be
+saved: it serves windowed models. `DeviceSpeechDetector` keeps it on the GPU and never makes the host wait: it serves
+frame-synchronous models. `DetectorSlots` assigns the slots of the state tensors to streams, for both.
 """
 
 from __future__ import annotations
@@ -29,6 +31,8 @@ Samples = NDArray[np.float32]
 
 
 class HasSlot(Protocol):
+    """The host-side state of a stream knows its slot."""
+
     slot: int
 
 

@@ -1,15 +1,16 @@
-"""Speaker labels and the turn detector of a frame-synchronous model on a GPU, in a process of their own.
+"""Background process: computes speaker labels and runs the turn detector for a frame-synchronous model on a GPU.
 
     python -m engine.server.background_process FD
+
+The engine starts it beside itself. `BackgroundProcess` is the engine's side, used by the loop, with `ProcessTracks` for
+the labels and `SentAudio` for the questions; `main` is the process. Windowed models, and models on a CPU, do the same
+work on threads of the engine instead (`engine/runner/background.py`).
 
 Labels cost more of the processor than everything else that an engine's loop does for a stream, and so does the audio
 that a turn detector is given: for hundreds of streams they would take the loop's whole time, and the interpreter's lock
 lets no second thread help. So the loop sends audio, the detector's frames and questions about turns to this process,
-and gets labels and answers back. The process computes its models on the same GPU.
-
-The engine's side is `BackgroundProcess`, with `ProcessTracks` for the labels and `SentAudio` for the questions. The
-loop never waits: one thread writes and one reads. If the process ends, the engine ends too, and its streams are rebuilt
-with their labels elsewhere.
+and gets labels and answers back. The process computes its models on the same GPU. The loop never waits: one thread
+writes and one reads. If the process ends, the engine ends too, and its streams are rebuilt with their labels elsewhere.
 
 A message to the process is the lengths of its two parts (two 32-bit numbers), a list of commands, and the samples of
 their audio one after the other, as float32: samples are neither copied nor encoded on their way. The first message is
@@ -60,8 +61,8 @@ MAX_QUEUED_MESSAGES = 5000
 FAILURES_OF_A_LOST_DEVICE = 8
 # Buffers that the system takes in one call.
 BUFFERS_PER_CALL = 1000
-# How often the process looks for results of its models while no message comes.
-LOOK_EVERY_S = 0.005
+# How often the process polls its models for results while no message comes.
+RESULT_POLL_S = 0.005
 # Time within which the process ends when it is told to; it has nothing to save.
 END_S = 1.0
 # Time that the engine waits for it to load, before it serves.
@@ -187,14 +188,14 @@ _answers = msgpack.Decoder(list[Answer])
 
 
 class Recipes(NamedTuple):
-    """What makes the models in the process; None: it does not have this one."""
+    """The functions that make the models in the process; None: the process does not have this model."""
 
     embedder: Callable[[], Background[Any, Any]] | None
     turn_detector: Callable[[], Background[Any, Any]] | None
 
 
 class BackgroundProcess:
-    """The process, and what is sent and received. The loop collects commands in a step and sends them at its end."""
+    """The engine's side of the process. The loop collects commands during a step and sends them at its end."""
 
     def __init__(self, spec: ModelSpec, recipes: Recipes, window_samples: int = 0) -> None:
         self.spec = spec
@@ -261,7 +262,7 @@ class BackgroundProcess:
         return bool(self._in or self._commands) or self._broken
 
     def take_answers(self) -> None:
-        """Raises EngineDead if the process has ended."""
+        """Take in the answers that have arrived. Raises EngineDead if the process has ended."""
         if self._broken:
             raise EngineDead("the process of speaker labels and the turn detector ended")
         for _ in range(len(self._in)):
@@ -287,7 +288,7 @@ class BackgroundProcess:
 
     @property
     def pid(self) -> int | None:
-        """Of the process; None if it does not run."""
+        """The process id; None if the process does not run."""
         return None if self._process is None else self._process.pid
 
     def start(self) -> None:
@@ -594,6 +595,7 @@ class _Process:
 
 
 def main() -> None:
+    """Main function of the process: apply commands and send answers until the engine closes the socket."""
     # The engine decides when this process ends: it closes the socket.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
@@ -610,7 +612,7 @@ def main() -> None:
         process = _Process(embedder, turn_detector)  # type: ignore[arg-type]
         process.answers.append(_Ready())
         while True:
-            patience = LOOK_EVERY_S if process.is_waiting else 0.0 if process.answers else None
+            patience = RESULT_POLL_S if process.is_waiting else 0.0 if process.answers else None
             commands, audio = list[Command](), np.zeros(0, np.float32)
             if select.select([line], [], [], patience)[0]:
                 head = _exactly(line, _LENGTHS.size)

@@ -1,9 +1,12 @@
-"""Saved handoffs: each session's last value, as opaque bytes, on the engine that runs its stream.
+"""The engine's side of session handoff (`HandoffTable`): the saved state of each session, for a gateway that adopts it.
+
+A part of the host (`engine/server/host.py`). The state is opaque bytes that the session's gateway saves on the engine
+of its stream; `engine/client/handoff.py` is the gateway's side.
 
 Invariants: a session has one owner, and its owner number rises with each owner. Messages from a former owner, and
 requests to adopt that are older than the current owner, change nothing. A session whose owner is lost or has released
-it waits with its stream for the time that was asked for. The gateway that adopts it gets the value, the stream as it
-is, and the outputs that the value does not include.
+it waits with its stream for the time that was asked for. The gateway that adopts it gets the saved state, the stream as
+it is, and the outputs that the state does not include.
 """
 
 from __future__ import annotations
@@ -40,7 +43,7 @@ REVIEW_SECONDS = 0.25
 
 @dataclass(slots=True)
 class SavedHandoff:
-    """The saved value of one session."""
+    """The saved state of one session, its owner, and the gateways that want to adopt it."""
 
     key: str
     owner_number: int
@@ -67,7 +70,7 @@ class SavedHandoff:
 
 @dataclass(frozen=True, slots=True)
 class _Elsewhere:
-    """A session without a value here that still exists: its gateway has claimed it, or (owner None) has migrated it to
+    """A session that has no saved state here but exists: its gateway has claimed it, or (owner None) has migrated it to
     another engine."""
 
     owner_number: int
@@ -226,8 +229,8 @@ class HandoffTable:
         return now < self._in_doubt_until or now - self._ticked_at > STOOD_STILL_SECONDS
 
     def _claim(self, peer: Peer, claim: messages.Claim) -> None:
-        """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved values that it
-        continues without. Sessions that it does not name keep waiting: it may have released them, and the release may
+        """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved handoffs of those
+        that it continues. Sessions that it does not name keep waiting: it may have released them, and the release may
         be lost."""
         for key, number, is_elsewhere in claim.claims:
             handoff, (last, _) = self._handoffs.get(key), self.over.get(key, (0, 0.0))
@@ -302,9 +305,9 @@ class HandoffTable:
                 self._abort(old.loop_name)
 
     def _is_overgrown(self, handoff: SavedHandoff) -> bool:
-        told = 0 if handoff.hosted is None else len(handoff.hosted.outputs)
+        kept = 0 if handoff.hosted is None else len(handoff.hosted.outputs)
         return (
-            len(handoff.entries) > MOST_ENTRIES or handoff.entry_bytes > MOST_ENTRY_BYTES or told >= MOST_OUTPUTS_KEPT
+            len(handoff.entries) > MOST_ENTRIES or handoff.entry_bytes > MOST_ENTRY_BYTES or kept >= MOST_OUTPUTS_KEPT
         )
 
     def _adopt(self, peer: Peer, key: str, number: int) -> None:
@@ -385,7 +388,7 @@ class HandoffTable:
 
 
 def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
-    """Describe the stream as it was after the last output that the saved value includes."""
+    """Fill in the stream's state as it was after the last output that the saved handoff includes."""
     opening, ahead = hosted.opening, [output for _, output in hosted.outputs]
     answers = [output.tag for output in ahead if isinstance(output, messages.Flushed)]
     tokens = sum(len(output.tokens) for output in ahead if isinstance(output, messages.Text))

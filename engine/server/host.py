@@ -1,8 +1,9 @@
-"""`EngineHost`: connects the engine loop with any number of gateways. Used by `engine/server/main.py`.
+"""`EngineHost`: the engine's side of all links; connects the engine loop with any number of gateways.
 
-The host is single-threaded, like the loop. A tick takes in what has arrived (`CommandIntake`), runs one step, and sends
-one message to each gateway that has outputs, with the engine's load (`LoadReport`). Each gateway has its own cache,
-numbering and streams, and cannot see or harm those of the others.
+`engine/server/main.py` runs it on the engine's one thread. A tick receives messages, passes their commands to the loop
+(`CommandIntake`), runs one step, and sends one message to each gateway that has outputs, with the engine's load
+(`LoadReport`). Each gateway has its own cache, numbering and streams (`engine/server/peer.py`), and cannot see or harm
+those of the others.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ def active_at_once(recent: int, active: int) -> int:
 
 
 class LoadReport:
-    """Keeps one `Status` up to date from the loop's counters."""
+    """Keeps the `Status` that all gateways are sent up to date, from the loop's counters."""
 
     def __init__(self, loop: EngineLoop, now: float) -> None:
         limits = loop.scheduler.limits
@@ -100,7 +101,7 @@ class LoadReport:
         status.speaking = sum(stream.speaking for stream in streams)
         limits = loop.scheduler.limits
         if limits.resident_streams is not None:
-            # An upload keeps its place on the device as long as it has something to compute.
+            # An upload keeps its pages on the device as long as it has something to compute.
             uploads = sum(not stream.live for stream in loop.scheduler.streams.values())
             status.active_total = max(0, limits.resident_streams - uploads)
         recent = [stream for stream in streams if stream.live and stream.last_active_at > now - COUNTED_SECONDS]
@@ -158,7 +159,10 @@ Keyed = tuple[bytes, int, Payload | None]
 
 
 class CommandIntake:
-    """Passes commands to the loop under the loop's names for streams. `clock`: seconds."""
+    """Checks the commands of gateways and passes them to the loop, under the loop's names for streams.
+
+    `clock`: seconds.
+    """
 
     def __init__(
         self, loop: EngineLoop, hosted_streams: HostedStreams, handoffs: HandoffTable, clock: Callable[[], float]
@@ -287,12 +291,12 @@ class CommandIntake:
         """Give items the audio that came with their batch. Raises BadItem."""
         spec = self._loop.scheduler.spec
         for item in items:
-            place, item.data = item.data, None
+            index, item.data = item.data, None
             item.key, item.payload, item.arrival, item.embeds = b"", None, 0, 0
-            if place is not None:
-                if place >= len(audio):
+            if index is not None:
+                if index >= len(audio):
                     raise BadItem(name, f"the item at position {item.offset} refers to audio that was not sent")
-                item.key, item.payload = audio[place]
+                item.key, item.payload = audio[index]
             complaint = complaint_about(item, spec)
             if complaint is not None:
                 raise BadItem(name, f"item at position {item.offset}: {complaint}")

@@ -1,8 +1,9 @@
 """The engine's main loop (`EngineLoop`): each step detects speech, plans, executes and commits.
 
-It is single-threaded: the host submits commands and sends the outputs of each step. An asynchronous device computes one
-plan while the host commits the plan before it and makes the next one: a frame-synchronous step needs nothing from the
-step before that is not on the device already, and no stream is in both.
+It runs on the engine's one thread: the host (`engine/server/host.py`) submits commands and sends the outputs of each
+step. It owns the scheduler, the runner, the speech detection and everything else that is computed for streams. An
+asynchronous device computes one plan while the host commits the plan before it and makes the next one: a
+frame-synchronous step needs nothing from the step before that is not on the device already, and no stream is in both.
 
 A bad command ends only its own stream, and so does an unexpected error in the work for one stream. If the runner fails,
 or the scheduler's bookkeeping is inconsistent after an error, the engine stops.
@@ -99,7 +100,7 @@ class LaunchedStep:
     """A step that the device may still be computing."""
 
     plan: StepPlan
-    # Waits for the results.
+    # Waits for the results and returns them.
     answers: Callable[[], list[DecodeResult]]
     # Number of detector launches before this step.
     launches: int
@@ -246,7 +247,7 @@ class EngineLoop:
             committed = self._commit(outputs, self._most_ahead)
         else:
             committed = self._commit(outputs, 0)
-            self._say_the_rest(outputs)
+            self._append_remaining(outputs)
         self.meter.end(live_share)
         if self.listener is not None:
             self.listener.bound_words(outputs)
@@ -262,7 +263,7 @@ class EngineLoop:
             outputs += self._states.states_after_step(committed, outputs)
         self._forget_ended(outputs)
 
-    def _say_the_rest(self, outputs: list[Output]) -> None:
+    def _append_remaining(self, outputs: list[Output]) -> None:
         """Append the remaining outputs when nothing is under way and nothing is to be planned."""
         if self.listener is not None:
             self.listener.collect(self.listener.launches)
@@ -317,7 +318,7 @@ class EngineLoop:
                 model.warm_up()
 
     def close(self) -> None:
-        """Free what the loop holds outside of its own memory."""
+        """Stop the processes and threads of the models, and free their memory."""
         if self._process is not None:
             self._process.stop()
         if self._embedder is not None:
@@ -365,7 +366,10 @@ class EngineLoop:
         return plan
 
     def _targets(self, plans: Iterable[StepPlan]) -> list[Target]:
-        """Return what the runner computes in these plans: positions, and streams to open, which may restore a state."""
+        """(stream, start, end) of all positions that the runner computes in these plans.
+
+        A stream that is only opened counts too, because the runner may restore a saved state.
+        """
         found = [(task.stream, task.start, task.end) for part in plans for task in part.decode]
         computed = {name for name, *_ in found}
         for part in plans:
@@ -532,8 +536,8 @@ class EngineLoop:
             self._broken = error
 
     def _end_streams_with_errors(self) -> None:
-        surprises, self.scheduler.surprises = self.scheduler.surprises, []
-        for name, error in surprises:
+        unexpected_errors, self.scheduler.unexpected_errors = self.scheduler.unexpected_errors, []
+        for name, error in unexpected_errors:
             self._end_failed_stream(name, error)
 
     def _check_consistency(self) -> None:

@@ -1,6 +1,7 @@
-"""The engine process: builds the loop from a configuration, warms it up, and serves gateways.
+"""Main functions of the engine process: builds the loop from a configuration, warms it up, and serves gateways.
 
-Started by a gateway (`run_child`), by `tickertape engine`, or in a thread (`run_engine`).
+A gateway starts it as a child process (`run_child`); `tickertape engine` and `EngineThread` call `run_engine` in their
+own process. Everything runs on the calling thread, which owns the model, until the engine is stopped or drained.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""Measures the cost of steps while the engine runs, and derives load, upload and rebuild budgets from it.
+"""Measures the cost of steps (`StepMeter`), and derives the load, and the budgets of uploads and rebuilds, from it.
 
-The cost of a step has a fixed part and a part per stream (or position). Load alone does not tell how many more streams
-an engine can hold: a model that batches is always busy long before it is full, one that does not is full when it is
-busy. The two parts distinguish them. They come from least squares over the last steps with decreasing weights, so that
-old disturbances are forgotten.
+A part of the engine loop. The load goes to the gateways, which compute capacity from it (`engine/client/pool.py`). The
+cost of a step has a fixed part and a part per stream (or position). Load alone does not tell how many more streams an
+engine can hold: a model that batches is always busy long before it is full, one that does not is full when it is busy.
+The two parts distinguish them. They come from least squares over the last steps with decreasing weights, so that old
+disturbances are forgotten.
 """
 
 from __future__ import annotations

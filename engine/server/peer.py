@@ -1,4 +1,10 @@
-"""One gateway as the engine sees it: its numbering, audio cache and streams, and the messages waiting both ways."""
+"""One connected gateway as the engine sees it (`Peer`), and the streams of all gateways (`HostedStreams`).
+
+State of the host (`engine/server/host.py`). A `Peer` has its connection's message numbers, audio cache, and messages
+waiting in both directions. A `HostedStream` has what the host knows of a stream: its owner, its end, and the outputs
+and commands that are kept in case another gateway adopts it. What is computed for a stream is elsewhere, in the
+scheduler.
+"""
 
 from __future__ import annotations
 

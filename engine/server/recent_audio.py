@@ -1,9 +1,11 @@
-"""The recent audio of one stream (`RecentAudio`), kept for revisions, the turn detector and speaker labels.
+"""`RecentAudio`: the last audio of one stream in the engine, kept for the second pass, turn detector and speaker
+labels.
 
-Audio is kept in parts of one second, into which items are written one after the other, so that a turn is joined from
-few parts. Items without samples (declared silence, features) are kept as a length. Each part has the position of its
-first item, so that a saved state can tell from where on audio must be sent again. `cut` rounds to 16 bits: audio that a
-gateway kept with 16 bits and sends again gives the same samples.
+Each of these three keeps its own. (Audio that is kept to rebuild a stream is elsewhere:
+`engine/boundary/replay_log.py`.) Audio is kept in parts of one second, into which items are written one after the
+other, so that a turn is joined from few parts. Items without samples (declared silence, features) are kept as a length.
+Each part has the position of its first item, so that a saved state can tell from where on audio must be sent again.
+`cut` rounds to 16 bits: audio that a gateway kept with 16 bits and sends again gives the same samples.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ PART_SAMPLES = 16_000
 
 
 def new_samples(item: Item, spec: ModelSpec) -> Samples | int:
-    """The samples that an item adds to its stream; a number if they are silence, or prepared and not audio."""
+    """The samples that an item adds to its stream; their number if they are silence or the item has features."""
     count = item.covered_samples(spec.samples_per_position)
     if item.payload is None or item.payload.ndim > 1:
         return count
@@ -49,7 +51,7 @@ class _Part:
     start: int
     end: int
     position: int
-    # Those up to `end` are written. None: silence.
+    # Samples up to `end` are written. None: silence.
     samples: Samples | None
 
 
@@ -63,7 +65,7 @@ def _joined(parts: Iterable[_Part], start: int, end: int) -> Samples:
 
 
 class RecentAudio:
-    """Parts are added at the end and dropped at the beginning."""
+    """The audio from `start` to `end`, in samples of the stream: added at the end, dropped at the beginning."""
 
     def __init__(self) -> None:
         self._parts: deque[_Part] = deque()
@@ -96,11 +98,11 @@ class RecentAudio:
             self._parts.popleft()
 
     def cut(self, start: int, end: int) -> Samples:
-        """[start, end); silence where nothing is kept."""
+        """The audio of the samples [start, end); silence where nothing is kept."""
         return self.later_cut(start, end)()
 
     def later_cut(self, start: int, end: int) -> Callable[[], Samples]:
-        """The same audio when the function is called, on any thread."""
+        """A function that returns the same audio as `cut` and can be called later, on any thread."""
         # From the end: mostly the newest audio is wanted.
         return partial(_joined, list(takewhile(lambda part: part.end > start, reversed(self._parts))), start, end)
 

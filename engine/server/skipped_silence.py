@@ -1,15 +1,16 @@
-"""Skipped silence: long silence that a frame-synchronous model does not compute. Used by the engine loop.
+"""Skipped silence (`SilenceSkipper`): keeps long silence from a frame-synchronous model, which would compute all of it.
 
-Such a model computes every position it is given, although most of a conversation is another speaker's turn. So after a
-settled silence a live stream's audio waits here instead of going to the scheduler. Audio that lies far enough back is
-skipped; when speech starts, the stream continues a little before it. To the model the audio around a skip is
+A part of the engine loop, between its commands and the scheduler. Most of a conversation is another speaker's turn. So
+after a settled silence a live stream's audio waits here instead of going to the scheduler. Audio that lies far enough
+back is skipped; when speech starts, the stream continues a little before it. To the model the audio around a skip is
 contiguous. So there are two counts of positions: the *gateway count* includes skipped positions, the *engine count*
 does not. Sample times stay right, because each item has its sample.
 
-The gate of the stream's speech track decides. It starts open, opens with any speech that the track has found, and its
-hang-over is the silence that settles. Which items are skipped depends only on the probabilities, not on when they
-arrive: an item is released only when no later probability could skip it. A flush releases everything before it. Each
-skipped position is reported to the gateway as a `SKIPPED` token, so that a replay skips the same positions.
+The gate of the stream's speech track (`engine/server/speech_track.py`) decides. It starts open, opens with any speech
+that the track has found, and its hang-over is the silence that settles. Which items are skipped depends only on the
+probabilities, not on when they arrive: an item is released only when no later probability could skip it. A flush
+releases everything before it. Each skipped position is reported to the gateway as a `SKIPPED` token, so that a replay
+skips the same positions.
 """
 
 from __future__ import annotations
@@ -142,11 +143,11 @@ class SkippingStream:
                 head = self._recorded_part(head)
                 if head.offset not in self._recorded:
                     return self.counted(head)
-                self._cut(head, reached, told=True)
+                self._skip(head, reached, reported=True)
             elif gate is None:
                 return self.counted(head)
             elif (passed := self._position_offset(head, gate.floor)) > 0:
-                self._cut(self._split(head, passed), reached, told=False)
+                self._skip(self._split(head, passed), reached, reported=False)
             elif self._is_flushed():
                 return self.counted(head)
             else:
@@ -233,13 +234,14 @@ class SkippingStream:
         """A released item, with its offset on the engine count."""
         return structs.replace(item, offset=item.offset - self.skipped_positions) if self.skipped_positions else item
 
-    def _cut(self, item: Item, reached: int, told: bool) -> None:
+    def _skip(self, item: Item, reached: int, reported: bool) -> None:
+        """Count an item as skipped at the engine position `reached`."""
         self.skipped_positions += item.length
         if self._skips and self._skips[-1][0] == reached:
             self._skips.pop()
         self._skips.append((reached, self.skipped_positions))
         self._skip_until_sample = item.sample + self._samples(item)
-        if not told:
+        if not reported:
             self._unreported.append((reached, item.length))
             self.unreported += item.length
 
@@ -254,10 +256,10 @@ class SilenceSkipper:
     With `settings` None it only repeats recorded skips.
     """
 
-    def __init__(self, scheduler: Scheduler, settings: GateSettings | None, say: Callable[[Output], None]) -> None:
+    def __init__(self, scheduler: Scheduler, settings: GateSettings | None, emit: Callable[[Output], None]) -> None:
         self._scheduler = scheduler
         self._settings = settings
-        self._say = say
+        self._emit = emit
         self._streams: dict[str, SkippingStream] = {}
         self._now = 0
 
@@ -271,7 +273,7 @@ class SilenceSkipper:
             return message
         suspect, first = message.suspect, self._scheduler.spec.prefix_positions
         if suspect is not None:
-            start, end = (place - message.forced_tokens[: place - first].count(SKIPPED) for place in suspect)
+            start, end = (position - message.forced_tokens[: position - first].count(SKIPPED) for position in suspect)
             suspect = start, end
         kept = [token for token in message.forced_tokens if token != SKIPPED]
         return structs.replace(message, forced_tokens=kept, suspect=suspect)
@@ -284,7 +286,7 @@ class SilenceSkipper:
             raise StreamFinished(name, "was finished; open a new stream for more audio")
 
     def close(self, name: str) -> None:
-        """Does nothing for an unknown stream."""
+        """Drop a stream. Does nothing for an unknown stream."""
         self._streams.pop(name, None)
 
     def feed(self, name: str, items: list[Item], now: int) -> None:
@@ -302,7 +304,7 @@ class SilenceSkipper:
             stream.add(items)
             if stream.all_waits:
                 return
-        self._go_on(name, stream)
+        self._pass_on(name, stream)
 
     def flush(self, message: Flush, position: FindPosition | None = None) -> None:
         stream = self._streams.get(message.stream)
@@ -311,7 +313,7 @@ class SilenceSkipper:
             return
         self.check_open(message.stream)
         stream.add_mark(message, position)
-        self._go_on(message.stream, stream)
+        self._pass_on(message.stream, stream)
 
     def finish(self, message: Finish) -> None:
         stream = self._streams.get(message.stream)
@@ -321,7 +323,7 @@ class SilenceSkipper:
         self.check_open(message.stream)
         stream.finished = True
         stream.add_mark(message)
-        self._go_on(message.stream, stream)
+        self._pass_on(message.stream, stream)
 
     def gate(self, name: str) -> SpeechGate | None:
         """The gate that the stream's speech track has to drive; None if no silence of it is skipped."""
@@ -340,7 +342,7 @@ class SilenceSkipper:
             return
         stream.heard(sample, frame_samples)
         if not stream.all_waits:
-            self._go_on(name, stream)
+            self._pass_on(name, stream)
 
     def add_skips(self, outputs: Iterable[Output]) -> None:
         """Add the skipped positions to the texts, so that a replay skips the same."""
@@ -350,10 +352,12 @@ class SilenceSkipper:
                     stream.add_skips(output)
 
     def gateway_count(self, name: str, position: int) -> int:
+        """Convert an engine position of a stream to the gateway count."""
         stream = self._streams.get(name)
         return position if stream is None or not stream.skipped_positions else stream.gateway_count(position)
 
     def on_gateway_count(self, targets: Iterable[Target]) -> list[Target]:
+        """Convert the positions of targets to the gateway count."""
         find = self._streams.get
         return [
             (name, start, end)
@@ -362,11 +366,11 @@ class SilenceSkipper:
             for name, start, end in targets
         ]
 
-    def _go_on(self, name: str, cut: SkippingStream) -> None:
+    def _pass_on(self, name: str, skipping: SkippingStream) -> None:
         """Pass released items and marks to the scheduler, in order."""
         scheduler = self._scheduler
         while (stream := scheduler.streams.get(name)) is not None:
-            entry = cut.next(stream.available)
+            entry = skipping.next(stream.available)
             if isinstance(entry, Item):
                 scheduler.feed(name, [entry], self._now)
             elif entry is None:
@@ -378,6 +382,6 @@ class SilenceSkipper:
                 scheduler.finish(name)
         if stream is None:
             return
-        cut.forget_before(stream.computed)
-        if cut.unreported >= REPORT_AFTER_TOKENS and stream.computed == stream.available:
-            self._say(stream.text.report())
+        skipping.forget_before(stream.computed)
+        if skipping.unreported >= REPORT_AFTER_TOKENS and stream.computed == stream.available:
+            self._emit(stream.text.report())

@@ -1,9 +1,10 @@
-"""Speaker labels for the streams of an engine that ask for them.
+"""Speaker labels of an engine's streams: `SpeakerTrack` for one stream, `SpeakerTracks` for all that ask for labels.
 
-`SpeakerTrack` follows one stream: it keeps the audio until the detector has judged it, cuts pieces, has their
-embeddings computed elsewhere, and turns them into labels in the order of the audio. What the labels are depends on the
-audio alone; when they are sent depends on how fast embeddings are computed. `SpeakerTracks` holds the tracks of all
-streams, and keeps the end of a stream back until its last labels are known.
+A part of the engine loop, or of the background process (`engine/server/background_process.py`). A track keeps the audio
+until the speech detector has judged it, cuts pieces, has their embeddings computed on other threads
+(`engine/runner/background.py`), and turns them into labels in the order of the audio; the decisions themselves are in
+`engine/server/speakers.py`. Labels depend on the audio alone; when they are sent depends on how fast embeddings are
+computed. `SpeakerTracks` delays the end of a stream until its last labels are known.
 """
 
 from __future__ import annotations
@@ -229,6 +230,7 @@ class SpeakerTrack:
 
 
 def spans(labels: Iterable[Label]) -> list[LabelSpan]:
+    """Labels in the form in which they are sent."""
     return [(label.start, label.end, label.speaker, label.confidence) for label in labels]
 
 

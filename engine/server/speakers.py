@@ -1,8 +1,9 @@
-"""Who speaks: cuts the speech of a stream into pieces, and gives every piece the number of a voice.
+"""Who speaks: cuts the speech of a stream into pieces (`PieceCutter`), and numbers their voices (`SpeakerLabels`).
 
-`PieceCutter` collects the frames with a voice and cuts them into pieces for the embedding model. Where it cuts
-depends on the audio alone, not on how it arrived. `SpeakerLabels` compares the pieces' embeddings with the voices that
-it knows and decides. A label is decided when the audio is `lag_samples` past the middle of its piece; it never changes.
+Called by `engine/server/speaker_tracks.py`; computes no embeddings itself. `PieceCutter` collects the frames with a
+voice and cuts them into pieces for the embedding model. Where it cuts depends on the audio alone, not on how it
+arrived. `SpeakerLabels` compares the pieces' embeddings with the voices that it knows and decides. A label is decided
+when the audio is `lag_samples` past the middle of its piece; it never changes.
 
 Both are pure functions of the stream: a saved state continues with the same labels. Embeddings are rounded to integers
 first, and voices are sums of integers, so that the order of additions and the machine do not matter.
@@ -15,14 +16,13 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from engine import weights
 from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS, PIECE_SAMPLES, ROUNDING
+from engine.weights.registry import ShippedFile
 
 Samples = NDArray[np.float32]
 Embedding = NDArray[np.int64]
@@ -42,7 +42,7 @@ MAX_STATE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class CutSettings:
-    """Counts are in frames of the detector, 32 ms each."""
+    """Settings of a `PieceCutter`. Counts are in frames of the detector, 32 ms each."""
 
     # Speech frames of a piece, and how many of them are new in the next piece.
     piece_frames: int = PIECE_SAMPLES // FRAME_SAMPLES
@@ -198,13 +198,14 @@ class VoiceModel:
 
 @cache
 def shipped_model() -> VoiceModel:
-    saved = json.loads((Path(weights.__file__).parent / "shipped" / "voices.json").read_text())
+    """The model that comes with the package."""
+    saved = json.loads(ShippedFile("voices.json").path.read_text())
     return VoiceModel(np.array(saved["mean"], np.int64), saved["within"], saved["between"])
 
 
 @dataclass(frozen=True, slots=True)
 class LabelSettings:
-    """Costs are natural logarithms of odds. The defaults were chosen on mixed conversations, see docs/speakers.md."""
+    """Settings of `SpeakerLabels`. Costs are natural logarithms of odds; docs/speakers.md says how they were chosen."""
 
     # Pieces of one person are not independent of each other: half a second of speech counts as this many pieces.
     evidence: float = 0.53
@@ -261,6 +262,8 @@ class Evidence:
 
 @dataclass(slots=True, eq=False)
 class Voice:
+    """A speaker of the stream: its number, what is known of its voice, and its name if it was enrolled."""
+
     number: int
     known: Evidence
     name: str = ""
@@ -288,7 +291,7 @@ class _Hypothesis:
 
     score: float
     path: tuple[int, ...]
-    # Places of the pieces of the new voice, and what they tell of it.
+    # Indices of the pieces of the new voice, and what they tell of it.
     places: tuple[int, ...] = ()
     new: Evidence | None = None
 
@@ -307,11 +310,11 @@ def _span(piece: Piece, labelled: int, following: Piece | None) -> tuple[int, in
     return start, max(start, (piece.middle + following.middle) // 2)
 
 
-def _confidence(hypotheses: Sequence[_Hypothesis], place: int) -> float:
+def _confidence(hypotheses: Sequence[_Hypothesis], index: int) -> float:
     """How sure the best hypothesis is of a piece, by its distance to the best one that says otherwise: between 0 and
     1."""
     best = hypotheses[0]
-    others = (other.score for other in hypotheses if other.path[place] != best.path[place])
+    others = (other.score for other in hypotheses if other.path[index] != best.path[index])
     margin = best.score - next(others, best.score - 4.0)
     return round(1 / (1 + math.exp(-min(30.0, margin))), 3)
 

@@ -1,10 +1,11 @@
-"""Runs the speech detector over the streams of an engine (`Listener`), and tells the scheduler which audio to compute.
+"""Speech detection in the engine loop (`Listener`): runs the detector over all streams, and applies what it finds.
 
-Before a step is planned, the detector processes all audio that has arrived since (`PendingAudio`). Its probabilities go
-to the speech track of each stream (`engine/server/speech_track.py`). What the track finds is sent to the gateway as
-`Speech`, and what the gate of a windowed model decides (begin, pause, end, skip) is applied to the scheduler.
-`LastSpeech` serves flushes of frame-synchronous models: it says where speech ended, once the audio before the flush has
-been processed.
+Before a step is planned, the detector processes all audio that has arrived since the last step (`PendingAudio`). Its
+probabilities go to the speech track of each stream (`engine/server/speech_track.py`), which decides where speech is.
+The listener sends what the track finds to the gateway as `Speech`, applies the decisions of a windowed model's gate
+(begin, pause, end, skip) to the scheduler, and passes the frames on to skipped silence, speaker labels and turn
+questions. `LastSpeech` serves flushes of frame-synchronous models: it says where speech ended, once the audio before
+the flush has been processed. The detector itself is in `engine/runner/speech.py`.
 """
 
 from __future__ import annotations
@@ -113,8 +114,8 @@ class LastSpeech:
 
     def __init__(self, track: SpeechTrack) -> None:
         self._track = track
-        # End of the received audio, and end of the audio at the last flush without a pause.
-        self.came = self.asked_until = 0
+        # Samples at which the received audio ends, and at which it ended at the last flush without a pause.
+        self.received_until = self.asked_until = 0
         # Length of the shortest frame so far.
         self._frame = 0
         # (end of the audio at the time of the question, callback)
@@ -126,7 +127,7 @@ class LastSpeech:
 
     def ask(self, then: Callable[[int], None]) -> None:
         """Call `then` with the end of the last speech in the audio received so far, as soon as that is known."""
-        self._asked.append((self.came, then))
+        self._asked.append((self.received_until, then))
         self.answer()
 
     def answer_all(self) -> None:
@@ -147,14 +148,14 @@ class LastSpeech:
 
 # A stream that is about to be computed, and its positions [start, end).
 Target = tuple[str, int, int]
-# Consecutive streams that may fail in the detector; after one more failure the detector itself is broken.
-MOST_UNHEARD = 3
+# Consecutive failures of the detector on single streams; after one more the detector itself counts as broken.
+MOST_FAILURES_IN_A_ROW = 3
 
 logger = logging.getLogger(__name__)
 
 
 class FollowsTracks(Protocol):
-    """What follows the speech tracks of frame-synchronous streams (`SilenceSkipper`)."""
+    """The interface of `SilenceSkipper`, which is told how far the speech tracks of frame-synchronous streams are."""
 
     def gate(self, name: str) -> SpeechGate | None:
         """The gate that the stream's track has to drive, if any."""
@@ -175,8 +176,8 @@ class Listener:
     later (`collect`).
 
     Callbacks: `emit` sends an output, `announce` is called with the streams about to be processed, and `end_failed`
-    ends a stream with an error. `skipper` and `speakers` hear what the tracks have found; `questions` keeps it back
-    while the turn detector is asked.
+    ends a stream with an error. `skipper` and `speakers` are given what the tracks have found; `questions` holds the
+    messages with it while the turn detector is asked.
     """
 
     def __init__(
@@ -196,8 +197,8 @@ class Listener:
         self._questions = questions
         self._detector = detector
         self._tracks: dict[str, SpeechTrack] = {}
-        # End of the audio received.
-        self._came: dict[str, int] = {}
+        # Per stream: the sample at which the received audio ends.
+        self._received_until: dict[str, int] = {}
         # The gates of windowed models; each is part of its track.
         self._gates: dict[str, SpeechGate] = {}
         # For streams with a gate: where their words can be.
@@ -220,7 +221,7 @@ class Listener:
         self.launches = 0
         self._pending_audio: dict[str, PendingAudio] = {}
         # Consecutive streams on which the detector failed.
-        self._unheard_in_a_row = 0
+        self._failures_in_a_row = 0
         # For streams of a frame-synchronous model.
         self._spoken: dict[str, LastSpeech] = {}
 
@@ -233,7 +234,7 @@ class Listener:
         name = message.stream
         self._detector.open(name)
         self._open.add(name)
-        self._came[name] = 0
+        self._received_until[name] = 0
         gate = self._skipper.gate(name)
         if self._gate_settings is not None:
             live = self._scheduler.streams[name].live
@@ -250,12 +251,12 @@ class Listener:
     def change_turns(self, name: str, rule: TurnRule | None) -> None:
         """Use another rule from the end of the audio received so far."""
         if name in self._tracks:
-            self._tracks[name].change(rule, self._came[name])
+            self._tracks[name].change(rule, self._received_until[name])
 
     def end_speech(self, name: str) -> None:
         """The client has ended the turn at the end of the audio received so far."""
         if name in self._tracks:
-            self._tracks[name].restart(self._came[name])
+            self._tracks[name].restart(self._received_until[name])
 
     def end_questions(self, name: str, pause: int) -> None:
         """The turn before this pause has ended: the turn detector is not asked about it any more."""
@@ -268,7 +269,7 @@ class Listener:
             self._open.remove(name)
             self._detector.close(name)
             self._tracks.pop(name, None)
-            self._came.pop(name, None)
+            self._received_until.pop(name, None)
             self._gates.pop(name, None)
             self._times.pop(name, None)
             self._spoken.pop(name, None)
@@ -281,9 +282,9 @@ class Listener:
             pending_audio = self._pending_audio[name] = PendingAudio(self._scheduler.spec)
         end, spoken = pending_audio.add(items), self._spoken.get(name)
         if items:
-            self._came[name] = end
+            self._received_until[name] = end
             if spoken is not None:
-                spoken.came = end
+                spoken.received_until = end
 
     def detect(self) -> None:
         """Detect speech in the audio received since the last call, and apply the gates' decisions."""
@@ -351,7 +352,7 @@ class Listener:
                 then(lambda: position)
 
     def end_now(self, name: str) -> None:
-        """Text is wanted now: end an open utterance here, and skip doubtful audio."""
+        """Text is wanted now: end an open utterance at the end of the received audio, and skip doubtful audio."""
         gate, stream, spoken = self._gates.get(name), self._scheduler.streams.get(name), self._spoken.get(name)
         if stream is None or stream.finished:
             return
@@ -359,7 +360,7 @@ class Listener:
         if (gate is not None or waits) and name in self._pending_audio:
             self.detect()
         if spoken is not None:
-            spoken.asked_until = spoken.came
+            spoken.asked_until = spoken.received_until
             if waits:
                 self.collect(self.launches)
             if name in self._spoken:
@@ -390,7 +391,7 @@ class Listener:
         """Restore a saved state, with the rule of that moment."""
         self._detector.resume(name, parts["detector"])
         self._tracks[name].load(parts["track"])
-        self._came[name] = self._scheduler.streams[name].clock.end_sample
+        self._received_until[name] = self._scheduler.streams[name].clock.end_sample
         if name in self._gates:
             self._gates[name].resume(parts["gate"])
             self._times[name].resume(parts["times"])
@@ -417,16 +418,16 @@ class Listener:
             answers = self._detector.launch(batch)
             if not self._detector.overlaps_steps:
                 found = answers()
-                self._unheard_in_a_row = 0
+                self._failures_in_a_row = 0
                 return found
             self._answers.append(answers)
             self.launches += 1
-            self._unheard_in_a_row = 0
+            self._failures_in_a_row = 0
             return []
         except Exception as error:
             if len(batch) == 1:
-                self._unheard_in_a_row += 1
-                if self._unheard_in_a_row > MOST_UNHEARD:
+                self._failures_in_a_row += 1
+                if self._failures_in_a_row > MOST_FAILURES_IN_A_ROW:
                     raise EngineDead(f"the speech detector failed: {type(error).__name__}: {error}") from error
                 self._end_failed(batch[0][0], error)
                 return []
@@ -449,7 +450,7 @@ class Listener:
         if len(failed) == len(batch):
             last = failed[-1][1]
             raise EngineDead(f"the speech detector failed: {type(last).__name__}: {last}") from last
-        self._unheard_in_a_row = 0
+        self._failures_in_a_row = 0
         for name, reason in failed:
             self._end_failed(name, reason)
         return found
@@ -477,7 +478,7 @@ class Listener:
                 self._emit(ready)
 
     def _track(self, speech: Speech) -> None:
-        """Pass the frames to the stream's track, and what it finds to all that follow it."""
+        """Pass the frames to the stream's track, and what it finds to the scheduler, `LastSpeech` and the skipper."""
         name, frame = speech.stream, speech.frame_samples
         track, spoken, gate = self._tracks[name], self._spoken.get(name), self._gates.get(name)
         if spoken is not None:

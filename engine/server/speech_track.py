@@ -1,6 +1,7 @@
-"""The one judge of speech: `SpeechTrack` turns the speech probabilities of one stream into events at exact samples.
+"""`SpeechTrack`: turns the speech probabilities of one stream into events of speech and silence at exact samples.
 
-No other module compares a speech probability with a threshold. What hears the events:
+`Listener` (`engine/server/speech.py`) has one per stream, in the engine loop. No other module compares a speech
+probability with a threshold. These use what it finds:
 
 - the session, through the gateway: where turns begin, pause and end, where utterances end, whether a model stalls;
 - the gate of a windowed model and the skipped silence of a frame-synchronous one: which audio the model gets;
@@ -79,7 +80,7 @@ _SURE = 1e-4
 
 @dataclass(frozen=True, slots=True)
 class GateSettings:
-    """Durations in samples at 16 kHz, evidence in log-odds times seconds. The defaults were measured."""
+    """Settings of a `SpeechGate`. Durations are samples at 16 kHz, evidence is log-odds times seconds."""
 
     # Evidence that opens the gate: a quarter of a second that leaves no doubt, or a second at a probability of 0.9.
     evidence: float = 1.5
@@ -95,7 +96,7 @@ class GateSettings:
     hang_over_samples: int = 608 * _SAMPLES_PER_MS
     # Doubtful audio is held back no longer than this.
     hold_samples: int = 5_000 * _SAMPLES_PER_MS
-    # A longer utterance is split at the quietest place in its second half (None: it is never split).
+    # A longer utterance is split at the quietest point in its second half (None: it is never split).
     longest_samples: int | None = None
     # The gate opens with any speech that the track has found, and does not close before it has fallen.
     follows_track: bool = False
@@ -169,6 +170,8 @@ Decision = Skip | Begin | Pause | Resume | End | SplitUtterance
 
 
 class GateState(Enum):
+    """The states of a `SpeechGate`."""
+
     QUIET = auto()
     DOUBTFUL = auto()
     OPEN = auto()
@@ -206,7 +209,7 @@ class SpeechGate:
         self._speech_end = sample
         self._paused_at: int | None = None
         self._last_utterance_end: int | None = None
-        # The last probabilities; (sum of probabilities, sample) of the best place to split the utterance.
+        # The last probabilities; (sum of probabilities, sample) of the best point to split the utterance.
         self._recent: list[float] = []
         self._calmest: tuple[float, int] | None = None
 
@@ -334,7 +337,7 @@ class SpeechGate:
         return self._end(self._paused_at) if quiet >= self.settings.hang_over_samples else None
 
     def _cut_if_long(self, probability: float, frame_samples: int) -> SplitUtterance | None:
-        """In OPEN: split an utterance that is too long at the quietest place in its second half."""
+        """In OPEN: split an utterance that is too long at the quietest point in its second half."""
         longest = self.settings.longest_samples
         if longest is None or not self.is_open:
             return None

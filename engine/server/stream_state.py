@@ -1,9 +1,11 @@
-"""Saves the states of windowed streams as plain data, so that another engine can continue exactly there.
+"""Saves and restores the states of windowed models' streams as plain data, so that another engine can continue exactly.
 
-The next text of a windowed model depends on more than its window: on the hypothesis of the pass before, the utterance
-before, where strides begin, and the states of speech detector and gate. Reading the audio of the window again gives
-different words now and then. So the state itself, a few kilobytes, is sent to the gateway: with every text, so that
-the gateway never has a text without the state after it, and now and then in between, so that a replay is short.
+A part of the engine loop, which sends the states to the gateways as `StreamState`. The next text of a windowed model
+depends on more than its window: on the hypothesis of the pass before, the utterance before, where strides begin, and
+the states of speech detector and gate. Reading the audio of the window again gives different words now and then. So the
+state itself, a few kilobytes, is sent: with every text, so that the gateway never has a text without the state after
+it, and now and then in between, so that a replay is short. Each part of a state is written and read by the module that
+owns it; this one collects them.
 """
 
 from __future__ import annotations

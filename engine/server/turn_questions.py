@@ -1,13 +1,14 @@
 """Asks the turn detector in the pauses of streams whose rule wants it, and sends its answers with the events of speech.
 
-The speech track says when to ask (`TurnScored` without an answer). The detector answers outside of the loop, so that no
-stream waits for it; only the `Speech` message with the question, and those after it, are kept back until the answer is
-in them. So the gateway gets every answer at its sample, in order with the other events, and what it decides depends on
-the audio and the text alone. The wait is bounded by audio and not by time: an answer that is not there after
-`WAIT_MESSAGES` more messages of the stream is left out for good, and so is one that is open when the client ends the
-turn or the stream. (Messages and not samples: after a rebuild one message has the audio of many seconds.)
+A part of the engine loop; the detector itself computes on other threads (`engine/runner/background.py`). The speech
+track says when to ask (`TurnScored` without an answer). No stream waits for an answer; only the `Speech` message with
+the question, and those after it, are held until the answer is in them. So the gateway gets every answer at its sample,
+in order with the other events, and what it decides depends on the audio and the text alone. The wait is bounded by
+audio and not by time: an answer that is not there after `WAIT_MESSAGES` more messages of the stream is left out for
+good, and so is one that is open when the client ends the turn or the stream. (Messages and not samples: after a rebuild
+one message has the audio of many seconds.)
 
-What is kept back belongs to the state of a stream: another engine asks again.
+Messages that are held belong to the state of a stream: another engine asks again.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Corrects the word times of windowed models with the speech detector.
+"""`WordTimes`: corrects the times of a windowed model's words by where the speech detector has found sound.
 
-A windowed model locates a word by its attention. That is accurate to a few tenths of a second and changes from pass to
-pass: a word may seem to last into the silence after it, or to begin before the word before has ended. The speech
-detector knows to a frame where speech is. So words end with the speech they are in, and do not overlap.
-
-Times are samples of the engine's stream. No I/O.
+The listener (`engine/server/speech.py`) has one per stream and applies it to every text before it is sent. A windowed
+model locates a word by its attention. That is accurate to a few tenths of a second and changes from pass to pass: a
+word may seem to last into the silence after it, or to begin before the word before has ended. The speech detector knows
+to a frame where speech is. So words end with the speech they are in, and do not overlap. Times are samples of the
+engine's stream. No I/O.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ SAMPLE_RATE = 16_000
 GRACE_SAMPLES = SAMPLE_RATE // 10
 # A word in silence belongs to speech that is detected at most this much later.
 ONSET_SAMPLES = 6 * SAMPLE_RATE // 10
-# How long speech before the model's window is kept: marks and unfinished words may come late.
+# How long intervals of sound before the model's window are kept: unfinished words may come late.
 KEPT_SAMPLES = 10 * SAMPLE_RATE
 
 
 class WordTimes:
-    """The word times of one stream."""
+    """Where one stream has sound, and the end of its last word."""
 
     def __init__(self) -> None:
         # Starts and ends (samples) of the intervals of sound. They neither touch nor overlap.
@@ -55,7 +55,7 @@ class WordTimes:
             self._said_until = word.end_sample
 
     def bound_revised(self, words: Iterable[Word]) -> None:
-        """Correct the times of words that take the place of earlier ones."""
+        """Correct the times of words that replace earlier ones."""
         until = 0
         for word in words:
             word.end_sample = max(self._latest_end(word), until)

@@ -1,4 +1,7 @@
-"""The folder in which models are kept. A module of its own: it is asked for before slow modules are imported."""
+"""The path of the folder in which downloaded models are kept (`cache_folder`).
+
+A module of its own, because commands need it before they import slow modules.
+"""
 
 from __future__ import annotations
 

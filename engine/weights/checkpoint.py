@@ -1,4 +1,8 @@
-"""Reads checkpoint folders in safetensors format, whole or sharded, and checks them against the expected tensors."""
+"""Reads checkpoint folders in safetensors format: configuration, tensors (checked by name and shape), and fingerprint.
+
+Used when a model is loaded. Weights may be one file or shards. Gateways compare `fingerprint`s, so that engines with
+different weights under one name are not mixed.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +32,7 @@ class BadCheckpoint(EngineError):
 
 
 def read_config(directory: Path) -> dict[str, Any]:
+    """The contents of config.json. Raises BadCheckpoint."""
     try:
         config = json.loads((directory / CONFIG_FILE).read_text(encoding="utf-8"))
     except OSError as error:

@@ -1,7 +1,8 @@
-"""Reads trained weights from ONNX (protobuf) and ORT (flatbuffer) files, and gives them transformers' names.
+"""Reads weights from ONNX (protobuf) and ORT (flatbuffer) files, and gives them the names of transformers checkpoints.
 
-Only initializers and the names around each node are read. This takes a few wire types of two documented formats, so
-neither runtime is a dependency. Quantised tensors have a scale and a zero point and are dequantised here, once.
+`tickertape pull` uses it to convert packages of Moonshine, Whisper and the turn detector (`registry.py`). Only
+initializers and the names around each node are read. This takes a few wire types of two documented formats, so neither
+runtime is a dependency. Quantised tensors have a scale and a zero point and are dequantised here, once.
 """
 
 from __future__ import annotations

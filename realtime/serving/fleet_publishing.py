@@ -25,7 +25,7 @@ import msgspec
 
 from engine.boundary.codec import Frames
 from engine.boundary.sockets import CannotListen, GatewayListener, GatewaySocket, LinkKeys, link_context
-from engine.client.pool import LOOK_SECONDS, GatewayEntry, TableFile
+from engine.client.pool import TABLE_POLL_SECONDS, GatewayEntry, TableFile
 from engine.fleet_secret import derive
 from realtime.config import Config
 from realtime.serving.publishing import (
@@ -657,7 +657,7 @@ class FleetNames:
                 if now - ticked >= BEAT_S:
                     ticked = now
                     self.tick()
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(TABLE_POLL_SECONDS)
         finally:
             self.close()
 

@@ -302,7 +302,7 @@ class SessionHandoff:
     async def renew(self) -> bool:
         """Raise the owner number, because the client has come back to this process: earlier claims become invalid.
 
-        Returns whether the session is still ours. Raises EngineDead if the engine that has it does not answer.
+        Returns whether the session is still ours. Raises EngineUnreachable if the engine that has it does not answer.
         """
         link = None if self._link is None or self._link.lost is not None else self._link
         number = await self._engine.renew(Owned(self._key, self.number, link))
@@ -425,5 +425,5 @@ class SessionHandoff:
         word.base, word.chunk = self._base(last, moves)
         word.entries, word.last = [], last
         word.keep_s, word.keep_bytes = self._settings.keep_s, self._settings.keep_bytes
-        word.position_offset, word.sample_offset = target.before
+        word.position_offset, word.sample_offset = target.offsets
         self._stale, self._since_base = False, 0

@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
 from engine.client.handoff import Owned
-from engine.errors import EngineDead
+from engine.errors import AdoptionFailed, EngineUnavailable
 from engine.options import COUNTED_SECONDS
 from realtime.config import Config
 from realtime.dialects.base import Dialect, SessionFacts
@@ -227,7 +227,7 @@ class Sessions:
         if session_id is not None:
             try:
                 entry = await self._owned_or_adopted(session_id, caller.name, has_left)
-            except EngineDead as error:
+            except EngineUnavailable as error:
                 # The session may still exist in an engine that does not answer: not 410.
                 raise self._refusal(
                     "not_ready", 503, "engine_not_ready", "The engine of this session does not answer; try again.", 1
@@ -291,7 +291,7 @@ class Sessions:
     # Handoff between processes
 
     async def _owned_or_adopted(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
-        """The session of this process if it still owns it; else the session is adopted. Raises EngineDead."""
+        """The session of this process if it still owns it; else the session is adopted. Raises EngineUnavailable."""
         if self._handoff_store is None or self.draining:
             return self.entries.get(session_id)
         assert self.standstill is not None
@@ -327,7 +327,7 @@ class Sessions:
             # This process was stopped between the two messages of the engine.
             if adopted.stream is not None:
                 adopted.stream.abort_everywhere()
-            raise EngineDead("another gateway has just adopted the session; try again in a few seconds")
+            raise AdoptionFailed("another gateway has just adopted the session; try again in a few seconds")
         try:
             entry = self._maker.adopt(session_id, caller, adopted)
         except Exception as error:

@@ -115,7 +115,7 @@ class TimedWord:
     start: int
     end: int
     # (bytes, log-probability) of each token, and the probability of the word; empty and None if the model has none.
-    chances: tuple[messages.Chance, ...] = ()
+    chances: tuple[messages.TokenLogProbability, ...] = ()
     confidence: float | None = None
     # Language code, and the model's probability that there was no speech.
     language: str = ""

@@ -18,7 +18,7 @@ from engine.boundary.input_cache import SenderCache
 from engine.client.link import Processor
 from engine.client.pool import Capacity
 from engine.client.prepared_audio import Rendered, render
-from engine.errors import AtCapacity, EngineDead, StreamFinished
+from engine.errors import AtCapacity, EngineUnreachable, StreamFinished
 from engine.options import Options
 from engine.server.speech_track import SpeechTrack
 from engine.spec import NAMES, ModelSpec
@@ -315,7 +315,7 @@ class FakeEngine:
         if len(self.active) >= self.slots:
             raise AtCapacity(stream, "no room")
         if not self.ready:
-            raise EngineDead("no engine")
+            raise EngineUnreachable("no engine")
         opened = FakeStream(self, stream, live)
         opened.turns = turns
         opened.track = SpeechTrack(turns)

@@ -1,8 +1,9 @@
-"""Device memory for a step of `VoxtralRunner`: state by slot, inputs and results of the step, rows of encoder input.
+"""Input and output buffers of `VoxtralRunner` on the device: state by slot, numbers of a step, rows of encoder input.
 
-A step uploads one small block of integers and the samples of the items to encode. Everything else (each stream's last
-token, delay, number of blanks in a row, and page tables) is on the device already; only changes to it are uploaded.
-Uploads do not wait for the device: the next step can be uploaded while it computes this one.
+A part of the frame-synchronous runner. A step uploads one small block of integers and the samples of the items to
+encode. Everything else (each stream's last token, delay, number of blanks in a row, and page tables) is on the device
+already; only changes to it are uploaded. Uploads do not wait for the device: the next step can be uploaded while it
+computes this one.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Positions to encode: the slab row of each, and its samples with look-back and look-ahead."""
+    """Positions to encode: the row of each, and its samples with look-back and look-ahead."""
 
     rows: list[int]
     samples: list[NDArray[np.float32]]

@@ -1,8 +1,10 @@
-"""Device memory of `VoxtralRunner`: the paged keys and values of all streams, and the plan of how many streams fit.
+"""Device memory of `VoxtralRunner`: the pages of keys and values (`StackCache`), and how many streams fit
+(`plan_memory`).
 
-The scheduler assigns pages [0, pages) and slots [0, streams). Higher numbers belong to no stream: one page and one slot
-for the padding rows of a batch, and the pages and slots of the shared openings. An opening is the silence before every
-stream; its keys and values are computed once and copied.
+A part of the frame-synchronous runner; the scheduler decides which stream has which page (`engine/core/kv_pages.py`).
+It assigns pages [0, pages) and slots [0, streams). Higher numbers belong to no stream: one page and one slot for the
+padding rows of a batch, and the pages and slots of the shared openings. An opening is the silence before every stream;
+its keys and values are computed once and copied.
 """
 
 from __future__ import annotations
@@ -196,6 +198,7 @@ class MemoryPlan:
 
 
 def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout], name: str) -> ModelSpec:
+    """The facts about the model for scheduler and gateway."""
     return ModelSpec(
         name=name,
         sample_rate=16_000,

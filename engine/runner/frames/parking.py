@@ -1,6 +1,7 @@
-"""Host memory for the keys and values of parked streams (`VoxtralRunner`): silent streams whose pages others use.
+"""Parking for `VoxtralRunner`: copies the keys and values of silent streams to host memory and back (`ParkedPages`).
 
-A stream's pages are gathered on the device into one buffer, which is copied to the host beside the computation. On the
+The scheduler decides which streams are parked (`engine/core/scheduler.py`); others use their pages meanwhile. A
+stream's pages are gathered on the device into one buffer, which is copied to the host beside the computation. On the
 way back the copy starts one step before the stream is computed, and its pages are written when that step is launched.
 Everything is ordered by the device's own queues, so the engine's thread never waits for a copy.
 """

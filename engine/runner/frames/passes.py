@@ -1,8 +1,10 @@
-"""The passes of `VoxtralRunner` over the model: one position of many streams, chunks of known tokens, and openings.
+"""Forward passes of `VoxtralRunner` (`ModelPasses`): one position of many streams, chunks of known tokens, openings.
 
-Tokens are chosen greedily, with a guard against endless blanks. The model can emit blanks for minutes over real speech.
-The blank's logit then leads by 3.5 to 6.6, in true silence by 8.5 and more. So after a long run of blanks its logit is
-lowered step by step, by at most 7: enough to return to words in speech, too little to invent words in silence.
+A part of the frame-synchronous runner, which decides what a pass contains. Chunks serve rebuilt streams; an opening is
+the silence before every stream. Tokens are chosen greedily, with a guard against endless blanks. The model can emit
+blanks for minutes over real speech. The blank's logit then leads by 3.5 to 6.6, in true silence by 8.5 and more. So
+after a long run of blanks its logit is lowered step by step, by at most 7: enough to return to words in speech, too
+little to invent words in silence.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""The frame-synchronous runner: executes plans for Voxtral Realtime, one position per stream and 80 ms.
+"""`VoxtralRunner`: the frame-synchronous runner; executes plans for Voxtral Realtime, one position per stream and step.
 
-A live step is one batched pass over every stream in the plan: encode new items into the slab, gather each stream's
-input row, run encoder and decoder over paged keys and values, choose a token and keep it on the device as the stream's
-next input. On CUDA that pass is a recorded graph. A rebuilt stream repeats known tokens, so many of its positions run
-as one chunk; other streams with more than one position take part in further passes.
+The engine loop calls it on the engine's one thread. A live step is one batched pass over every stream in the plan:
+encode new items into the array of encoder rows, gather each stream's input row, run encoder and decoder over paged keys
+and values, choose a token and keep it on the device as the stream's next input. On CUDA that pass is a recorded graph.
+A rebuilt stream repeats known tokens, so many of its positions run as one chunk; other streams with more than one
+position take part in further passes.
 
 `launch` queues a plan's work on the device and reads nothing back: the input tokens of the next step are on the device
 already, and the host reads the results later.
@@ -77,6 +78,8 @@ BROKEN_LOGITS = "the model's output is not a number; the audio may hold values t
 
 @dataclass(frozen=True, slots=True)
 class RunnerSettings:
+    """Settings of a `VoxtralRunner`; `engine/runner/load.py` fills them from the engine's configuration."""
+
     device: str = "cuda"
     dtype: torch.dtype = torch.bfloat16
     # torch.float8_e4m3fn halves the memory of a stream.

@@ -16,7 +16,7 @@ from engine.boundary import codec
 from engine.boundary.crash_record import StreamInStep
 from engine.boundary.input_cache import SenderCache
 from engine.client.link import LinkEvents
-from engine.errors import AtCapacity, EngineDead
+from engine.errors import AtCapacity, EngineUnreachable
 from engine.messages import Abort, Command, Failed, Feed, Item, Open, Output
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec
@@ -110,7 +110,7 @@ class LoopLink:
         await asyncio.sleep(0)
         loop = self._host.loop
         if loop is None:
-            raise EngineDead("it is dead")
+            raise EngineUnreachable("it is dead")
         # A gateway that connects anew has nothing open.
         loop.submit([Abort(name) for name in list(loop.scheduler.streams)], 0)
         while loop.has_work():

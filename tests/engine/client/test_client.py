@@ -26,7 +26,7 @@ from engine.boundary.sockets import EngineSocket, GatewaySocket
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
 from engine.client.link import EngineMismatch, ItemRefused
-from engine.errors import AtCapacity, DuplicateStream, EngineDead, StreamFinished
+from engine.errors import AtCapacity, DuplicateStream, EngineUnreachable, StreamFinished
 from engine.messages import Closed, Failed, Item
 from engine.server.main import run_engine
 from tests.engine import fakes
@@ -64,9 +64,9 @@ async def test_an_engine_elsewhere_is_waited_for(tmp_path: Path, caplog: pytest.
     await fakes.until(lambda: "start one with `tickertape engine --listen ipc://" in caplog.text)
     assert not client.ready
     for needs_an_engine in (lambda: client.spec, lambda: client.render(fakes.speech(1, 1))):
-        with pytest.raises(EngineDead, match="no engine has answered yet"):
+        with pytest.raises(EngineUnreachable, match="no engine has answered yet"):
             needs_an_engine()
-    with pytest.raises(EngineDead, match="no engine is running"):
+    with pytest.raises(EngineUnreachable, match="no engine is running"):
         await client.open("a")
     async with engine_at(address):
         await asyncio.wait_for(client.wait_until_ready(), 20)
@@ -310,7 +310,7 @@ async def test_a_listener_is_told_what_a_reader_would_be() -> None:
                 await stream.finish()
                 outputs = [output async for output in stream]
             told.append(outputs)
-            assert stream.read == stream.outputs.told
+            assert stream.read == stream.outputs.received
     texts = ["".join(output.delta for output in outputs if isinstance(output, messages.Text)) for outputs in told]
     assert texts[0] == texts[1] and texts[0]
 

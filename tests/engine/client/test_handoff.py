@@ -13,7 +13,7 @@ from engine.client.client import EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
 from engine.client.handoff import AdoptedSession
 from engine.client.stream import EngineStream
-from engine.errors import EngineDead
+from engine.errors import EngineUnreachable
 from tests.engine import fakes
 
 AUDIO = fakes.speech(20, 3)
@@ -23,7 +23,7 @@ PIECE = 137
 def entrust(client: EngineClient, stream: EngineStream, consumed: int, *, last: bool = False) -> None:
     target = client.handoff_target(stream)
     assert target is not None
-    positions, samples = target.before
+    positions, samples = target.offsets
     target.link.send(
         messages.SaveHandoff(
             stream.id,
@@ -186,10 +186,10 @@ async def test_words_do_not_change_when_the_engine_is_lost_right_after_a_stream_
         await fakes.until(lambda: len(reader.said) > 0)
         if was_rebuilt:
             # The second engine says some things again, and has not received the flushes that the first one answered.
-            (pooled,), lost = second.supervisor.pool.all, stream.place.link
+            (pooled,), lost = second.supervisor.pool.all, stream.placement.link
             connected = pooled.link
             fakes.kill(engine.pid)
-            await fakes.until(lambda: stream.target is not None and stream.place.link is not lost)
+            await fakes.until(lambda: stream.target is not None and stream.placement.link is not lost)
             await fakes.until(lambda: pooled.link not in (None, connected))
         known = reader.said[: max(0, len(reader.said) - (0 if was_rebuilt else unread))]
         entrust(first, stream, stream.read if was_rebuilt else known[-1][0] if known else 0, last=True)
@@ -264,7 +264,7 @@ async def test_an_engine_that_was_lost_a_moment_ago_may_still_have_the_session(m
     engine = EngineThread(fakes.build, warm=False)
     absent = RemoteEngine("ipc:///nowhere/at/all", start_timeout_s=0.1)
     async with fakes.running(engine, absent) as client:
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineUnreachable):
             await client.adopt("key")
         monkeypatch.setattr(handoff, "UNSURE_SECONDS", 0.0)
         assert await client.adopt("key") is None

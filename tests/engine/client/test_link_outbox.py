@@ -29,7 +29,7 @@ from engine.client.link import (
 )
 from engine.client.replay import Replay
 from engine.client.stream import REPLAY_ITEMS, Delivery
-from engine.errors import EngineDead
+from engine.errors import EngineUnreachable
 from engine.messages import Abort, Feed, Finish, Flush, Item, Open
 from tests.engine import fakes
 
@@ -248,7 +248,7 @@ async def test_a_link_that_breaks_as_it_is_welcomed_is_no_link(monkeypatch: pyte
     # The welcome arrives, and the connection breaks before the task that waits for it can run.
     FakeSocket.made[-1].welcome()
     FakeSocket.made[-1].disconnect()
-    with pytest.raises(EngineDead, match="broke"):
+    with pytest.raises(EngineUnreachable, match="broke"):
         await connecting
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from engine.client.engine_handles import EngineProcess, EngineThread, RemoteEngine
-from engine.errors import EngineDead
+from engine.errors import EngineUnreachable
 from engine.messages import Closed, Dead, Failed
 from tests.engine import fakes
 
@@ -187,7 +187,7 @@ async def test_an_engine_killed_between_steps_makes_nobody_suspect() -> None:
         reader = asyncio.create_task(transcript.collect(stream))
         for deaths in range(1, 6):
             await stream.feed(fakes.speech(0.5, deaths))
-            await fakes.until(lambda: client.ready and stream.place.lost_at is None)
+            await fakes.until(lambda: client.ready and stream.placement.lost_at is None)
             await asyncio.sleep(0.1)
             fakes.kill(engine.pid)
             await fakes.until(lambda seen=deaths: client.metrics().restarts == seen)
@@ -311,7 +311,7 @@ async def test_an_open_that_dies_with_the_engine_leaves_no_ghost() -> None:
         os.kill(engine.pid, signal.SIGSTOP)
         await fakes.until(lambda: is_stopped(engine.pid))
         fakes.kill(engine.pid)
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineUnreachable):
             await opening
         await fakes.until(lambda: client.ready)
         assert client.metrics().streams_recovered == 0
@@ -330,7 +330,7 @@ async def test_a_stream_that_is_aborted_while_the_engine_is_away_ends_at_once() 
         transcript = fakes.Transcript()
         await transcript.collect(stream)
         assert isinstance(transcript.last, Closed)
-        with pytest.raises(EngineDead, match="no engine is running"):
+        with pytest.raises(EngineUnreachable, match="no engine is running"):
             await client.open("b")
         await fakes.until(lambda: client.ready)
         assert client.metrics().streams_recovered == 0

@@ -43,7 +43,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
     monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
     monkeypatch.setattr(recovery, "RETRY_S", 0.001)
-    monkeypatch.setattr(migration, "LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(migration, "MIGRATION_POLL_SECONDS", 0.0)
     yield
     LoopEngine.known.clear()
 

@@ -15,7 +15,7 @@ import pytest
 from engine.client import client as clients
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineThread
-from engine.errors import EngineDead
+from engine.errors import EngineUnreachable
 from tests.engine import fakes
 from tests.engine.client.test_pool_table import put
 
@@ -24,7 +24,7 @@ Listed = tuple[str, EngineThread] | tuple[str, EngineThread, str]
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "LOOK_SECONDS", 0.01)
+    monkeypatch.setattr(clients, "TABLE_POLL_SECONDS", 0.01)
 
 
 class Fleet:
@@ -76,7 +76,7 @@ PLAIN = partial(fakes.build)
 async def test_engines_are_connected_to_drained_and_left_as_the_table_says(tmp_path: Path) -> None:
     async with engines(PLAIN, PLAIN) as (one, two), fleet(tmp_path) as group:
         client = group.client
-        with pytest.raises(EngineDead):
+        with pytest.raises(EngineUnreachable):
             await client.open("too soon")
         group.list([("e1", one)])
         await group.connected("e1")

@@ -59,14 +59,14 @@ def test_punctuation_stays_with_its_word() -> None:
 def test_a_word_brings_the_chances_of_its_tokens() -> None:
     builder = WordBuilder()
     builder.push(" yes", 0, 80)
-    builder.note_chance(b" yes", -0.5)
+    builder.note_log_probability(b" yes", -0.5)
     builder.push(",", 80, 90)
-    builder.note_chance(b",", -2.0)
+    builder.note_log_probability(b",", -2.0)
     twin = WordBuilder()
     twin.resume(*builder.unfinished)
     for each in (builder, twin):
         assert each.push(" but", 200, 280) == Word("yes,", 0, 80, [(b" yes", -0.5), (b",", -2.0)])
-        each.note_chance(b" but", -0.1)
+        each.note_log_probability(b" but", -0.1)
         assert each.flush() == Word("but", 200, 280, [(b" but", -0.1)])
 
 

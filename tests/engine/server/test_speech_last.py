@@ -29,13 +29,13 @@ def told_of(probabilities: list[float], pieces: list[int], ends: list[int], earl
     for size in [*pieces, len(probabilities)]:
         part = probabilities[heard : heard + size]
         while waiting and (waiting[0] // FRAME <= heard + early or waiting[0] < (heard + len(part)) * FRAME):
-            spoken.came = waiting[0]
+            spoken.received_until = waiting[0]
             spoken.ask(partial(told.__setitem__, waiting[0]))
             waiting.pop(0)
         hear(track, spoken, part)
         heard += len(part)
     for end in waiting:
-        spoken.came = end
+        spoken.received_until = end
         spoken.ask(partial(told.__setitem__, end))
     return told
 
@@ -60,9 +60,9 @@ def test_the_answer_depends_on_the_audio_alone(
 def test_a_pause_waits_for_its_audio_and_is_told_in_order() -> None:
     track = SpeechTrack()
     spoken, told = LastSpeech(track), list[tuple[str, int]]()
-    spoken.came = 25
+    spoken.received_until = 25
     spoken.ask(lambda sample: told.append(("first", sample)))
-    spoken.came = 40
+    spoken.received_until = 40
     spoken.ask(lambda sample: told.append(("second", sample)))
     hear(track, spoken, [1.0])
     assert told == [] and spoken.is_asked

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from engine.errors import EngineDead
+from engine.errors import EngineUnreachable
 from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode, Refusal
@@ -66,7 +66,7 @@ class BrokenHandoff:
         pass
 
     async def left(self) -> None:
-        raise EngineDead("the engine is gone")
+        raise EngineUnreachable("the engine is gone")
 
 
 async def test_a_session_whose_last_save_fails_is_released_and_its_client_hears_of_it(

@@ -32,8 +32,8 @@ from tests.waiting import PATIENCE_S
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clients, "LOOK_SECONDS", 0.02)
-    monkeypatch.setattr(migration, "LOOK_SECONDS", 0.02)
+    monkeypatch.setattr(clients, "TABLE_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(migration, "MIGRATION_POLL_SECONDS", 0.02)
     monkeypatch.setattr(migration, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(handoff, "UNSURE_SECONDS", 0.5)
 

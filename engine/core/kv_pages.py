@@ -1,10 +1,11 @@
-"""Pages of keys and values: a pool that all streams share, and one ring table per stream and group.
+"""Page numbers of keys and values: the pool that all streams share (`PagePool`), and each stream's table (`RingTable`).
 
-A group is a set of layers that share one attention window. A block is a run of consecutive positions of a stream; a
-page is the place where a block is stored. A ring holds one window and the page being written. Once it is full, the page
-that leaves the window is reused for the next block, so a table never grows. The pages of a whole ring are reserved when
-a stream gets its place on the device, so a stream that computes never waits for a page. A silent stream can be parked:
-its pages go to host memory, and its reservation to another stream.
+Only numbers are kept here; the memory itself is in `engine/runner/frames/memory.py`. The scheduler owns the pools, a
+stream owns one table per group of layers with the same attention window. A page stores a block of consecutive
+positions. A table is a ring that holds one attention window and the page being written. Once it is full, the page that
+leaves the window is reused for the next block, so a table never grows. The pages of a whole ring are reserved when a
+stream is admitted or brought back to the device, so a stream that computes never waits for a page. A silent stream can
+be parked: its pages go to host memory, and its reservation to another stream.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""Imports the engine's modules and torch in less time than plain imports would take. It is to be imported before torch.
+"""Imports the engine's modules and torch faster than plain imports would. Imported for this effect, before torch.
 
-Garbage collection is off meanwhile, and without an NVIDIA device a part of torch that only its compilers need is left
-out. The fork server imports this module in advance, so that engines start as forks with everything loaded; a process
-that runs an engine itself imports it first. If torch is already imported, it does nothing.
+While it imports, garbage collection is off, and without an NVIDIA device a part of torch that only its compilers need
+is left out. The fork server (`engine/client/fork_server.py`) imports this module in advance, so that engines start as
+forks with everything loaded; a process that runs an engine itself (`tickertape engine`, `EngineThread`) imports it
+first. If torch is already imported, it does nothing.
 """
 
 from __future__ import annotations

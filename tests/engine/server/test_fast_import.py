@@ -9,7 +9,7 @@ import pytest
 
 QUICK = """
 import gc, sys
-import engine.server.preloaded
+import engine.server.fast_import
 import torch
 from pathlib import Path
 has_gpu = Path("/dev/nvidiactl").exists()
@@ -29,7 +29,7 @@ assert all(map(torch.equal, plain, ours))
 LATE = """
 import gc, sys
 import torch
-import engine.server.preloaded
+import engine.server.fast_import
 assert vars(sys.modules["torch._meta_registrations"]).get("register_meta")
 assert gc.isenabled() and not gc.get_freeze_count()
 """
