@@ -113,7 +113,8 @@ class DecodeResult:
     Frame-synchronous models return one token per position in `tokens`. Windowed models return the committed tokens in
     `timed`, the first position that the next window needs in `keep_from`, and in `stride` the number of new positions
     for the next step (None: unchanged). `pending` is punctuation that follows this text unless the next text replaces
-    it. `error` ends only this stream. `unfinished`: the runner has paused an upload and continues it later.
+    it. `error` ends only this stream. `unfinished`: the runner has paused an upload, or a live stream that resumes, and
+    continues it later.
     """
 
     tokens: Sequence[int] = ()

@@ -98,6 +98,11 @@ class Planner:
         self._replay_positions = min(max(1, parts) * part, self._spec.replay_positions)
         return self.add_all(queue, most_positions)
 
+    def add_again(self, tasks: list[DecodeTask]) -> None:
+        """Plan tasks that the runner has not finished."""
+        self._decode += tasks
+        self._positions -= sum(task.end - task.base for task in tasks)
+
     def add_all(self, queue: list[Stream], most_positions: int | None = None) -> list[Stream]:
         """Plan the queued streams in order, with at most `most_positions` (None: the rest of the budget). Returns those
         that must wait for the next step."""

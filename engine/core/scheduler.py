@@ -74,7 +74,8 @@ class Scheduler:
         self._reserved_embeds = self._step = 0
         self.live: list[Stream] = []
         self.uploads: list[Stream] = []
-        # Tasks under way, by slot, and uploads that the runner has paused; their streams are in no queue.
+        # Tasks under way, by slot, and tasks that the runner has paused: of uploads, and of live streams that resume.
+        # Their streams are in no queue.
         self._planned: dict[int, DecodeTask] = {}
         self._unfinished: list[DecodeTask] = []
         self.rebuilding: set[str] = set()  # streams whose next positions repeat known tokens
@@ -306,9 +307,9 @@ class Scheduler:
                 plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
             self.live += rebuilt
             plan.live = len(plan.decode)
-        if upload_positions != 0 and self._unfinished:
-            plan.decode, self._unfinished = plan.decode + self._unfinished, []
-        elif upload_positions != 0 and self.uploads:
+        if upload_positions != 0:
+            planner.add_again(self._unfinished)
+            self._unfinished = []
             self.uploads = planner.add_all(self.uploads, upload_positions)
         for stream in waiting + arriving:
             (self.live if stream.live else self.uploads).append(stream)
@@ -421,9 +422,11 @@ class Scheduler:
                 del self.suspects[stream.id]
             elif spot is not None and self._reach(stream) > spot.start:
                 at_the_spot.append(stream)
-        for stream in at_the_spot[1:]:
+        is_begun = any(task.stream in self.suspects for task in self._unfinished)
+        aside = at_the_spot if is_begun else at_the_spot[1:]
+        for stream in aside:
             (self.live if stream.live else self.uploads).remove(stream)
-        return at_the_spot[1:]
+        return aside
 
     def _reach(self, stream: Stream) -> int:
         """Return the position up to which the next step may compute a stream. A step does not mix known and new

@@ -93,7 +93,7 @@ class Runner(ABC):
     vocabulary: Vocabulary
     # The device computes asynchronously: the loop plans and launches the next step before it collects this one.
     overlaps_steps = False
-    # `launch` may leave uploads unfinished when their time is up.
+    # `launch` may leave uploads, and live streams that resume, unfinished when their time is up.
     pauses_uploads = False
     # A stream can be saved and resumed as a value; otherwise it is replayed with its tokens.
     saves_state = False
@@ -113,8 +113,9 @@ class Runner(ABC):
         """Start a plan. The returned function waits for its results, in the order of the plan's decode tasks.
 
         Plans are computed, and their results collected, in the order of their launches. A runner with `pauses_uploads`
-        does one piece of upload work, and more until `time_is_up`. Upload tasks not done by then have unfinished
-        results and must come again, in the same order, in the next plan with uploads.
+        does at least one piece of what live streams need not wait for, and more until `time_is_up`: uploads, and live
+        streams whose state is to be rebuilt first. Tasks not done by then have unfinished results and must come again
+        in the next plan with uploads. If the time is up before it begins, live streams may be all that is computed.
         """
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:

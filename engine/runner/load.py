@@ -224,7 +224,7 @@ def _load_in_blocks(
     # The last readers revise finals; the others read live streams and uploads.
     revisers = range(threads, threads + max(1, threads // 2))
     decode = compiled_decode(model, revisers.stop)
-    for number in revisers:
+    for number in range(1, revisers.stop):
         allow_reader(whole, number)
     windows = HostWindows(model, stream_encoder, file_encoder, limits.cache_embeds, threads, decode)
     vocabulary = Vocabulary(pieces)

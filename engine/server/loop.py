@@ -400,6 +400,7 @@ class EngineLoop:
                 outputs += self._take_outbox()
             outputs += self._judged(plan, self.scheduler.commit(plan, results))
             self._end_streams_with_errors()
+            plan.live = sum(not result.unfinished for result in results[: plan.live])
             plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
             meter.times.commit_ns += meter.lap()
             ns = meter.account(plan, launched.began)

@@ -267,7 +267,8 @@ class RebuildBudget:
 class UploadBudget:
     """Decides how much of the next step uploads get, so that live streams do not wait for them.
 
-    A step is not interrupted for live audio that arrives meanwhile, so uploads get a small share of a stride's time:
+    A step is not interrupted for live audio that arrives meanwhile, so uploads get a small share of a stride's time.
+    Live streams whose encoder is rebuilt before they go on count as uploads here; the runner takes them first.
 
     - A runner that can pause uploads works on them until the time is up, and continues in a later step. Live streams
       have steps of their own, so their words do not wait for uploads. When live streams always wait, one piece of
@@ -291,6 +292,8 @@ class UploadBudget:
     def shares(self) -> Shares:
         """Return the shares of the step that is about to be planned."""
         scheduler = self._scheduler
+        # Live streams do not wait for what else is in their step.
+        self._stop_at = 0
         if not scheduler.uploads_wait:
             return Shares()
         if not self._pauses:

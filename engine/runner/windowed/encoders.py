@@ -8,7 +8,7 @@ positions of the stream.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
@@ -64,7 +64,13 @@ class StreamEncoder(Protocol):
         """The state of a slot with the window [base, end), and the first position whose audio the state needs."""
 
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
-        """Restore a saved state; `items` contain the audio it needs."""
+        """Restore a saved state; `items` contain the audio it needs. Encodes nothing."""
+
+    def must_rebuild(self, slot: int) -> bool:
+        """Whether audio of a restored state is to be encoded again before the next window."""
+
+    def rebuild(self, slot: int) -> Iterator[None]:
+        """Encode that audio, yielding after each part. `encode` does it too, at once."""
 
 
 @dataclass(slots=True)
@@ -197,6 +203,12 @@ class WindowEncoder:
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
         self._tails.resume(slot, saved, items)
 
+    def must_rebuild(self, slot: int) -> bool:
+        return False
+
+    def rebuild(self, slot: int) -> Iterator[None]:
+        return iter(())
+
 
 # Encoding in blocks: each frame is encoded once with bounded context, and kept.
 #
@@ -211,6 +223,8 @@ class WindowEncoder:
 # A window that is cut when its utterance has lasted this many positions since the anchor gets a new one. The encoder
 # was trained on up to 28 s; a window is cut every seven or eight seconds.
 LONG_FROM_ANCHOR = int(18 * POSITIONS_PER_SECOND)
+# Positions that are encoded at once when an utterance is rebuilt. Live streams wait for that long at most.
+REBUILT_AT_ONCE = int(2 * POSITIONS_PER_SECOND)
 
 
 @dataclass(slots=True)
@@ -226,6 +240,16 @@ class _Utterance:
     first: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class _RestoredState:
+    """A saved utterance whose audio, [samples] from the anchor to `heard`, is not encoded again yet."""
+
+    anchor: int
+    heard: int
+    first: int
+    audio: Tensor
+
+
 class BlockEncoder:
     """Encodes audio in blocks, each frame once. See the comment above."""
 
@@ -233,6 +257,7 @@ class BlockEncoder:
         self._model = model
         self._encoder = encoder
         self._utterances: dict[int, _Utterance] = {}
+        self._restored: dict[int, _RestoredState] = {}
 
     @property
     def first_stride(self) -> int:
@@ -240,6 +265,8 @@ class BlockEncoder:
         return self._next_block_at(self._start(0))
 
     def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
+        for _ in self.rebuild(task.slot):
+            pass
         utterance = self._utterances.get(task.slot)
         if utterance is None or utterance.heard < task.base or self._is_long(utterance, task):
             utterance = self._utterances[task.slot] = self._start(task.base)
@@ -260,13 +287,14 @@ class BlockEncoder:
         )
 
     def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
-        self._utterances.pop(task.slot, None)
+        self.forget(task.slot)
 
     def forget(self, slot: int) -> None:
         self._utterances.pop(slot, None)
+        self._restored.pop(slot, None)
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        utterance = self._utterances.get(slot)
+        utterance = self._restored.get(slot) or self._utterances.get(slot)
         if utterance is None:
             return {"anchor": None}, base
         return {"anchor": utterance.anchor, "heard": utterance.heard, "first": utterance.first}, utterance.anchor
@@ -274,10 +302,29 @@ class BlockEncoder:
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
         if saved["anchor"] is None:
             return
-        utterance = self._utterances[slot] = self._start(saved["anchor"])
-        audio = audio_of(items, saved["anchor"], saved["heard"])
-        self._take(utterance, audio[0], saved["heard"])
-        self._drop_before(utterance, saved["first"])
+        anchor, heard, first = int(saved["anchor"]), int(saved["heard"]), int(saved["first"])
+        audio = audio_of(items, anchor, heard)[0]
+        if not bool(torch.isfinite(audio).all()):
+            raise ValueError("audio with values that are not numbers")
+        self._restored[slot] = _RestoredState(anchor, heard, first, audio)
+
+    def must_rebuild(self, slot: int) -> bool:
+        return slot in self._restored
+
+    def rebuild(self, slot: int) -> Iterator[None]:
+        restored = self._restored.get(slot)
+        if restored is None:
+            return
+        # Until it is complete the utterance belongs to this iterator: another one begins at the anchor again.
+        utterance = self._start(restored.anchor)
+        for start in range(restored.anchor, restored.heard, REBUILT_AT_ONCE):
+            end = min(start + REBUILT_AT_ONCE, restored.heard)
+            first, last = ((position - restored.anchor) * SAMPLES_PER_POSITION for position in (start, end))
+            self._take(utterance, restored.audio[first:last], end)
+            yield
+        self._drop_before(utterance, restored.first)
+        self._utterances[slot] = utterance
+        del self._restored[slot]
 
     def _start(self, anchor: int) -> _Utterance:
         state = self._encoder.start()

@@ -1,10 +1,13 @@
 """`WindowedRunner`: reads each stream's window again, decodes from committed text on, and commits what is stable.
 
-Encoding and decoding happen in `windows.py`, on a CPU or a device: the live streams of a plan in one or more parts,
-uploads as another. The runner decides what is read, and makes text of the tokens.
+Encoding and decoding happen in `windows.py`, on a CPU or a device. The runner decides what is read, and makes text of
+the tokens.
 
-A window of an upload has no earlier pass to continue from, and reading it takes longer than a live stream can wait. So
-it is read in pieces (one encoder layer or one decoder pass each) and can be interrupted after every piece.
+Live streams are read first. Two kinds of work take longer than a live stream can wait: a window of an upload, which has
+no earlier pass to continue from, and a live stream that resumes from a saved state, if its encoder is to be rebuilt.
+They are done in pieces (an encoder layer, a decoder pass, or two seconds of a rebuild), only when no live stream is
+read in the same step, resumed streams before uploads. All threads do them, and each result is returned when it is
+there.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import logging
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
+from functools import partial
 from math import inf
 
 import torch
@@ -121,6 +125,7 @@ class _Reading:
     """Windows that are read together, piece by piece. `results` is complete when no piece is left."""
 
     live: bool
+    tasks: Sequence[DecodeTask]
     # Slots whose streams are still open.
     open_slots: set[int]
     rows: dict[int, Row] = field(default_factory=dict)
@@ -128,12 +133,14 @@ class _Reading:
     results: dict[int, DecodeResult] = field(default_factory=dict)
     # Streams are read one by one, because it failed to read them together.
     apart: bool = False
+    is_done: bool = False
 
     def run(self, time_is_up: Callable[[], bool]) -> bool:
         """Do one piece of work, and more while there is time; True if all is done."""
         for _ in self.work:
             if time_is_up():
                 return False
+        self.is_done = True
         return True
 
     def refuse(self, slot: int, why: str) -> None:
@@ -175,7 +182,8 @@ class WindowedRunner(SynchronousRunner):
         self._keywords = KeywordTrees(vocabulary)
         self._prompts = PromptTokenizer(vocabulary.pieces)
         self.slots: dict[int, _Slot] = {}
-        self._uploads: _Reading | None = None
+        # What is read in pieces, by slot, the oldest first.
+        self._readings: dict[int, _Reading] = {}
         # Slots of streams that could not be opened, and why; and readings of single streams that failed in a row.
         self._unusable: dict[int, str] = {}
         self._failed_readings = 0
@@ -191,25 +199,50 @@ class WindowedRunner(SynchronousRunner):
         self._prepare(plan)
         unusable = self._unusable
         results = {t.slot: DecodeResult(error=unusable[t.slot]) for t in plan.decode if t.slot in unusable}
-        live = [task for task in plan.decode[: plan.live] if task.slot not in results]
-        uploads = [task for task in plan.decode[plan.live :] if task.slot not in results]
+        live: list[DecodeTask] = []
+        later: list[DecodeTask] = []
+        for number, task in enumerate(plan.decode):
+            if task.slot not in results:
+                at_once = number < plan.live and not self._must_rebuild(task)
+                (live if at_once else later).append(task)
         if live:
             results |= self.windows.run_in_parts(live, self._read_whole)
-        if uploads:
-            if self._uploads is None:
-                self._uploads = self._read(uploads, live=False)
-            if self._go_on(self._uploads, uploads, time_is_up):
-                results |= self._uploads.results
-                self._uploads = None
+        if later and not (live and time_is_up()):
+            results |= self._read_in_pieces(later, time_is_up)
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
 
     @torch.inference_mode()
     def _read_whole(self, tasks: Sequence[DecodeTask]) -> Results:
         reading = self._read(tasks, live=True)
-        self._go_on(reading, tasks, never)
+        self._go_on(reading, never)
         return reading.results
 
-    def _go_on(self, reading: _Reading, tasks: Sequence[DecodeTask], time_is_up: Callable[[], bool]) -> bool:
+    def _must_rebuild(self, task: DecodeTask) -> bool:
+        """Whether the encoder of a live stream must be rebuilt for this task."""
+        return self._encoder_of(task.slot).must_rebuild(task.slot) and not self._is_understood(task)
+
+    def _read_in_pieces(self, tasks: Sequence[DecodeTask], time_is_up: Callable[[], bool]) -> Results:
+        """Go on with these tasks until the time is up. Returns the results of those that are done."""
+        new = [task for task in tasks if task.slot not in self._readings]
+        if not self.windows.batches_uploads:
+            begun = [
+                self._read_resumed(task) if self._must_rebuild(task) else self._read([task], live=False) for task in new
+            ]
+        else:
+            begun = [self._read(new, live=False)] if new and not self._readings else []
+        self._readings |= {slot: reading for reading in begun for slot in reading.open_slots}
+        readings = list({id(reading): reading for reading in self._readings.values()}.values())
+        readings.sort(key=lambda reading: not reading.live)
+        self.windows.run_in_pieces([partial(self._go_on, reading, time_is_up) for reading in readings], time_is_up)
+        results: Results = {}
+        for reading in readings:
+            if reading.is_done:
+                results |= reading.results
+        self._readings = {slot: reading for slot, reading in self._readings.items() if not reading.is_done}
+        return results
+
+    @torch.inference_mode()
+    def _go_on(self, reading: _Reading, time_is_up: Callable[[], bool]) -> bool:
         """As `_Reading.run`. If that fails, the streams are read one by one: it is one of them that ends."""
         try:
             is_done = reading.run(time_is_up)
@@ -222,7 +255,7 @@ class WindowedRunner(SynchronousRunner):
             logger.warning("streams are read one by one, because reading them together failed: %r", error)
         reading.apart = True
         reading.rows.clear()
-        left = [task for task in tasks if task.slot in reading.open_slots and task.slot not in reading.results]
+        left = [task for task in reading.tasks if task.slot in reading.open_slots - reading.results.keys()]
         reading.work = self._pieces_apart(left, reading)
         return reading.run(time_is_up)
 
@@ -231,7 +264,7 @@ class WindowedRunner(SynchronousRunner):
         for task in tasks:
             if task.slot not in reading.open_slots:
                 continue
-            alone = _Reading(reading.live, {task.slot})
+            alone = _Reading(reading.live, [task], {task.slot})
             try:
                 yield from self._pieces([task], alone)
             except Exception as error:
@@ -252,10 +285,8 @@ class WindowedRunner(SynchronousRunner):
             self._unusable.pop(slot, None)
             for live in (True, False):
                 self.windows.stream_encoder(live).forget(slot)
-            if self._uploads is not None:
-                self._uploads.on_closed(slot)
-                if not self._uploads.open_slots:
-                    self._uploads = None
+            if slot in self._readings:
+                self._readings.pop(slot).on_closed(slot)
         for opened in plan.opened:
             try:
                 self._open(opened)
@@ -280,8 +311,20 @@ class WindowedRunner(SynchronousRunner):
 
     def _read(self, tasks: Sequence[DecodeTask], live: bool) -> _Reading:
         """The work of reading the tasks' windows, to be done piece by piece. Slots change only with the last piece."""
-        reading = _Reading(live, {task.slot for task in tasks})
+        reading = _Reading(live, tasks, {task.slot for task in tasks})
         reading.work = self._pieces(tasks, reading)
+        return reading
+
+    def _read_resumed(self, task: DecodeTask) -> _Reading:
+        """The same for a live stream whose encoder is rebuilt first. After that, its window is read as one piece."""
+        reading = _Reading(True, [task], {task.slot})
+
+        def pieces() -> Iterator[None]:
+            yield from self._encoder_of(task.slot).rebuild(task.slot)
+            for _ in self._pieces([task], reading):
+                pass
+
+        reading.work = pieces()
         return reading
 
     def _pieces(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:

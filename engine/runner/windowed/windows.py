@@ -2,7 +2,7 @@
 
 The runner knows streams, text and plans; these classes turn audio into encoder output, and rows into tokens.
 
-On a CPU live streams are read in parallel, each thread with one stream at a time: threads with separate streams do not
+On a CPU streams are read in parallel, each thread with one stream at a time: threads with separate streams do not
 hinder each other as threads within one matrix product do. One window keeps a core busy, needs no padding, and its text
 cannot depend on other streams.
 """
@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -37,12 +37,15 @@ from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab, Windo
 from engine.runner.windowed.stability import Policy
 
 Results = dict[int, DecodeResult]
+Result = TypeVar("Result")
 
 
 class Windows(Protocol):
     """Audio of all streams, their encoders, and the decoder. Streams are identified by slot."""
 
     device: torch.device
+    # Uploads are read as one batch, and the next batch begins after it.
+    batches_uploads: bool
 
     def write(self, tasks: Sequence[EncodeTask]) -> None:
         """Store new audio."""
@@ -71,6 +74,10 @@ class Windows(Protocol):
     def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         """Call `read` for the live tasks, in parts as large as can be read at once; returns all results."""
 
+    def run_in_pieces(self, readings: Sequence[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
+        """Go on with readings, the first ones first, until the time is up. Each does at least one piece when it is
+        called, more while there is time, and returns whether it is done."""
+
     def warm_up(self) -> None: ...
 
     def close(self) -> None: ...
@@ -79,6 +86,8 @@ class Windows(Protocol):
 class HostWindows:
     """See `Windows`. `threads` read in parallel, the calling thread included. `decode` replaces the model's own
     method."""
+
+    batches_uploads = False
 
     def __init__(
         self,
@@ -122,15 +131,25 @@ class HostWindows:
         return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
 
     def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
-        """One stream at a time to each free thread: with fixed shares one thread would wait for another. Streams are
-        not batched, because a matrix product of many rows rounds differently than one of a single row."""
+        """One stream at a time to each free thread. Streams are not batched, because a matrix product of many rows
+        rounds differently than one of a single row."""
         waiting = deque(tasks)
-        helpers = min(self._threads, len(tasks)) - 1
-        given = [self._helpers.submit(_read_one_by_one, waiting, read) for _ in range(helpers) if self._helpers]
-        results = _read_one_by_one(waiting, read)
-        for part in given:
-            results |= part.result()
+        results: Results = {}
+        for part in self._on_all_threads(len(tasks), lambda: _read_one_by_one(waiting, read)):
+            results |= part
         return results
+
+    def run_in_pieces(self, readings: Sequence[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
+        """One reading at a time to each free thread. Each thread does at least one piece."""
+        waiting = deque(readings)
+        self._on_all_threads(len(readings), lambda: _go_on_one_by_one(waiting, time_is_up))
+
+    def _on_all_threads(self, most: int, work: Callable[[], Result]) -> list[Result]:
+        """Call `work` on all threads at once, but at most `most`; returns the results. The threads share a queue: with
+        fixed shares one of them would wait for another."""
+        helpers = min(self._threads, most) - 1
+        given = [self._helpers.submit(work) for _ in range(helpers) if self._helpers]
+        return [work(), *(part.result() for part in given)]
 
     def warm_up(self) -> None:
         """Run all threads at once, so that each of them is warmed up."""
@@ -166,6 +185,17 @@ def _read_one_by_one(waiting: deque[DecodeTask], read: Callable[[Sequence[Decode
         results |= read([task])
 
 
+def _go_on_one_by_one(waiting: deque[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
+    """Go on with waiting readings until none is left or the time is up. Several threads share the queue."""
+    while True:
+        try:
+            go_on = waiting.popleft()
+        except IndexError:
+            return
+        if not go_on() or time_is_up():
+            return
+
+
 def _be_next_reader(numbers: Iterator[int]) -> None:
     """Give this thread its own copy of the weights."""
     reader.number = next(numbers)
@@ -181,6 +211,8 @@ def _be_next_reader(numbers: Iterator[int]) -> None:
 
 class DeviceWindows:
     """See `Windows`. The model is on the device already; `longest` is its longest live window, in samples."""
+
+    batches_uploads = True
 
     def __init__(
         self,
@@ -235,6 +267,9 @@ class DeviceWindows:
         for first in range(0, len(in_order), self._memory.rows):
             results |= read(in_order[first : first + self._memory.rows])
         return results
+
+    def run_in_pieces(self, readings: Sequence[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
+        _go_on_one_by_one(deque(readings), time_is_up)
 
     @torch.inference_mode()
     def warm_up(self) -> None:

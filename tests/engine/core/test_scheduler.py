@@ -446,7 +446,7 @@ class TestUnfinished:
         engine.check_integrity()
         return plan
 
-    def test_the_same_tasks_come_again_and_nothing_else_changes(self) -> None:
+    def test_the_same_tasks_come_again_with_others_that_fit_beside_them(self) -> None:
         engine = self.engine()
         first = self.lay_aside(engine)
         assert [task.stream for task in first.decode] == ["p", "q"]
@@ -455,13 +455,14 @@ class TestUnfinished:
         engine.feed("p", [frame(24, key=b"p24", spec=WINDOWS)], 1)
         engine.flush("p", 1, 3)
         second = self.lay_aside(engine)
-        assert second.decode == first.decode and not second.encode, "neither new audio nor a new stream is in it"
+        assert second.decode[:2] == first.decode and [task.stream for task in second.decode[2:]] == ["r"]
+        assert {encoded.stream for encoded in second.encode} == {"r"}, "no new audio of the others is in it"
         assert engine.has_work() and engine.plan(upload_positions=0).decode == []
         plan = engine.plan()
-        engine.commit(plan, [DecodeResult(keep_from=12), DecodeResult(keep_from=12)])
+        engine.commit(plan, [DecodeResult(keep_from=12), *[DecodeResult(unfinished=True)] * 2])
         engine.check_integrity()
-        assert engine.streams["p"].computed == 16
-        assert {task.stream for task in engine.plan().decode} == {"p", "r"}
+        assert engine.streams["p"].computed == 16, "it does not wait for the others"
+        assert [task.stream for task in engine.plan().decode] == ["q", "r", "p"]
 
     def test_a_stream_that_ends_meanwhile_is_forgotten_even_if_its_name_comes_again(self) -> None:
         engine = self.engine()

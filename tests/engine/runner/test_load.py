@@ -12,10 +12,14 @@ from audio.containers import read_file
 from engine.boundary.items import make_cutter, prepare
 from engine.core.plan import DecodeTask
 from engine.messages import Closed, Feed, Finish, Open, Output, Text
+from engine.models.moonshine import Moonshine
+from engine.models.seq2seq import Int8Linear
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.runner.device import NoDevice
 from engine.runner.load import BadDevice, load_runner, windowed_device, windowed_on_cpu
+from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
+from engine.runner.windowed.runner import WindowedRunner
 from engine.server.main import build_loop
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import STREAMING_ENCODER
@@ -96,3 +100,15 @@ def test_an_engine_for_files_alone_has_no_streaming_encoder_and_the_same_words()
         loop.close()
         texts.append("".join(output.delta for output in outputs if isinstance(output, Text)))
     assert texts[0] == texts[1] != ""
+
+
+def test_every_thread_that_reads_has_the_weights_for_live_streams_and_for_uploads() -> None:
+    skip_unless_cached(DEFAULT_MODEL)
+    runner, _ = load_runner(pull(DEFAULT_MODEL), EngineConfig(DEFAULT_MODEL, "cpu", max_streams=1, threads=2))
+    assert isinstance(runner, WindowedRunner)
+    for live in (True, False):
+        encoder = runner.windows.stream_encoder(live)
+        assert isinstance(encoder, (BlockEncoder, WindowEncoder)) and isinstance(encoder._model, Moonshine)
+        layers = [layer for layer in encoder._model.modules() if isinstance(layer, Int8Linear)]
+        assert layers and all(layer.weights_of(number) is not None for layer in layers for number in range(2))
+    runner.close()

@@ -99,6 +99,14 @@ def test_a_rebuilt_ear_hears_what_the_lost_one_would_have(model: Moonshine, cut:
     assert stream_encoder.save(0, cut, positions) == rebuilt.save(0, cut, positions)
 
 
+def test_a_state_with_audio_that_is_not_numbers_is_refused_before_it_is_rebuilt(model: Moonshine) -> None:
+    payload = np.full(20 * SAMPLES_PER_POSITION, np.nan, np.float32)
+    stream_encoder, saved = make_ear(model), {"anchor": 0, "heard": 20, "first": 0}
+    with pytest.raises(ValueError, match="not numbers"):
+        stream_encoder.resume(0, saved, [Item(0, 20, 0, key=b"k", payload=payload)])
+    assert not stream_encoder.must_rebuild(0)
+
+
 def test_speech_that_never_pauses_holds_no_more_than_its_window(model: Moonshine) -> None:
     """And a rebuild never needs more audio than from the last anchor on."""
     stream_encoder, window, step = make_ear(model), 60, 60

@@ -5,7 +5,8 @@ The model is tiny and random, so its text means nothing; what is tested is that 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import threading
+from collections.abc import Generator, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -255,39 +256,70 @@ def test_streams_together_say_what_each_says_alone(model: Moonshine, threads: in
 
 
 class Uploads:
-    """Two windows of backlog, read as one; each stint ends after so many pieces of work."""
+    """Windows of two uploads; each stint ends after so many pieces of work."""
 
     def __init__(self, runner: WindowedRunner, seeds: tuple[int, ...] = (40, 41)) -> None:
         self.runner = runner
+        self.results: dict[int, DecodeResult] = {}
         self.plan = StepPlan(0)
         for slot, seed in enumerate(seeds):
             rows = list(range(1 + slot * 100, 1 + slot * 100 + WINDOW))
-            self.plan.opened.append(OpenTask(slot, f"u{slot}", 0, {}, []))
+            self.plan.opened.append(OpenTask(slot, f"u{slot}", 0, {}, [], live=False))
             self.plan.encode.append(EncodeTask(f"u{slot}", speech(seed, WINDOW), None, rows))
             self.plan.decode.append(DecodeTask(slot, f"u{slot}", 0, 0, WINDOW, rows, [], True))
 
     def read(self, pieces: int) -> tuple[list[DecodeResult], int]:
         """What came out in the end, and how many stints it took."""
-        stints, plan = 0, self.plan
-        while True:
+        stints = 0
+        while self.plan.decode:
             stints += 1
-            results = self.stint(plan, pieces)
-            if not any(result.unfinished for result in results):
-                return results, stints
-            assert all(result.unfinished for result in results)
-            plan = StepPlan(stints, decode=self.plan.decode)
+            self.stint(pieces)
+        return [self.results[slot] for slot in sorted(self.results)], stints
 
-    def stint(self, plan: StepPlan, pieces: int) -> list[DecodeResult]:
+    def stint(self, pieces: int, closed: Sequence[int] = ()) -> None:
+        """Read on; what is finished is not in the next plan, nor are uploads that are closed before."""
+        self.plan.closed = list(closed)
+        self.plan.decode = [task for task in self.plan.decode if task.slot not in closed]
         left = iter(range(pieces - 1))
-        return self.runner.compute(plan, lambda: next(left, None) is None)
+        results = self.runner.compute(self.plan, lambda: next(left, None) is None)
+        read = list(zip(self.plan.decode, results, strict=True))
+        self.results |= {task.slot: result for task, result in read if not result.unfinished}
+        self.plan = StepPlan(self.plan.step + 1, decode=[task for task, result in read if result.unfinished])
 
 
+@pytest.mark.parametrize("threads", [1, 2])
 @pytest.mark.parametrize("pieces", [1, 2, 5])
-def test_backlog_laid_aside_at_any_piece_says_the_same(model: Moonshine, pieces: int) -> None:
+def test_backlog_laid_aside_at_any_piece_says_the_same(model: Moonshine, pieces: int, threads: int) -> None:
     at_once, stints = Uploads(make_runner(model)).read(10_000)
     assert stints == 1 and all(result.timed for result in at_once)
-    in_pieces, stints = Uploads(make_runner(model)).read(pieces)
+    runner = make_runner(model, threads)
+    in_pieces, stints = Uploads(runner).read(pieces)
+    runner.close()
     assert in_pieces == at_once and stints > 3
+
+
+def test_uploads_are_read_on_all_threads_and_the_first_does_not_wait_for_the_second(model: Moonshine) -> None:
+    runner, both, threads = make_runner(model, 2), threading.Barrier(2, timeout=60), set()
+    file_encoder = runner.windows.stream_encoder(False)
+    assert isinstance(file_encoder, WindowEncoder)
+    hear_slowly = file_encoder.hear_slowly
+
+    def hear(task: DecodeTask, audio: torch.Tensor) -> Generator[None, None, EncodedAudio]:
+        both.wait()  # one is not encoded before the other begins
+        threads.add(threading.current_thread())
+        return hear_slowly(task, audio)
+
+    file_encoder.hear_slowly = hear  # type: ignore[method-assign]
+    uploads = Uploads(runner)
+    uploads.stint(1)
+    assert len(threads) == 2
+    # The second one is held up from here on.
+    uploads.plan.decode, second = uploads.plan.decode[:1], uploads.plan.decode[1]
+    runner._readings[second.slot].work = iter([None] * 10_000)
+    while not uploads.results:
+        uploads.stint(1)
+    runner.close()
+    assert list(uploads.results) == [0] and runner._readings.keys() == {1}
 
 
 def test_live_streams_run_between_the_pieces_of_backlog(model: Moonshine) -> None:
@@ -295,28 +327,25 @@ def test_live_streams_run_between_the_pieces_of_backlog(model: Moonshine) -> Non
     beside_backlog = Streams(make_runner(model), {2: speech(10, 60)})
     uploads = Uploads(beside_backlog.runner)
     at_once, _ = Uploads(make_runner(model)).read(10_000)
-    plan, results = uploads.plan, []
     for step in range(12):
         for streams in (alone, beside_backlog):
             streams.step(final=step == 11)
-        if not results or results[0].unfinished:
-            results = uploads.stint(plan, 2)
-            plan = StepPlan(step, decode=uploads.plan.decode)
+        if uploads.plan.decode:
+            uploads.stint(2)
     assert beside_backlog.tokens(2) == alone.tokens(2)
-    while results[0].unfinished:
-        results = uploads.stint(plan, 2)
-    assert results == at_once
+    assert uploads.read(2)[0] == at_once
 
 
 def test_backlog_that_closes_half_read_leaves_the_others_their_words(model: Moonshine) -> None:
     (_, kept), _ = Uploads(make_runner(model)).read(10_000)
     uploads = Uploads(make_runner(model))
-    assert uploads.stint(uploads.plan, 3)[0].unfinished
-    rest = StepPlan(1, closed=[0], decode=uploads.plan.decode[1:])
-    assert uploads.stint(rest, 10_000) == [kept]
+    uploads.stint(3)
+    uploads.stint(10_000, closed=[0])
+    assert uploads.results == {1: kept}
     uploads = Uploads(uploads.runner)
-    assert uploads.stint(uploads.plan, 3)[0].unfinished
-    uploads.stint(StepPlan(2, closed=[0, 1]), 1)
+    uploads.stint(3)
+    assert not uploads.results
+    uploads.stint(1, closed=[0, 1])
     again, _ = Uploads(uploads.runner).read(10_000)
     assert again[1] == kept, "nothing is left of windows whose streams have gone"
 

@@ -115,15 +115,12 @@ def test_backlog_beside_live_streams_says_the_same(model: Moonshine | Whisper, p
     alone = Streams(runner_with(model, on_the_host(model)), {2: speech(10, 60)})
     beside = Streams(runner_with(model, on_a_device(model)), {2: speech(10, 60)})
     uploads = Uploads(beside.runner)
-    plan, results = uploads.plan, []
     for step in range(12):
         for streams in (alone, beside):
             streams.step(final=step == 11)
-        if not results or results[0].unfinished:
-            results = uploads.stint(plan, pieces)
-            plan = StepPlan(step, decode=uploads.plan.decode)
-    while results[0].unfinished:
-        results = uploads.stint(plan, pieces)
+        if uploads.plan.decode:
+            uploads.stint(pieces)
+    results, _ = uploads.read(pieces)
     assert beside.tokens(2) == alone.tokens(2)
     for result, other in zip(results, wanted, strict=True):
         assert [timed.token for timed in result.timed] == [timed.token for timed in other.timed]
@@ -132,9 +129,10 @@ def test_backlog_beside_live_streams_says_the_same(model: Moonshine | Whisper, p
 def test_backlog_that_closes_half_read_leaves_the_others_their_words(model: Moonshine | Whisper) -> None:
     (_, kept), _ = Uploads(runner_with(model, on_a_device(model))).read(10_000)
     uploads = Uploads(runner_with(model, on_a_device(model)))
-    assert uploads.stint(uploads.plan, 1)[0].unfinished
-    rest = StepPlan(1, closed=[0], decode=uploads.plan.decode[1:])
-    (result,) = uploads.stint(rest, 10_000)
+    uploads.stint(1)
+    assert not uploads.results
+    uploads.stint(10_000, closed=[0])
+    (result,) = uploads.results.values()
     assert [timed.token for timed in result.timed] == [timed.token for timed in kept.timed]
 
 
