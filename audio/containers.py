@@ -1,8 +1,10 @@
 """Decodes containers and codecs (WebM, Ogg, MP3, FLAC, WAV, MP4, ...) to float32 mono at 16 kHz, with PyAV.
 
 `read_file` reads a trusted local file (in the commands), `read_upload` an untrusted file, and `read_stream` an
-untrusted stream, which may be endless (both in the decoder processes of a gateway). `ContainerDecoder` takes the bytes
-of such a stream as they arrive. All of them keep only the current piece and the codec's state in memory.
+untrusted stream, which may be endless (both in the decoder processes of a gateway). `ContainerDecoder` gets the bytes
+of a stream pushed, and is used by `tickertape transcribe -` only. All of them keep only the current piece and the
+codec's state in memory. The formats and codecs that the server accepts (`SERVED_*`), the wider lists for local files
+(`FILE_*`) and the limits on untrusted audio are here too.
 
 PyAV reads bytes from a file object, so a `ContainerDecoder` runs PyAV on a thread that is used as a coroutine: the
 thread gets one piece, and continues when its samples were taken. So nothing queues up, a small piece with hours of

@@ -1,6 +1,7 @@
 """Exception classes for audio that cannot be decoded. Their texts are safe to send to the client that sent the audio.
 
-Each has a stable `code` for programs. The decoders of this package raise them; the gateway turns them into error events
+Each has a stable `code` for programs. The decoders of this package raise them, and those about time, size and number of
+decoder processes come from `realtime/serving`; the gateway turns them into error events
 and HTTP errors.
 """
 

@@ -1,7 +1,8 @@
 """Makes and checks `Item`s, the messages with a stream's audio: hashes the pieces that `audio.items.ItemCutter` cuts.
 
 The gateway calls `prepare` for the audio of every stream. Both processes call `complaint_about`: the gateway for items
-that clients prepared themselves, the engine for every item. Functions without state.
+that clients prepared themselves (`engine/client/prepared_audio.py`), the engine for every item. Whether audio and hash
+of such an item agree is checked in `engine/client/link.py`. Functions without state.
 """
 
 from __future__ import annotations

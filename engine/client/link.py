@@ -3,9 +3,9 @@
 The supervisor makes one per connected engine; it runs in the gateway's event loop. It owns the socket, the message
 numbers, the queue of commands, and the sender's half of the audio cache. The commands of a tick (5 ms) are one message
 (`OutgoingBatch`), live commands before replays (`SendQueue`); while too many bytes are unacknowledged, no batch is
-sent. `Processor` checks items and finds in the cache which audio the engine already has; if the engine does not have it
-after all, the link sends it again (repair). When the engine dies or falls silent the link is lost for good; the
-supervisor makes a new one, with empty caches on both sides.
+sent. `Processor` checks items that clients prepared elsewhere, and finds in the cache which audio the engine already
+has; if the engine does not have it after all, the link sends it again (repair). When the engine dies or falls silent
+the link is lost for good; the supervisor makes a new one, with empty caches on both sides.
 """
 
 from __future__ import annotations

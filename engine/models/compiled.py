@@ -1,9 +1,10 @@
 """Traces a windowed model's decoder pass with torch.jit, so that on a CPU it runs as one call without Python.
 
-`compiled_decode` replaces `SpeechModel.decode` in the windowed runner and its second pass. For one token of a small
-model a CPU runs some hundred short operations, and half of the time is Python between them. Only one thread at a time
-can run Python, so streams that are read in parallel would wait for each other. A traced pass runs the same operations
-in the same order in torch's own interpreter; the results are the same, bit for bit.
+`compiled_decode` replaces `SpeechModel.decode` in the windowed runner and its second pass; `compiled_later`, for the
+engine of a command that reads a few files, traces only after some passes. `engine/runner/load.py` chooses. For one
+token of a small model a CPU runs some hundred short operations, and half of the time is Python between them. Only one
+thread at a time can run Python, so streams that are read in parallel would wait for each other. A traced pass runs the
+same operations in the same order in torch's own interpreter; the results are the same, bit for bit.
 """
 
 from __future__ import annotations

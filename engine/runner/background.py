@@ -1,6 +1,7 @@
-"""Speaker embedding model and turn detector on threads of their own, so that words never wait for them.
+"""Models that compute beside the engine's steps, on threads of their own, so that words never wait for them.
 
-`BackgroundModel` has the queue, the threads and the batches; `SpeakerEmbedder` and `SmartTurnDetector` are the models.
+`BackgroundModel` has the queue, the threads and the batches. Its models are `SpeakerEmbedder` and `SmartTurnDetector`
+here, and the second pass for finals (`engine/runner/windowed/reviser.py`, always on the CPU).
 The engine loop submits tasks and polls the results; with a frame-synchronous model on a GPU, the background process
 (`engine/server/background_process.py`) does. On a CPU, low-priority threads compute one task at a time; they load the
 weights when they start, with the first task or before it. On a GPU one thread waits a little for more tasks and

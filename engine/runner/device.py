@@ -1,4 +1,4 @@
-"""Helpers of all runners for the device that a model runs on: choice, free memory, transfers, CUDA graphs.
+"""Helpers of all runners for the device that a model runs on: choice, free memory, transfers, CUDA graphs, CPU threads.
 
 A host that runs ahead of its device must neither wait for it by accident nor overwrite memory that the device has yet
 to read. So each transfer allocates its own host memory: on CUDA it is pinned, and torch reuses it only when the

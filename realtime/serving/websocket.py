@@ -1,8 +1,10 @@
 """uvicorn's HTTP and WebSocket protocol classes with limits and deadlines for untrusted clients.
 
-`realtime/app.py` gives these classes to uvicorn, which makes one object for each TCP connection. They parse bytes and
-know nothing of sessions. `tests/realtime/serving/test_websocket_uvicorn_internals.py` checks the internals of uvicorn
-that they use.
+`realtime/app.py` gives these classes to uvicorn, `HttpWithDeadlines` as its subclass in `realtime/http/descriptors.py`;
+uvicorn makes one object for each TCP connection. They put `SocketExtras` (`websocket_extension.py`) into each ASGI
+scope: with it the application sends without waiting, takes an append without waking its reader task, bounds what waits
+for a viewer, and sees whether the peer has left. `tests/realtime/serving/test_websocket_uvicorn_internals.py` checks
+the internals of uvicorn that they use.
 
 - `HttpWithDeadlines`: deadlines for slow requests and for responses that the client does not read.
 - `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and
