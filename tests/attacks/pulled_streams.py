@@ -95,6 +95,28 @@ async def streams_that_are_no_media(target: Target) -> None:
             assert found["status"] == "failed" and found["message"], (path, found)
 
 
+@attack()
+async def ended_streams_that_displace_others(target: Target) -> None:
+    """Forty streams that fail at once: the ended stream of another key, and its events, are still there."""
+    async with web_server() as web:
+        web.pages["/talk.wav"] = wav_bytes(spoken(1.0))
+        answer = await begin(target, web.url("/talk.wav"), OTHER_KEY)
+        assert answer.status == 201, answer.body
+        path = f"{STREAMS}/{json.loads(answer.body)['id']}"
+        # The response ends with the stream.
+        assert b"stream.status" in (await request(target, "GET", f"{path}/events", OTHER_KEY)).body
+        begun = 0
+        while begun < 40:
+            answer = await begin(target, web.url("/nothing-here"))
+            assert answer.status in (201, 429), answer.body
+            begun += answer.status == 201
+            await asyncio.sleep(0 if answer.status == 201 else 0.1)
+        assert b"stream.status" in (await request(target, "GET", f"{path}/events", OTHER_KEY)).body
+        assert (await request(target, "DELETE", path, OTHER_KEY)).status == 200
+        for stream in json.loads((await request(target, "GET", STREAMS)).body)["data"]:
+            assert (await request(target, "DELETE", f"{STREAMS}/{stream['id']}")).status == 200
+
+
 @attack(gateway_mib=40)
 async def more_streams_than_allowed(target: Target) -> None:
     """Thirty streams with readers that do not read, and the streams of another key: bounded, refused, not found."""

@@ -257,6 +257,23 @@ async def test_deleted_stream_ends_at_once_and_its_places_are_free(serve: Serve)
         await client.begin(web.url("/live"))
 
 
+async def test_ended_streams_of_one_key_displace_none_of_another(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulled_streams, "MAX_ENDED_STREAMS", 4)
+    async with serve(server=HOSTS, auth={"keys": ("a-long-secret", "another-secret")}) as running, web_server() as web:
+        web.pages["/talk.wav"] = wav_bytes(spoken(1.0))
+        victim, attacker = Client(running, "a-long-secret"), Client(running, "another-secret")
+        kept = await victim.begin(web.url("/talk.wav"))
+        events = await victim.all_events(kept["id"])
+        begun = []
+        for _ in range(8):
+            begun.append((await attacker.begin(web.url("/nothing-here")))["id"])
+            await attacker.all_events(begun[-1])
+        assert await victim.all_events(kept["id"]) == events
+        # Of its own streams the oldest are forgotten; the last one ended after the others were counted.
+        listed = [stream["id"] for stream in (await attacker.http.get("/v1/streams")).json()["data"]]
+        assert listed == begun[-4:]
+
+
 async def test_reload_that_removes_a_key_ends_its_streams(serve: Serve) -> None:
     async with serve(server=HOSTS, auth={"keys": ("a-long-secret", "another-secret")}) as running, web_server() as web:
         web.pages["/live"] = endless
