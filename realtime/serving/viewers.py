@@ -52,6 +52,8 @@ KEEPALIVE_S = 15.0
 UNREAD_S = 30.0
 # Captions for HLS players are made for this many seconds after the last request of a player.
 PLAYER_S = 60.0
+# Names without a speaker that are followed for the players of one owner. They take no places of viewers.
+MAX_AWAITED_NAMES = 16
 
 _encode = msgspec.json.Encoder().encode
 
@@ -323,7 +325,7 @@ class Audience:
     def __init__(self, publisher: Publisher, metrics: Metrics) -> None:
         self.channels: dict[Key, Channel] = {}
         self.is_closing = False
-        # Names that HLS players read.
+        # Published names that HLS players read; each takes a place.
         self.players = 0
         self.publisher = publisher
         self._metrics = metrics
@@ -362,6 +364,29 @@ class Audience:
             self.publisher.follow(key)
         return channel
 
+    def captions(self, key: Key) -> CaptionSegments:
+        """The caption segments of a name, for a player. The caller has checked that there is a place.
+
+        Only a name with a speaker takes a place: anybody with a key can make up names. Of an owner's other names those
+        that were asked for last are followed, so that nothing is missing when their speaker comes.
+        """
+        channel = self.follow(key)
+        is_new = channel.segments is None
+        segments = channel.captions()
+        if is_new and channel.transcript.is_live:
+            self.players += 1
+        elif is_new:
+            awaited = [
+                other
+                for other in self.channels.values()
+                if other.key[0] == key[0] and not other.viewers and not other.transcript.is_live
+            ]
+            awaited.sort(key=lambda other: other.wanted_until)
+            for other in awaited[: max(0, len(awaited) - MAX_AWAITED_NAMES)]:
+                other.wanted_until = 0.0
+                self._drop_unused(other)
+        return segments
+
     def _drop_unused(self, channel: Channel) -> None:
         now = asyncio.get_running_loop().time()
         if not channel.viewers and channel.wanted_until <= now and self.channels.get(channel.key) is channel:
@@ -388,7 +413,9 @@ class Audience:
             keeps_alive = now - kept_alive >= KEEPALIVE_S
             if keeps_alive:
                 kept_alive = now
-            self.players = sum(channel.wanted_until > now for channel in self.channels.values())
+            self.players = sum(
+                channel.wanted_until > now and channel.transcript.is_live for channel in self.channels.values()
+            )
             for channel in list(self.channels.values()):
                 try:
                     channel.tick(now, keeps_alive)
