@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import shutil
 import socket
 import subprocess
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from fractions import Fraction
 from pathlib import Path
 
+import av
 import numpy as np
 import pytest
 from numpy.typing import NDArray
@@ -103,6 +106,33 @@ def wav_bytes(samples: NDArray[np.float32]) -> bytes:
     body = b"".join(value.to_bytes(size, "little") for value, size in fields)
     head = b"RIFF" + (36 + len(data)).to_bytes(4, "little") + b"WAVEfmt " + (16).to_bytes(4, "little")
     return head + body + b"data" + len(data).to_bytes(4, "little") + data
+
+
+def late_file(samples: NDArray[np.float32], begins_s: float) -> bytes:
+    """A Matroska file whose first sample has this time."""
+    file, at = io.BytesIO(), round(begins_s * 16_000)
+    with av.open(file, "w", format="matroska", options={"avoid_negative_ts": "disabled"}) as container:
+        track = container.add_stream("pcm_s16le", rate=16_000, layout="mono")
+        for start in range(0, len(samples), 3200):
+            block = (samples[None, start : start + 3200] * 32767).astype(np.int16)
+            frame = av.AudioFrame.from_ndarray(block, format="s16", layout="mono")
+            frame.sample_rate = 16_000
+            for packet in track.encode(frame):
+                packet.pts = packet.dts = at + start
+                packet.time_base = Fraction(1, 16_000)
+                container.mux(packet)
+    return file.getvalue()
+
+
+def cut_then(whole: bytes, end: int, then: bytes) -> Answer:
+    """A file that breaks off at its first connection, and is another one from then on."""
+    parts = [head_of(len(whole)) + whole[:end]]
+
+    async def answer(writer: asyncio.StreamWriter) -> None:
+        writer.write(parts.pop() if parts else head_of(len(then)) + then)
+        await writer.drain()
+
+    return answer
 
 
 def encode(samples: NDArray[np.float32], *arguments: str) -> bytes:

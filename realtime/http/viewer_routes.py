@@ -206,10 +206,7 @@ class ViewerRoutes:
         key, _ = self._reads(request)
         if key not in self._audience.channels and len(self._audience) + self._audience.players >= self._most:
             raise self._full()
-        channel = self._audience.follow(key)
-        if channel.segments is None and not channel.viewers:
-            self._audience.players += 1
-        return channel.captions()
+        return self._audience.captions(key)
 
     # Who may read
 

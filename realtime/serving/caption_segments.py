@@ -27,6 +27,9 @@ MAX_WORDS = 2000
 # A session's audio counts as live while the first words of a turn come at most this long after they are spoken. If they
 # come later, the client has paused or sends a recording, and the turn is placed at the time at which it comes.
 LATE_S = 10.0
+# Words that would be shown later than this many seconds from now are dropped: a recording that is sent faster than it
+# was spoken must not delay what comes after it.
+AHEAD_S = 10.0
 # 90,000 ticks a second, as in the video's clock.
 TICKS = 90_000
 
@@ -52,9 +55,12 @@ class CaptionSegments:
         self._turns: dict[str, float] = {}
         # Segments that were given out stay as they are.
         self._made: dict[int, str] = {}
+        # The newest time that was seen.
+        self._now = 0.0
 
     def update(self, update: Update, now: float) -> None:
         """Take an update of the session; `now` is the time of day."""
+        self._follow_clock(now)
         match update:
             case Begun():
                 self._began = None
@@ -65,6 +71,15 @@ class CaptionSegments:
                 self._finish(line, now)
             case _:
                 pass
+
+    def _follow_clock(self, now: float) -> None:
+        """Begin anew if the clock was set back: the words so far would lie in the future, and new ones behind them."""
+        if now < self._now:
+            self._words.clear()
+            self._turns.clear()
+            self._made.clear()
+            self._began = None
+        self._now = now
 
     def _finish(self, line: Line, now: float) -> None:
         """Replace the words of a turn by its final ones, except in segments that were given out."""
@@ -80,7 +95,8 @@ class CaptionSegments:
             if len(self._turns) > MAX_OPEN_TURNS:
                 del self._turns[next(iter(self._turns))]
         began = self._turns[item]
-        self._words.extend(_Placed(item, text, began + start, began + end) for text, start, end in words)
+        placed = (_Placed(item, text, began + start, began + end) for text, start, end in words)
+        self._words.extend(word for word in placed if word.end <= now + AHEAD_S)
         while len(self._words) > MAX_WORDS or (self._words and self._words[0].end < now - 2 * KEPT_S):
             self._words.popleft()
 
@@ -115,6 +131,7 @@ class CaptionSegments:
 
     def segment(self, number: int, now: float) -> str | None:
         """The captions of a segment; None if it is not listed yet, or not kept any more."""
+        self._follow_clock(now)
         newest = self.newest(now)
         if not newest - KEPT_S / SEGMENT_S < number <= newest:
             return None

@@ -34,6 +34,8 @@ LIVE_AHEAD_S, FILE_AHEAD_S = 30.0, 2.0
 # some segments before the live edge, and seconds by which its times may be ahead of the clock. Beyond these limits the
 # times count as those of a new clock.
 AGAIN_S, AHEAD_S = 60.0, 60.0
+# Seconds that may be missing where a file goes on after a reconnect; beyond that it has another clock.
+MAX_FILE_GAP_S = 3600.0
 # The times of MPEG-TS begin at 0 again after this many seconds; within a connection libav corrects that.
 TS_CLOCK_S = 2**33 / 90_000
 # A difference in seconds that is not worth a gap; and one between audio and clock, because audio comes unevenly.
@@ -182,6 +184,8 @@ class PulledAudio:
         if kind.seconds is None:
             missing = remainder(missing, TS_CLOCK_S)
         self._repeated = 0
+        if kind.seconds is not None and missing > MAX_FILE_GAP_S:
+            return 0.0
         is_same_clock = kind.keeps_time and -AGAIN_S <= missing <= away + AHEAD_S
         if kind.seconds is not None or is_same_clock:
             self._repeated = round(max(0.0, -missing) * MODEL_RATE)

@@ -37,7 +37,7 @@ log = logging.getLogger("tickertape.streams")
 MAX_KEPT_EVENTS = 2000
 MAX_KEPT_BYTES = 1024 * 1024
 MAX_URL_CHARACTERS = 2000
-# Ended streams that are still listed.
+# Ended streams of all callers that are still listed.
 MAX_ENDED_STREAMS = 32
 # Seconds before a session is opened again; doubles with each attempt.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
@@ -263,13 +263,17 @@ class PulledStreams:
     async def open(self) -> None:
         """Go on with the streams of the process before this one."""
         left = [] if self._file is None else await self._file.open()
-        for kept in left[: self._config.limits.streams]:
+        for kept in left:
+            caller, settings = Caller(kept.caller), stream_settings(kept.language)
             try:
                 check_url(kept.url, self._config.server.stream_hosts)
+                self._check_room(caller)
             except NotAllowed as error:
                 log.warning("stream %s does not go on: %s", kept.id, error)
                 continue
-            caller, settings = Caller(kept.caller), stream_settings(kept.language)
+            except Refusal as refusal:
+                log.warning("stream %s does not go on: %s", kept.id, refusal.message)
+                continue
             self._start(PulledStream(kept.url, caller, settings, kept.created, kept))
         if self.by_id:
             log.info("streams that go on after the restart: %d", len(self.by_id))
@@ -284,16 +288,32 @@ class PulledStreams:
             check_url(url, hosts)
         except NotAllowed as error:
             raise Refusal(400, error.code, error.sentence, param="url") from None
-        most = self._config.limits.streams
-        if sum(not stream.events.is_closed for stream in self.by_id.values()) >= most:
-            text = f"The server pulls at most {most} streams at once (limits.streams); delete one."
-            raise Refusal(429, "too_many_streams", text, retry_after_s=60)
+        self._check_room(caller)
         stream = PulledStream(url, caller, settings, int(self._wall_clock()))
         self._start(stream)
-        ended = [other for other in self.by_id.values() if other.events.is_closed]
-        for other in ended[: max(0, len(ended) - MAX_ENDED_STREAMS)]:
-            del self.by_id[other.id]
+        self._forget_ended()
         return stream
+
+    def _check_room(self, caller: Caller) -> None:
+        """Raises Refusal if the server, or this caller, has as many streams as it may have."""
+        callers = [stream.caller.name for stream in self.by_id.values() if not stream.events.is_closed]
+        most, per_key = self._config.limits.streams, self._config.limits.sessions_per_key
+        if len(callers) >= most:
+            text = f"The server pulls at most {most} streams at once (limits.streams); delete one."
+            raise Refusal(429, "too_many_streams", text, retry_after_s=60)
+        # Further streams would get no session, and keep the places of others while they wait for one.
+        if per_key and callers.count(caller.name) >= per_key:
+            text = f"A key may have {per_key} streams, as many as sessions (limits.sessions_per_key); delete one."
+            raise Refusal(429, "too_many_streams", text, retry_after_s=60)
+
+    def _forget_ended(self) -> None:
+        """Keep a bounded number of ended streams. The caller that has the most of them loses its oldest."""
+        ended: dict[str, list[PulledStream]] = {}
+        for stream in self.by_id.values():
+            if stream.events.is_closed:
+                ended.setdefault(stream.caller.name, []).append(stream)
+        for _ in range(sum(map(len, ended.values())) - MAX_ENDED_STREAMS):
+            del self.by_id[max(ended.values(), key=len).pop(0).id]
 
     def of(self, caller: Caller) -> list[PulledStream]:
         return [stream for stream in self.by_id.values() if stream.caller.name == caller.name]

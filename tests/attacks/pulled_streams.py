@@ -8,7 +8,7 @@ from typing import Any
 
 from tests.attacks.real_server import OTHER_KEY
 from tests.attacks.target import Answer, Target, attack
-from tests.media_streams import head_of, redirect, spoken, wav_bytes, web_server
+from tests.media_streams import cut_then, head_of, late_file, redirect, spoken, wav_bytes, web_server
 from tests.waiting import forever
 
 STREAMS = "/v1/streams"
@@ -93,6 +93,38 @@ async def streams_that_are_no_media(target: Target) -> None:
         for path in list(web.pages):
             found = await ended(target, web.url(path))
             assert found["status"] == "failed" and found["message"], (path, found)
+
+
+@attack()
+async def ended_streams_that_displace_others(target: Target) -> None:
+    """Forty streams that fail at once: the ended stream of another key, and its events, are still there."""
+    async with web_server() as web:
+        web.pages["/talk.wav"] = wav_bytes(spoken(1.0))
+        answer = await begin(target, web.url("/talk.wav"), OTHER_KEY)
+        assert answer.status == 201, answer.body
+        path = f"{STREAMS}/{json.loads(answer.body)['id']}"
+        # The response ends with the stream.
+        assert b"stream.status" in (await request(target, "GET", f"{path}/events", OTHER_KEY)).body
+        begun = 0
+        while begun < 40:
+            answer = await begin(target, web.url("/nothing-here"))
+            assert answer.status in (201, 429), answer.body
+            begun += answer.status == 201
+            await asyncio.sleep(0 if answer.status == 201 else 0.1)
+        assert b"stream.status" in (await request(target, "GET", f"{path}/events", OTHER_KEY)).body
+        assert (await request(target, "DELETE", path, OTHER_KEY)).status == 200
+        for stream in json.loads((await request(target, "GET", STREAMS)).body)["data"]:
+            assert (await request(target, "DELETE", f"{STREAMS}/{stream['id']}")).status == 200
+
+
+@attack()
+async def a_file_that_begins_centuries_later(target: Target) -> None:
+    """A file that breaks off, and begins centuries later at the next connection: it goes on without a gap."""
+    whole = wav_bytes(spoken(4.0))
+    async with web_server() as web:
+        web.pages["/talk"] = cut_then(whole, len(whole) // 2, late_file(spoken(1.0), 1e13))
+        found = await ended(target, web.url("/talk"))
+    assert found["status"] == "ended" and found["missing_seconds"] == 0 and 2 < found["seconds"] < 4, found
 
 
 @attack(gateway_mib=40)

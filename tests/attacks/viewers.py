@@ -180,6 +180,17 @@ async def a_crowd_of_viewers(target: Target) -> None:
 
 
 @attack()
+async def players_of_made_up_names(target: Target) -> None:
+    """A playlist for each of twice as many made-up names as there are places: viewers of another key still come."""
+    heads = f"Authorization: Bearer {target.key}\r\n"
+    for number in range(2 * MOST_VIEWERS):
+        assert await status(target, get(f"/v1/sessions/made-up-{number}/captions.m3u8", heads)) == 200
+    other = f"Authorization: Bearer {OTHER_KEY}\r\n"
+    assert await status(target, get(events("talk"), other)) == 200
+    assert await status(target, get("/v1/sessions/talk/captions.m3u8", other)) == 200
+
+
+@attack()
 async def viewers_that_read_nothing(target: Target) -> None:
     """A hundred viewers that read nothing, while a session is published and hidden two thousand times."""
     heads = f"Authorization: Bearer {target.key}\r\n"

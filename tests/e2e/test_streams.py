@@ -257,6 +257,43 @@ async def test_deleted_stream_ends_at_once_and_its_places_are_free(serve: Serve)
         await client.begin(web.url("/live"))
 
 
+async def test_ended_streams_of_one_key_displace_none_of_another(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pulled_streams, "MAX_ENDED_STREAMS", 4)
+    async with serve(server=HOSTS, auth={"keys": ("a-long-secret", "another-secret")}) as running, web_server() as web:
+        web.pages["/talk.wav"] = wav_bytes(spoken(1.0))
+        victim, attacker = Client(running, "a-long-secret"), Client(running, "another-secret")
+        kept = await victim.begin(web.url("/talk.wav"))
+        events = await victim.all_events(kept["id"])
+        begun = []
+        for _ in range(8):
+            begun.append((await attacker.begin(web.url("/nothing-here")))["id"])
+            await attacker.all_events(begun[-1])
+        assert await victim.all_events(kept["id"]) == events
+        # Of its own streams the oldest are forgotten; the last one ended after the others were counted.
+        listed = [stream["id"] for stream in (await attacker.http.get("/v1/streams")).json()["data"]]
+        assert listed == begun[-4:]
+
+
+async def test_a_key_has_no_more_streams_than_sessions(serve: Serve, tmp_path: Path) -> None:
+    file, keys = tmp_path / "streams.json", {"keys": ("a-long-secret", "another-secret")}
+    server = HOSTS | {"stream_file": str(file)}
+    async with web_server() as web:
+        web.pages["/live"] = endless
+        async with serve(server=server, auth=keys, limits={"sessions_per_key": 2, "streams": 4}) as running:
+            greedy, other = Client(running, "a-long-secret"), Client(running, "another-secret")
+            streams = [await greedy.begin(web.url("/live")) for _ in range(2)]
+            answer = await greedy.http.post("/v1/streams", json={"url": web.url("/live")})
+            assert answer.status_code == 429 and answer.headers["retry-after"]
+            error = answer.json()["error"]
+            assert error["code"] == "too_many_streams" and "limits.sessions_per_key" in error["message"]
+            await other.begin(web.url("/live"))
+            await until(lambda: len(stored(file)) == 3)
+        # After a restart with a smaller limit the first streams of each key go on.
+        async with serve(server=server, auth=keys, limits={"sessions_per_key": 1, "streams": 4}) as running:
+            callers = [stream.caller.name for stream in running.gateway.streams.by_id.values()]
+            assert len(callers) == len(set(callers)) == 2 and streams[0]["id"] in running.gateway.streams.by_id
+
+
 async def test_reload_that_removes_a_key_ends_its_streams(serve: Serve) -> None:
     async with serve(server=HOSTS, auth={"keys": ("a-long-secret", "another-secret")}) as running, web_server() as web:
         web.pages["/live"] = endless

@@ -435,14 +435,44 @@ async def test_players_get_a_playlist_and_its_segments(serve: Serve) -> None:
             assert answer.status_code == 404, number[:20]
 
 
-async def test_players_of_many_names_are_bounded_and_forgotten(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_players_of_names_without_a_speaker_take_no_places(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(viewers, "PLAYER_S", 1.0)
-    async with serve(limits={"viewers": 5}) as running, httpx.AsyncClient(trust_env=False, verify=False) as http:
-        answers = [await http.get(f"{running.base_url}/sessions/n{n}/captions.m3u8") for n in range(20)]
-        assert [answer.status_code for answer in answers[:5]] == [200] * 5
-        assert {answer.status_code for answer in answers} == {200, 503} or len(running.gateway.audience.channels) <= 5
-        assert len(running.gateway.audience.channels) <= 5
-        await until_so(lambda: not running.gateway.audience.channels)
+    async with (
+        serve(auth={"keys": (KEY, "another-key")}, limits={"viewers": 5}) as running,
+        httpx.AsyncClient(trust_env=False, verify=False, base_url=running.base_url) as http,
+    ):
+        audience = running.gateway.audience
+        for number in range(40):
+            answer = await http.get(f"/sessions/n{number}/captions.m3u8", headers=BEARER)
+            assert answer.status_code == 200
+            assert audience.players == 0 and len(audience.channels) <= viewers.MAX_AWAITED_NAMES
+        # The names that were asked for last are those that wait for their speaker.
+        assert audience.channels.keys() == {
+            (key, f"n{number}") for key, _ in audience.channels for number in range(40 - viewers.MAX_AWAITED_NAMES, 40)
+        }
+        other = {"Authorization": "Bearer another-key"}
+        assert (await http.get("/sessions/talk/captions.m3u8", headers=other)).status_code == 200
+        await until_so(lambda: not audience.channels)
+
+
+async def test_players_of_published_names_are_bounded_and_forgotten(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(viewers, "PLAYER_S", 2.0)
+    async with (
+        serve(limits={"viewers": 2}) as running,
+        contextlib.AsyncExitStack() as stack,
+        httpx.AsyncClient(trust_env=False, verify=False, base_url=running.base_url) as http,
+    ):
+        audience, statuses = running.gateway.audience, []
+        for number in range(3):
+            await publish(await stack.enter_async_context(greeted_client(running.ws)), f"n{number}")
+        for number in range(3):
+            statuses.append((await http.get(f"/sessions/n{number}/captions.m3u8")).status_code)
+            assert audience.players <= 2
+        # A slow machine may have forgotten the first one already.
+        assert statuses[:2] == [200, 200] and statuses[2] in (200, 503)
+        await until_so(lambda: not audience.channels and not audience.players)
 
 
 # Names

@@ -92,3 +92,25 @@ def test_words_and_segments_are_bounded() -> None:
         newest = segments.newest(NOON + second)
         segments.segment(newest, NOON + second)
     assert len(segments._words) <= MAX_WORDS and len(segments._made) <= 11
+
+
+def test_captions_go_on_when_the_clock_is_set_back() -> None:
+    segments = CaptionSegments()
+    segments.update(Added("a", "", [("before", 1.0, 1.5)]), NOON + 1.5)
+    number = round(NOON / SEGMENT_S)
+    assert first_word(segments.segment(number, NOON + 12) or "") == "before"
+    earlier = NOON - 3600
+    segments.update(Added("b", "", [("after", 13.0, 13.5)]), earlier + 1.5)
+    assert first_word(segments.segment(round(earlier / SEGMENT_S), earlier + 12) or "") == "after"
+    # When the clock comes to the same time again, what was said there before is not shown again.
+    assert first_word(segments.segment(number, NOON + 12) or "") == ""
+
+
+def test_words_that_come_faster_than_speech_do_not_delay_later_ones() -> None:
+    """A recording of an hour that is sent in a minute, and then live speech."""
+    segments = CaptionSegments()
+    for turn in range(60):
+        words = [(f"recorded{turn}", 60.0 * turn + 1, 60.0 * turn + 59)]
+        segments.update(Finished(Line(f"r{turn}", "", words[0][1], words[0][2], words)), NOON + turn)
+    segments.update(Added("live", "", [("live", 3600.0, 3601.0)]), NOON + 120)
+    assert first_word(segments.segment(round((NOON + 120) / SEGMENT_S) - 1, NOON + 132) or "") == "live"

@@ -113,6 +113,16 @@ async def test_file_that_breaks_off_is_continued_where_it_was() -> None:
     assert len([line for line in heard.lines if line]) == 2
 
 
+async def test_file_that_begins_much_later_after_a_reconnect_has_another_clock() -> None:
+    """A gap is at most an hour: a file can name any time, and the gap would be computed and waited for."""
+    for begins_s, gaps in ((1e13, []), (4.0 + 3601, []), (6.0, [32_000])):
+        pulled = PulledAudio("http://127.0.0.1/talk")
+        pulled.go_on(4.0, asyncio.get_running_loop().time())
+        parts = pulled._placed(pulled_audio._Kind(10.0, True), begins_s, 0.0, spoken(0.2), True)
+        assert [part for part in parts if isinstance(part, int)] == gaps, begins_s
+        assert pulled.place is not None and pulled.place[0] == begins_s + 0.2
+
+
 @needs_ffmpeg
 async def test_broadcast_that_breaks_off_has_a_gap_by_the_clock() -> None:
     """As Icecast serves it: without a length, and from now on at each connection."""
