@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from realtime.session import english, european
 from realtime.session.english import WrittenForm, split_marks
@@ -24,6 +25,8 @@ from realtime.session.words import spelled, text_of
 # A final of more words stays as it was spoken, because a final is formatted within one step of the event loop. Turns
 # that are formatted are ended before; only one during which formatting was turned on, or of very fast speech, has more.
 MAX_FORMATTED_WORDS = 600
+# Hits of a search that one final, or one part of a file, lists: hits may overlap, so they would multiply a final.
+MAX_FINAL_HITS = 500
 # Words of a long text that are formatted at once; the cut is at the next end of a sentence, or at twice as many.
 WORDS_AT_ONCE = 64
 
@@ -198,6 +201,8 @@ class _Formatter:
         self._formatting = formatting
         self._replaced = _Terms(find for find, _ in formatting.replace)
         self._texts = {words_of(find): text for find, text in reversed(formatting.replace)}
+        # The words of each search term, with the term as the client wrote it.
+        self.searched = {words_of(query): query for query in formatting.search}
 
     def parts(self, words: Sequence[TimedWord]) -> list[_Part]:
         """The words in order, grouped where several are written as one."""
@@ -286,17 +291,24 @@ class _Terms:
 
 
 def search_words(words: Sequence[TimedWord], formatting: Formatting) -> list[tuple[str, list[Hit]]]:
-    """The places where each search term was said, in the order of the terms."""
-    # One pass for each length: the time does not depend on the number of terms.
-    found: dict[tuple[str, ...], list[Hit]] = {words_of(query): [] for query in formatting.search}
-    texts = [word.text for word in words]
-    bare = [bare_word(text) for text in texts]
-    for length in sorted({len(term) for term in found}):
-        for at in range(len(bare) - length + 1):
-            term = tuple(bare[at : at + length])
-            if term in found and not any(map(ends_sentence, texts[at : at + length - 1])):
-                found[term].append(_hit(words[at : at + length]))
-    return [(query, found[words_of(query)]) for query in formatting.search]
+    """The first places where each search term was said, in the order of the terms."""
+    # One look for each length of a term: the time does not depend on the number of terms.
+    terms = _formatter_of(formatting).searched
+    found: dict[tuple[str, ...], list[Hit]] = {term: [] for term in terms}
+    lengths = sorted({len(term) for term in terms})
+    words = words[:MAX_FORMATTED_WORDS]
+    bare = [bare_word(word.text) for word in words]
+    # The number of each word's sentence: a term does not cross the end of one.
+    sentences = list(accumulate((ends_sentence(word.text) for word in words[:-1]), initial=0))
+    room = MAX_FINAL_HITS
+    for start in range(len(bare)):
+        for end in (start + length for length in lengths):
+            if not room or end > len(bare) or sentences[start] != sentences[end - 1]:
+                break
+            if (hits := found.get(tuple(bare[start:end]))) is not None:
+                hits.append(_hit(words[start:end]))
+                room -= 1
+    return [(query, found[term]) for term, query in terms.items()]
 
 
 def _hit(words: Sequence[TimedWord]) -> Hit:

@@ -41,7 +41,7 @@ LABELS_SECONDS = 0.5
 REVISION_SECONDS = 20.0
 # A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
-# A turn whose final is formatted or redacted is ended after this time: the work for one final is bounded.
+# A turn whose final is formatted, redacted or searched is ended after this time: the work for one final is bounded.
 MAX_FORMATTED_SECONDS = 120
 
 
@@ -207,7 +207,7 @@ class Turns:
     def set_formatting(self, formatting: Formatting) -> None:
         """Redact the text that was not sent yet, and all finals, by these options."""
         self.redactor = redactor_of(formatting) if formatting.redacts else None
-        self._formats = formatting.redacts or formatting.changes_finals
+        self._formats = formatting.redacts or formatting.changes_finals or bool(formatting.search)
 
     def open(self, start: int) -> Turn:
         """Open a turn, with a new item id, for the audio from sample `start` on."""

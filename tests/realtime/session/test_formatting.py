@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import messages
-from realtime.dialects.base import SessionFacts
+from realtime.dialects.base import SessionFacts, encode_json
 from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import Session
 from realtime.session.english import is_plain
 from realtime.session.events import Commit, Completed, Configure, TimedWord
 from realtime.session.formatting import (
+    MAX_FINAL_HITS,
     MAX_FORMATTED_WORDS,
     ends_sentence,
     format_final,
@@ -155,6 +156,37 @@ def test_a_search_finds_every_place_with_its_times() -> None:
     assert len(found["York"]) == 2 and found["absent"] == []
 
 
+def test_terms_of_a_search_that_are_the_same_words_are_one() -> None:
+    assert make_formatting(search=["the", "The", "the,", "new York", "New  York"]).search == ("the", "new York")
+
+
+def test_a_search_does_not_multiply_a_final() -> None:
+    """Each word is in a hit of each of eight terms: the first hits are listed, and the frame has a bounded size."""
+    options = make_formatting(search=[" ".join(["the"] * length) for length in range(1, 9)] * 25)
+    words = tuple(timed("the " * MAX_FORMATTED_WORDS))
+    hits = [hit for _, hits in search_words(words, options) for hit in hits]
+    assert len(hits) == MAX_FINAL_HITS and max(hit.start for hit in hits) <= 100 * (MAX_FINAL_HITS // 8)
+    facts = SessionFacts("sess", 0, RATE, "m", frozenset({"m"}), lambda: "event")
+    done = Completed("item", "the " * len(words), words, 0, 1, 1, 0.0)
+    (shown,) = OpenAIDialect(facts).write(done, Settings(formatting=options))
+    assert len(encode_json(shown)) < 40_000
+
+
+def test_the_work_of_a_search_grows_with_the_words_only() -> None:
+    """Calls are counted. Hits that would cross the end of a sentence cost no more than others."""
+
+    def calls(text: str, words: int) -> int:
+        options = make_formatting(search=[f"the {'the ' * length}" for length in range(8)])
+        said = timed(text * words)
+        search_words(said[:1], options)
+        profile = cProfile.Profile()
+        profile.runcall(search_words, said, options)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert calls("the. ", 500) < 60 * 500
+    assert calls("the. ", 10 * MAX_FORMATTED_WORDS) < 60 * MAX_FORMATTED_WORDS
+
+
 @pytest.mark.parametrize("word", ["Fuck", "shitty", "(bullshit)", "motherfucker!"])
 def test_profanity_is_masked(word: str) -> None:
     assert mask(word).count("*") >= 3 and mask(word)[:2] == word[:2].replace(word[1], "*") or word.startswith("(")
@@ -175,6 +207,10 @@ def test_innocent_words_are_not_masked(word: str) -> None:
         ({"replace": [("a", "x" * (MAX_TERM_CHARACTERS + 1))]}, "replace"),
         ({"search": [" , "]}, "search"),
         ({"search": ["\ud800"]}, "search"),
+        # No word that is said is equal to what stands for a redacted one.
+        ({"search": ["[REDACTED]"]}, "search"),
+        ({"replace": [("([REDACTED])", "x")]}, "replace"),
+        ({"names": ["x[REDACTED]"]}, "names"),
         ({"search": [f"{number:03}" + "y" * 90 for number in range(MAX_TERMS)]}, "together"),
     ],
 )
@@ -227,7 +263,8 @@ def test_the_work_does_not_grow_with_the_lists_or_faster_than_the_words() -> Non
 
 
 @pytest.mark.parametrize(
-    ("formatting", "finals"), [(SMART, 1), (make_formatting(redact=["card"]), 1), (Formatting(), 0)]
+    ("formatting", "finals"),
+    [(SMART, 1), (make_formatting(redact=["card"]), 1), (make_formatting(search=["well"]), 1), (Formatting(), 0)],
 )
 def test_the_work_for_one_final_is_bounded(formatting: Formatting, finals: int) -> None:
     drive = Driver(Session(Settings(turn_detection=None, formatting=formatting), RATE, counter()))
