@@ -23,8 +23,8 @@ from realtime.session.text_options import Formatting, bare_word, words_of
 from realtime.session.words import spelled, text_of
 
 # A final of more words stays as it was spoken, because a final is formatted within one step of the event loop. Turns
-# that are formatted are ended before; only one during which formatting was turned on, or of very fast speech, has more.
-MAX_FORMATTED_WORDS = 600
+# that are formatted are ended before; only one during which formatting was turned on has more.
+MAX_FORMATTED_WORDS = 400
 # Hits of a search that one final, or one part of a file, lists: hits may overlap, so they would multiply a final.
 MAX_FINAL_HITS = 500
 # Words of a long text that are formatted at once; the cut is at the next end of a sentence, or at twice as many.
@@ -93,8 +93,24 @@ def _formatter_of(formatting: Formatting) -> _Formatter:
     return _Formatter(formatting)
 
 
+# The words, text and options of the newest final, and the final.
+_newest: tuple[tuple[TimedWord, ...], str, Formatting, Final] | None = None
+
+
 def format_final(text: str, words: Sequence[TimedWord], formatting: Formatting) -> Final:
     """Format a final. Without a change, and with too many words, the text stays exactly as it is."""
+    global _newest
+    # The client, viewers and webhooks of a session ask for the same final one after the other: the work is done once.
+    newest = _newest
+    if newest is not None and newest[0] is words and newest[1] == text and newest[2] == formatting:
+        return newest[3]
+    final = _format_final(text, words, formatting)
+    if isinstance(words, tuple):
+        _newest = words, text, formatting, final
+    return final
+
+
+def _format_final(text: str, words: Sequence[TimedWord], formatting: Formatting) -> Final:
     if not formatting.changes_finals or not words or len(words) > MAX_FORMATTED_WORDS:
         return Final(text, tuple(words), text)
     parts = _formatter_of(formatting).parts(words)

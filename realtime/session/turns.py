@@ -42,8 +42,10 @@ LABELS_SECONDS = 0.5
 REVISION_SECONDS = 20.0
 # A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
-# A turn whose final is formatted, redacted or searched is ended after this time: the work for one final is bounded.
+# A turn whose final is formatted, redacted or searched is ended after this time, or this many words: the work for one
+# final is bounded.
 MAX_FORMATTED_SECONDS = 120
+MAX_FORMATTED_TURN_WORDS = 300
 # The same for one whose final lists its words, their log-probabilities or speakers: their number is bounded.
 MAX_DETAILED_SECONDS = 300
 
@@ -168,6 +170,7 @@ class Turns:
         self._loose_turn: Turn | None = None
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
         self._max_seconds = max_seconds
+        self._formats = False
         self._max_samples = int(max_seconds * sample_rate)
 
     def save(self) -> SavedTurns:
@@ -215,7 +218,8 @@ class Turns:
         most = self._max_seconds
         if settings.lists_words:
             most = min(most, MAX_DETAILED_SECONDS)
-        if formatting.redacts or formatting.changes_finals or formatting.search:
+        self._formats = formatting.redacts or formatting.changes_finals or bool(formatting.search)
+        if self._formats:
             most = min(most, MAX_FORMATTED_SECONDS)
         self._max_samples = int(most * self._sample_rate)
 
@@ -397,6 +401,8 @@ class Turns:
         turn = self.current
         if turn is None or self.ended or self.finishing or self._cutter.gave_loose:
             return False
+        if self._formats and len(turn.words) >= MAX_FORMATTED_TURN_WORDS:
+            return True
         return word.end - turn.start >= self._max_samples or turn.characters >= MAX_TURN_CHARACTERS
 
     def _cut_after(self, word: TimedWord, now: float) -> list[ServerEvent]:

@@ -33,7 +33,7 @@ from realtime.session.formatting import (
 )
 from realtime.session.settings import Settings
 from realtime.session.text_options import MAX_TERM_CHARACTERS, MAX_TERMS, Formatting, make_formatting
-from realtime.session.turns import MAX_FORMATTED_SECONDS
+from realtime.session.turns import MAX_FORMATTED_SECONDS, MAX_FORMATTED_TURN_WORDS
 from tests.realtime.session.test_core import RATE, Driver, append, counter, word
 
 TABLE = Path(__file__).with_name("english_sentences.tsv")
@@ -260,6 +260,44 @@ def test_the_work_does_not_grow_with_the_lists_or_faster_than_the_words() -> Non
     assert calls(4000, 1) < 11 * few
     # The table of the terms is made once.
     assert calls(400, MAX_TERMS) < few + 100 * MAX_TERMS
+
+
+@pytest.mark.parametrize(
+    ("said", "language"),
+    [
+        ("oh dash", "en"),
+        ("oh dash oh at oh dot", "en"),
+        ("oh dash oh dot com", "en"),
+        ("una", "es"),
+        ("een negenhonderdtweeennegentig", "nl"),
+        ("soixante juin deux trente douze trois", "fr"),
+    ],
+)
+def test_no_words_are_read_again_and_again(said: str, language: str) -> None:
+    """Calls for each word of texts that begin an address, a number or digits at every word and never end one."""
+    text = " ".join((said.split() * MAX_FORMATTED_WORDS)[:MAX_FORMATTED_WORDS])
+    words = timed(text, language)
+    format_final(text, words[:2], SMART)
+    profile = cProfile.Profile()
+    profile.runcall(format_final, text, words, SMART)
+    assert pstats.Stats(profile).total_calls < 260 * MAX_FORMATTED_WORDS  # type: ignore[attr-defined]
+
+
+def test_a_final_is_formatted_once_for_all_who_ask() -> None:
+    said = "it took twenty five minutes"
+    words = tuple(timed(said))
+    final = format_final(said, words, SMART)
+    assert format_final(said, words, SMART) is final
+    assert format_final(said, words, Formatting()).text == said
+    assert format_final(said, tuple(timed(said, "de")), SMART).text == said
+
+
+def test_a_formatted_turn_of_very_fast_speech_is_ended_after_a_number_of_words() -> None:
+    drive = Driver(Session(Settings(turn_detection=None, formatting=SMART), RATE, counter()))
+    drive(append(60.0))
+    drive(*(word("twenty", at * 0.05, at * 0.05 + 0.04) for at in range(MAX_FORMATTED_TURN_WORDS + 10)))
+    (done,) = [event for event in drive.sent if isinstance(event, Completed)]
+    assert len(done.words) <= MAX_FORMATTED_TURN_WORDS + 1 < MAX_FORMATTED_WORDS
 
 
 @pytest.mark.parametrize(
