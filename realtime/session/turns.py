@@ -48,6 +48,9 @@ MAX_FORMATTED_SECONDS = 120
 MAX_FORMATTED_TURN_WORDS = 300
 # The same for one whose final lists its words, their log-probabilities or speakers: their number is bounded.
 MAX_DETAILED_SECONDS = 300
+# Words with times that a final has; of more, the newest. Only a turn of text alone has more, and its client may ask for
+# words just before its end.
+MAX_FINAL_WORDS = 1000
 
 
 class TurnState(Enum):
@@ -464,6 +467,7 @@ class Turns:
             self._said_until = turn.words[-1].end
         while self._revised and self._revised[0].end <= turn.end:
             self._revised.popleft()
+        final = final[-MAX_FINAL_WORDS:]
         words = tuple(final if self.speakers is None else map(self.speakers.best, final))
         if self.speakers is not None:
             self.speakers.forget_before(turn.start)
