@@ -295,7 +295,7 @@ class Boundaries:
     ) -> None:
         self.audio = AudioCount()
         self.turns = Turns(new_item_id, sample_rate, trim_start=settings.trim_start, max_seconds=max_turn_seconds)
-        self.turns.set_formatting(settings.formatting)
+        self.turns.set_finals(settings)
         # Audio before the boundary is committed or cleared.
         self.boundary = 0
         self._boundary_ms = 0.0
@@ -390,7 +390,7 @@ class Boundaries:
     def configure(self, new: Settings) -> None:
         old, self._settings = self._settings, new
         self.turns.trim_start = new.trim_start
-        self.turns.set_formatting(new.formatting)
+        self.turns.set_finals(new)
         self._set_speakers()
         if new.utterance_end_ms != old.utterance_end_ms:
             self._utterances = self._new_utterances()

@@ -217,6 +217,8 @@ class _Scanner:
         self._tokens = tokens
         self._smart = smart
         self._forms: list[WrittenForm] = []
+        # (first token, marks) -> end of the parts of an address.
+        self._runs: dict[tuple[int, tuple[str, ...]], int] = {}
 
     def scan(self) -> list[WrittenForm]:
         at = 0
@@ -387,9 +389,10 @@ class _Scanner:
 
     def _digits(self, at: int) -> int | None:
         """Digits that are read out one by one: three or more. Seven, ten and eleven are written as phone numbers."""
-        end, digits = at, ""
-        while end < len(self._tokens) and (end == at or self._is_open(end)) and len(digits) < 40:
-            word = self._bare(end)
+        # Without the helpers: in a long row of digits each word is read many times.
+        tokens, end, digits = self._tokens, at, ""
+        while end < len(tokens) and (end == at or not tokens[end - 1].mark) and len(digits) < 40:
+            word = tokens[end].bare
             if word in ONES or (word in ZEROS and end > at):
                 digits, end = digits + str(ONES.get(word, 0)), end + 1
             elif word in REPEATS and self._next(end + 1) in (*ONES, *ZEROS):
@@ -399,8 +402,7 @@ class _Scanner:
                 digits, end = digits + "00", end + 1
             else:
                 break
-        spoken = [self._bare(place) for place in range(at, end)]
-        if "hundred" in spoken and len(digits) < 10:
+        if len(digits) < 10 and any(token.bare == "hundred" for token in tokens[at:end]):
             return None
         counts = digits == "123456789"[: len(digits)] or digits == "987654321"[-len(digits) :]
         if len(digits) < 3 or counts or not self._is_whole(end) or self._adjoins_number(end):
@@ -732,12 +734,23 @@ class _Scanner:
         """Words with spoken punctuation between them: text, end, and whether they end with a top-level domain."""
         if not self._is_atom(at):
             return None
-        text, end, top = self._bare(at), at + 1, False
-        while self._next(end) in marks and self._is_open(end + 1) and self._is_atom(end + 1) and len(text) < 200:
-            mark = ADDRESS_MARKS[self._bare(end)]
-            top = mark == "." and self._bare(end + 1) in TOP_DOMAINS
-            text, end = text + mark + self._bare(end + 1), end + 2
-        return text, end, top
+        end = self._atoms_end(at, marks)
+        text = self._bare(at)
+        for place in range(at + 1, end, 2):
+            text += ADDRESS_MARKS[self._tokens[place].bare] + self._tokens[place + 1].bare
+        return text, end, end > at + 1 and self._bare(end - 2) == "dot" and self._bare(end - 1) in TOP_DOMAINS
+
+    def _atoms_end(self, at: int, marks: tuple[str, ...]) -> int:
+        """The end is kept for all words of the run, each of which may be tried as the first one."""
+        if (known := self._runs.get((at, marks))) is not None:
+            return known
+        end, length, atoms = at + 1, len(self._bare(at)), [at]
+        while self._next(end) in marks and self._is_open(end + 1) and self._is_atom(end + 1) and length < 200:
+            atoms.append(end + 1)
+            length += 1 + len(self._bare(end + 1))
+            end += 2
+        self._runs.update(((atom, marks), end) for atom in atoms)
+        return end
 
     def _is_atom(self, at: int) -> bool:
         word = self._bare(at)

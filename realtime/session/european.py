@@ -119,6 +119,9 @@ class _Scanner:
         self._rules = rules
         self._smart = smart
         self._forms: list[WrittenForm] = []
+        # Several rules read the number at one place: what was read is kept, and the end of the last run of digits.
+        self._numbers: dict[int, tuple[int, int] | None] = {}
+        self._run = 0
 
     def scan(self) -> list[WrittenForm]:
         at = 0
@@ -187,6 +190,11 @@ class _Scanner:
 
     def _longest(self, at: int) -> tuple[int, int] | None:
         """Value and end of the longest number that the table has here."""
+        if at not in self._numbers:
+            self._numbers[at] = self._find_longest(at)
+        return self._numbers[at]
+
+    def _find_longest(self, at: int) -> tuple[int, int] | None:
         rules, found, text = self._rules, None, ""
         for end in range(at, min(at + MAX_NUMBER_WORDS, len(self._tokens))):
             word = self._tokens[end].folded
@@ -406,21 +414,27 @@ class _Scanner:
 
     def _digits(self, at: int) -> int | None:
         """Write three or more digits that are read out one by one. Returns their end; None if they are a count."""
-        rules, end, digits = self._rules, at, ""
-        while len(digits) < MAX_DIGITS and (end == at or self._next(end)) and end < len(self._tokens):
-            value = rules.numbers.get(self._tokens[end].folded, 10)
-            if value >= 10:
-                break
-            digits, end = digits + str(value), end + 1
-        counts = digits in "0123456789" or digits in "9876543210"
+        rules = self._rules
+        if at >= self._run:
+            self._run = at
+            while (self._run == at or self._next(self._run)) and self._digit(self._run) < 10:
+                self._run += 1
+        end = min(self._run, at + MAX_DIGITS)
         # After an article one digit more is needed: `un dos tres`.
         least = 4 if self._tokens[at].folded in rules.articles else 3
-        if len(digits) < least or counts or self._adjoins(end):
+        if end - at < least or self._adjoins(end):
             return None
         if self._tokens[end - 1].folded in rules.articles and not self._pauses(end):
             return None
+        digits = "".join(str(self._digit(place)) for place in range(at, end))
+        if digits in "0123456789" or digits in "9876543210":
+            return None
         self._add(at, end, digits)
         return end
+
+    def _digit(self, at: int) -> int:
+        """The digit that this word means; 10 if it is none."""
+        return self._rules.numbers.get(self._tokens[at].folded, 10) if at < len(self._tokens) else 10
 
     def _ordinal(self, at: int) -> int | None:
         rules, token = self._rules, self._tokens[at]

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import accumulate
 
 from realtime.session import english, european
 from realtime.session.english import WrittenForm, split_marks
@@ -24,8 +25,10 @@ from realtime.session.text_options import Formatting, bare_word, words_of
 from realtime.session.words import spelled, text_of
 
 # A final of more words stays as it was spoken, because a final is formatted within one step of the event loop. Turns
-# that are formatted are ended before; only one during which formatting was turned on, or of very fast speech, has more.
-MAX_FORMATTED_WORDS = 600
+# that are formatted are ended before; only one during which formatting was turned on has more.
+MAX_FORMATTED_WORDS = 400
+# Hits of a search that one final, or one part of a file, lists: hits may overlap, so they would multiply a final.
+MAX_FINAL_HITS = 500
 # Words of a long text that are formatted at once; the cut is at the next end of a sentence, or at twice as many.
 WORDS_AT_ONCE = 64
 
@@ -92,8 +95,24 @@ def _formatter_of(formatting: Formatting) -> _Formatter:
     return _Formatter(formatting)
 
 
+# The words, text and options of the newest final, and the final.
+_newest: tuple[tuple[TimedWord, ...], str, Formatting, Final] | None = None
+
+
 def format_final(text: str, words: Sequence[TimedWord], formatting: Formatting) -> Final:
     """Format a final. Without a change, and with too many words, the text stays exactly as it is."""
+    global _newest
+    # The client, viewers and webhooks of a session ask for the same final one after the other: the work is done once.
+    newest = _newest
+    if newest is not None and newest[0] is words and newest[1] == text and newest[2] == formatting:
+        return newest[3]
+    final = _format_final(text, words, formatting)
+    if isinstance(words, tuple):
+        _newest = words, text, formatting, final
+    return final
+
+
+def _format_final(text: str, words: Sequence[TimedWord], formatting: Formatting) -> Final:
     if not formatting.changes_finals or not words or len(words) > MAX_FORMATTED_WORDS:
         return Final(text, tuple(words), text)
     parts = _formatter_of(formatting).parts(words)
@@ -200,6 +219,8 @@ class _Formatter:
         self._formatting = formatting
         self._replaced = _Terms(find for find, _ in formatting.replace)
         self._texts = {words_of(find): text for find, text in reversed(formatting.replace)}
+        # The words of each search term, with the term as the client wrote it.
+        self.searched = {words_of(query): query for query in formatting.search}
 
     def parts(self, words: Sequence[TimedWord]) -> list[_Part]:
         """The words in order, grouped where several are written as one."""
@@ -288,17 +309,24 @@ class _Terms:
 
 
 def search_words(words: Sequence[TimedWord], formatting: Formatting) -> list[tuple[str, list[Hit]]]:
-    """The places where each search term was said, in the order of the terms."""
-    # One pass for each length: the time does not depend on the number of terms.
-    found: dict[tuple[str, ...], list[Hit]] = {words_of(query): [] for query in formatting.search}
-    texts = [word.text for word in words]
-    bare = [bare_word(text) for text in texts]
-    for length in sorted({len(term) for term in found}):
-        for at in range(len(bare) - length + 1):
-            term = tuple(bare[at : at + length])
-            if term in found and not any(map(ends_sentence, texts[at : at + length - 1])):
-                found[term].append(_hit(words[at : at + length]))
-    return [(query, found[words_of(query)]) for query in formatting.search]
+    """The first places where each search term was said, in the order of the terms."""
+    # One look for each length of a term: the time does not depend on the number of terms.
+    terms = _formatter_of(formatting).searched
+    found: dict[tuple[str, ...], list[Hit]] = {term: [] for term in terms}
+    lengths = sorted({len(term) for term in terms})
+    words = words[:MAX_FORMATTED_WORDS]
+    bare = [bare_word(word.text) for word in words]
+    # The number of each word's sentence: a term does not cross the end of one.
+    sentences = list(accumulate((ends_sentence(word.text) for word in words[:-1]), initial=0))
+    room = MAX_FINAL_HITS
+    for start in range(len(bare)):
+        for end in (start + length for length in lengths):
+            if not room or end > len(bare) or sentences[start] != sentences[end - 1]:
+                break
+            if (hits := found.get(tuple(bare[start:end]))) is not None:
+                hits.append(_hit(words[start:end]))
+                room -= 1
+    return [(query, found[term]) for term, query in terms.items()]
 
 
 def _hit(words: Sequence[TimedWord]) -> Hit:

@@ -165,6 +165,11 @@ class Settings:
         return self.speakers or self.wants(INCLUDE_SPEAKERS)
 
     @property
+    def lists_words(self) -> bool:
+        """Whether a final has something for each of its words: times, log-probabilities or speakers."""
+        return self.labels_speakers or self.wants(INCLUDE_WORDS) or self.wants(INCLUDE_LOGPROBS)
+
+    @property
     def speaker_names(self) -> tuple[str, ...]:
         """The names of the enrolled speakers, who have the first numbers."""
         return tuple(name for name, _ in self.known_speakers)

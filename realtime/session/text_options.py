@@ -82,7 +82,12 @@ def make_formatting(
     if sum(len(text.encode(errors="surrogatepass")) for text in texts) > MAX_TERMS_BYTES:
         raise ValueError(f"'names', 'replace' and 'search' together may have at most {MAX_TERMS_BYTES} bytes")
     chosen = tuple(dict.fromkeys(kinds))
-    return Formatting(smart, numerals, profanity_filter, paragraphs, chosen, listed, replaced, sought, language)
+    # Terms with the same words have the same hits, so the first of them stands for all.
+    first: dict[tuple[str, ...], str] = {}
+    for term in sought:
+        first.setdefault(words_of(term), term)
+    unlike = tuple(first.values())
+    return Formatting(smart, numerals, profanity_filter, paragraphs, chosen, listed, replaced, unlike, language)
 
 
 def _check_terms(option: str, terms: Sequence[str]) -> None:
@@ -94,6 +99,9 @@ def _check_terms(option: str, terms: Sequence[str]) -> None:
                 f"a term of '{option}' must have 1 to {MAX_TERM_CHARACTERS} characters with a letter or digit, "
                 f"and at most {MAX_TERM_WORDS} words"
             )
+        if REDACTED in term:
+            # It has no words to compare, so it would match nothing, everywhere.
+            raise ValueError(f"a term of '{option}' contains {REDACTED}, which stands for words that are not kept")
         if any("\ud800" <= letter <= "\udfff" for letter in term):
             raise ValueError(f"a term of '{option}' contains half of a surrogate pair")
 

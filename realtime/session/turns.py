@@ -11,6 +11,7 @@ continues with the next word. The engine is not flushed for that, so the cut cha
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -30,8 +31,8 @@ from realtime.session.events import (
 )
 from realtime.session.formatting import redactor_of
 from realtime.session.redaction import Redactor, without_hidden
+from realtime.session.settings import Settings
 from realtime.session.speakers import SpeakerTimeline
-from realtime.session.text_options import Formatting
 from realtime.session.words import WordCutter, first_word, spelled, text_of
 
 # Text outside any turn is added to the next turn if that begins within this time; otherwise it is dropped.
@@ -42,8 +43,15 @@ LABELS_SECONDS = 0.5
 REVISION_SECONDS = 20.0
 # A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
-# A turn whose final is formatted or redacted is ended after this time: the work for one final is bounded.
+# A turn whose final is formatted, redacted or searched is ended after this time, or this many words: the work for one
+# final is bounded.
 MAX_FORMATTED_SECONDS = 120
+MAX_FORMATTED_TURN_WORDS = 300
+# The same for one whose final lists its words, their log-probabilities or speakers: their number is bounded.
+MAX_DETAILED_SECONDS = 300
+# Words with times that a final has; of more, the newest. Only a turn of text alone has more, and its client may ask for
+# words just before its end.
+MAX_FINAL_WORDS = 1000
 
 
 class TurnState(Enum):
@@ -154,7 +162,6 @@ class Turns:
         # Set if text is redacted; and the digits at the end of the last complete turn.
         self.redactor: Redactor | None = None
         self._digits = 0
-        self._formats = False
         self._sample_rate = sample_rate
         # Set if speakers are labelled.
         self.speakers: SpeakerTimeline | None = None
@@ -166,6 +173,8 @@ class Turns:
         # The turn that got the first part of an incomplete word; the rest of the word goes there too.
         self._loose_turn: Turn | None = None
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
+        self._max_seconds = max_seconds
+        self._formats = False
         self._max_samples = int(max_seconds * sample_rate)
 
     def save(self) -> SavedTurns:
@@ -205,10 +214,18 @@ class Turns:
             turn.labelled_by += shift
             turn.revised_by += shift
 
-    def set_formatting(self, formatting: Formatting) -> None:
-        """Redact the text that was not sent yet, and all finals, by these options."""
+    def set_finals(self, settings: Settings) -> None:
+        """Redact the text that was not sent yet, and all finals, as these settings say; and bound a turn by what its
+        final costs."""
+        formatting = settings.formatting
         self.redactor = redactor_of(formatting) if formatting.redacts else None
-        self._formats = formatting.redacts or formatting.changes_finals
+        most = self._max_seconds
+        if settings.lists_words:
+            most = min(most, MAX_DETAILED_SECONDS)
+        self._formats = formatting.redacts or formatting.changes_finals or bool(formatting.search)
+        if self._formats:
+            most = min(most, MAX_FORMATTED_SECONDS)
+        self._max_samples = int(most * self._sample_rate)
 
     def open(self, start: int) -> Turn:
         """Open a turn, with a new item id, for the audio from sample `start` on."""
@@ -388,8 +405,9 @@ class Turns:
         turn = self.current
         if turn is None or self.ended or self.finishing or self._cutter.gave_loose:
             return False
-        most = min(self._max_samples, MAX_FORMATTED_SECONDS * self._sample_rate) if self._formats else self._max_samples
-        return word.end - turn.start >= most or turn.characters >= MAX_TURN_CHARACTERS
+        if self._formats and len(turn.words) >= MAX_FORMATTED_TURN_WORDS:
+            return True
+        return word.end - turn.start >= self._max_samples or turn.characters >= MAX_TURN_CHARACTERS
 
     def _cut_after(self, word: TimedWord, now: float) -> list[ServerEvent]:
         """End the open turn after this word, complete it and open the next one."""
@@ -440,11 +458,8 @@ class Turns:
         out = self._speak(turn, ends=True)
         turn.move(TurnState.COMPLETED)
         assert turn.end is not None
-        transcript, final, is_revised = "".join(turn.sent), turn.words, False
-        if any(_is_in(part, word) for part in self._revised for word in turn.words):
-            final, is_revised = self._with_revisions(turn), True
-        if is_revised and not final:
-            final, is_revised = turn.words, False
+        transcript, revised = "".join(turn.sent), self._with_revisions(turn)
+        final, is_revised = revised or turn.words, bool(revised)
         if self.redactor is not None:
             final = self._redacted_final(turn, final, self.redactor, is_new=is_revised or turn.is_raw)
         if is_revised or self.redactor is not None:
@@ -453,6 +468,7 @@ class Turns:
             self._said_until = turn.words[-1].end
         while self._revised and self._revised[0].end <= turn.end:
             self._revised.popleft()
+        final = final[-MAX_FINAL_WORDS:]
         words = tuple(final if self.speakers is None else map(self.speakers.best, final))
         if self.speakers is not None:
             self.speakers.forget_before(turn.start)
@@ -472,24 +488,32 @@ class Turns:
         return [*out, done]
 
     def _with_revisions(self, turn: Turn) -> list[TimedWord]:
-        """The words of a turn, with revised ones in place of the streamed ones.
+        """The words of a turn, with revised ones in place of the streamed ones; empty if none are revised.
 
         A revision may cover several turns. It is divided halfway between the streamed words of two turns: all streamed
-        words of the revised audio are known by now.
+        words of the revised audio are known by now. Parts do not overlap, so each word looks for its part in a table.
         """
+        parts = sorted(self._revised, key=lambda part: part.start)
+        if not parts or not turn.words:
+            return []
+        starts, used, words = [part.start for part in parts], set[int](), list[TimedWord]()
+        for word in turn.words:
+            middle = (word.start + word.end) // 2
+            place = bisect_right(starts, middle) - 1
+            if place >= 0 and middle < parts[place].end:
+                used.add(place)
+            else:
+                words.append(word)
+        if not used:
+            return []
         first, last = turn.words[0], turn.words[-1]
         later = [word.start for other in (*self.finishing, *self.ended, self.current) if other for word in other.words]
         later += [word.start for _, word in self._stray]
         low = (self._said_until + first.start) // 2
         assert turn.end is not None
         high = min([turn.end, *([(last.end + min(later)) // 2] if later else [])])
-        parts = [part for part in self._revised if any(_is_in(part, word) for word in turn.words)]
-        words = [word for word in turn.words if not any(_is_in(part, word) for part in parts)]
-        for part in parts:
-            for word in part.words:
-                middle = (word.start + word.end) // 2
-                if low <= middle < high:
-                    words.append(word)
+        for place in sorted(used):
+            words += [word for word in parts[place].words if low <= (word.start + word.end) // 2 < high]
         words.sort(key=lambda word: word.start)
         return [self._as_written(word, turn) for word in words[:1]] + words[1:]
 
@@ -540,7 +564,3 @@ class Turns:
 def _within(word: TimedWord, turn: Turn) -> bool:
     end = turn.end if turn.words_until is None else turn.words_until
     return end is None or (word.start + word.end) // 2 < end
-
-
-def _is_in(part: RevisedPart, word: TimedWord) -> bool:
-    return part.start <= (word.start + word.end) // 2 < part.end

@@ -295,6 +295,8 @@ async def formats_out_of_bounds(target: Target) -> None:
         {"redact": [["card"]]},
         {"smart": "yes"},
         {"search": ["\x00 ,"]},
+        {"search": ["[REDACTED]"]},
+        {"replace": {"[REDACTED]": "x"}},
     ]
     async with target.client() as client:
         for given in wrong:

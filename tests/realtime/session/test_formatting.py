@@ -13,12 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import messages
-from realtime.dialects.base import SessionFacts
+from realtime.dialects.base import SessionFacts, encode_json
 from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import Session
 from realtime.session.english import is_plain
 from realtime.session.events import Commit, Completed, Configure, TimedWord
 from realtime.session.formatting import (
+    MAX_FINAL_HITS,
     MAX_FORMATTED_WORDS,
     ends_sentence,
     format_final,
@@ -32,7 +33,7 @@ from realtime.session.formatting import (
 )
 from realtime.session.settings import Settings
 from realtime.session.text_options import MAX_TERM_CHARACTERS, MAX_TERMS, Formatting, make_formatting
-from realtime.session.turns import MAX_FORMATTED_SECONDS
+from realtime.session.turns import MAX_FORMATTED_SECONDS, MAX_FORMATTED_TURN_WORDS
 from tests.realtime.session.test_core import RATE, Driver, append, counter, word
 
 TABLE = Path(__file__).with_name("english_sentences.tsv")
@@ -155,6 +156,37 @@ def test_a_search_finds_every_place_with_its_times() -> None:
     assert len(found["York"]) == 2 and found["absent"] == []
 
 
+def test_terms_of_a_search_that_are_the_same_words_are_one() -> None:
+    assert make_formatting(search=["the", "The", "the,", "new York", "New  York"]).search == ("the", "new York")
+
+
+def test_a_search_does_not_multiply_a_final() -> None:
+    """Each word is in a hit of each of eight terms: the first hits are listed, and the frame has a bounded size."""
+    options = make_formatting(search=[" ".join(["the"] * length) for length in range(1, 9)] * 25)
+    words = tuple(timed("the " * MAX_FORMATTED_WORDS))
+    hits = [hit for _, hits in search_words(words, options) for hit in hits]
+    assert len(hits) == MAX_FINAL_HITS and max(hit.start for hit in hits) <= 100 * (MAX_FINAL_HITS // 8)
+    facts = SessionFacts("sess", 0, RATE, "m", frozenset({"m"}), lambda: "event")
+    done = Completed("item", "the " * len(words), words, 0, 1, 1, 0.0)
+    (shown,) = OpenAIDialect(facts).write(done, Settings(formatting=options))
+    assert len(encode_json(shown)) < 40_000
+
+
+def test_the_work_of_a_search_grows_with_the_words_only() -> None:
+    """Calls are counted. Hits that would cross the end of a sentence cost no more than others."""
+
+    def calls(text: str, words: int) -> int:
+        options = make_formatting(search=[f"the {'the ' * length}" for length in range(8)])
+        said = timed(text * words)
+        search_words(said[:1], options)
+        profile = cProfile.Profile()
+        profile.runcall(search_words, said, options)
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert calls("the. ", 500) < 60 * 500
+    assert calls("the. ", 10 * MAX_FORMATTED_WORDS) < 60 * MAX_FORMATTED_WORDS
+
+
 @pytest.mark.parametrize("word", ["Fuck", "shitty", "(bullshit)", "motherfucker!"])
 def test_profanity_is_masked(word: str) -> None:
     assert mask(word).count("*") >= 3 and mask(word)[:2] == word[:2].replace(word[1], "*") or word.startswith("(")
@@ -175,6 +207,10 @@ def test_innocent_words_are_not_masked(word: str) -> None:
         ({"replace": [("a", "x" * (MAX_TERM_CHARACTERS + 1))]}, "replace"),
         ({"search": [" , "]}, "search"),
         ({"search": ["\ud800"]}, "search"),
+        # No word that is said is equal to what stands for a redacted one.
+        ({"search": ["[REDACTED]"]}, "search"),
+        ({"replace": [("([REDACTED])", "x")]}, "replace"),
+        ({"names": ["x[REDACTED]"]}, "names"),
         ({"search": [f"{number:03}" + "y" * 90 for number in range(MAX_TERMS)]}, "together"),
     ],
 )
@@ -227,7 +263,46 @@ def test_the_work_does_not_grow_with_the_lists_or_faster_than_the_words() -> Non
 
 
 @pytest.mark.parametrize(
-    ("formatting", "finals"), [(SMART, 1), (make_formatting(redact=["card"]), 1), (Formatting(), 0)]
+    ("said", "language"),
+    [
+        ("oh dash", "en"),
+        ("oh dash oh at oh dot", "en"),
+        ("oh dash oh dot com", "en"),
+        ("una", "es"),
+        ("een negenhonderdtweeennegentig", "nl"),
+        ("soixante juin deux trente douze trois", "fr"),
+    ],
+)
+def test_no_words_are_read_again_and_again(said: str, language: str) -> None:
+    """Calls for each word of texts that begin an address, a number or digits at every word and never end one."""
+    text = " ".join((said.split() * MAX_FORMATTED_WORDS)[:MAX_FORMATTED_WORDS])
+    words = timed(text, language)
+    format_final(text, words[:2], SMART)
+    profile = cProfile.Profile()
+    profile.runcall(format_final, text, words, SMART)
+    assert pstats.Stats(profile).total_calls < 260 * MAX_FORMATTED_WORDS  # type: ignore[attr-defined]
+
+
+def test_a_final_is_formatted_once_for_all_who_ask() -> None:
+    said = "it took twenty five minutes"
+    words = tuple(timed(said))
+    final = format_final(said, words, SMART)
+    assert format_final(said, words, SMART) is final
+    assert format_final(said, words, Formatting()).text == said
+    assert format_final(said, tuple(timed(said, "de")), SMART).text == said
+
+
+def test_a_formatted_turn_of_very_fast_speech_is_ended_after_a_number_of_words() -> None:
+    drive = Driver(Session(Settings(turn_detection=None, formatting=SMART), RATE, counter()))
+    drive(append(60.0))
+    drive(*(word("twenty", at * 0.05, at * 0.05 + 0.04) for at in range(MAX_FORMATTED_TURN_WORDS + 10)))
+    (done,) = [event for event in drive.sent if isinstance(event, Completed)]
+    assert len(done.words) <= MAX_FORMATTED_TURN_WORDS + 1 < MAX_FORMATTED_WORDS
+
+
+@pytest.mark.parametrize(
+    ("formatting", "finals"),
+    [(SMART, 1), (make_formatting(redact=["card"]), 1), (make_formatting(search=["well"]), 1), (Formatting(), 0)],
 )
 def test_the_work_for_one_final_is_bounded(formatting: Formatting, finals: int) -> None:
     drive = Driver(Session(Settings(turn_detection=None, formatting=formatting), RATE, counter()))

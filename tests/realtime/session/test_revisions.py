@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import cProfile
+import pstats
 from typing import Any
 
 import msgspec
@@ -109,6 +111,24 @@ def test_parts_of_a_long_turn_are_joined_and_words_outside_of_them_stay() -> Non
     drive(revised(3.0, better("One", 0.2, 0.8)), Commit(), flushed(9.0))
     (done,) = completed(drive(revised(9.0, better("free.", 8.0, 8.6), start=6.0)))
     assert done.transcript == "One two free."
+
+
+def test_the_work_for_a_long_turn_grows_with_its_words_and_not_with_its_revisions() -> None:
+    """Calls are counted: a turn of ten times as many words and revised parts costs about ten times as much."""
+
+    def calls(seconds: int) -> int:
+        drive = Driver(Session(NO_TURNS, RATE, counter()))
+        drive(append(seconds), *(word(f"w{at}", at + 0.2, at + 0.6) for at in range(seconds)))
+        for at in range(0, seconds, 20):
+            words = (better(f"b{second}", second + 0.2, second + 0.6) for second in range(at, at + 20))
+            drive(revised(at + 20.0, *words, start=float(at)))
+        drive(Commit())
+        profile = cProfile.Profile()
+        (done,) = completed(profile.runcall(drive, flushed(seconds, is_revised=False)))
+        assert done.transcript.split() == [f"b{second}" for second in range(seconds)]
+        return int(pstats.Stats(profile).total_calls)  # type: ignore[attr-defined]
+
+    assert calls(2000) < 12 * calls(200)
 
 
 def test_the_same_revision_twice_counts_once() -> None:

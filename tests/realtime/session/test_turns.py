@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import sys
-from dataclasses import fields, is_dataclass
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,8 +19,20 @@ from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_q
 from realtime.dialects.openai import OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.session.core import Session, SessionLimits
-from realtime.session.events import Append, Commit, Committed, Completed, Delta, End, ItemFailed, Send, TimedWord
-from realtime.session.settings import Settings
+from realtime.session.events import (
+    Append,
+    Commit,
+    Committed,
+    Completed,
+    Configure,
+    Delta,
+    End,
+    ItemFailed,
+    Send,
+    TimedWord,
+)
+from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_SPEAKERS, INCLUDE_WORDS, Settings
+from realtime.session.turns import MAX_DETAILED_SECONDS, MAX_FINAL_WORDS
 from tests.realtime.speech_tracks import judge
 
 RATE = 16_000
@@ -184,6 +196,25 @@ def test_deepgram_settles_a_long_turn_in_segments() -> None:
         else:
             texts = [part["channel"]["alternatives"][0]["transcript"] for part in (frame, final)]
             assert texts[1].startswith(texts[0])
+
+
+@pytest.mark.parametrize("include", [INCLUDE_WORDS, INCLUDE_LOGPROBS, INCLUDE_SPEAKERS, None])
+def test_a_turn_whose_final_lists_its_words_is_bounded(include: str | None) -> None:
+    """A final is written in one step of the event loop, and an hour of words is too much for one."""
+    chosen = replace(MANUAL, include=(include,) if include else None)
+    frames = Talk(OpenAIDialect(FACTS), chosen).go_on(MAX_DETAILED_SECONDS + 20)
+    finals = [frame for frame in frames if frame["type"].endswith(".completed")]
+    assert len(finals) == (1 if include else 0)
+    assert all(len(frame["words"]) <= 3 * MAX_DETAILED_SECONDS for frame in finals if include == INCLUDE_WORDS)
+
+
+def test_words_that_are_asked_for_at_the_end_of_a_long_turn_are_bounded() -> None:
+    talk = Talk(OpenAIDialect(FACTS), MANUAL)
+    talk.go_on(MAX_FINAL_WORDS)
+    talk.handle(Configure(replace(MANUAL, include=(INCLUDE_WORDS,))))
+    done = (talk.handle(Commit()) + talk.handle(messages.Flushed("s", 1, talk.seconds * RATE)))[-1]
+    assert done["type"] == COMPLETED and done["transcript"].split() == talk.words
+    assert [word["word"] for word in done["words"]] == talk.words[-MAX_FINAL_WORDS:]
 
 
 def test_a_failed_item_leaves_no_text_to_the_next_result() -> None:
