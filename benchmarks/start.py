@@ -44,10 +44,11 @@ import realtime.app
 print(json.dumps({"gateway_imports": time.perf_counter() - began}))
 """
 ENGINE_PARTS = """
-import contextlib, json, sys, time
+import contextlib, importlib, json, sys, time
 times = [time.perf_counter()]
-with contextlib.suppress(ModuleNotFoundError):  # versions without it
-    import engine.server.fast_import
+for early in ("fast_import", "preloaded"):  # the name in versions up to 0.2.0 is the second; older ones have neither
+    with contextlib.suppress(ModuleNotFoundError):
+        importlib.import_module("engine.server." + early)
 from engine.options import EngineConfig
 from engine.server.main import build_loop, warm_up
 times.append(time.perf_counter())

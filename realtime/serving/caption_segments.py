@@ -30,6 +30,8 @@ LATE_S = 10.0
 # Words that would be shown later than this many seconds from now are dropped: a recording that is sent faster than it
 # was spoken must not delay what comes after it.
 AHEAD_S = 10.0
+# A clock that goes back by less is being corrected, as NTP does; nothing begins anew.
+CORRECTED_S = 1.0
 # 90,000 ticks a second, as in the video's clock.
 TICKS = 90_000
 
@@ -74,12 +76,14 @@ class CaptionSegments:
 
     def _follow_clock(self, now: float) -> None:
         """Begin anew if the clock was set back: the words so far would lie in the future, and new ones behind them."""
-        if now < self._now:
+        if now >= self._now - CORRECTED_S:
+            self._now = max(self._now, now)
+        else:
             self._words.clear()
             self._turns.clear()
             self._made.clear()
             self._began = None
-        self._now = now
+            self._now = now
 
     def _finish(self, line: Line, now: float) -> None:
         """Replace the words of a turn by its final ones, except in segments that were given out."""

@@ -149,8 +149,9 @@ class _Reading:
         self.results[slot] = DecodeResult(error=why)
 
     def on_closed(self, slot: int) -> None:
-        """A stream was closed: stop decoding for it."""
+        """A stream was closed: stop decoding for it, and drop its result, because its slot may have another stream."""
         self.open_slots.discard(slot)
+        self.results.pop(slot, None)
         if slot in self.rows:
             self.rows[slot].done = True
 
@@ -231,7 +232,9 @@ class WindowedRunner(SynchronousRunner):
         else:
             begun = [self._read(new, live=False)] if new and not self._readings else []
         self._readings |= {slot: reading for reading in begun for slot in reading.open_slots}
-        readings = list({id(reading): reading for reading in self._readings.values()}.values())
+        # Only those of the plan: the result of another one would have no task to go to.
+        planned = [self._readings[task.slot] for task in tasks if task.slot in self._readings]
+        readings = list({id(reading): reading for reading in planned}.values())
         readings.sort(key=lambda reading: not reading.live)
         self.windows.run_in_pieces([partial(self._go_on, reading, time_is_up) for reading in readings], time_is_up)
         results: Results = {}

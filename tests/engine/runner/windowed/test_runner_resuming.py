@@ -279,3 +279,21 @@ def test_an_encoder_that_fails_in_a_rebuild_ends_that_stream_alone(model: Moonsh
     engine.run()
     assert isinstance(engine.ended[name], Failed)
     assert all(lost.texts["lost"] + engine.texts[other] == calm for other in others)
+
+
+@pytest.mark.parametrize("steps", range(5, 12))
+def test_streams_that_resume_at_different_times_lose_nothing(model: Moonshine, calm: str, steps: int) -> None:
+    """The first one may be read to its end in a step that has only the second one in its plan."""
+    at = 189
+    lost = played(model, "lost", at)
+    engine = Engine(model, threads=2)
+    for name in ("first", "second"):
+        engine.resume(name, lost.states["lost"], at + 30)
+        for _ in range(steps):
+            engine.step()
+    for name in ("first", "second"):
+        engine.play(name, at + 30, END)
+        engine.finish(name)
+    engine.run()
+    engine.runner.close()
+    assert [lost.texts["lost"] + engine.texts[name] for name in ("first", "second")] == [calm, calm]

@@ -136,6 +136,22 @@ def test_backlog_that_closes_half_read_leaves_the_others_their_words(model: Moon
     assert [timed.token for timed in result.timed] == [timed.token for timed in kept.timed]
 
 
+def test_the_next_stream_of_a_slot_does_not_get_the_result_of_a_closed_one(model: Moonshine | Whisper) -> None:
+    """The first upload is refused while its batch goes on, and is closed; its slot gets another upload at once."""
+    (wanted,), _ = Uploads(runner_with(model, on_a_device(model)), (42,)).read(10_000)
+    uploads = Uploads(runner_with(model, on_a_device(model)))
+    uploads.plan.encode[0].payload[0] = np.nan
+    uploads.stint(1)
+    assert not uploads.results
+    plan, following = uploads.plan, Uploads(uploads.runner, (42,)).plan
+    plan.closed, plan.opened, plan.encode = [0], following.opened, following.encode
+    plan.decode = [plan.decode[1], *following.decode]
+    *_, result = uploads.runner.compute(plan)
+    if result.unfinished:  # it waits for the batch that is under way
+        (result,) = uploads.runner.compute(StepPlan(2, decode=following.decode))
+    assert result.error is None and [each.token for each in result.timed] == [each.token for each in wanted.timed]
+
+
 def test_a_stream_goes_on_from_a_saved_state(model: Moonshine | Whisper) -> None:
     audio = speech(70, 40)
     whole = Streams(runner_with(model, on_a_device(model)), {0: audio})
