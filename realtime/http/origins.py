@@ -130,7 +130,7 @@ def _check_query(query: bytes) -> None:
     """Raise Refusal for a query that takes long to parse."""
     if query.count(b"&") >= MAX_QUERY_PARAMETERS:
         text = f"The query has more than {MAX_QUERY_PARAMETERS} parameters."
-        raise Refusal(400, "too_many_query_parameters", text, param="query")
+        raise Refusal(400, "invalid_query_parameter", text, param="query")
 
 
 def _name(place: str) -> str:
