@@ -1,4 +1,4 @@
-"""Encoder cache (`EncoderCache`): which rows of the runner hold the encoded audio of which item, by hash of its audio.
+"""`EncoderCache`: maps the hash of an item's audio to the rows of the runner that hold its encoder output.
 
 The scheduler owns the one cache of an engine; the planner asks it which items need not be encoded. It keeps row numbers
 only; the rows themselves, tensors with one embedding each, are in the runner. Streams with the same audio share an

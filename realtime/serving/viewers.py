@@ -369,8 +369,9 @@ class Audience:
     def captions(self, key: Key) -> CaptionSegments:
         """The caption segments of a name, for a player. The caller has checked that there is a place.
 
-        Only a name with a speaker takes a place: anybody with a key can make up names. Of an owner's other names those
-        that were asked for last are followed, so that nothing is missing when their speaker comes.
+        Only a published name takes a place, because a client with a key can make up names. Of the names of an owner
+        that are not published, the gateway follows those that players asked for last, so that their captions are
+        complete when a session is published under them.
         """
         channel = self.follow(key)
         is_new = channel.segments is None

@@ -741,7 +741,8 @@ class _Scanner:
         return text, end, end > at + 1 and self._bare(end - 2) == "dot" and self._bare(end - 1) in TOP_DOMAINS
 
     def _atoms_end(self, at: int, marks: tuple[str, ...]) -> int:
-        """The end is kept for all words of the run, each of which may be tried as the first one."""
+        """Where the run of atoms from this word ends. The result is stored for every atom of the run, because each
+        of them may be tried as the first one."""
         if (known := self._runs.get((at, marks))) is not None:
             return known
         end, length, atoms = at + 1, len(self._bare(at)), [at]

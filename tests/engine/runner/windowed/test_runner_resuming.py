@@ -14,7 +14,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-import torch
 from msgspec import structs
 from numpy.typing import NDArray
 from torch import Tensor
@@ -23,7 +22,7 @@ from engine.core.plan import DecodeResult, StepPlan
 from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Closed, Failed, Feed, Finish, Item, Open, Output, StreamState, Text
-from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import EncoderState, RunningNorm, StreamingEncoder, StreamingSpec
 from engine.runner.base import never
 from engine.runner.windowed.encoders import LONG_FROM_ANCHOR, REBUILT_AT_ONCE, BlockEncoder, WindowEncoder
@@ -33,6 +32,7 @@ from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
 from engine.server.loop import EngineLoop
 from engine.spec import Vocabulary
+from tests.engine.client.test_recovery_rebuilding import tiny_model
 
 BLOCK, LOOK_AHEAD = 26, 13
 SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=RunningNorm(0.0, -5.84, 75.0))
@@ -47,13 +47,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def model() -> Moonshine:
-    torch.manual_seed(4)
-    made = Moonshine(MoonshineConfig(32, 64, 1, 2, 4, 8, 10_000.0, 60, start_token=1, end_token=2)).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim > 1:
-                parameter.mul_(6.0)
-    return made
+    return tiny_model()
 
 
 @dataclass
