@@ -38,8 +38,6 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec, Vocabulary
 
 _oldest_first = attrgetter("waiting_since")
-# A recovered stream that is at most this far behind is on time again.
-CAUGHT_UP_POSITIONS = 2
 # Positions per step of a late recovered stream, for a model that otherwise computes one.
 MOST_CATCH_UP_POSITIONS = 4
 # A stream may be parked when its last audio to compute arrived this long ago. Skipped silence lasts longer.
@@ -79,7 +77,8 @@ class Scheduler:
         self._planned: dict[int, DecodeTask] = {}
         self._unfinished: list[DecodeTask] = []
         self.rebuilding: set[str] = set()  # streams whose next positions repeat known tokens
-        self.recovering: set[str] = set()  # those, and rebuilt streams that have not caught up with their audio
+        # Those, and rebuilt streams until they have caught up with their audio and no other stream is being rebuilt.
+        self.recovering: set[str] = set()
         self.suspects: dict[str, range] = {}  # crash suspects, and the positions at which an engine died
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
@@ -297,7 +296,7 @@ class Scheduler:
                 self.live = [stream for stream in self.live if not stream.is_rebuilding]
             if live:
                 self.live.sort(key=_oldest_first)
-                if self.recovering and not self.rebuilding:
+                if self.recovering and not (self.rebuilding and self.on_time):
                     planner.let_catch_up(self.recovering - self.suspects.keys(), self._catch_up_positions())
                 self.live = planner.add_all(self.live)
             if rebuilt and rebuild_positions:
@@ -444,10 +443,18 @@ class Scheduler:
 
     def _note_recovery(self, stream: Stream) -> None:
         """Note that the stream has been rebuilt, or has caught up."""
-        if not stream.is_rebuilding:
-            self.rebuilding.discard(stream.id)
-            if stream.available - stream.computed <= CAUGHT_UP_POSITIONS:
-                self.recovering.discard(stream.id)
+        if stream.is_rebuilding:
+            return
+        if stream.id in self.rebuilding:
+            self._end_rebuild(stream)
+        elif not self.rebuilding and stream.is_caught_up:
+            self.recovering.discard(stream.id)
+
+    def _end_rebuild(self, stream: Stream) -> None:
+        """Note that the stream is rebuilt or gone. After the last rebuild, streams that have caught up are on time."""
+        self.rebuilding.discard(stream.id)
+        if not self.rebuilding:
+            self.recovering = {name for name in self.recovering if not self.streams[name].is_caught_up}
 
     def _queue(self, stream: Stream, arrival: int | None) -> None:
         """Queue a stream whose oldest uncomputed audio came at `arrival` (None: only a flush waits)."""
@@ -581,8 +588,9 @@ class Scheduler:
     def _close(self, stream: Stream) -> None:
         del self.streams[stream.id]
         self.suspects.pop(stream.id, None)
-        self.rebuilding.discard(stream.id)
         self.recovering.discard(stream.id)
+        if stream.id in self.rebuilding:
+            self._end_rebuild(stream)
         del stream.text  # breaks the reference cycle, so that no garbage collection is needed
         self.cache.close(stream.id)
         if stream.resident:

@@ -130,6 +130,8 @@ REPORT_AFTER_TOKENS = 64
 PRUNE_EVERY_POSITIONS = 32
 # Number of last tokens that tell whether there was speech just before the engine was lost.
 RECENT_POSITIONS = 25
+# A recovered stream that is at most this far behind is on time again.
+CAUGHT_UP_POSITIONS = 2
 # Value of `covered` for a model without paged attention.
 UNPAGED = 1 << 62
 
@@ -209,6 +211,11 @@ class Stream:
     def is_rebuilding(self) -> bool:
         """Whether the next positions repeat known tokens."""
         return self.computed < self.forced
+
+    @property
+    def is_caught_up(self) -> bool:
+        """Whether at most `CAUGHT_UP_POSITIONS` of the audio that has arrived are not computed."""
+        return self.available - self.computed <= CAUGHT_UP_POSITIONS
 
     def cover(self, end: int) -> None:
         """Allocate pages for all positions below `end`, and note the new ring entries."""

@@ -196,6 +196,8 @@ SHARE_OF_STRIDE = 0.1
 # the fewest positions of such a step.
 SHARE_FOR_REBUILDING, SHARE_FOR_MOST = 0.25, 0.5
 LEAST_REBUILD_POSITIONS = 256
+# Rebuilding steps before a step of other streams while no stream is on time.
+REBUILDS_AHEAD = 2
 # Positions per recovering stream in a rebuilding step while no stream is on time.
 POSITIONS_A_STREAM = 16
 # One step in this many gets twice the positions: steps of equal size do not show the cost of a position.
@@ -214,8 +216,8 @@ class RebuildBudget:
     """Decides how many positions the next step rebuilds.
 
     Rebuilds run in steps of their own, between two steps of live streams, so that live audio never waits for more than
-    one of them. While no stream is on time, the limit alone bounds such a step; else it is kept short, by the measured
-    cost of the last ones.
+    one of them, which is kept short by the measured cost of the last ones. While no stream is on time, the limit alone
+    bounds such a step, and several come before the rebuilt streams compute their next positions.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -225,18 +227,19 @@ class RebuildBudget:
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
         # Measured nanoseconds per position. The initial value keeps the first step small.
         self._position_ns = SHARE_FOR_REBUILDING * self._stride_ns / LEAST_REBUILD_POSITIONS
-        self._is_next = False
+        # Steps that rebuilt since the last one that did not.
+        self._steps = REBUILDS_AHEAD
 
     def positions(self) -> int:
         """Return the positions of a step that only rebuilds; 0: the next step rebuilds nothing."""
         scheduler = self._scheduler
         if not scheduler.rebuild_waits:
-            self._is_next = False
+            self._steps = REBUILDS_AHEAD
             return 0
-        if scheduler.others_wait and not self._is_next:
-            self._is_next = True
+        if scheduler.others_wait and self._steps >= (1 if scheduler.on_time else REBUILDS_AHEAD):
+            self._steps = 0
             return 0
-        self._is_next = False
+        self._steps += 1
         return self._limit
 
     @property

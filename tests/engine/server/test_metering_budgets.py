@@ -332,6 +332,37 @@ class TestRebuilding:
         assert len(runner.plans) <= 11 and not loop.scheduler.recovering
         assert max(task.end - task.start for plan in runner.plans for task in plan.decode) == 4
 
+    def test_rebuilt_streams_catch_up_while_the_rest_is_rebuilt(self) -> None:
+        """All streams died together, and twenty frames came since: who is rebuilt first has words first, and the steps
+        of the rest do not become smaller when the first have caught up."""
+        loop, runner = self.loop(100)
+        early, late = [f"a{number}" for number in range(32)], [f"b{number}" for number in range(68)]
+        self.bring_back(loop, early, 128, new=20)
+        self.bring_back(loop, late, 640, new=20)
+        drain(loop)
+        last_rebuild = max(number for number, plan in enumerate(runner.plans) if plan.rebuilt_positions)
+        before = runner.plans[:last_rebuild]
+        new = [task for plan in before for task in plan.decode if task.stream in early and task.start >= 128]
+        assert max(task.end - task.start for task in new) == 4
+        assert {task.stream for task in new if task.end == 148} == set(early), "they had caught up before"
+        sizes = [plan.rebuilt_positions for plan in before if plan.rebuilt_positions]
+        assert min(sizes[:-2]) >= 1600
+        kinds = [plan.rebuilt_positions > 0 for plan in runner.plans if plan.decode]
+        assert [True, True, False] in [kinds[start : start + 3] for start in range(last_rebuild)]
+        assert not loop.scheduler.recovering and not loop.scheduler.rebuilding
+
+    def test_streams_without_further_audio_are_on_time_after_the_last_rebuild(self) -> None:
+        loop, _ = self.loop(3)
+        self.bring_back(loop, ["a"], 64)
+        loop.submit([Open("b", forced_tokens=[1] * 64), Open("c", forced_tokens=[1] * 64)], 0)
+        drain(loop)
+        assert loop.scheduler.recovering == {"a", "b", "c"} and loop.scheduler.rebuilding == {"b", "c"}
+        loop.submit([audio("b", 0, 65, REBUILT)], 0)
+        drain(loop)
+        loop.submit([Abort("c")], 0)
+        drain(loop)
+        assert not loop.scheduler.recovering and loop.scheduler.on_time == 2
+
     def test_one_slow_step_does_not_make_the_next_ones_small(self) -> None:
         """A kernel was loaded, or the machine was busy elsewhere."""
         loop, _ = self.loop(4)
