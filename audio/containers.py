@@ -28,6 +28,14 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
+from audio.container_filters import (
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    WAV_UNKNOWN_LENGTH,
+    Mp4Boxes,
+    index_first,
+    without_tags,
+)
 from audio.errors import (
     AudioError,
     CorruptAudio,
@@ -38,8 +46,6 @@ from audio.errors import (
     UnsupportedFormat,
 )
 from audio.formats import MODEL_RATE, Resampler, checked_samples
-from audio.metadata_filter import WAV_UNKNOWN_LENGTH, without_tags
-from audio.mp4 import MAX_HEADER_BYTES, MAX_INDEX_BYTES, Mp4Boxes, index_first
 from audio.pipes import READ_BYTES, BytePipe, ByteReader, IteratorSource, LibavSource, PartsReader, PipeClosed
 
 HEAD_BYTES = 12

@@ -49,7 +49,7 @@ from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
 from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never
 from engine.runner.device import GIB, free_memory, require_device
-from engine.runner.frames.batch import Payloads, StepRows
+from engine.runner.frames.passes import Payloads, StepRows
 from engine.runner.frames.runner import VoxtralRunner
 from engine.runner.load import frames_limits, load_detector
 from engine.runner.speech import DeviceSpeechDetector

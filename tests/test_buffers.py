@@ -26,7 +26,7 @@ NO_BOUNDING_CONSTANTS = {
     "audio.containers.HEAD_BYTES": "how much is looked at to know a format",
     "audio.formats.MAX_OVERSHOOT": "how loud a sample may be",
     "audio.formats._SAMPLE_BYTES": "the size of a sample",
-    "audio.mp4.MAX_MEDIA_BYTES": "stands for a box that lasts to the end",
+    "audio.container_filters.MAX_MEDIA_BYTES": "stands for a box that lasts to the end",
     "audio.pipes.READ_BYTES": "the size of a read",
     "audio.formats.MAX_RATE": "a range of a setting",
     "audio.network.MAX_JUMP_S": "tells a gap from a changed clock",

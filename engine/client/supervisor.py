@@ -24,9 +24,8 @@ from engine.boundary.sockets import LinkKeys, leaves_the_machine, link_context
 from engine.client.crash_suspects import EngineDeath, find_culprit
 from engine.client.engine_handles import EngineHandle, RemoteEngine
 from engine.client.link import EngineLink, EngineMismatch, LinkEvents
-from engine.client.migration import Migrations
 from engine.client.pool import EnginePool, PooledEngine, Table
-from engine.client.recovery import RETRY_S, Recovery
+from engine.client.recovery import RETRY_S, Migrations, Recovery
 from engine.client.stream import EngineStream
 from engine.errors import EngineDead, StreamFailed
 from engine.spec import ModelSpec

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass
 
-from engine.core.encoder_cache import EncoderCache
+from engine.core.caches import EncoderCache
 from engine.core.plan import SILENCE_ROW, DecodeTask, EncodeTask, StepPlan
 from engine.core.stream import Stream
 from engine.messages import Item

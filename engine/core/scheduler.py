@@ -18,8 +18,7 @@ from collections.abc import Iterable
 from copy import copy
 from operator import attrgetter
 
-from engine.core.encoder_cache import EncoderCache
-from engine.core.kv_pages import PagePool
+from engine.core.caches import EncoderCache, PagePool
 from engine.core.plan import DecodeResult, DecodeTask, MoveTask, OpenTask, StepPlan
 from engine.core.planner import Limits, Planner, UnexpectedErrors, largest_item
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream

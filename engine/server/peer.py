@@ -17,7 +17,7 @@ from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Frames, Payload
 from engine.boundary.input_cache import ReceiverCache
-from engine.boundary.replay_log import ReplayLog
+from engine.boundary.replay import ReplayLog
 from engine.boundary.sockets import Numbering
 from engine.spec import ModelSpec
 

@@ -22,8 +22,8 @@ from numpy.typing import NDArray
 
 from audio.containers import read_file
 from engine.boundary import codec
+from engine.boundary.replay import StreamLimits
 from engine.client.link import Source
-from engine.client.replay import StreamLimits
 from engine.client.stream import EngineStream
 from engine.core.planner import Limits
 from engine.core.scheduler import Scheduler

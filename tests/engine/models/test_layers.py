@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.models.attention import attend_reference, pack, unpack
-from engine.models.layers import inverse_frequencies, rotary_angles, rotate
+from engine.models.layers import attend_reference, inverse_frequencies, pack, rotary_angles, rotate, unpack
 from engine.models.operands import FP8_MAX, Heads, KvPages, Span
 
 HEADS = Heads(queries=4, keys=2, dim=8, window=13)

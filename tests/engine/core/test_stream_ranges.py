@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.timeline import EmbeddingRange
+from engine.core.stream import EmbeddingRange
 
 F, T = False, True
 

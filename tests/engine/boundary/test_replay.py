@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.boundary.replay_log import AskedFlush, ReplayLog
-from engine.client.replay import SavedWindow, TokenMemory, memory_for, positions_to_keep
+from engine.boundary.replay import AskedFlush, ReplayLog, SavedWindow, TokenMemory, memory_for, positions_to_keep
 from engine.messages import Item, StreamState, Text, Word
 from engine.spec import KvGroup
 from tests.engine import fakes

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +14,14 @@ from engine.core.scheduler import PARKED_AFTER_NS, Scheduler
 from engine.messages import Item, Open
 from engine.models.voxtral_realtime import STREAMING_WORD, VoxtralRealtime
 from engine.runner.device import NotEnoughMemory
-from engine.runner.frames.memory import SPARE_HOST_BUFFERS, plan_memory, stack_layouts, stream_bytes, voxtral_spec
-from engine.runner.frames.parking import HostMemory, host_memory, host_memory_to_plan_with
+from engine.runner.frames.memory import (
+    SPARE_HOST_BUFFERS,
+    HostMemory,
+    plan_memory,
+    stack_layouts,
+    stream_bytes,
+    voxtral_spec,
+)
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.load import frames_limits
 from engine.spec import Vocabulary
@@ -161,8 +166,8 @@ def test_host_memory_that_cannot_be_had_parks_fewer_streams(
         if len(taken) == 3:
             raise RuntimeError("no more memory")
 
-    monkeypatch.setattr("engine.runner.frames.parking._pin", pin)
-    monkeypatch.setattr("engine.runner.frames.parking.PIECE_BYTES", 4096)
+    monkeypatch.setattr("engine.runner.frames.memory._pin", pin)
+    monkeypatch.setattr("engine.runner.frames.memory.PIECE_BYTES", 4096)
     host = HostMemory(100, 1024, pinned=True)
     assert len(host.buffers) == 8
     assert np.all([buffer.numel() == 1024 for buffer in host.buffers])
@@ -170,23 +175,15 @@ def test_host_memory_that_cannot_be_had_parks_fewer_streams(
 
 
 def test_host_memory_ends_at_the_limit_of_the_container(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The system would end the engine that takes what is promised."""
-    limit, use = tmp_path / "memory.max", tmp_path / "memory.current"
-    monkeypatch.setattr("engine.runner.frames.parking.CONTAINER_FILES", [(str(limit), str(use))])
-    total, available = host_memory()
-    limit.write_text("max\n")
-    use.write_text("1000\n")
-    assert host_memory()[0] == total > 0 < available
-    limit.write_text("1_000_000".replace("_", ""))
-    use.write_text("400000")
-    assert host_memory() == (1_000_000, 600_000)
-    # Engines that share a device plan with the same memory, whichever of them starts first.
-    assert (host_memory_to_plan_with(1), host_memory_to_plan_with(2)) == (600_000, 1_000_000)
-    monkeypatch.setattr("engine.runner.frames.parking.KEPT_FREE_BYTES", 100_000)
-    monkeypatch.setattr("engine.runner.frames.parking.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("engine.runner.frames.memory.available_memory", lambda: 600_000)
+    monkeypatch.setattr("engine.runner.frames.memory.KEPT_FREE_BYTES", 100_000)
+    monkeypatch.setattr("engine.runner.frames.memory.PIECE_BYTES", 100_000)
     assert len(HostMemory(10, 400_000, pinned=False).buffers) == 10
-    use.write_text("900000")
-    assert not HostMemory(10, 400_000, pinned=False).buffers
-    assert "0 parked streams, not for 10" in caplog.text
+    for too_little in (100_000, None):
+        monkeypatch.setattr("engine.runner.frames.memory.available_memory", lambda left=too_little: left)
+        caplog.clear()
+        assert not HostMemory(10, 400_000, pinned=False).buffers
+        assert "0 parked streams, not for 10" in caplog.text

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from audio.items import AudioItem, ItemCutter
+from engine.boundary.items import AudioItem, ItemCutter
 
 # Voxtral Realtime: 80 ms positions, three mel frames of look-back.
 VOXTRAL = (1280, 680, 40)

@@ -7,9 +7,16 @@ import time
 
 import pytest
 
+from audio.container_filters import (
+    MAX_BOX_BYTES,
+    MAX_FRAGMENT_SAMPLES,
+    MAX_HEADER_BYTES,
+    Mp4Boxes,
+    checked_fragment,
+    checked_index,
+)
 from audio.containers import ContainerDecoder
 from audio.errors import AudioError, CorruptAudio, NoAudioTrack
-from audio.mp4 import MAX_BOX_BYTES, MAX_FRAGMENT_SAMPLES, MAX_HEADER_BYTES, Mp4Boxes, checked_fragment, checked_index
 from audio.pipes import BytePipe
 from tests.audio.test_pipes import run
 
@@ -138,7 +145,7 @@ def test_a_stream_may_end_anywhere_but_in_an_index(cut: int) -> None:
 def test_a_long_stream_ends_and_starts_over_with_its_header(
     content: bytes, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("audio.mp4.MAX_FRAGMENTS", 2)
+    monkeypatch.setattr("audio.container_filters.MAX_FRAGMENTS", 2)
     fragment = box(b"moof", box(b"traf", content)) + box(b"mdat", b"media")
     streams: list[bytes] = []
 

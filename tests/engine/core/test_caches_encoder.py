@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.encoder_cache import CachedRows, EncoderCache, Held
+from engine.core.caches import CachedRows, EncoderCache, Held
 
 
 def put(cache: EncoderCache, held: Held, index: int, key: bytes, embeds: int = 1) -> CachedRows:

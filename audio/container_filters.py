@@ -1,12 +1,16 @@
-"""Prepares untrusted MP4 for libav: `Mp4Boxes` filters endless streams, `index_first` reorders uploaded files.
+"""Filters between the bytes of an untrusted container and libav: they pass on what describes or holds audio.
 
-A few bytes of an MP4 index can describe billions of samples, and libav would allocate an entry for each. So libav gets
-only the boxes that describe audio, after their numbers were checked. Other boxes become `free` boxes of the same size,
-because an index contains offsets in the file.
+They run in the decoder processes of a gateway and in the commands; `audio/containers.py` puts them before libav.
 
-Phones and ffmpeg write the index after the media. An uploaded file is seekable, so `index_first` finds its index, keeps
-only the description of the first audio track, and puts it in front; then the file is read like a stream, with the same
-limits.
+- `without_tags` removes tags, pictures, chapters and indexes from WAV, FLAC, MP3 and WebM. From Ogg it drops streams
+  without audio, and it refuses more than `MAX_OGG_TAGS` tags. libav's time for tags is quadratic: a quarter of a
+  megabyte of tags blocks it for half a minute.
+- `Mp4Boxes` filters endless streams of MP4. A few bytes of an MP4 index can describe billions of samples, and libav
+  would allocate an entry for each. So libav gets only the boxes that describe audio, after their numbers were checked.
+  Other boxes become `free` boxes of the same size, because an index contains offsets in the file.
+- `index_first` reorders uploaded MP4 files, because phones and ffmpeg write the index after the media. It finds the
+  index, keeps only the description of the first audio track, and puts it in front; then the file is read like a
+  stream, with the same limits.
 """
 
 from __future__ import annotations
@@ -21,6 +25,29 @@ from numpy.typing import NDArray
 from audio.errors import CorruptAudio, NoAudioTrack
 from audio.pipes import READ_BYTES, ByteReader, LibavSource
 
+# Writers that do not know the length of a WAV file write zero or nearly the largest value.
+WAV_UNKNOWN_LENGTH = 0x7FFF_0000
+WAV_CHUNKS = (b"fmt ", b"ds64", b"fact")
+# Longest element that is passed on: a packet of audio, or the description of the tracks.
+MAX_ELEMENT_BYTES = 1 << 20
+
+FLAC_STREAM_INFO = 0
+
+EBML_OPENED = {0x18538067: "Segment", 0x1F43B675: "Cluster"}
+EBML_KEPT = {
+    0x1A45DFA3: "EBML header",
+    0x1549A966: "Info",
+    0x1654AE6B: "Tracks",
+    0xE7: "Timestamp",
+    0xA3: "SimpleBlock",
+    0xA0: "BlockGroup",
+}
+EBML_UNKNOWN_LENGTH = b"\xff"
+
+# Audio codecs in Ogg, by the first bytes of their first packet.
+OGG_SOUND = (b"OpusHead", b"\x01vorbis", b"\x7fFLAC", b"Speex   ")
+MAX_OGG_STREAMS = 16
+MAX_OGG_TAGS = 256
 # A box that describes media has kilobytes.
 MAX_BOX_BYTES = 1 << 20
 # Length of a box of size 0, which extends to the end.
@@ -48,6 +75,137 @@ KEPT: dict[bytes, tuple[bytes, ...]] = {
     b"traf": (b"tfhd", b"tfdt", b"trun"),
 }
 SEEN_AT_TOP = (b"ftyp", b"styp", b"moov", b"moof", b"mdat")
+
+
+def without_tags(container: str, pipe: ByteReader) -> Iterator[bytes]:
+    """The bytes of a stream as they arrive, without its tags, in non-empty parts. Raises CorruptAudio."""
+    return {"wav": _wav, "flac": _flac, "mp3": _mp3, "ogg": _ogg, "matroska": _matroska}[container](pipe)
+
+
+def _wav(pipe: ByteReader) -> Iterator[bytes]:
+    yield pipe.read_all(12)
+    while len(head := pipe.read_all(8)) == 8:
+        kind, length = head[:4], int.from_bytes(head[4:], "little")
+        if kind == b"data":
+            yield head
+            unknown = length == 0 or length >= WAV_UNKNOWN_LENGTH
+            yield from pipe.rest() if unknown else pipe.parts(length)
+            return
+        # Chunks begin at even offsets.
+        length += length & 1
+        if kind in WAV_CHUNKS and length <= MAX_ELEMENT_BYTES:
+            yield head + pipe.read_all(length)
+        else:
+            pipe.skip(length)
+
+
+def _flac(pipe: ByteReader) -> Iterator[bytes]:
+    yield pipe.read_all(4)
+    last = False
+    while not last and len(head := pipe.read_all(4)) == 4:
+        last, kind, length = bool(head[0] & 0x80), head[0] & 0x7F, int.from_bytes(head[1:], "big")
+        if kind == FLAC_STREAM_INFO and length <= MAX_ELEMENT_BYTES:
+            # Marked as the last metadata block, because the others are left out.
+            yield bytes([0x80 | kind]) + head[1:] + pipe.read_all(length)
+        else:
+            pipe.skip(length)
+    yield from pipe.rest()
+
+
+def _mp3(pipe: ByteReader) -> Iterator[bytes]:
+    while (head := pipe.peek(10)).startswith(b"ID3") and len(head) == 10:
+        # Seven bits per byte; a footer has the size of the header.
+        length = sum((byte & 0x7F) << shift for byte, shift in zip(head[6:], (21, 14, 7, 0), strict=True))
+        pipe.skip(10 + length + (10 if head[5] & 0x10 else 0))
+    yield from pipe.rest()
+
+
+def _matroska(pipe: ByteReader) -> Iterator[bytes]:
+    while head := pipe.read_all(1):
+        name = head + pipe.read_all(_bytes_behind(head[0], 4))
+        first = pipe.read_all(1)
+        size = first + pipe.read_all(_bytes_behind(first[0], 8) if first else 0)
+        kind, length = int.from_bytes(name, "big"), _ebml_length(size)
+        if kind in EBML_OPENED:
+            # Parts of it are removed, so its length is replaced by the unknown length.
+            yield name + EBML_UNKNOWN_LENGTH
+        elif length is None or (kind in EBML_KEPT and length > MAX_ELEMENT_BYTES):
+            raise CorruptAudio(f"the WebM stream is damaged after {pipe.bytes_read} bytes: an element without an end")
+        elif kind in EBML_KEPT:
+            yield name + size + pipe.read_all(length)
+        else:
+            pipe.skip(length)
+
+
+def _bytes_behind(first: int, most: int) -> int:
+    """Number of bytes after the first byte of an EBML number, given by the position of its highest bit."""
+    behind = 8 - first.bit_length()
+    if behind >= most:
+        raise CorruptAudio("the WebM stream is damaged: an element has no name or length")
+    return behind
+
+
+def _ebml_length(size: bytes) -> int | None:
+    """The length in bytes; None for an element of unknown length, which has all bits set."""
+    bits = 7 * len(size)
+    value = int.from_bytes(size, "big") & ((1 << bits) - 1)
+    return None if not size or value == (1 << bits) - 1 else value
+
+
+def _ogg(pipe: ByteReader) -> Iterator[bytes]:
+    """The pages of audio streams; pages of other streams are left out."""
+    # Of each audio stream that has not ended: its codec, and the number of its packets so far.
+    streams: dict[bytes, tuple[bytes, int]] = {}
+    while len(head := pipe.read_all(27)) == 27:
+        segments = pipe.read_all(head[26])
+        body = pipe.read_all(sum(segments))
+        stream, goes_on, begins, ends = head[14:18], head[5] & 1, head[5] & 2, head[5] & 4
+        if begins and (codec := next((magic for magic in OGG_SOUND if body.startswith(magic)), None)):
+            streams[stream] = codec, 0
+        if head[:4] != b"OggS" or len(streams) > MAX_OGG_STREAMS:
+            raise CorruptAudio(
+                f"the Ogg stream is damaged after {pipe.bytes_read} bytes; begin a new Ogg stream with its header"
+            )
+        if stream not in streams:
+            continue
+        codec, number = streams[stream]
+        for packet in _begun_packets(segments, body, bool(goes_on)):
+            _check_ogg_tags(codec, packet, number)
+            number += 1
+        streams[stream] = codec, number
+        yield head + segments + body
+        if ends:
+            del streams[stream]
+    if head:
+        yield head
+
+
+def _begun_packets(segments: bytes, body: bytes, goes_on: bool) -> Iterator[bytes]:
+    """The part on this page of each packet that begins on it. A segment shorter than 255 bytes ends a packet."""
+    start = end = 0
+    for length in segments:
+        end += length
+        if length < 255:
+            if not goes_on:
+                yield body[start:end]
+            start, goes_on = end, False
+    if start < end and not goes_on:
+        yield body[start:end]
+
+
+def _check_ogg_tags(codec: bytes, packet: bytes, number: int) -> None:
+    """Raise CorruptAudio for a packet with too many tags. Their number follows the name of the encoder."""
+    is_tags, start = {
+        b"OpusHead": (packet.startswith(b"OpusTags"), 8),
+        b"\x01vorbis": (packet.startswith(b"\x03vorbis"), 7),
+        b"\x7fFLAC": (packet[:1] in (b"\x04", b"\x84"), 4),
+        b"Speex   ": (number == 1, 0),
+    }[codec]
+    if is_tags:
+        start += 4 + int.from_bytes(packet[start : start + 4], "little")
+        count = packet[start : start + 4]
+        if len(count) < 4 or int.from_bytes(count, "little") > MAX_OGG_TAGS:
+            raise CorruptAudio(f"the Ogg stream has more than {MAX_OGG_TAGS} tags, or damaged ones; send it without")
 
 
 class Mp4Boxes(LibavSource):
