@@ -42,14 +42,12 @@ FLOORS: dict[str, set[str]] = {
     "realtime": set(),
     "realtime/session": {"audio", "engine", "realtime"},
     "realtime/dialects": {"realtime", "realtime/session"},
-    "realtime/metrics": {"engine/client", "realtime/session"},
     "realtime/serving": {
         "audio",
         "engine",
         "engine/client",
         "realtime",
         "realtime/dialects",
-        "realtime/metrics",
         "realtime/session",
     },
     "realtime/http": {
@@ -58,7 +56,6 @@ FLOORS: dict[str, set[str]] = {
         "engine/client",
         "realtime",
         "realtime/dialects",
-        "realtime/metrics",
         "realtime/serving",
         "realtime/session",
     },
@@ -100,7 +97,7 @@ OPENINGS: dict[str, set[str]] = {
     # This command alone speaks to a fleet.
     "realtime/commands/fleet.py": {"fleet", "fleet/cluster"},
     # The composition root: the only module that builds objects of all packages, and the server around them.
-    "realtime/app.py": {"engine", "engine/client", "realtime/http", "realtime/metrics", "realtime/serving"},
+    "realtime/app.py": {"engine", "engine/client", "realtime/http", "realtime/serving"},
     "realtime/cli.py": {"engine", "realtime/commands"},
 }
 

@@ -23,7 +23,7 @@ from realtime.http.openapi import JSON, Operation, Parameter, described
 from realtime.http.upload_forms import FormParser
 from realtime.http.websocket_routes import check_once, refusal_response
 from realtime.serving.calls import Call, Calls
-from realtime.serving.media_protocol import MAX_OFFER_BYTES
+from realtime.serving.media_processes import MAX_OFFER_BYTES
 from realtime.serving.quota import Caller
 from realtime.session.settings import Settings
 

@@ -24,7 +24,7 @@ from starlette.websockets import WebSocket
 from realtime.config import ServerConfig, is_loopback
 from realtime.errors import Refusal
 from realtime.http.websocket_routes import refusal_response
-from realtime.metrics.gateway import Metrics
+from realtime.serving.metrics import Metrics
 
 # Enough for all keywords that a stream may have, and all other parameters.
 MAX_QUERY_PARAMETERS = 600

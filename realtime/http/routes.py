@@ -43,10 +43,10 @@ from realtime.serving.publishing import Publisher
 from realtime.serving.pulled_streams import PulledStreams
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
-from realtime.serving.viewer_links import ViewerLinks
+from realtime.serving.signed_tokens import ViewerLinks
+from realtime.serving.uvicorn_protocols import clean_headers
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
-from realtime.serving.websocket import clean_headers
 
 FOLDER = Path(__file__).parents[1] / "web"
 # The files of the web page; only files that exist at the start are served.

@@ -24,12 +24,10 @@ from realtime.config import Config
 from realtime.dialects.base import encode_json
 from realtime.dialects.openai import CallDialect
 from realtime.errors import Refusal
-from realtime.metrics.gateway import Metrics
 from realtime.serving.connection import AsgiMessage
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
-from realtime.serving.media_fork_client import ForkServerClient
-from realtime.serving.media_protocol import (
+from realtime.serving.media_processes import (
     ANSWER,
     AUDIO,
     CALL,
@@ -44,11 +42,13 @@ from realtime.serving.media_protocol import (
     MAX_FRAME_BYTES,
     MESSAGE,
     SAMPLES,
+    ForkServerClient,
 )
+from realtime.serving.metrics import Metrics
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import OpenSession
-from realtime.serving.websocket_extension import Part, SocketExtras
+from realtime.serving.uvicorn_protocols import Part, SocketExtras
 from realtime.session.events import Answered
 from realtime.session.settings import Settings
 

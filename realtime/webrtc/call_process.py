@@ -24,8 +24,7 @@ from typing import Any, BinaryIO, cast
 from aiortc.rtcdtlstransport import RTCCertificate, RTCDtlsFingerprint, RTCDtlsParameters, RTCDtlsTransport
 from aiortc.rtcsctptransport import RTCSctpCapabilities
 
-from realtime.serving.media_fork_server import ForkServer, set_bounds
-from realtime.serving.media_protocol import ANSWER, CLOSE, ENDED, EVENT, FAULT
+from realtime.serving.media_processes import ANSWER, CLOSE, ENDED, EVENT, FAULT, ForkServer, set_bounds
 from realtime.webrtc.event_channel import BoundedSctp, EventChannel
 from realtime.webrtc.gateway_socket import GatewaySocket
 from realtime.webrtc.ice import IceLite, NoPort

@@ -1,7 +1,7 @@
 """The socket from a call's process to the gateway: reads the gateway's messages, and sends audio and events.
 
 It runs in the process of the call; the gateway's end is `realtime/serving/calls.py`, and the format is
-`realtime/serving/media_protocol.py`. `GatewaySocket` owns a bounded queue of outgoing messages: audio beyond the bound
+`realtime/serving/media_processes.py`. `GatewaySocket` owns a bounded queue of outgoing messages: audio beyond the bound
 is dropped and reported as lost.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.formats import MODEL_RATE
-from realtime.serving.media_protocol import AUDIO, FRAME, LOST, MAX_FRAME_BYTES, MESSAGE, SAMPLES, SILENCE
+from realtime.serving.media_processes import AUDIO, FRAME, LOST, MAX_FRAME_BYTES, MESSAGE, SAMPLES, SILENCE
 from realtime.webrtc.opus_track import Heard, Missing
 
 # Bytes that wait for the gateway: 20 s of audio. Audio beyond it is dropped, and reported as lost when there is room.

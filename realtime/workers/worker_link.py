@@ -81,7 +81,7 @@ class Others(msgspec.Struct, tag="others"):
 
 
 class Counted(msgspec.Struct, tag="counted"):
-    """The metrics of the sending worker, made by `realtime.serving.metric_totals.report`."""
+    """The metrics of the sending worker, made by `realtime.serving.metrics.report`."""
 
     report: msgspec.Raw
 

@@ -23,7 +23,7 @@ from realtime.config import Config, LimitsConfig
 from realtime.http import websocket_routes
 from realtime.http.authentication import Authenticator, Context
 from realtime.http.websocket_routes import WebSocketRoutes
-from realtime.metrics.gateway import Metrics
+from realtime.serving.metrics import Metrics
 from realtime.serving.publishing import Publisher
 from realtime.serving.quota import Counts
 from realtime.serving.registry import Sessions

@@ -12,7 +12,7 @@ import pytest
 from realtime.errors import Refusal
 from realtime.serving import calls
 from realtime.serving.calls import CallLine, _address
-from realtime.serving.media_protocol import ANSWER, EVENT, FRAME, MAX_FRAME_BYTES
+from realtime.serving.media_processes import ANSWER, EVENT, FRAME, MAX_FRAME_BYTES
 from tests.waiting import PATIENCE_S
 
 

@@ -19,7 +19,7 @@ from engine.client.stream import EngineStream
 from engine.server.main import run_engine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
-from realtime.metrics.gateway import Metrics
+from realtime.serving.metrics import Metrics
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
 from tests.engine import fakes

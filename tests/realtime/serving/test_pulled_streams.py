@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from realtime.serving import kept_streams
-from realtime.serving.kept_streams import KeptStream, StreamFile
+from realtime.serving import pulled_streams
+from realtime.serving.pulled_streams import KeptStream, StreamFile
 
 
 async def opened(path: Path) -> list[KeptStream]:
@@ -23,7 +23,7 @@ async def opened(path: Path) -> list[KeptStream]:
 def test_a_file_that_is_too_large_is_refused_by_name(
     is_endless: bool, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kept_streams, "MAX_FILE_BYTES", 1000)
+    monkeypatch.setattr(pulled_streams, "MAX_FILE_BYTES", 1000)
     path = tmp_path / "streams.json"
     if is_endless:
         path.symlink_to("/dev/zero")

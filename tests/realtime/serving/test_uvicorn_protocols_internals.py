@@ -1,7 +1,7 @@
 """uvicorn, websockets and h11 still have what our protocol classes change and use, under the same names and arguments.
 
 What is used is read off our source, so that a new use is checked too. A new version of uvicorn that fails here needs a
-look at `realtime/serving/websocket.py` before the ceiling in pyproject.toml goes up.
+look at `realtime/serving/uvicorn_protocols.py` before the ceiling in pyproject.toml goes up.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from websockets.protocol import Protocol, State
 from websockets.server import ServerProtocol
 
 from realtime import app
-from realtime.serving import websocket
-from realtime.serving.websocket import HttpWithDeadlines, RealtimeWebSocket
+from realtime.serving import uvicorn_protocols
+from realtime.serving.uvicorn_protocols import HttpWithDeadlines, RealtimeWebSocket
 
 PATCHED = [
     pytest.param(RealtimeWebSocket, WebSocketsSansIOProtocol, id="websocket"),
@@ -144,11 +144,11 @@ def test_the_queue_that_is_replaced_is_used_through_what_ours_has() -> None:
         for node in ast.walk(tree(WebSocketsSansIOProtocol))
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Attribute) and node.value.attr == "queue"
     }
-    assert uses and uses <= set(dir(websocket._Mailbox)), uses
+    assert uses and uses <= set(dir(uvicorn_protocols._Mailbox)), uses
 
 
 def test_frames_are_unmasked_and_states_named_as_the_short_way_for_frames_needs_it() -> None:
-    assert websocket.apply_mask is frames.apply_mask  # type: ignore[attr-defined]
+    assert uvicorn_protocols.apply_mask is frames.apply_mask  # type: ignore[attr-defined]
     assert bytes(frames.apply_mask(b"\x01\x02\x03\x04\x05", b"\x01\x01\x01\x01")) == b"\x00\x03\x02\x05\x04"  # type: ignore[attr-defined]
     assert State.OPEN in State and isinstance(inspect.getattr_static(Protocol, "state"), property)
 

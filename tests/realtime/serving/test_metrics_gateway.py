@@ -6,7 +6,7 @@ import os
 import re
 from importlib.metadata import version
 
-from realtime.metrics.gateway import PROCESS_SUMS, Metrics, build_collector, process_collector
+from realtime.serving.metrics import PROCESS_SUMS, Metrics, build_collector, process_collector
 
 
 def test_two_gateways_in_one_process_count_apart() -> None:

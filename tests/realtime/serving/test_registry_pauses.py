@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from realtime.serving.process_pauses import STANDSTILL_S, PauseDetector
-from realtime.serving.websocket_extension import SocketExtras
+from realtime.serving.registry import STANDSTILL_S, PauseDetector
+from realtime.serving.uvicorn_protocols import SocketExtras
 
 
 class Line:
