@@ -1,6 +1,12 @@
-"""Filters between the bytes of an untrusted container and libav: they pass on what describes or holds audio.
+"""Byte streams from which libav reads untrusted containers, and filters that pass on only what describes or holds
+audio.
 
 They run in the decoder processes of a gateway and in the commands; `audio/containers.py` puts them before libav.
+
+Sources of bytes are `PartsReader` (an iterator) and `BytePipe` (fed by another thread); both limit the bytes that are
+read without audio. `LibavSource` is the file object that libav reads, `IteratorSource` its simplest form. With a
+`BytePipe`, libav's thread and its feeder take turns: one waits while the other runs. So a pipe contains at most one
+piece, and libav decodes no more than is taken.
 
 - `without_tags` removes tags, pictures, chapters and indexes from WAV, FLAC, MP3 and WebM. From Ogg it drops streams
   without audio, and it refuses more than `MAX_OGG_TAGS` tags. libav's time for tags is quadratic: a quarter of a
@@ -9,22 +15,25 @@ They run in the decoder processes of a gateway and in the commands; `audio/conta
   would allocate an entry for each. So libav gets only the boxes that describe audio, after their numbers were checked.
   Other boxes become `free` boxes of the same size, because an index contains offsets in the file.
 - `index_first` reorders uploaded MP4 files, because phones and ffmpeg write the index after the media. It finds the
-  index, keeps only the description of the first audio track, and puts it in front; then the file is read like a
-  stream, with the same limits.
+  index, keeps only the description of the first audio track, and puts it in front; then the file is read like a stream,
+  with the same limits.
 """
 
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from queue import SimpleQueue
 from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
-from audio.errors import CorruptAudio, NoAudioTrack
-from audio.pipes import READ_BYTES, ByteReader, LibavSource
+from audio.errors import AudioError, CorruptAudio, NoAudioTrack
 
+READ_BYTES = 32_768
+# Most bytes without audio: headers, pictures, a video track between two pieces of audio. libav may keep all of it.
+MAX_SILENT_BYTES = 16 << 20
 # Writers that do not know the length of a WAV file write zero or nearly the largest value.
 WAV_UNKNOWN_LENGTH = 0x7FFF_0000
 WAV_CHUNKS = (b"fmt ", b"ds64", b"fact")
@@ -75,6 +84,185 @@ KEPT: dict[bytes, tuple[bytes, ...]] = {
     b"traf": (b"tfhd", b"tfdt", b"trun"),
 }
 SEEN_AT_TOP = (b"ftyp", b"styp", b"moov", b"moof", b"mdat")
+
+
+class PipeClosed(Exception):
+    """The pipe was closed by the side that feeds it."""
+
+
+class ByteReader:
+    """Reads a stream without seeking. The bytes read without audio are limited to `MAX_SILENT_BYTES`."""
+
+    def __init__(self) -> None:
+        self.bytes_read = 0
+        self._piece = b""
+        self._taken = 0
+        self._sound_at = 0
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; empty only at the end. Raises CorruptAudio."""
+        raise NotImplementedError
+
+    def sound_came(self) -> None:
+        """Samples were decoded from the bytes so far: restart the count."""
+        self._sound_at = self.bytes_read
+
+    def read_all(self, size: int) -> bytes:
+        """Exactly `size` bytes, with waiting; fewer at the end of the stream."""
+        if self._taken + size <= len(self._piece):
+            return self._next(size)
+        return b"".join(self.parts(size))
+
+    def parts(self, size: int) -> Iterator[bytes]:
+        """The next `size` bytes as they arrive; fewer at the end of the stream."""
+        while size and (part := self.read(min(size, READ_BYTES))):
+            yield part
+            size -= len(part)
+
+    def rest(self) -> Iterator[bytes]:
+        """All bytes up to the end, as they arrive."""
+        while part := self.read(READ_BYTES):
+            yield part
+
+    def skip(self, size: int) -> None:
+        for _ in self.parts(size):
+            pass
+
+    def peek(self, size: int) -> bytes:
+        """The next `size` bytes without taking them; fewer at the end of the stream."""
+        head = self.read_all(size)
+        self._piece = head + self._piece[self._taken :]
+        self._taken = 0
+        self.bytes_read -= len(head)
+        return head
+
+    def _next(self, size: int) -> bytes:
+        """Up to `size` bytes of the current piece. Raises CorruptAudio."""
+        part = self._piece[self._taken : self._taken + size]
+        self._taken += len(part)
+        self.bytes_read += len(part)
+        if self.bytes_read - self._sound_at > MAX_SILENT_BYTES:
+            raise CorruptAudio(
+                f"more than {MAX_SILENT_BYTES >> 20} MiB came without any audio; send the audio track alone, "
+                "without pictures"
+            )
+        return part
+
+
+class PartsReader(ByteReader):
+    """Reads the parts of an iterator; none of them may be empty."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        super().__init__()
+        self._parts = parts
+
+    def read(self, size: int) -> bytes:
+        if self._taken == len(self._piece):
+            self._piece, self._taken = next(self._parts, b""), 0
+        return self._next(size)
+
+
+class BytePipe(ByteReader):
+    """A pipe that one thread reads like a file and another one feeds."""
+
+    def __init__(self, on_turn: Callable[[], None]) -> None:
+        """`on_turn` is called on the reader's thread when it gives the turn back, and when it is finished. After that
+        `hand_over` calls it itself."""
+        super().__init__()
+        self.failure: Exception | None = None
+        self.finished = False
+        # True: the reader needs more bytes. False: it waits until its samples were taken.
+        self.hungry = True
+        self._on_turn = on_turn
+        self._pieces: SimpleQueue[bytes | None] = SimpleQueue()
+        self._ended = False
+        self._closed = False
+
+    # The feeding side. It may call `hand_over` when it has the turn, and `close` at any time; neither waits.
+
+    def hand_over(self, piece: bytes | None) -> None:
+        """Give the turn to the reader, with more bytes, with empty bytes to continue, or with None for the end."""
+        if self.finished:
+            self._on_turn()
+        else:
+            self._pieces.put(piece)
+
+    def close(self) -> None:
+        """Make the reader stop at its next read or pause."""
+        self._closed = True
+        self._pieces.put(None)
+
+    # The reading side
+
+    def begin(self) -> None:
+        """Wait for the first turn."""
+        self._take(self._pieces.get())
+
+    def read(self, size: int) -> bytes:
+        """Up to `size` bytes; waits for the next piece if there are none. Empty only at the end."""
+        while self._taken == len(self._piece) and not self._ended:
+            self._take(self._give_turn(hungry=True))
+        return self._next(size)
+
+    def pause(self) -> None:
+        """Wait until the samples were taken. Raises PipeClosed."""
+        if self._give_turn(hungry=False) is None:
+            raise PipeClosed
+
+    def finish(self, failure: Exception | None) -> None:
+        """The reader is finished, and takes no more turns."""
+        self.failure = failure
+        self.finished = True
+        self._on_turn()
+
+    def _next(self, size: int) -> bytes:
+        return b"" if self._closed else super()._next(size)
+
+    def _give_turn(self, *, hungry: bool) -> bytes | None:
+        if self._closed:
+            return None
+        self.hungry = hungry
+        self._on_turn()
+        return self._pieces.get()
+
+    def _take(self, piece: bytes | None) -> None:
+        self._piece, self._taken, self._ended = piece or b"", 0, piece is None
+
+
+class LibavSource:
+    """What libav reads like a file; subclasses remove tags or boxes. A fault ends the stream and is kept in `fault`,
+    because libav does not expect an exception from `read`."""
+
+    def __init__(self) -> None:
+        self.fault: AudioError | None = None
+
+    def read(self, size: int) -> bytes:
+        if self.fault is None:
+            try:
+                return self._read(size)
+            except AudioError as error:
+                self.fault = error
+        return b""
+
+    def _read(self, size: int) -> bytes:
+        raise NotImplementedError
+
+
+class IteratorSource(LibavSource):
+    """Gives libav the parts of an iterator; none of them may be empty."""
+
+    def __init__(self, parts: Iterator[bytes]) -> None:
+        super().__init__()
+        self._parts = parts
+        self._part = b""
+        self._taken = 0
+
+    def _read(self, size: int) -> bytes:
+        if self._taken == len(self._part):
+            self._part, self._taken = next(self._parts, b""), 0
+        part = self._part[self._taken : self._taken + size]
+        self._taken += len(part)
+        return part
 
 
 def without_tags(container: str, pipe: ByteReader) -> Iterator[bytes]:

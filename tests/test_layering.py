@@ -76,8 +76,8 @@ FLOORS: dict[str, set[str]] = {
         "realtime/workers",
     },
     "fleet": set(),
-    "fleet/keepers": {"fleet"},
-    "fleet/cluster": {"fleet", "fleet/keepers"},
+    "fleet/supervisors": {"fleet"},
+    "fleet/cluster": {"fleet", "fleet/supervisors"},
 }
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
@@ -90,7 +90,7 @@ OPENINGS: dict[str, set[str]] = {
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
     # The fleet, its engines and its gateways have one secret.
     "fleet/cluster/connect.py": {"engine"},
-    "fleet/keepers/keeper.py": {"engine"},
+    "fleet/supervisors/keeper.py": {"engine"},
     # Files that an operator names are read by one rule.
     "fleet/plan.py": {"engine"},
     "realtime/config.py": {"engine"},

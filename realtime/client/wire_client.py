@@ -1,7 +1,7 @@
 """One WebSocket session with a server, in OpenAI's Realtime API: connect, configure, append audio, read events.
 
 Used by the commands and the load generator. It also parses server addresses and makes the authorization header for
-`http_client.py`. It does not reconnect: `lasting_session.py` does.
+`http_client.py`. It does not reconnect: `resuming_session.py` does.
 """
 
 from __future__ import annotations

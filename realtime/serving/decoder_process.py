@@ -39,6 +39,7 @@ from av.container import InputContainer
 from av.stream import Discard
 from numpy.typing import NDArray
 
+from audio.container_filters import ByteReader
 from audio.containers import (
     MAX_PACKET_BYTES,
     MAX_PACKET_SAMPLES,
@@ -51,7 +52,6 @@ from audio.containers import (
 )
 from audio.errors import AudioError, CorruptAudio, NoAudioTrack, NotAudio, TooLargeToDecode, UnsupportedFormat
 from audio.formats import MODEL_RATE, PCM16_SCALE, Resampler
-from audio.pipes import ByteReader
 from realtime.serving.checked_fetch import PLAYLIST, CheckedFetch
 from realtime.serving.media_processes import (
     BLOCK,

@@ -66,9 +66,9 @@ MAX_JOB_BYTES = 64 * 1024
 OPENED, BLOCK = b"o", b"b"
 START = struct.Struct("<dd")
 
-# Gateway (`calls.py`) to the process of a call (`realtime/webrtc`), as frames. The first is the JOB (JSON: `offer`,
-# `bind`, `addresses`, `ports`, `connect_s`, `message_bytes`), EVENT a text for the data channel, and CLOSE ends the
-# call when the texts before it are sent.
+# Gateway (`webrtc_calls.py`) to the process of a call (`realtime/webrtc`), as frames. The first is the JOB (JSON:
+# `offer`, `bind`, `addresses`, `ports`, `connect_s`, `message_bytes`), EVENT a text for the data channel, and CLOSE
+# ends the call when the texts before it are sent.
 JOB, EVENT, CLOSE = b"j", b"e", b"x"
 # Process to gateway. The first is the ANSWER (SDP) or a FAULT (JSON: `status`, `code`, `message`, `param`). Then AUDIO
 # (16-bit samples at 16 kHz); LOST and SILENCE (a number of such samples): audio that the network lost, and silence that

@@ -2,7 +2,7 @@
 
 A caller is an API key, or a client address on a server without keys. The registry asks a `SessionQuota` before it opens
 sessions, and each session holds an `Admission` until it ends. `LocalQuota` counts for a server with a single gateway
-process; with several workers the parent counts (`realtime/workers/shared_quota.py`). Room in the engines is checked by
+process; with several workers the parent counts (`realtime/workers/worker_link.py`). Room in the engines is checked by
 the registry, not here.
 
 The connections of a gateway use `Pace` and `FairTurns`. A client that sends too many messages is slowed by its pace and

@@ -13,8 +13,8 @@ the internals of uvicorn that they use.
 The extension (`SocketExtras`) has what ASGI lacks, and is in the scope of each request and socket: with it the
 application aborts a socket, sends without waiting, takes an append without waking its reader task, receives a long
 message in parts, bounds what waits for a viewer, and sees whether the peer has left. The classes here provide it, and
-so does `calls.py` for WebRTC calls; with another ASGI server the defaults apply, which do nothing. `ViewerLine` is for
-viewers of published sessions: bytes that are the same for many of them are written directly to each connection.
+so does `webrtc_calls.py` for WebRTC calls; with another ASGI server the defaults apply, which do nothing. `ViewerLine`
+is for viewers of published sessions: bytes that are the same for many of them are written directly to each connection.
 """
 
 from __future__ import annotations

@@ -30,13 +30,13 @@ from realtime.serving.fleet_publishing import FleetNames
 from realtime.serving.metrics import Totals
 from realtime.serving.publishing import Coordinator, ToCoordinator
 from realtime.serving.signed_tokens import signing_secret
-from realtime.workers.shared_quota import QuotaCoordinator
 from realtime.workers.worker_link import (
     Counted,
     Enter,
     Leave,
     Line,
     Own,
+    QuotaCoordinator,
     Ready,
     Reload,
     Retire,

@@ -27,7 +27,6 @@ from realtime.config import Config, ConfigError
 from realtime.serving.metrics import report
 from realtime.serving.publishing import FromCoordinator, Publisher
 from realtime.serving.signed_tokens import Signer
-from realtime.workers.shared_quota import SharedQuota
 from realtime.workers.worker_link import (
     Counted,
     Entered,
@@ -38,6 +37,7 @@ from realtime.workers.worker_link import (
     Retire,
     Scrape,
     Scraped,
+    SharedQuota,
     Start,
     decode_config,
 )

@@ -11,14 +11,14 @@ from audio.container_filters import (
     MAX_BOX_BYTES,
     MAX_FRAGMENT_SAMPLES,
     MAX_HEADER_BYTES,
+    BytePipe,
     Mp4Boxes,
     checked_fragment,
     checked_index,
 )
 from audio.containers import ContainerDecoder
 from audio.errors import AudioError, CorruptAudio, NoAudioTrack
-from audio.pipes import BytePipe
-from tests.audio.test_pipes import run
+from tests.audio.test_container_filters_pipes import run
 
 
 def parts_of(pieces: list[bytes], size: int = 1 << 16) -> list[bytes]:

@@ -17,10 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from audio.container_filters import MAX_BOXES, MAX_TRACK_BYTES, index_first
+from audio.container_filters import MAX_BOXES, MAX_TRACK_BYTES, READ_BYTES, index_first
 from audio.containers import read_file, read_upload
 from audio.errors import AudioError, CorruptAudio, NoAudioTrack
-from audio.pipes import READ_BYTES
 from tests.audio.test_container_filters_mp4 import box, full, index, track
 from tests.audio.test_containers import KINDS, SECONDS, assert_is_the_tone, joined, tone, write
 

@@ -12,12 +12,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from audio.container_filters import MAX_ELEMENT_BYTES, MAX_OGG_STREAMS, MAX_OGG_TAGS, without_tags
+from audio.container_filters import MAX_ELEMENT_BYTES, MAX_OGG_STREAMS, MAX_OGG_TAGS, BytePipe, ByteReader, without_tags
 from audio.containers import ContainerDecoder
 from audio.errors import CorruptAudio
-from audio.pipes import BytePipe, ByteReader
+from tests.audio.test_container_filters_pipes import run
 from tests.audio.test_containers import KINDS, decode, decode_until_error, write
-from tests.audio.test_pipes import run
 
 TAGS = 20_000
 

@@ -30,8 +30,7 @@ from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices, SessionFactory
 from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import INCLUDE_RESUME
-from realtime.workers.shared_quota import QuotaCoordinator, SharedQuota
-from realtime.workers.worker_link import Line
+from realtime.workers.worker_link import Line, QuotaCoordinator, SharedQuota
 from tests.phone_calls import CONNECTED, mulaw, start_message
 from tests.realtime.gateway_doubles import FakeEngine, tone
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 from torch import nn
 
-from engine.models.compiled import PASSES_BEFORE_TRACE, compiled_decode, compiled_later
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded, SpeechModel, quantise_linears
+from engine.models.traced_decoder import PASSES_BEFORE_TRACE, compiled_decode, compiled_later
 from engine.models.whisper import Whisper, WhisperConfig
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -58,9 +58,9 @@ def heard(model: SpeechModel, frames: list[int]) -> Encoded:
 
 READ_SIDE_BY_SIDE = """
 import threading, torch
-from engine.models.compiled import compiled_decode
+from engine.models.traced_decoder import compiled_decode
 from engine.models.seq2seq import in_8_bits, allow_reader, reader
-from tests.engine.models import test_compiled as models
+from tests.engine.models import test_traced_decoder as models
 
 torch.set_num_threads(1)
 model, layer = models.in_8_bits(), in_8_bits(torch.randn(640, 320))

@@ -12,9 +12,8 @@ import pytest
 
 from realtime.config import LimitsConfig
 from realtime.serving.quota import Admission, Figures
-from realtime.workers import shared_quota
-from realtime.workers.shared_quota import QuotaCoordinator, SharedQuota
-from realtime.workers.worker_link import Enter, Leave, Line, Own
+from realtime.workers import worker_link
+from realtime.workers.worker_link import Enter, Leave, Line, Own, QuotaCoordinator, SharedQuota
 
 
 class Parent:
@@ -62,14 +61,14 @@ async def two_sides(**limits: int) -> AsyncIterator[tuple[SharedQuota, Parent]]:
 async def test_a_grant_that_comes_after_its_worker_has_stopped_waiting_is_given_back(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(shared_quota, "ANSWER_S", 0.02)
+    monkeypatch.setattr(worker_link, "ANSWER_S", 0.02)
     async with two_sides(max_sessions=8) as (quota, parent):
         assert (await quota.enter("a caller", 8)).reason == "capacity"
         await parent.hear(Enter)
         assert parent.target.counts.total() == 8
         await parent.hear(Leave)
         assert parent.target.counts.total() == 0
-        monkeypatch.setattr(shared_quota, "ANSWER_S", 10.0)
+        monkeypatch.setattr(worker_link, "ANSWER_S", 10.0)
         asking = asyncio.create_task(quota.enter("another caller", 8))
         await parent.hear(Enter)
         assert (await asking).reason is None
@@ -98,7 +97,7 @@ async def test_a_grant_to_a_cancelled_request_is_given_back(answered: bool) -> N
 
 
 async def test_a_late_refusal_gives_nothing_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_quota, "ANSWER_S", 0.02)
+    monkeypatch.setattr(worker_link, "ANSWER_S", 0.02)
     async with two_sides(max_sessions=2) as (quota, parent):
         parent.target.counts.add(1, "a caller", 2)
         assert (await quota.enter("a caller", 1)).reason == "capacity"
@@ -111,8 +110,8 @@ async def test_a_late_refusal_gives_nothing_back(monkeypatch: pytest.MonkeyPatch
 
 
 async def test_questions_to_a_parent_that_does_not_answer_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_quota, "ANSWER_S", 0.001)
-    monkeypatch.setattr(shared_quota, "MOST_QUESTIONS", 5)
+    monkeypatch.setattr(worker_link, "ANSWER_S", 0.001)
+    monkeypatch.setattr(worker_link, "MOST_QUESTIONS", 5)
     async with two_sides() as (quota, parent):
         for _ in range(20):
             assert (await quota.enter("a caller", 1)).reason == "capacity"

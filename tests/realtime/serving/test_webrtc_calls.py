@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from realtime.errors import Refusal
-from realtime.serving import calls
-from realtime.serving.calls import CallLine, _address
+from realtime.serving import webrtc_calls
 from realtime.serving.media_processes import ANSWER, EVENT, FRAME, MAX_FRAME_BYTES
+from realtime.serving.webrtc_calls import CallLine, _address
 from tests.waiting import PATIENCE_S
 
 
@@ -31,7 +31,7 @@ def test_the_address_that_clients_are_told(reached: str | None, told: str | None
 
 async def lines(monkeypatch: pytest.MonkeyPatch) -> tuple[CallLine, asyncio.StreamReader, asyncio.StreamWriter]:
     """A line, and the side of its process."""
-    monkeypatch.setattr(calls._program, "end", lambda number: None)
+    monkeypatch.setattr(webrtc_calls._program, "end", lambda number: None)
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
     reader, writer = await asyncio.open_unix_connection(sock=theirs)

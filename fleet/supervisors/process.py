@@ -1,8 +1,8 @@
 """Starts detached processes, and keeps a record of each on the node's disk. Used by keepers and for the head of Ray.
 
 A process outlives the one that started it; the record lets another keeper find it. Run as a program (`python -m
-fleet.keepers.process LOG PROGRAM ...`) this module starts one process and prints its id: so the process is no child of
-the keeper, and a Ray worker that kills its children when it ends does not kill it.
+fleet.supervisors.process LOG PROGRAM ...`) this module starts one process and prints its id: so the process is no child
+of the keeper, and a Ray worker that kills its children when it ends does not kill it.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) ->
     log.parent.mkdir(parents=True, exist_ok=True)
     if log.is_file() and log.stat().st_size > MOST_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
-    starter = [sys.executable, "-m", "fleet.keepers.process", str(log), *command]
+    starter = [sys.executable, "-m", "fleet.supervisors.process", str(log), *command]
     done = subprocess.run(starter, env=dict(environment), capture_output=True, text=True, timeout=LAUNCH_S)
     if done.returncode:
         raise FleetError(f"cannot start {command[0]}: {(done.stderr.strip().splitlines() or ['no reason given'])[-1]}")

@@ -18,10 +18,10 @@ from typing import Any
 
 import pytest
 
-from fleet.keepers import keeper as keeper_module
-from fleet.keepers.keeper import GatewayKeeper, Keeper, Place
-from fleet.keepers.process import Records, child_environment, start_ticks
 from fleet.plan import FleetPlan
+from fleet.supervisors import keeper as keeper_module
+from fleet.supervisors.keeper import GatewayKeeper, Keeper, Place
+from fleet.supervisors.process import Records, child_environment, start_ticks
 from tests.fleet.conftest import until
 
 Make = Callable[..., Keeper]
@@ -70,7 +70,7 @@ def test_a_low_priority_is_taken_off_and_a_high_one_stays(tmp_path: Path, given:
     program = [sys.executable, "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)"]
     log = tmp_path / "log"
     subprocess.run(
-        [*nice, sys.executable, "-m", "fleet.keepers.process", str(log), *program], check=True, capture_output=True
+        [*nice, sys.executable, "-m", "fleet.supervisors.process", str(log), *program], check=True, capture_output=True
     )
     until(lambda: log.read_text() == f"{has}\n", "the program's priority")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.reconcile import place, room_on
+from fleet.manager import place, room_on
 from fleet.state import DesiredState, Kind, Needs, Node, Unit
 
 ENGINE, GATEWAY = Kind.ENGINE, Kind.GATEWAY

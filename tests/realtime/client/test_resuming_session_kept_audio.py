@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realtime.client.lasting_session import KeptAudio
+from realtime.client.resuming_session import KeptAudio
 
 
 def pcm(first: int, end: int) -> bytes:

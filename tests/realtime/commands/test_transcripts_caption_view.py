@@ -6,7 +6,7 @@ import io
 
 from rich.console import Console
 
-from realtime.commands.caption_view import MOST_CHARACTERS, CaptionView, ShownWord, clock
+from realtime.commands.transcripts import MOST_CHARACTERS, CaptionView, ShownWord, clock
 
 
 def view(show_words: bool = False, terminal: bool = False) -> tuple[CaptionView, io.StringIO]:

@@ -7,8 +7,8 @@ import json
 import pytest
 
 from realtime.dialects.deepgram import read_file_query
-from realtime.http.deepgram_file_route import write_answer
 from realtime.http.file_transcription import Transcript
+from realtime.http.transcription_routes import write_answer
 from realtime.session.events import TimedWord
 
 

@@ -14,8 +14,8 @@ import pytest
 from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.protocol import State
 
-from realtime.client import lasting_session
-from realtime.client.lasting_session import LastingSession, spread
+from realtime.client import resuming_session
+from realtime.client.resuming_session import LastingSession, spread
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, SessionOptions
 from tests.waiting import stays, until
 
@@ -26,8 +26,8 @@ Script = Callable[["Wire"], Awaitable[None]]
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.01)
-    monkeypatch.setattr(lasting_session, "KEEP_S", 4)
+    monkeypatch.setattr(resuming_session, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(resuming_session, "KEEP_S", 4)
 
 
 class Wire:
@@ -238,7 +238,7 @@ async def test_session_that_is_gone_is_followed_by_one_whose_times_are_shifted()
 
 
 async def test_name_that_the_lost_session_still_has_is_asked_for_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lasting_session, "NAME_WAIT_S", 0.01)
+    monkeypatch.setattr(resuming_session, "NAME_WAIT_S", 0.01)
 
     async def first(wire: Wire) -> None:
         await wire.greet(None)
@@ -297,7 +297,7 @@ async def test_sound_that_can_wait_waits_for_the_server(token: str | None) -> No
 async def test_gap_of_the_source_is_sent_in_its_place_and_again_after_a_lost_connection(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(lasting_session, "SEND_GAP_S", 8)
+    monkeypatch.setattr(resuming_session, "SEND_GAP_S", 8)
 
     async def first(wire: Wire) -> None:
         await wire.greet()
@@ -327,7 +327,7 @@ async def test_a_server_that_says_when_to_come_back_is_asked_then(monkeypatch: p
         waits.append((wait_s, retry_after_s))
         return 0.0
 
-    monkeypatch.setattr(lasting_session, "spread", spread)
+    monkeypatch.setattr(resuming_session, "spread", spread)
 
     async def first(wire: Wire) -> None:
         await wire.greet()

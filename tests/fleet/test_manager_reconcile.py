@@ -8,7 +8,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.reconcile import drain_order, reconcile
+from fleet.manager import drain_order, reconcile
 from fleet.state import ActualState, DesiredState, DrainUnit, Forget, Kind, Needs, Node, Start, Unit, UnitState, Wait
 
 NEEDS = {Kind.ENGINE: Needs(1.0, 1.0, 5600), Kind.GATEWAY: Needs(1.0, 0.0, 8000)}

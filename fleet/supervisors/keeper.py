@@ -23,7 +23,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.fleet_secret import fingerprint
-from fleet.keepers.process import (
+from fleet.plan import FleetPlan
+from fleet.state import FleetError, Table, Unit, UnitState, left_to_others, write_table, write_whole
+from fleet.supervisors.process import (
     Record,
     Records,
     child_environment,
@@ -32,8 +34,6 @@ from fleet.keepers.process import (
     launch,
     send,
 )
-from fleet.plan import FleetPlan
-from fleet.state import FleetError, Table, Unit, UnitState, left_to_others, write_table, write_whole
 
 # Seconds before a process that ended by itself is started again: the first time, and at most.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from realtime.webrtc.jitter import MAX_HELD_PACKETS, MAX_JUMP, WAIT_S, Arrived, JitterBuffer, Packet
+from realtime.webrtc.opus_track import MAX_HELD_PACKETS, MAX_JUMP, WAIT_S, Arrived, JitterBuffer, Packet
 
 
 def packet(sequence: int) -> Packet:
