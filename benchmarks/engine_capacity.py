@@ -43,8 +43,7 @@ from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, voxtral_runner, w
 from benchmarks.sounds import Samples, speech
 from benchmarks.step_cost import Bench as HostBench
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
 from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never

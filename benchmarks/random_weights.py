@@ -14,8 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.host_memory import memory_to_plan_with
 from engine.models.operands import Heads
 from engine.models.voxtral_realtime import (

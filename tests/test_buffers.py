@@ -30,7 +30,7 @@ NO_BOUNDING_CONSTANTS = {
     "audio.container_filters.READ_BYTES": "the size of a read",
     "audio.formats.MAX_RATE": "a range of a setting",
     "realtime.serving.decoder_process.MAX_JUMP_S": "tells a gap from a changed clock",
-    "engine.boundary.crash_record.RECORD_BYTES": "a file of fixed size",
+    "engine.boundary.crash_suspects.RECORD_BYTES": "a file of fixed size",
     "engine.boundary.items.KEY_BYTES": "the length of a hash",
     "engine.boundary.sockets.MAX_SOCKETS": "a limit of ZeroMQ that is lifted",
     "engine.boundary.sockets.CURVE_BYTES": "what encryption adds to a frame",

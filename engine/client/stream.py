@@ -21,9 +21,9 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from engine import messages
+from engine.boundary.crash_suspects import CrashSuspicion
 from engine.boundary.items import make_cutter, prepare
 from engine.boundary.replay import AskedFlush, NewTurns, Replay, ReplayEntry, ReplayLog, StreamLimits, memory_for
-from engine.client.crash_suspects import CrashSuspicion
 from engine.client.link import EngineLink, ItemRefused, Queued
 from engine.errors import (
     AtCapacity,

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine.core.planner import Limits
+from engine.core.scheduler import Limits
 from engine.errors import EngineError
 from engine.host_memory import available_memory, needed_memory
 from engine.models.moonshine import Moonshine

@@ -29,7 +29,7 @@ from engine.boundary.codec import (
     code_of,
     decode_commands,
 )
-from engine.boundary.crash_record import CrashRecord
+from engine.boundary.crash_suspects import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.items import complaint_about
 from engine.boundary.sockets import (

@@ -23,13 +23,13 @@ from audio.errors import AudioError
 from audio.formats import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
-from realtime.client.http_client import HttpServer
 from realtime.client.resuming_session import LastingSession
 from realtime.client.wire_client import (
     COMPLETED,
     DELTA,
     FAILED,
     CannotConnect,
+    HttpServer,
     SessionOptions,
     is_expected,
     realtime_url,

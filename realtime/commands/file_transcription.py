@@ -35,8 +35,15 @@ from engine import messages
 from engine.errors import EngineError
 from engine.logs import set_up_logging
 from engine.options import EngineConfig
-from realtime.client.http_client import TRANSCRIPTIONS, TRANSLATIONS, FileUnreadable, Form, HttpAnswer, HttpServer
-from realtime.client.wire_client import CannotConnect
+from realtime.client.wire_client import (
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
+    CannotConnect,
+    FileUnreadable,
+    Form,
+    HttpAnswer,
+    HttpServer,
+)
 from realtime.commands.pull import fetch, is_here, model_name
 from realtime.commands.terminal import (
     KEY_VARIABLE,

@@ -23,12 +23,14 @@ from audio.formats import MODEL_RATE, Decoder, Encoding, Resampler
 from engine.client.link import ItemRefused
 from engine.client.prepared_audio import parse_items
 from realtime.dialects.base import (
+    AUDIO_MESSAGE,
     AudioText,
     Dialect,
     DirectAnswer,
     GapRequest,
     InjectRequest,
     Json,
+    LongAppend,
     Request,
     SessionFacts,
     Update,
@@ -37,7 +39,6 @@ from realtime.dialects.base import (
     decode_json,
     event_id_of,
 )
-from realtime.dialects.long_append import AUDIO_MESSAGE, LongAppend
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import ClientFault

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from benchmarks.random_weights import random_tensors, random_voxtral
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Feed, Finish, Item, Open, Output
 from engine.models.layers import gather_ring
 from engine.models.operands import Span

@@ -10,12 +10,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.boundary import codec
-from engine.boundary.crash_record import StreamInStep
+from engine.boundary.crash_suspects import STRIKES_AFTER_CRASH, StreamInStep
 from engine.boundary.items import make_cutter, prepare
 from engine.boundary.replay import StreamLimits
 from engine.client import recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.crash_suspects import STRIKES_AFTER_CRASH
 from engine.client.pool import EnginePool
 from engine.client.recovery import Recovery
 from engine.client.stream import EngineStream

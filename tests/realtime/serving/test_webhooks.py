@@ -24,8 +24,14 @@ from realtime.serving.checked_fetch import NotAllowed
 from realtime.serving.handoff import encode_live
 from realtime.serving.metrics import Metrics
 from realtime.serving.session_factory import GatewayServices, SessionFactory
-from realtime.serving.webhook_store import WebhookStore
-from realtime.serving.webhooks import FINAL, MAX_REQUESTS_AT_ONCE, MAX_URLS_PER_KEY, Webhooks, WebhookSender
+from realtime.serving.webhooks import (
+    FINAL,
+    MAX_REQUESTS_AT_ONCE,
+    MAX_URLS_PER_KEY,
+    Webhooks,
+    WebhookSender,
+    WebhookStore,
+)
 from realtime.session.events import Completed, TimedWord
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine

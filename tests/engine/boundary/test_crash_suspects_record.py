@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from engine.boundary.crash_record import RECORD_BYTES, CrashRecord, StreamInStep
+from engine.boundary.crash_suspects import RECORD_BYTES, CrashRecord, StreamInStep
 
 FLIGHTS = [StreamInStep("g/1/a", 3, 7), StreamInStep("h/12/ä/b", 0, 1)]
 

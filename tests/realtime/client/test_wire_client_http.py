@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from realtime.client.http_client import FileUnreadable, Form, HttpAnswer, HttpServer, _head
-from realtime.client.wire_client import CannotConnect, realtime_url
+from realtime.client.wire_client import CannotConnect, FileUnreadable, Form, HttpAnswer, HttpServer, _head, realtime_url
 from tests.realtime.plain_server import answering, reply
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from engine.client.crash_suspects import (
+from engine.boundary.crash_suspects import (
     FEW_SUSPECTS,
     STRIKES_AFTER_CRASH,
     STRIKES_AFTER_SIGNAL,

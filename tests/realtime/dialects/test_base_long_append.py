@@ -12,8 +12,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from realtime.dialects.base import decode_base64, decode_json
-from realtime.dialects.long_append import MAX_AUDIO_TEXTS, LongAppend
+from realtime.dialects.base import MAX_AUDIO_TEXTS, LongAppend, decode_base64, decode_json
 from realtime.errors import ClientFault
 
 APPEND = "input_audio_buffer.append"

@@ -16,14 +16,14 @@ from pathlib import Path
 
 import pytest
 
-from realtime.serving.webhook_store import StoredEvent, WebhookStore
+from realtime.serving.webhooks import StoredEvent, WebhookStore
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
 # Opens a store, adds events with this session's name, waits until they are written, and says so.
 PROGRAM = """
 import asyncio, sys
-from realtime.serving.webhook_store import StoredEvent, WebhookStore
+from realtime.serving.webhooks import StoredEvent, WebhookStore
 
 async def main():
     store = WebhookStore(sys.argv[1])
