@@ -8,7 +8,7 @@ import pytest
 
 from realtime.dialects.deepgram import read_file_query
 from realtime.http.file_transcription import Transcript
-from realtime.http.transcription_routes import write_answer
+from realtime.http.transcription_routes import write_listen_answer
 from realtime.session.events import TimedWord
 
 
@@ -18,5 +18,5 @@ from realtime.session.events import TimedWord
 def test_a_language_that_was_found_out_is_told(query: dict[str, str], shown: str | None) -> None:
     transcript = Transcript(16_000, "de", "Guten Tag.", samples=16_000)
     transcript.add_words([TimedWord("Guten", 0, 8000, language="de")])
-    answer = json.loads(b"".join(write_answer(transcript, read_file_query(query), "whisper-tiny", "id", "0")))
+    answer = json.loads(b"".join(write_listen_answer(transcript, read_file_query(query), "whisper-tiny", "id", "0")))
     assert answer["results"]["channels"][0].get("detected_language") == shown
