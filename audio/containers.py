@@ -28,6 +28,21 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
+from audio.container_filters import (
+    MAX_HEADER_BYTES,
+    MAX_INDEX_BYTES,
+    READ_BYTES,
+    WAV_UNKNOWN_LENGTH,
+    BytePipe,
+    ByteReader,
+    IteratorSource,
+    LibavSource,
+    Mp4Boxes,
+    PartsReader,
+    PipeClosed,
+    index_first,
+    without_tags,
+)
 from audio.errors import (
     AudioError,
     CorruptAudio,
@@ -38,9 +53,6 @@ from audio.errors import (
     UnsupportedFormat,
 )
 from audio.formats import MODEL_RATE, Resampler, checked_samples
-from audio.metadata_filter import WAV_UNKNOWN_LENGTH, without_tags
-from audio.mp4 import MAX_HEADER_BYTES, MAX_INDEX_BYTES, Mp4Boxes, index_first
-from audio.pipes import READ_BYTES, BytePipe, ByteReader, IteratorSource, LibavSource, PartsReader, PipeClosed
 
 HEAD_BYTES = 12
 # A decoder pauses after this many samples until they are taken; it exceeds them by at most one packet.

@@ -29,8 +29,8 @@ from benchmarks.measuring import RunFailed, cpu_seconds, percentiles, spawned
 from benchmarks.scoring import differing_words, plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, resampled, speech
 from realtime.bench.record import COMMITTED, SPEECH_STOPPED
-from realtime.client import lasting_session
-from realtime.client.lasting_session import LastingSession
+from realtime.client import resuming_session
+from realtime.client.resuming_session import LastingSession
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, Refused, SessionOptions
 
 # The silence that ends a turn, as sessions ask for it.
@@ -357,7 +357,7 @@ async def play_lags(orders: Orders, sound: Samples, schedule: Schedule) -> Findi
 
 def resume_at_once() -> None:
     """Clients retry at once: the server's time is measured, not theirs."""
-    lasting_session.FIRST_WAIT_S = 0.1
+    resuming_session.FIRST_WAIT_S = 0.1
 
 
 def appends_of(audio: bytes) -> list[bytes]:

@@ -32,9 +32,9 @@ from benchmarks.measuring import (
     with_descendants,
     write_json,
 )
-from realtime.serving.audio_intake import ContainerStream
+from realtime.serving.inbox import ContainerStream
 from realtime.serving.isolated_decoder import decoded_file
-from realtime.serving.media_protocol import DECODER_PROGRAM
+from realtime.serving.media_processes import DECODER_PROGRAM
 
 MIB = 2**20
 PIECE_S = 0.25

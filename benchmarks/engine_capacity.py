@@ -43,13 +43,12 @@ from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, voxtral_runner, w
 from benchmarks.sounds import Samples, speech
 from benchmarks.step_cost import Bench as HostBench
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
 from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never
 from engine.runner.device import GIB, free_memory, require_device
-from engine.runner.frames.batch import Payloads, StepRows
+from engine.runner.frames.passes import Payloads, StepRows
 from engine.runner.frames.runner import VoxtralRunner
 from engine.runner.load import frames_limits, load_detector
 from engine.runner.speech import DeviceSpeechDetector

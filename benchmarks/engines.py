@@ -28,8 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from engine.core.plan import SILENCE_ROW, DecodeResult, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Open, Saved, Speech
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop

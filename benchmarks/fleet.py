@@ -312,7 +312,7 @@ class Fleet:
             await self.until_whole()
 
     async def stop(self) -> None:
-        from fleet.keepers.process import Records, kill_family
+        from fleet.supervisors.process import Records, kill_family
 
         with contextlib.suppress(RuntimeError):
             await self.run("down", "--wait", "90")
@@ -418,7 +418,7 @@ async def lose_node(fleet: Fleet, status: Status) -> Mended:
 
 
 async def lose_head(fleet: Fleet, status: Status, away_s: float = HEAD_SHORT_S) -> Mended:
-    from fleet.keepers.process import Records, kill_family
+    from fleet.supervisors.process import Records, kill_family
 
     record = Records(fleet.state / "cluster").read("head")
     assert record is not None

@@ -61,8 +61,8 @@ from engine.messages import Command, Item, SaveHandoff
 from fleet.manager import Manager, ManagerState
 from fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from fleet.state import Kind, Node, Table, Unit, left_to_others
-from realtime.client import lasting_session
-from realtime.client.lasting_session import spread
+from realtime.client import resuming_session
+from realtime.client.resuming_session import spread
 from realtime.client.wire_client import OPEN_TIMEOUT_S
 from realtime.http.info_routes import CapacityFigures
 from realtime.listeners import raise_limit
@@ -422,7 +422,7 @@ def herd(clients: int, gateways: int, resumes_per_s: float, is_spread: bool, see
     """A simulation: all clients lose their gateway in one moment, and come back through a load balancer that chooses at
     random. A gateway serves one after the other; who waits too long asks again."""
     random.seed(seed)
-    first, longest = lasting_session.FIRST_WAIT_S, lasting_session.LONGEST_WAIT_S
+    first, longest = resuming_session.FIRST_WAIT_S, resuming_session.LONGEST_WAIT_S
 
     def wait(tries: int) -> float:
         base = min(first * 2**tries, longest)

@@ -38,9 +38,8 @@ from benchmarks.playing import Run
 from benchmarks.recordings import Clip, one_session_per_clip, read_manifest, sample_manifest
 from benchmarks.scoring import plain_words, pooled
 from engine.errors import EngineError
-from engine.options import TRANSLATE
+from engine.options import TRANSLATE, cache_folder
 from engine.server.loop import EngineLoop
-from engine.weights.cache_folder import cache_folder
 from realtime.bench.words import word_errors
 
 VERSION = "1.6.1-1"

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
+from engine.host_memory import memory_to_plan_with
 from engine.models.operands import Heads
 from engine.models.voxtral_realtime import (
     FIRST_TEXT_TOKEN,
@@ -31,7 +31,6 @@ from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
 from engine.runner.device import free_memory, require_device
 from engine.runner.frames.memory import plan_memory
-from engine.runner.frames.parking import host_memory_to_plan_with
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import (
     DEVICE_DTYPE,
@@ -114,7 +113,7 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
         max_streams=settings.max_streams,
-        parked_bytes=0 if small else int(EngineConfig().parked_share * host_memory_to_plan_with(1)),
+        parked_bytes=0 if small else int(EngineConfig().parked_share * memory_to_plan_with(1)),
     )
     model, vocabulary = random_voxtral(config, settings.dtype, device)
     runner = SpeakingRunner(model, vocabulary, memory, settings)

@@ -20,7 +20,7 @@ import uvloop
 
 from benchmarks.measuring import parser_of, show, write_json
 from realtime.dialects.deepgram import read_file_query
-from realtime.http import deepgram_file_route
+from realtime.http import transcription_routes
 from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
 from realtime.http.long_responses import PiecesResponse
 from realtime.session.events import TimedWord
@@ -48,7 +48,9 @@ def formats() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
         return UploadRequest(name, Settings(), stream=False, words=True, logprobs=logprobs)
 
     def deepgram(**query: str) -> Callable[[Transcript], Iterable[bytes]]:
-        return lambda made: deepgram_file_route.write_answer(made, read_file_query(query), "model", "id", "sha256")
+        return lambda made: transcription_routes.write_listen_answer(
+            made, read_file_query(query), "model", "id", "sha256"
+        )
 
     def formatted(made: Transcript) -> Iterator[bytes]:
         """The text is formatted and searched before it is written."""
@@ -56,7 +58,7 @@ def formats() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
         copy = replace(made)
         for _ in copy.format(query.settings.formatting):
             yield b""
-        yield from deepgram_file_route.write_answer(copy, query, "model", "id", "sha256")
+        yield from transcription_routes.write_listen_answer(copy, query, "model", "id", "sha256")
 
     return {
         **{name: lambda made, name=name: write_answer(made, asked(name))[0] for name in ("text", "srt", "vtt", "json")},

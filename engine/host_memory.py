@@ -1,7 +1,7 @@
 """Main memory (not GPU memory): how much is free on this machine or in this container, and how much a model needs.
 
-`engine/runner/load.py` asks before it loads a model, `tickertape doctor` when it checks a machine. Reads /proc and the
-control groups; functions without state.
+`engine/runner/load.py` asks before it loads a model, the frame-synchronous runner before it reserves memory for parked
+streams, `tickertape doctor` when it checks a machine. Reads /proc and the control groups; functions without state.
 """
 
 from __future__ import annotations
@@ -27,17 +27,30 @@ def needed_memory(weights: Path) -> int:
 
 def available_memory(system: Path = Path("/")) -> int | None:
     """Bytes of memory that a new process can get; None if the system does not say so."""
-    machine = [
-        int(line.split()[1]) * 1024
-        for line in _read(system / "proc/meminfo").splitlines()
-        if line.startswith("MemAvailable:")
-    ]
-    return min(machine + _rooms(system), default=None)
+    return min([*_of_machine(system, "MemAvailable"), *(left for _, left in _limits(system))], default=None)
 
 
-def _rooms(system: Path) -> list[int]:
-    """What is left of every limit on this process: of its control groups and of those above them."""
-    rooms = []
+def total_memory(system: Path = Path("/")) -> int | None:
+    """Bytes of memory, used or not, of the machine or the container; None if the system does not say so."""
+    return min([*_of_machine(system, "MemTotal"), *(limit for limit, _ in _limits(system))], default=None)
+
+
+def memory_to_plan_with(share_of: int, system: Path = Path("/")) -> int:
+    """Bytes that an engine plans with for parked streams; 0 if the system does not say. Engines that share a device
+    start one after the other, and plan with the same number, so that each can replace another: the memory of the whole
+    machine, used or not."""
+    total, available = total_memory(system) or 0, available_memory(system) or 0
+    return available if share_of == 1 else min(total, available * share_of)
+
+
+def _of_machine(system: Path, name: str) -> list[int]:
+    lines = _read(system / "proc/meminfo").splitlines()
+    return [int(line.split()[1]) * 1024 for line in lines if line.startswith(f"{name}:")]
+
+
+def _limits(system: Path) -> list[tuple[int, int]]:
+    """Every limit on this process, of its control groups and of those above them, and what is left of it."""
+    limits = []
     for line in _read(system / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers not in FILES:
@@ -48,8 +61,8 @@ def _rooms(system: Path) -> list[int]:
             limit, usage = _read(folder / most).strip(), _read(folder / used).strip()
             if limit.isdigit() and usage.isdigit():
                 stat = dict(entry.split()[:2] for entry in _read(folder / "memory.stat").splitlines())
-                rooms.append(max(0, int(limit) - int(usage) + int(stat.get(cache, 0))))
-    return rooms
+                limits.append((int(limit), max(0, int(limit) - int(usage) + int(stat.get(cache, 0)))))
+    return limits
 
 
 def _read(file: Path) -> str:

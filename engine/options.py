@@ -1,16 +1,19 @@
-"""Settings of an engine (`EngineConfig`) and options of a stream (`Options`, keywords, enrolled speakers).
+"""Settings of an engine (`EngineConfig`, `cache_folder`) and options of a stream (`Options`, keywords, voices).
 
-Plain data that both processes use. The gateway fills `EngineConfig` from the configuration and starts an engine with
-it. `Options` says what a model accepts; the gateway and the runner check a stream's options with it. Keywords and
-enrolled voices travel as strings, which are written and parsed here.
+Plain data that both processes use, and that commands use before they import slow modules. The gateway fills
+`EngineConfig` from the configuration and starts an engine with it. `Options` says what a model accepts; the gateway and
+the runner check a stream's options with it. Keywords and enrolled voices travel as strings, which are written and
+parsed here.
 """
 
 from __future__ import annotations
 
 import binascii
+import os
 from base64 import b64decode, b64encode
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import NamedTuple
 from unicodedata import category
 
@@ -232,3 +235,10 @@ def check_names(names: Sequence[str]) -> None:
             raise ValueError(f"the name of the speaker {name[:40]!r} holds control characters")
         if name in names[:number]:
             raise ValueError(f"two speakers are named {name[:40]!r}")
+
+
+def cache_folder() -> Path:
+    """`TICKERTAPE_CACHE`, or `tickertape` in the user's cache folder."""
+    if own := os.environ.get("TICKERTAPE_CACHE"):
+        return Path(own)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tickertape"

@@ -1,6 +1,6 @@
 """Data types of a fleet: nodes and units, desired and actual state, actions, and the table of engines for gateways.
 
-A unit is one engine or gateway process. `fleet/reconcile.py` compares `ActualState` with `DesiredState`;
+A unit is one engine or gateway process. `fleet/manager.py` compares `ActualState` with `DesiredState`;
 `fleet/manager.py` performs the resulting `Action`s. Keepers write the table to a file that their gateway reads. This
 module has no state of its own.
 """

@@ -33,16 +33,23 @@ from realtime.http.descriptors import Descriptors, sparing_http
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.listeners import listening_sockets, raise_limit
-from realtime.metrics.engine import COUNTED_BY_EACH_GATEWAY, engine_collector
-from realtime.metrics.gateway import PROCESS_SUMS, Metrics, build_collector, name_collector, process_collector
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.fleet_publishing import FleetNames
-from realtime.serving.metric_totals import report
+from realtime.serving.metrics import (
+    COUNTED_BY_EACH_GATEWAY,
+    PROCESS_SUMS,
+    Metrics,
+    build_collector,
+    engine_collector,
+    name_collector,
+    process_collector,
+    report,
+)
 from realtime.serving.publishing import Publisher
 from realtime.serving.quota import SessionQuota
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer, fleet_secret, signing_secret
-from realtime.serving.websocket import HttpWithDeadlines, realtime_websocket
+from realtime.serving.uvicorn_protocols import HttpWithDeadlines, realtime_websocket
 from realtime.text_values import http_date
 
 log = logging.getLogger("tickertape")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.weights.cache_folder import cache_folder
+from engine.options import cache_folder
 
 
 def skip_unless_cached(*names: str) -> None:

@@ -42,14 +42,12 @@ FLOORS: dict[str, set[str]] = {
     "realtime": set(),
     "realtime/session": {"audio", "engine", "realtime"},
     "realtime/dialects": {"realtime", "realtime/session"},
-    "realtime/metrics": {"engine/client", "realtime/session"},
     "realtime/serving": {
         "audio",
         "engine",
         "engine/client",
         "realtime",
         "realtime/dialects",
-        "realtime/metrics",
         "realtime/session",
     },
     "realtime/http": {
@@ -58,7 +56,6 @@ FLOORS: dict[str, set[str]] = {
         "engine/client",
         "realtime",
         "realtime/dialects",
-        "realtime/metrics",
         "realtime/serving",
         "realtime/session",
     },
@@ -79,8 +76,8 @@ FLOORS: dict[str, set[str]] = {
         "realtime/workers",
     },
     "fleet": set(),
-    "fleet/keepers": {"fleet"},
-    "fleet/cluster": {"fleet", "fleet/keepers"},
+    "fleet/supervisors": {"fleet"},
+    "fleet/cluster": {"fleet", "fleet/supervisors"},
 }
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
@@ -93,14 +90,14 @@ OPENINGS: dict[str, set[str]] = {
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
     # The fleet, its engines and its gateways have one secret.
     "fleet/cluster/connect.py": {"engine"},
-    "fleet/keepers/keeper.py": {"engine"},
+    "fleet/supervisors/keeper.py": {"engine"},
     # Files that an operator names are read by one rule.
     "fleet/plan.py": {"engine"},
     "realtime/config.py": {"engine"},
     # This command alone speaks to a fleet.
     "realtime/commands/fleet.py": {"fleet", "fleet/cluster"},
     # The composition root: the only module that builds objects of all packages, and the server around them.
-    "realtime/app.py": {"engine", "engine/client", "realtime/http", "realtime/metrics", "realtime/serving"},
+    "realtime/app.py": {"engine", "engine/client", "realtime/http", "realtime/serving"},
     "realtime/cli.py": {"engine", "realtime/commands"},
 }
 

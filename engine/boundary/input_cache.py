@@ -7,7 +7,7 @@ all items are touched before any is stored, so that a later item cannot evict an
 
 If the two caches differ (one side lost its cache, or a message was lost), the receiver names the hashes it misses and
 the sender sends the data again. Any other difference only costs bandwidth. The cache of encoder output is another one:
-`engine/core/encoder_cache.py`.
+`engine/core/caches.py`.
 """
 
 from __future__ import annotations

@@ -1,27 +1,210 @@
-"""Makes and checks `Item`s, the messages with a stream's audio: hashes the pieces that `audio.items.ItemCutter` cuts.
+"""A stream's audio as `Item`s: cuts samples into pieces (`ItemCutter`), and makes and checks the messages with them.
 
-The gateway calls `prepare` for the audio of every stream. Both processes call `complaint_about`: the gateway for items
-that clients prepared themselves (`engine/client/prepared_audio.py`), the engine for every item. Whether audio and hash
-of such an item agree is checked in `engine/client/link.py`. Functions without state.
+Each `EngineStream` of a gateway has a cutter, and has `prepare` hash the pieces and make items of them. Both processes
+call `complaint_about`: the gateway for items that clients prepared themselves (`engine/client/prepared_audio.py`), the
+engine for every item. Whether audio and hash of such an item agree is checked in `engine/client/link.py`.
+
+Audio consists of *segments*; a flush ends a segment. Position p of a segment owns samples [p * S, (p + 1) * S) and is
+encoded together with `look_back` samples before and `look_ahead` samples after them; outside the segment there is
+silence. So an item is released when its look-ahead has arrived, and the items do not depend on how the samples arrive.
+
+A position whose samples and look-around are all declared silence is a *gap*: it advances the position and has no audio.
+
+The cutter keeps one window, the item that is being filled. A full window is given to the item without a copy, and the
+part that the next item shares with it is copied.
+
+    |<- look_back ->|<- positions_per_item * S ->|<- look_ahead ->|
+                    |<- own samples of the item->|
+    |<------------- filled ---------->|                              samples that have arrived
+    |<--- heard --->|                                                up to the last sample that is not silence
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from hashlib import blake2b
 
 import numpy as np
 from numpy.typing import NDArray
 
-from audio.items import AudioItem, ItemCutter
 from engine.messages import LARGEST_COUNT, Item
 from engine.spec import ModelSpec
 
+_FLOAT32 = np.dtype(np.float32)
 KEY_BYTES = 16
 # Noise that each side processes at startup, so that the first session does not wait for lazy loading.
 WARM_UP_SECONDS = 2
 # Features and samples with equal bytes are different inputs; this keeps their hashes apart.
 _FEATURES = b"features"
+
+
+# Compared by identity, because == of arrays is not a bool. Not frozen, because that is slow and items are frequent.
+@dataclass(slots=True, eq=False)
+class AudioItem:
+    """Audio for `length` positions from position `offset`; `sample` is its first own sample in the session.
+
+    `pcm` contains look-back, own samples and look-ahead in one contiguous array that belongs to the item. It is None
+    for a gap, which is a single item of any length.
+    """
+
+    offset: int
+    length: int
+    sample: int
+    pcm: NDArray[np.float32] | None
+
+
+class ItemCutter:
+    """Cuts one session's samples into items. Its memory is one window."""
+
+    def __init__(
+        self,
+        samples_per_position: int,
+        look_back: int,
+        look_ahead: int,
+        positions_per_item: int = 1,
+        first_offset: int = 0,
+    ) -> None:
+        if samples_per_position < 1 or positions_per_item < 1:
+            raise ValueError("an item needs at least one position of at least one sample")
+        if look_back < 0 or look_ahead < 0 or first_offset < 0:
+            raise ValueError("look-back, look-ahead and the first offset cannot be negative")
+        self.samples_in = 0
+        self.next_offset = first_offset
+        self._position = samples_per_position
+        self._look_back = look_back
+        self._look_around = look_back + look_ahead
+        self._positions_per_item = positions_per_item
+        self._next_sample = 0
+        self._flushed_at = 0
+        self._window = np.zeros(positions_per_item * samples_per_position + self._look_around, np.float32)
+        self._filled = look_back
+        self._heard = 0
+
+    @property
+    def segment(self) -> int:
+        """The sample at which the current segment began."""
+        return self._flushed_at
+
+    @property
+    def context(self) -> int:
+        """Number of samples before the next position that are encoded together with it."""
+        return min(self._look_back, self._next_sample - self._flushed_at)
+
+    def rest(self) -> NDArray[np.float32]:
+        """The samples that are in no item yet, with the context before them."""
+        return self._window[self._look_back - self.context : self._filled].copy()
+
+    def continue_from(self, offset: int, sample: int, segment: int) -> int:
+        """Continue for another cutter, at this position and sample, in a segment that began at sample `segment`.
+
+        Returns the sample from which audio has to be given again, which includes the context.
+        """
+        self.next_offset, self._next_sample, self._flushed_at = offset, sample, segment
+        self._filled = self._heard = self._look_back - self.context
+        self.samples_in = sample - self.context
+        return self.samples_in
+
+    def cut(self, samples: NDArray[np.float32]) -> list[AudioItem]:
+        """Take the next samples; returns the items they complete."""
+        if samples.dtype != _FLOAT32 or samples.ndim != 1:
+            raise ValueError("samples must be a one-dimensional float32 array")
+        items: list[AudioItem] = []
+        self.samples_in += len(samples)
+        taken = 0
+        while taken < len(samples):
+            count = min(len(samples) - taken, len(self._window) - self._filled)
+            self._window[self._filled : self._filled + count] = samples[taken : taken + count]
+            taken += count
+            self._filled += count
+            self._heard = self._filled
+            if self._filled == len(self._window):
+                items.append(self._release(self._positions_per_item, self._position))
+        return items
+
+    def cut_gap(self, samples: int) -> list[AudioItem]:
+        """Take this many samples of declared silence; returns the items they complete."""
+        if samples < 0:
+            raise ValueError(f"a gap cannot have {samples} samples")
+        self.samples_in += samples
+        return self._take_silence(samples, self._position)
+
+    def flush(self, pad_positions: int) -> list[AudioItem]:
+        """End the segment: release all waiting samples, then `pad_positions` positions of silence.
+
+        The padding advances positions and not samples. The next sample starts a new segment. Does nothing if no sample
+        came since the last flush.
+        """
+        if pad_positions < 0:
+            raise ValueError(f"cannot pad with {pad_positions} positions")
+        if self.samples_in == self._flushed_at:
+            return []
+        self._flushed_at = self.samples_in
+        unfinished = (self._look_back - self._filled) % self._position
+        look_ahead = self._look_around - self._look_back
+        items = self._take_silence(unfinished + look_ahead, self._position)
+        items += self._release_unfinished(self._position)
+        self._next_sample = self.samples_in
+        items += self._take_silence(pad_positions * self._position, 0)
+        items += self._release_unfinished(0)
+        self._window[: self._look_back] = 0
+        self._filled = self._look_back
+        self._heard = 0
+        return items
+
+    def _take_silence(self, count: int, audio_per_position: int) -> list[AudioItem]:
+        """Append zeros: items for positions whose window still contains audio, then gaps for the others.
+
+        A position is entirely silent only if the silence reaches its last look-ahead sample, and then it is released
+        here at once. So `cut` never sees a silent position.
+        """
+        items: list[AudioItem] = []
+        while count:
+            first_silent = -(-self._heard // self._position)
+            if first_silent < self._positions_per_item:
+                target = (first_silent + 1) * self._position + self._look_around
+            else:
+                target = len(self._window)
+            zeros = min(count, target - self._filled)
+            self._window[self._filled : self._filled + zeros] = 0
+            self._filled += zeros
+            count -= zeros
+            if self._filled < target:
+                break
+            if first_silent >= self._positions_per_item:
+                items.append(self._release(self._positions_per_item, audio_per_position))
+                continue
+            if first_silent:
+                items.append(self._release(first_silent, audio_per_position))
+            # The window is silent now, so the rest of the silence needs no loop.
+            positions, count = divmod(count, self._position)
+            self._filled -= self._position
+            items.append(self._advance(positions + 1, audio_per_position, None))
+        return items
+
+    def _release(self, positions: int, audio_per_position: int) -> AudioItem:
+        """An item for the first positions of the window; the samples that the next item shares stay in the window."""
+        own = positions * self._position
+        window, size = self._window, own + self._look_around
+        self._window = np.empty_like(window)
+        kept = self._filled - own
+        self._window[:kept] = window[own : self._filled]
+        self._filled = kept
+        self._heard = max(0, self._heard - own)
+        # Copied, so that a short item does not keep the whole window in memory.
+        pcm = window if size == len(window) else window[:size].copy()
+        return self._advance(positions, audio_per_position, pcm)
+
+    def _release_unfinished(self, audio_per_position: int) -> list[AudioItem]:
+        """An item for the complete positions of a window that is not full, at the end of a segment or of padding."""
+        positions = (self._filled - self._look_around) // self._position
+        return [self._release(positions, audio_per_position)] if positions > 0 else []
+
+    def _advance(self, positions: int, audio_per_position: int, pcm: NDArray[np.float32] | None) -> AudioItem:
+        item = AudioItem(self.next_offset, positions, self._next_sample, pcm)
+        self.next_offset += positions
+        self._next_sample += positions * audio_per_position
+        return item
 
 
 def hash_payload(payload: NDArray[np.float32]) -> bytes:

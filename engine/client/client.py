@@ -18,13 +18,13 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.input_cache import SenderCache
+from engine.boundary.replay import StreamLimits, positions_to_keep
 from engine.boundary.sockets import LinkKeys
 from engine.client.engine_handles import EngineHandle
 from engine.client.handoff import AdoptedSession, HandoffClient, Owned, handoff_target
 from engine.client.link import EngineLink, Processor, processor_for, warm_up
 from engine.client.pool import TABLE_POLL_SECONDS, Capacity, TableFile, TableReport, capacity_of
 from engine.client.prepared_audio import Rendered, inject, render
-from engine.client.replay import StreamLimits, positions_to_keep
 from engine.client.stream import EngineStream, HandoffTarget
 from engine.client.supervisor import EngineMetrics, Supervisor
 from engine.errors import AtCapacity, DuplicateStream, EngineError, EngineUnavailable, EngineUnreachable

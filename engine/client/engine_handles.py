@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 from uuid import uuid4
 
-from engine.boundary.crash_record import CrashRecord, StreamInStep
+from engine.boundary.crash_suspects import CrashRecord, StreamInStep
 from engine.boundary.sockets import check_address
 from engine.client.fork_server import MODEL_MODULES, interrupt_blocked, set_preload
 from engine.errors import EngineDead

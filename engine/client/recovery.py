@@ -1,11 +1,18 @@
-"""Recovery: reopens streams whose engine was lost on another engine.
+"""Opens streams again on another engine: those whose engine was lost (`Recovery`), and those of draining engines, which
+migrate one by one (`Migrations`).
 
-`Recovery` is a task of the supervisor, in the gateway's event loop. It owns the lists of lost streams; what a new
-engine is sent is decided in `engine/client/replay.py`.
+Both are tasks of the supervisor, in the gateway's event loop. What a new engine is sent is decided in
+`engine/boundary/replay.py`.
 
-Invariant: a lost stream is in exactly one state. It is held until the crash suspects are known, waiting, being reopened
-by one task, on an engine, or ended. Only `hold`, `release`, `forget` and the reopening task change the state, and the
-task only while it is still the stream's registered task. A stream that gets no engine in time is ended with an error.
+`Recovery` owns the lists of lost streams. Invariant: a lost stream is in exactly one state. It is held until the crash
+suspects are known, waiting, being reopened by one task, on an engine, or ended. Only `hold`, `release`, `forget` and
+the reopening task change the state, and the task only while it is still the stream's registered task. A stream that
+gets no engine in time is ended with an error.
+
+`Migrations` checks the pool a few times per second. A stream migrates in a pause of speech if one comes soon, when the
+interruption is least noticed. A slot on the target is reserved first, with a placeholder stream; without one the stream
+stays. It is then reopened on the target as after the death of an engine and with the same words, and the old engine
+keeps it until the new one has all of it.
 """
 
 from __future__ import annotations
@@ -27,6 +34,10 @@ RETRY_S = 0.25
 # A suspect on probation that neither kills the engine nor passes its spot is released after this time.
 PROBATION_S = 10.0
 RECOVERIES_KEPT = 256
+# How often the pool is checked for draining engines.
+MIGRATION_POLL_SECONDS = 0.25
+# How long a stream waits for a pause before it migrates without one.
+PATIENCE_SECONDS = 15.0
 
 
 @dataclass(slots=True)
@@ -183,3 +194,65 @@ class Recovery:
             self.waiting.append(stream)
         else:
             stream.end(messages.Failed(stream.id, type(refusal).__name__, str(refusal)))
+
+
+class Migrations:
+    """Migrates streams until closed. `make_placeholder` makes a stream that reserves a slot for another one."""
+
+    def __init__(
+        self,
+        pool: EnginePool,
+        recovery: Recovery,
+        make_placeholder: Callable[[EngineStream], EngineStream],
+        clock: Callable[[], float],
+    ) -> None:
+        self._pool = pool
+        self._recovery = recovery
+        self._make_placeholder = make_placeholder
+        self._clock = clock
+        self._since: dict[PooledEngine, float] = {}
+        self._moving: dict[EngineStream, asyncio.Task[None]] = {}
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(MIGRATION_POLL_SECONDS)
+            self.look()
+
+    async def close(self) -> None:
+        tasks = list(self._moving.values())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def look(self) -> None:
+        """Start the migration of every stream that can migrate now."""
+        draining = [pooled for pooled in self._pool.all if pooled.link is not None and pooled.draining]
+        now = self._clock()
+        self._since = {pooled: self._since.get(pooled, now) for pooled in draining}
+        for pooled in draining:
+            is_late = now - self._since[pooled] >= PATIENCE_SECONDS
+            for stream in list(pooled.streams.values()):
+                if stream in self._moving or not stream.may_move or not (is_late or stream.at_pause):
+                    continue
+                target = self._pool.engine_with_free_slot()
+                if target is None:
+                    return
+                self._moving[stream] = asyncio.create_task(
+                    self._move(stream, pooled, target), name=f"move {stream.id} to {target.name}"
+                )
+
+    async def _move(self, stream: EngineStream, pooled: PooledEngine, target: PooledEngine) -> None:
+        placeholder = self._make_placeholder(stream)
+        try:
+            await self._pool.open_on(target, placeholder)
+        except (EngineError, ValueError) as error:
+            logger.info("stream %s is not migrated now and stays on its engine: %s", stream.id, error)
+            return
+        finally:
+            del self._moving[stream]
+        # Free the reserved slot; the stream takes it.
+        placeholder.abort_everywhere()
+        if pooled.streams.get(stream.id) is stream and stream.may_move:
+            del pooled.streams[stream.id]
+            stream.start_migration(self._clock())
+            self._recovery.reopen_on(stream, target)

@@ -21,11 +21,10 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from engine import messages
+from engine.boundary.crash_suspects import CrashSuspicion
 from engine.boundary.items import make_cutter, prepare
-from engine.boundary.replay_log import AskedFlush, NewTurns, ReplayEntry, ReplayLog
-from engine.client.crash_suspects import CrashSuspicion
+from engine.boundary.replay import AskedFlush, NewTurns, Replay, ReplayEntry, ReplayLog, StreamLimits, memory_for
 from engine.client.link import EngineLink, ItemRefused, Queued
-from engine.client.replay import Replay, StreamLimits, memory_for
 from engine.errors import (
     AtCapacity,
     BadOption,

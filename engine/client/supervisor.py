@@ -18,15 +18,13 @@ from uuid import uuid4
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.crash_record import StreamInStep
+from engine.boundary.crash_suspects import EngineDeath, StreamInStep, find_culprit
 from engine.boundary.input_cache import CacheStats
 from engine.boundary.sockets import LinkKeys, leaves_the_machine, link_context
-from engine.client.crash_suspects import EngineDeath, find_culprit
 from engine.client.engine_handles import EngineHandle, RemoteEngine
 from engine.client.link import EngineLink, EngineMismatch, LinkEvents
-from engine.client.migration import Migrations
 from engine.client.pool import EnginePool, PooledEngine, Table
-from engine.client.recovery import RETRY_S, Recovery
+from engine.client.recovery import RETRY_S, Migrations, Recovery
 from engine.client.stream import EngineStream
 from engine.errors import EngineDead, StreamFailed
 from engine.spec import ModelSpec

@@ -1,8 +1,8 @@
 """`StepPlan`: one step of the engine as data, from scheduler to runner, and `DecodeResult`, what the runner returns.
 
-`engine/core/planner.py` fills a plan, `engine/server/loop.py` gives it to a runner. A plan contains integers and audio,
-no tensors. An *embedding* is the encoded audio of one position, and a *row* is its index in the runner's array of
-embeddings. Row 0 is the model's constant silence and is never written. A *slot* is an index into the runner's
+`engine/core/scheduler.py` fills a plan, `engine/server/loop.py` gives it to a runner. A plan contains integers and
+audio, no tensors. An *embedding* is the encoded audio of one position, and a *row* is its index in the runner's array
+of embeddings. Row 0 is the model's constant silence and is never written. A *slot* is an index into the runner's
 per-stream state: it belongs to one stream from the plan that opens it to the plan that closes it.
 """
 

@@ -1,10 +1,9 @@
 """Triton kernels of Voxtral Realtime on CUDA: norm, gate, rotary positions with storing, and attention over pages.
 
-`layers.py` and `attention.py` call them for live steps and rebuilt chunks; each function computes the same as its
-namesake there. Reading the keys and values of each stream is most of a step's memory traffic, so the attention kernel
-keeps many loads in flight: one program per stream, key head and slice of the window, one page per iteration. A page is
-read whole, without masks, and the scores of rows outside the window are dropped; therefore pages must hold finite
-numbers only.
+`layers.py` calls them for live steps and rebuilt chunks; each function computes the same as its namesake there. Reading
+the keys and values of each stream is most of a step's memory traffic, so the attention kernel keeps many loads in
+flight: one program per stream, key head and slice of the window, one page per iteration. A page is read whole, without
+masks, and the scores of rows outside the window are dropped; therefore pages must hold finite numbers only.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"

@@ -1,6 +1,6 @@
 """Argument types of paged attention and of the Triton kernels: head shape, pages of keys and values, spans of rows.
 
-Plain dataclasses over tensors, for `attention.py`, `kernels.py`, `layers.py` and the frame-synchronous runner.
+Plain dataclasses over tensors, for `layers.py`, `kernels.py` and the frame-synchronous runner.
 """
 
 from __future__ import annotations

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, pad
 
-from engine.models.attention import PagedAttention
-from engine.models.layers import add_norm, inverse_frequencies, swiglu
+from engine.models.layers import PagedAttention, add_norm, inverse_frequencies, swiglu
 from engine.models.mel import HOP_SAMPLES, MelFrontEnd
 from engine.models.operands import Heads, RowScale
 

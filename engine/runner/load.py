@@ -16,16 +16,16 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from engine.core.planner import Limits
+from engine.core.scheduler import Limits
 from engine.errors import EngineError
 from engine.host_memory import available_memory, needed_memory
-from engine.models.compiled import Decode, compiled_decode, compiled_later
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.seq2seq import allow_reader, copy_weights
 from engine.models.silero import load_silero
+from engine.models.traced_decoder import Decode, compiled_decode, compiled_later
 from engine.models.whisper import Whisper
-from engine.options import PIECE_SAMPLES, EngineConfig
+from engine.options import PIECE_SAMPLES, EngineConfig, cache_folder
 from engine.runner.background import SmartTurnDetector, SpeakerEmbedder
 from engine.runner.base import Runner
 from engine.runner.bias import KeywordTrees
@@ -40,7 +40,6 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.runner.windowed.windows import DeviceWindows, HostWindows
 from engine.spec import ModelSpec, Vocabulary
-from engine.weights.cache_folder import cache_folder
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR
 from engine.weights.store import WeightsError, cached

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import messages
-from engine.server.peer import MOST_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
+from engine.server.hosted_streams import MOST_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
 
 logger = logging.getLogger(__name__)
 

@@ -2,8 +2,8 @@
 
 `engine/server/main.py` runs it on the engine's one thread. A tick receives messages, passes their commands to the loop
 (`CommandIntake`), runs one step, and sends one message to each gateway that has outputs, with the engine's load
-(`LoadReport`). Each gateway has its own cache, numbering and streams (`engine/server/peer.py`), and cannot see or harm
-those of the others.
+(`LoadReport`). Each gateway has its own cache, numbering and streams (`engine/server/hosted_streams.py`), and cannot
+see or harm those of the others.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from engine.boundary.codec import (
     code_of,
     decode_commands,
 )
-from engine.boundary.crash_record import CrashRecord
+from engine.boundary.crash_suspects import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
 from engine.boundary.items import complaint_about
 from engine.boundary.sockets import (
@@ -43,8 +43,8 @@ from engine.boundary.sockets import (
 from engine.errors import AtCapacity, BadItem, DuplicateStream, EngineDead, StreamFailed
 from engine.options import COUNTED_SECONDS
 from engine.server.handoff import HandoffTable
+from engine.server.hosted_streams import HostedStream, HostedStreams, Peer
 from engine.server.loop import EngineLoop
-from engine.server.peer import HostedStream, HostedStreams, Peer
 
 # Seconds over which the load is measured: the share of time spent on live streams, in steps and, between steps, on
 # messages.

@@ -21,7 +21,7 @@ import numpy as np
 import zmq
 
 from engine import messages
-from engine.boundary.crash_record import CrashRecord
+from engine.boundary.crash_suspects import CrashRecord
 from engine.boundary.items import WARM_UP_SECONDS, make_cutter, prepare
 from engine.boundary.sockets import EngineSocket, LinkKeys, check_address
 from engine.core.scheduler import Scheduler

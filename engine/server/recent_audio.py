@@ -2,7 +2,7 @@
 labels.
 
 Each of these three keeps its own. (Audio that is kept to rebuild a stream is elsewhere:
-`engine/boundary/replay_log.py`.) Audio is kept in parts of one second, into which items are written one after the
+`engine/boundary/replay.py`.) Audio is kept in parts of one second, into which items are written one after the
 other, so that a turn is joined from few parts. Items without samples (declared silence, features) are kept as a length.
 Each part has the position of its first item, so that a saved state can tell from where on audio must be sent again.
 `cut` rounds to 16 bits: audio that a gateway kept with 16 bits and sends again gives the same samples.

@@ -1,13 +1,17 @@
-"""Reads checkpoint folders in safetensors format: configuration, tensors (checked by name and shape), and fingerprint.
+"""Reads checkpoint folders: configuration, tensors (checked by name and shape), fingerprint, and vocabulary.
 
-Used when a model is loaded. Weights may be one file or shards. Gateways compare `fingerprint`s, so that engines with
-different weights under one name are not mixed.
+Used when a model is loaded. Weights are in safetensors format, one file or shards. Gateways compare `fingerprint`s, so
+that engines with different weights under one name are not mixed. Vocabularies (token id -> bytes of the token) come in
+four formats: Moonshine's tokenizer.bin, tiktoken, tokenizer.json, and Voxtral's tekken.json; nothing here encodes text
+into tokens.
 """
 
 from __future__ import annotations
 
+import base64
 import hashlib
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +19,8 @@ import torch
 from torch import Tensor
 
 from engine.errors import EngineError
+from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD
+from engine.spec import Vocabulary
 
 CONFIG_FILE = "config.json"
 # Names in older releases of the format: old prefix -> current prefix.
@@ -25,6 +31,8 @@ RENAMED_PREFIXES = {
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
 NAMES_SHOWN = 8
+# Sentencepiece's character for a space.
+_SPACE = "\u2581"
 
 
 class BadCheckpoint(EngineError):
@@ -158,3 +166,110 @@ def fingerprint(path: Path) -> str:
                 data.seek(last * index // max(1, count - 1))
                 digest.update(data.read(BLOCK_BYTES))
     return digest.hexdigest()[:16]
+
+
+def load_pieces(folder: Path, size: int) -> list[bytes]:
+    """The bytes of every token, leading space included; empty for markers and for ids that the file does not have."""
+    for name, read in (
+        ("tokenizer.json", _from_tokenizer_json),
+        ("tokenizer.bin", _from_tokenizer_bin),
+        ("vocabulary.tiktoken", _from_tiktoken),
+    ):
+        file = folder / name
+        if file.exists():
+            pieces = read(file)
+            if len(pieces) > size:
+                raise ValueError(
+                    f"{file} names {len(pieces)} tokens, the model has {size}: they do not belong together"
+                )
+            return pieces + [b""] * (size - len(pieces))
+    raise FileNotFoundError(
+        f"no vocabulary in {folder}: it needs tokenizer.json (transformers) or vocabulary.tiktoken (OpenAI Whisper)"
+    )
+
+
+def _from_tokenizer_bin(file: Path) -> list[bytes]:
+    """Each token is its length (low seven bits first, one or two bytes) and its bytes."""
+    data = file.read_bytes()
+    pieces: list[bytes] = []
+    at = 0
+    while at < len(data):
+        length, at = data[at], at + 1
+        if length >= 0x80:
+            length, at = (length & 0x7F) | data[at] << 7, at + 1
+        pieces.append(_sentencepiece_bytes(data[at : at + length]))
+        at += length
+    return pieces
+
+
+def _sentencepiece_bytes(piece: bytes) -> bytes:
+    # The first letter is looked at first, because patterns take longer, and there are tens of thousands of tokens.
+    if piece.startswith(b"<") and re.fullmatch(rb"<(unk|s|/s)>|<<ST_\d+>>", piece):
+        return b""
+    return piece.replace(_SPACE.encode(), b" ")
+
+
+def _from_tiktoken(file: Path) -> list[bytes]:
+    """Each line has a token in base64 and its rank."""
+    pieces: list[bytes] = []
+    for number, line in enumerate(file.read_bytes().splitlines()):
+        text, rank = line.split()
+        if int(rank) != number:
+            raise ValueError(f"{file}: line {number + 1} has rank {int(rank)}, expected {number}")
+        pieces.append(base64.b64decode(text))
+    return pieces
+
+
+def _from_tokenizer_json(file: Path) -> list[bytes]:
+    content: dict[str, Any] = json.loads(file.read_text())
+    vocabulary: dict[str, int] = content["model"]["vocab"]
+    byte_level = _byte_level(content)
+    specials = {token["id"] for token in content.get("added_tokens", ())}
+    size = 1 + max([*vocabulary.values(), *specials])
+    pieces = [b""] * size
+    letters = _byte_letters() if byte_level else {}
+    for token, number in vocabulary.items():
+        if number in specials:
+            continue
+        if byte_level:
+            pieces[number] = bytes(letters[letter] for letter in token)
+        elif match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
+            pieces[number] = bytes([int(match[1], 16)])
+        else:
+            pieces[number] = token.replace(_SPACE, " ").encode()
+    return pieces
+
+
+def _byte_level(content: dict[str, Any]) -> bool:
+    steps = [content.get("pre_tokenizer"), content.get("decoder")]
+    steps += [part for step in steps if step for part in step.get("pretokenizers", []) + step.get("decoders", [])]
+    return any(step and step.get("type") == "ByteLevel" for step in steps)
+
+
+def _byte_letters() -> dict[str, int]:
+    """GPT-2's alphabet: printable bytes stand for themselves, the others are letters from 256 on."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    letters = {chr(byte): byte for byte in printable}
+    others = [byte for byte in range(256) if byte not in set(printable)]
+    letters.update({chr(256 + index): byte for index, byte in enumerate(others)})
+    return letters
+
+
+# Mistral's tekken tokenizer (tekken.json).
+
+
+def read_tekken(path: Path, size: int) -> Vocabulary:
+    """Ids below 1000 are special tokens without text; text token i of the file has id 1000 + i, up to `size` ids.
+
+    Raises ValueError.
+    """
+    try:
+        entries = json.loads(path.read_text(encoding="utf-8"))["vocab"]
+        pieces = [b""] * FIRST_TEXT_TOKEN + [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
+    except OSError as error:
+        raise ValueError(f"{path} cannot be read: {error.strerror}; a checkpoint needs its vocabulary") from None
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{path} is not a tekken vocabulary: {type(error).__name__}: {error}") from None
+    if len(pieces) < size:
+        raise ValueError(f"{path} has {len(pieces)} tokens, the model has {size}; the file belongs to another model")
+    return Vocabulary(pieces[:size], word_marker=STREAMING_WORD)

@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from engine.errors import EngineError
-from engine.weights.cache_folder import cache_folder
+from engine.options import cache_folder
 from engine.weights.registry import (
     REGISTRY,
     HubFile,

@@ -22,8 +22,7 @@ from engine.models.moonshine_streaming import SAMPLES_PER_FRAME, RunningNorm, St
 from engine.models.seq2seq import SAFE_STEPS
 from engine.models.smart_turn import SmartTurn
 from engine.models.whisper import Whisper, WhisperConfig
-from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.vocabularies import load_pieces
+from engine.weights.checkpoint import BadCheckpoint, load_pieces
 
 _DESCRIPTION = "tickertape-streaming-encoder"
 _FORMAT = 1

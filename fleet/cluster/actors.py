@@ -1,8 +1,8 @@
 """The Ray actors of a fleet: one around the manager on the head node, one around each keeper on its node.
 
-A keeper starts and watches one engine or gateway process on its node (`fleet/keepers/`). `RayKeepers` is the manager's
-way to call them. Each actor has a thread that does its work; the decisions are in `fleet/manager.py`. Calls between
-actors carry only reports, tables of engines and orders, a few a second, independent of the load of the fleet.
+A keeper starts and watches one engine or gateway process on its node (`fleet/supervisors/`). `RayKeepers` is the
+manager's way to call them. Each actor has a thread that does its work; the decisions are in `fleet/manager.py`. Calls
+between actors carry only reports, tables of engines and orders, a few a second, independent of the load of the fleet.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import ray
 from ray.exceptions import ActorDiedError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from fleet.keepers.keeper import EngineKeeper, GatewayKeeper, Keeper, Place
-from fleet.keepers.process import Records
 from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan, plan_from
 from fleet.state import FleetError, Kind, Node, Table, Unit, write_whole
+from fleet.supervisors.keeper import EngineKeeper, GatewayKeeper, Keeper, Place
+from fleet.supervisors.process import Records
 
 logger = logging.getLogger(__name__)
 EDGE = "tickertape_edge"

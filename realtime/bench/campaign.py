@@ -17,8 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from realtime.bench.clients import Bank, ClientPlan, Target, play_all, playlist
-from realtime.bench.plot import draw
-from realtime.bench.record import Objective, RunRecord, largest, read_run
+from realtime.bench.record import Objective, RunRecord, draw, largest, read_run
 from realtime.bench.words import error_rate
 
 # Clients start at random times within this many seconds, so that they are not in step.

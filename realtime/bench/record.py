@@ -5,8 +5,12 @@
 - Time to final: from the end of speech to the final transcript. The end of speech is the server's end of the turn minus
   its silence setting, so the wait for silence is part of the time, as it is for a user.
 - Lag: from the end of the last word of a delta to its arrival, if the server sends word times; else from the end of a
-  turn to the event that reports it.
+  turn to the event that reports it. `trend`, the slope of a least-squares line with its confidence interval, shows
+  whether lag grows during a run.
 - Failure: anything that a user would notice: no connection, an error, a turn without a final, a broken session.
+
+`draw` plots them as SVG, without a plotting library: time to final by the number of streams, and lag over time in the
+long run. `percentile` and `trend` are used by `benchmarks/` too.
 """
 
 from __future__ import annotations
@@ -14,14 +18,71 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from html import escape
+from math import sqrt
 from pathlib import Path
 from typing import Any
 
-from realtime.bench.statistics import Trend, percentile, trend
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
 
+# Half of a 95 % confidence interval, in standard errors.
+NORMAL_95 = 1.96
+FEWEST_POINTS = 8
 SPEECH_STOPPED = "input_audio_buffer.speech_stopped"
 COMMITTED = "input_audio_buffer.committed"
+WIDTH, HEIGHT = 860, 360
+PANEL_WIDTH, PANEL_HEIGHT, TOP = 330, 240, 60
+BUCKET_S = 5.0
+STYLE = """\
+text{font:12px system-ui,sans-serif;fill:#333}.title{font-size:14px;font-weight:600}
+.axis{stroke:#888}.grid{stroke:#ddd}.limit{stroke:#c33;stroke-dasharray:4 4}
+.p50{stroke:#27c;fill:none;stroke-width:2}.p95{stroke:#e80;fill:none;stroke-width:2}
+.p50dot{fill:#27c}.p95dot{fill:#e80}.missed{fill:#c33}
+@media (prefers-color-scheme:dark){svg{background:#181a1f}text{fill:#ddd}.grid{stroke:#333}}"""
+
+Point = tuple[float, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Trend:
+    """Slope in units of y per unit of x, with its 95 % confidence interval."""
+
+    slope: float
+    low: float
+    high: float
+
+    @property
+    def grows(self) -> bool:
+        """The slope is significantly above zero."""
+        return self.low > 0
+
+
+def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
+    """The least-squares trend; None with too few points."""
+    count = len(xs)
+    if count != len(ys):
+        raise ValueError(f"{count} x values but {len(ys)} y values")
+    if count < FEWEST_POINTS:
+        return None
+    mean_x, mean_y = sum(xs) / count, sum(ys) / count
+    spread = sum((x - mean_x) ** 2 for x in xs)
+    if spread == 0:
+        return None
+    slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
+    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
+    half = NORMAL_95 * sqrt(rest / (count - 2) / spread)
+    return Trend(slope, slope - half, slope + half)
+
+
+def percentile(values: Sequence[float], share: float) -> float | None:
+    """A percentile with linear interpolation; None without values."""
+    if not values:
+        return None
+    ordered = sorted(values)
+    place = (len(ordered) - 1) * share / 100
+    below = int(place)
+    above = min(below + 1, len(ordered) - 1)
+    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
 
 
 @dataclass(slots=True)
@@ -199,3 +260,114 @@ def largest(meets: Callable[[int], bool], most: int) -> int:
         else:
             bad = middle
     return good
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """Axes at `left`, for x from 0 to `most_x` and y from 0 to `most_y`."""
+
+    left: float
+    most_x: float
+    most_y: float
+
+    def place(self, point: Point) -> Point:
+        x, y = point
+        return (
+            self.left + PANEL_WIDTH * x / self.most_x,
+            TOP + PANEL_HEIGHT * (1 - min(y, self.most_y) / self.most_y),
+        )
+
+    def frame(self, title: str, x_label: str, y_label: str) -> list[str]:
+        bottom, middle = TOP + PANEL_HEIGHT, self.left + PANEL_WIDTH / 2
+        parts = [
+            f'<text class="title" x="{self.left}" y="{TOP - 28}">{escape(title)}</text>',
+            f'<text x="{self.left}" y="{TOP - 10}">{escape(y_label)}</text>',
+            f'<text x="{middle}" y="{bottom + 38}" text-anchor="middle">{escape(x_label)}</text>',
+        ]
+        for step in range(5):
+            share = step / 4
+            y = bottom - PANEL_HEIGHT * share
+            x = self.left + PANEL_WIDTH * share
+            parts += [
+                f'<line class="grid" x1="{self.left}" x2="{self.left + PANEL_WIDTH}" y1="{y}" y2="{y}"/>',
+                f'<text x="{self.left - 8}" y="{y + 4}" text-anchor="end">{self.most_y * share:.2g}</text>',
+                f'<text x="{x}" y="{bottom + 18}" text-anchor="middle">{self.most_x * share:.3g}</text>',
+            ]
+        parts.append(f'<line class="axis" x1="{self.left}" x2="{self.left}" y1="{TOP}" y2="{bottom}"/>')
+        return parts
+
+    def line(self, points: Sequence[Point], kind: str) -> str:
+        placed = " ".join(f"{x:.1f},{y:.1f}" for x, y in map(self.place, points))
+        return f'<polyline class="{kind}" points="{placed}"/>'
+
+    def dots(self, points: Sequence[Point], kind: str) -> list[str]:
+        return [f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="3.5"/>' for x, y in map(self.place, points)]
+
+    def limit(self, y: float) -> str:
+        left, height = self.place((0, y))
+        return f'<line class="limit" x1="{left}" x2="{left + PANEL_WIDTH}" y1="{height:.1f}" y2="{height:.1f}"/>'
+
+
+def draw(runs: Sequence[RunRecord], held: RunRecord, objective: Objective) -> str:
+    parts = [*_cost_panel(runs, objective), *_lag_panel(held), *_legend()]
+    size = f'width="{WIDTH}" height="{HEIGHT}" viewBox="0 0 {WIDTH} {HEIGHT}"'
+    body = "\n".join(parts)
+    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>{STYLE}</style>\n{body}\n</svg>\n'
+
+
+def _cost_panel(runs: Sequence[RunRecord], objective: Objective) -> list[str]:
+    ordered = sorted(runs, key=lambda run: run.streams)
+    lines: dict[str, list[Point]] = {"p50": [], "p95": []}
+    missed: list[Point] = []
+    for run in ordered:
+        for kind, share in (("p50", 50), ("p95", 95)):
+            value = percentile(run.finals, share)
+            if value is not None:
+                lines[kind].append((run.streams, value))
+        value = percentile(run.finals, 95)
+        if value is not None and objective.missed(run):
+            missed.append((run.streams, value))
+    most_x = max(run.streams for run in ordered)
+    panel = Panel(60, most_x, _round_up(max(objective.final_p95_s * 1.5, *_heights(lines["p95"]))))
+    parts = panel.frame("Time to final", "streams at once", "seconds")
+    for kind, points in lines.items():
+        parts += [panel.line(points, kind), *panel.dots(points, f"{kind}dot")]
+    return [*parts, *panel.dots(missed, "missed"), panel.limit(objective.final_p95_s)]
+
+
+def _lag_panel(held: RunRecord) -> list[str]:
+    buckets: dict[int, list[float]] = {}
+    for t, lag in held.lags:
+        buckets.setdefault(int(t // BUCKET_S), []).append(lag)
+    lines = {
+        kind: [((bucket + 0.5) * BUCKET_S, percentile(lags, share) or 0.0) for bucket, lags in sorted(buckets.items())]
+        for kind, share in (("p50", 50), ("p95", 95))
+    }
+    most_x = (max(buckets, default=0) + 1) * BUCKET_S
+    panel = Panel(490, most_x, _round_up(max(1.0, *_heights(lines["p95"]))))
+    parts = panel.frame(f"Lag while {held.streams} streams are held", "seconds into the run", "seconds")
+    for kind, points in lines.items():
+        parts.append(panel.line(points, kind))
+    return parts
+
+
+def _heights(points: Sequence[Point]) -> list[float]:
+    return [y for _, y in points] or [0.0]
+
+
+def _round_up(value: float) -> float:
+    """An axis limit that gives four round steps."""
+    for limit in (1, 2, 3, 4, 6, 8, 10, 20, 40, 60, 80, 100):
+        if value <= limit:
+            return float(limit)
+    return value
+
+
+def _legend() -> list[str]:
+    y = HEIGHT - 14
+    return [
+        f'<circle class="p50dot" cx="70" cy="{y - 4}" r="4"/><text x="80" y="{y}">p50</text>',
+        f'<circle class="p95dot" cx="130" cy="{y - 4}" r="4"/><text x="140" y="{y}">p95</text>',
+        f'<circle class="missed" cx="190" cy="{y - 4}" r="4"/><text x="200" y="{y}">objective missed</text>',
+        f'<line class="limit" x1="320" x2="345" y1="{y - 4}" y2="{y - 4}"/><text x="352" y="{y}">objective</text>',
+    ]

@@ -1,18 +1,25 @@
-"""One WebSocket session with a server, in OpenAI's Realtime API: connect, configure, append audio, read events.
+"""A client of a running server: one WebSocket session in OpenAI's Realtime API, and HTTP requests.
 
-Used by the commands and the load generator. It also parses server addresses and makes the authorization header for
-`http_client.py`. It does not reconnect: `lasting_session.py` does.
+Used by the commands that take the address of a server, and by the load generator.
+
+`WireSession` connects, configures, appends audio and reads events. It does not reconnect: `resuming_session.py` does.
+`HttpServer` gets status pages and uploads files, with the standard library only. An upload may take hours, so it has no
+timeout; TCP keepalive detects a dead server.
 """
 
 from __future__ import annotations
 
 import base64
+import http.client
 import json
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import secrets
+import socket
+import ssl
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
-from typing import Any
-from urllib.parse import SplitResult, urlencode, urlsplit, urlunsplit
+from typing import Any, BinaryIO
+from urllib.parse import SplitResult, quote, urlencode, urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
@@ -27,6 +34,13 @@ LAST_COMMIT = "last-commit"
 OPEN_TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 PLAIN_SCHEMES = {"http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
+TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
+TIMEOUT_S = 10.0
+PIECE_BYTES = 64 * 1024
+# Accepted schemes, and whether they are encrypted.
+SCHEMES = {"http": False, "ws": False, "https": True, "wss": True}
+# TCP keepalive in seconds: there is no timeout for a transcription, so a dead server must be detected this way.
+KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
 
 
 class CannotConnect(Exception):
@@ -248,3 +262,140 @@ def _refusal(url: str, error: InvalidStatus) -> str:
 def _shown(url: str) -> str:
     split = urlsplit(url)
     return f"{split.scheme}://{split.netloc.rpartition('@')[2]}"
+
+
+class FileUnreadable(Exception):
+    """The file to upload cannot be read, or has changed meanwhile."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAnswer:
+    status: int
+    body: bytes
+
+    def json(self) -> Any:
+        """The body as JSON. Raises ValueError."""
+        return json.loads(self.body)
+
+    @property
+    def refusal(self) -> str:
+        """Status and error message of a refused request, for an error text."""
+        try:
+            message = self.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = "it gives no reason"
+        return f"refused with {self.status}: {message}"
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """A multipart form with a file. `size` is its number of bytes, or None for a pipe."""
+
+    fields: Sequence[tuple[str, str]]
+    name: str
+    file: BinaryIO
+    size: int | None
+    on_sent: Callable[[int], None] = lambda sent: None
+
+
+class HttpServer:
+    """A server by its address: `host:port`, or the URL of its page, `/v1` or socket. Methods raise CannotConnect."""
+
+    def __init__(self, url: str, key: str | None = None, trust: ssl.SSLContext | None = None) -> None:
+        split = split_address(url)
+        self._port = split.port
+        self._encrypted = SCHEMES[split.scheme]
+        self._host = split.hostname or ""
+        self._path = split.path.rstrip("/").removesuffix("/realtime").removesuffix("/v1")
+        self._headers = authorization(key)
+        self._trust = trust
+        self.url = f"{'https' if self._encrypted else 'http'}://{split.netloc.rpartition('@')[2]}{self._path}"
+
+    def get(self, path: str) -> HttpAnswer:
+        with closing(self._connect()) as connection:
+            return self._ask(connection, lambda: connection.request("GET", self._path + path, headers=self._headers))
+
+    def upload(self, form: Form, to: str = TRANSCRIPTIONS) -> HttpAnswer:
+        """Upload a file to be transcribed, and wait for the result without a timeout. Raises FileUnreadable."""
+        path = f"{self._path}{to}"
+        boundary = secrets.token_hex(16)
+        headers = self._headers | {"Content-Type": f"multipart/form-data; boundary={boundary}"}
+        head, tail = _head(form, boundary), f"\r\n--{boundary}--\r\n".encode()
+        chunked = form.size is None
+        headers |= {"Transfer-Encoding": "chunked"} if chunked else {}
+        headers |= {} if form.size is None else {"Content-Length": str(len(head) + form.size + len(tail))}
+
+        def body() -> Iterator[bytes]:
+            yield head
+            yield from _pieces(form)
+            yield tail
+
+        with closing(self._connect()) as connection:
+            connection.sock.settimeout(None)
+            return self._ask(
+                connection, lambda: connection.request("POST", path, body(), headers, encode_chunked=chunked)
+            )
+
+    def _connect(self) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
+        if self._encrypted:
+            trust = self._trust or ssl.create_default_context()
+            connection = http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=trust)
+        try:
+            connection.connect()
+        except TimeoutError as error:
+            raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
+        except ssl.SSLError as error:
+            if error.reason == "WRONG_VERSION_NUMBER":
+                text = f"{self.url} does not speak TLS; write http:// if the server has no certificate"
+                raise CannotConnect(text) from error
+            raise CannotConnect(f"the certificate of {self.url} is not trusted: {error}") from error
+        except OSError as error:
+            text = f"no server answers at {self.url} ({error.strerror or error}); start one with `tickertape serve`"
+            raise CannotConnect(text) from error
+        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, seconds in KEEPALIVE.items():
+            if hasattr(socket, option):
+                connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
+        return connection
+
+    def _ask(self, connection: http.client.HTTPConnection, request: Callable[[], None]) -> HttpAnswer:
+        try:
+            try:
+                request()
+            except (BrokenPipeError, ConnectionResetError):
+                # A server that refuses a request may not read all of it; its response may have arrived nevertheless.
+                pass
+            with connection.getresponse() as response:
+                return HttpAnswer(response.status, response.read())
+        except TimeoutError as error:
+            raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
+        except (OSError, http.client.HTTPException) as error:
+            raise CannotConnect(f"the connection to {self.url} broke off: {error or type(error).__name__}") from error
+
+
+def _head(form: Form, boundary: str) -> bytes:
+    part = f"--{boundary}\r\nContent-Disposition: form-data; name="
+    parts = [f'{part}"{name}"\r\n\r\n{value}\r\n' for name, value in form.fields]
+    # File names and shell arguments need not be UTF-8; their bytes are sent unchanged.
+    name = quote(form.name, safe=" ()[]!#&+,'=@", errors="surrogateescape")
+    parts.append(f'{part}"file"; filename="{name}"\r\nContent-Type: application/octet-stream\r\n\r\n')
+    return "".join(parts).encode(errors="surrogateescape")
+
+
+def _pieces(form: Form) -> Iterator[bytes]:
+    sent = 0
+    while form.size is None or sent < form.size:
+        wanted = PIECE_BYTES if form.size is None else min(PIECE_BYTES, form.size - sent)
+        try:
+            # Do not wait until a pipe has `wanted` bytes.
+            piece = form.file.read1(wanted) if form.size is None else form.file.read(wanted)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise FileUnreadable(f"cannot be read: {error.strerror}") from error
+        if not piece:
+            if form.size is not None:
+                raise FileUnreadable(f"became shorter while it was sent: it has {sent} instead of {form.size} bytes")
+            return
+        sent += len(piece)
+        form.on_sent(sent)
+        yield piece

@@ -1,7 +1,7 @@
 """Runs live captions in the terminal: sends audio to a local engine or a server, and shows and saves the text.
 
 The shared part of `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live`; each of
-them brings its own source of audio. `Listener` takes the text, shows it (`caption_view.py`) and writes it to the output
+them brings its own source of audio. `Listener` takes the text, shows it (`transcripts.py`) and writes it to the output
 file (`transcripts.py`).
 """
 
@@ -23,19 +23,18 @@ from audio.errors import AudioError
 from audio.formats import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
-from realtime.client.http_client import HttpServer
-from realtime.client.lasting_session import LastingSession
+from realtime.client.resuming_session import LastingSession
 from realtime.client.wire_client import (
     COMPLETED,
     DELTA,
     FAILED,
     CannotConnect,
+    HttpServer,
     SessionOptions,
     is_expected,
     realtime_url,
 )
 from realtime.commands import file_transcription
-from realtime.commands.caption_view import CaptionView, ShownWord
 from realtime.commands.file_transcription import FileFailed, read_pieces, warn_unsupported_options
 from realtime.commands.terminal import (
     INTERRUPTED,
@@ -46,7 +45,7 @@ from realtime.commands.terminal import (
     note,
 )
 from realtime.commands.transcription_options import TranscriptionOptions
-from realtime.commands.transcripts import TranscriptFile, chosen_extension
+from realtime.commands.transcripts import CaptionView, ShownWord, TranscriptFile, chosen_extension
 from realtime.session.events import Samples, TimedWord
 from realtime.session.speakers import SpeakerTimeline, speaker_number
 from realtime.session.speakers import shown_name as speaker_name

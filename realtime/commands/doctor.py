@@ -71,7 +71,7 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from engine.weights.cache_folder import cache_folder
+    from engine.options import cache_folder
     from engine.weights.store import available_models
     from realtime.commands.pull import SAMPLE, model_name
 

@@ -35,9 +35,15 @@ from engine import messages
 from engine.errors import EngineError
 from engine.logs import set_up_logging
 from engine.options import EngineConfig
-from realtime.client.http_client import TRANSCRIPTIONS, TRANSLATIONS, FileUnreadable, Form, HttpAnswer, HttpServer
-from realtime.client.wire_client import CannotConnect
-from realtime.commands.caption_view import clock
+from realtime.client.wire_client import (
+    TRANSCRIPTIONS,
+    TRANSLATIONS,
+    CannotConnect,
+    FileUnreadable,
+    Form,
+    HttpAnswer,
+    HttpServer,
+)
 from realtime.commands.pull import fetch, is_here, model_name
 from realtime.commands.terminal import (
     KEY_VARIABLE,
@@ -48,7 +54,7 @@ from realtime.commands.terminal import (
     shown_name,
 )
 from realtime.commands.transcription_options import TranscriptionOptions
-from realtime.commands.transcripts import FileTranscript
+from realtime.commands.transcripts import FileTranscript, clock
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.session.events import Samples, TimedWord
 from realtime.session.speakers import speaker_number

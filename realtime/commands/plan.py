@@ -180,8 +180,7 @@ def _of_server(url: str) -> Engine:
     """The engine of a running server, by its `/capacity`. Raises CommandFailed if it has measured nothing yet."""
     import json
 
-    from realtime.client.http_client import HttpServer
-    from realtime.client.wire_client import CannotConnect
+    from realtime.client.wire_client import CannotConnect, HttpServer
 
     check_server(url)
     try:

@@ -59,7 +59,7 @@ def run_pull(options: argparse.Namespace) -> int:
 
 
 def run_models(options: argparse.Namespace) -> int:
-    from engine.weights.cache_folder import cache_folder
+    from engine.options import cache_folder
     from engine.weights.store import available_models
 
     models = available_models()
@@ -99,14 +99,14 @@ def fetch_turn_detector(*, fresh: bool = False) -> None:
 
 def is_here(name: str) -> bool:
     """Whether the model is in the cache or is a path, so that nothing has to be downloaded."""
-    from engine.weights.cache_folder import cache_folder
+    from engine.options import cache_folder
 
     return bool(name) and (os.path.exists(cache_folder() / name) or os.path.exists(name))
 
 
 def fetch_for_serving(name: str) -> None:
     """Fetch what a server needs for a model. The turn detector comes with the first download of the default model."""
-    from engine.weights.cache_folder import cache_folder
+    from engine.options import cache_folder
 
     is_new = name == default_model() and not os.path.exists(cache_folder() / name)
     fetch(name)
@@ -119,7 +119,7 @@ def fetch(name: str, *, fresh: bool = False) -> Path:
     Raises UsageError if there is no such model, or if the cache folder cannot be written."""
     from rich.console import Console
 
-    from engine.weights.cache_folder import cache_folder
+    from engine.options import cache_folder
     from engine.weights.store import UnknownModel, available_models, pull, resolve
 
     try:

@@ -18,8 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from realtime.client.http_client import HttpAnswer, HttpServer
-from realtime.client.wire_client import CannotConnect
+from realtime.client.wire_client import CannotConnect, HttpAnswer, HttpServer
 from realtime.commands.terminal import CommandFailed
 
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}

@@ -53,7 +53,7 @@ def check_caption_options(options: argparse.Namespace) -> None:
 
 def has_speakers() -> bool:
     """Whether the weights for speaker labels are in the cache."""
-    from engine.weights.cache_folder import cache_folder
+    from engine.options import cache_folder
 
     return (cache_folder() / "speakers").exists()
 

@@ -1,6 +1,6 @@
 """Deepgram's API: query parameters of sockets and files, parts of JSON responses, and the dialect of live sockets.
 
-Sockets come from `realtime/http/websocket_routes.py`, files from `realtime/http/deepgram_file_route.py`. Unsupported
+Sockets come from `realtime/http/websocket_routes.py`, files from `realtime/http/transcription_routes.py`. Unsupported
 parameters have no effect and are not echoed. Only `callback` and unknown kinds of `redact` are refused, because a
 client must not believe that its text was redacted or sent to another address.
 

@@ -23,8 +23,8 @@ from starlette.requests import Request
 
 from realtime.config import Config, LimitsConfig
 from realtime.errors import Refusal
-from realtime.metrics.gateway import Metrics
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.metrics import Metrics
 from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.signed_tokens import Signer

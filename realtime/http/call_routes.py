@@ -1,7 +1,7 @@
 """The HTTP routes of WebRTC calls: WHIP (RFC 9725), and the calls of OpenAI's Realtime API.
 
 They read a client's SDP offer and settings, answer with the server's SDP, and end calls. The calls themselves are in
-`realtime/serving/calls.py`.
+`realtime/serving/webrtc_calls.py`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from realtime.http.info_routes import MAX_JSON_BODY, read_body
 from realtime.http.openapi import JSON, Operation, Parameter, described
 from realtime.http.upload_forms import FormParser
 from realtime.http.websocket_routes import check_once, refusal_response
-from realtime.serving.calls import Call, Calls
-from realtime.serving.media_protocol import MAX_OFFER_BYTES
+from realtime.serving.media_processes import MAX_OFFER_BYTES
 from realtime.serving.quota import Caller
+from realtime.serving.webrtc_calls import Call, Calls
 from realtime.session.settings import Settings
 
 WHIP = "/v1/whip"

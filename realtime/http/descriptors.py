@@ -22,7 +22,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realtime.errors import Refusal
 from realtime.http.websocket_routes import refusal_response
-from realtime.serving.websocket import HttpWithDeadlines
+from realtime.serving.uvicorn_protocols import HttpWithDeadlines
 
 log = logging.getLogger("tickertape.server")
 

@@ -3,7 +3,7 @@
 `read_request` reads the options of a form, `Transcriber` feeds a file to an engine stream and collects a `Transcript`,
 and the functions below write it as JSON, text, subtitles or server-sent events. No session is involved. In the engine
 uploads have lower priority than live streams. The endpoints are in `transcription_routes.py`, and for Deepgram's
-clients in `deepgram_file_route.py`.
+clients in `transcription_routes.py`.
 """
 
 from __future__ import annotations

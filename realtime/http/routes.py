@@ -24,29 +24,27 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from engine.errors import EngineUnavailable
 from realtime.config import Config
 from realtime.errors import ClientFault, Refusal
-from realtime.http.access_log import AccessLog
 from realtime.http.authentication import Authenticator, Context
 from realtime.http.call_routes import WHIP, CallRoutes
-from realtime.http.deepgram_file_route import ListenRoute
 from realtime.http.info_routes import WEBHOOKS, Answers, WebhookRoutes
+from realtime.http.middleware import AccessLog, BrowserRules, Cors, RequestGuard
 from realtime.http.openapi import ApiDocs
-from realtime.http.origins import BrowserRules, Cors, RequestGuard
 from realtime.http.prepared_audio_routes import PrepareRoutes
 from realtime.http.stream_routes import STREAMS, StreamRoutes
-from realtime.http.transcription_routes import UploadRoutes
+from realtime.http.transcription_routes import ListenRoute, UploadRoutes
 from realtime.http.upload_forms import FormReader
 from realtime.http.viewer_routes import ViewerRoutes
 from realtime.http.websocket_routes import FLUX, LISTEN, TWILIO, WebSocketRoutes, refusal_response
-from realtime.serving.calls import Calls
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.publishing import Publisher
 from realtime.serving.pulled_streams import PulledStreams
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
-from realtime.serving.viewer_links import ViewerLinks
+from realtime.serving.signed_tokens import ViewerLinks
+from realtime.serving.uvicorn_protocols import clean_headers
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
-from realtime.serving.websocket import clean_headers
+from realtime.serving.webrtc_calls import Calls
 
 FOLDER = Path(__file__).parents[1] / "web"
 # The files of the web page; only files that exist at the start are served.

@@ -2,7 +2,7 @@
 
 They admit viewers: one needs the key of the session's owner or a viewer link; on a server without keys every client may
 read what is published. `realtime/serving/viewers.py` writes the words to admitted viewers, and
-`realtime/serving/viewer_links.py` makes the links.
+`realtime/serving/signed_tokens.py` makes the links.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Codes, Operation, Par
 from realtime.http.websocket_routes import check_once, refusal_response
 from realtime.serving.caption_segments import CaptionSegments
 from realtime.serving.publishing import Key, Publisher, owner_of
-from realtime.serving.viewer_links import DEFAULT_LINK_S, MAX_LINK_S, MIN_LINK_S, PREFIX, Link, ViewerLinks
+from realtime.serving.signed_tokens import DEFAULT_LINK_S, LINK_PREFIX, MAX_LINK_S, MIN_LINK_S, Link, ViewerLinks
+from realtime.serving.uvicorn_protocols import EXTENSION, SocketExtras, ViewerLine
 from realtime.serving.viewers import RESTARTING, Audience, Framing, Message, Viewer
-from realtime.serving.websocket_extension import EXTENSION, SocketExtras, ViewerLine
 from realtime.session.settings import NAME_RULE, PUBLISHED_NAME
 
 log = logging.getLogger("tickertape.viewers")
@@ -232,7 +232,7 @@ class ViewerRoutes:
         self._check_on()
         name = _name(connection)
         token = _token(connection.query_params, connection.headers, connection.scope)
-        if token is None or not token.startswith(PREFIX):
+        if token is None or not token.startswith(LINK_PREFIX):
             return (self._owner(connection), name), None
         link = self._links.read(token, name)
         if link is None:

@@ -47,19 +47,16 @@ from realtime.dialects.twilio import CallStart, TwilioDialect, read_start
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
-from realtime.serving.calls import CallInbox, CallLine, Calls
-from realtime.serving.channels import ChannelGroup, ChannelInbox
-from realtime.serving.connection import CLOSE_GRACE_S, Connection
+from realtime.serving.connection import CLOSE_GRACE_S, ChannelGroup, ChannelInbox, Connection
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_streams import PulledStreams
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, FairTurns, Pace
 from realtime.serving.session_factory import OpenSession
-from realtime.serving.throttle import FairTurns, Pace
+from realtime.serving.uvicorn_protocols import EXTENSION, PART, SocketExtras, header_text
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
-from realtime.serving.websocket import header_text
-from realtime.serving.websocket_extension import EXTENSION, PART, SocketExtras
+from realtime.serving.webrtc_calls import CallInbox, CallLine, Calls
 from realtime.session.events import Hangup
 from realtime.session.settings import MAX_RATE, MIN_RATE, Settings
 from realtime.text_values import whole_number

@@ -1,5 +1,5 @@
 """Runs sessions on asyncio: sockets, admission, queues, engine streams, viewers, webhooks, and media from the network.
 
-Part of the gateway; the modules that media processes run say so. It imports `realtime.session`, `realtime.dialects` and
-`realtime.metrics`, and the engine through `engine_api` and `engine.client`; it imports nothing of `realtime.http`.
+Part of the gateway; the modules that media processes run say so. It imports `realtime.session` and
+`realtime.dialects`, and the engine through `engine_api` and `engine.client`; it imports nothing of `realtime.http`.
 """

@@ -4,7 +4,7 @@ Clients can name URLs, for streams that the server pulls and for webhooks, and t
 client cannot. So every request is checked, also each redirect and each segment of an HLS playlist: the operator must
 have listed the host, and the address that it resolves to must be public or listed itself. The connection is made to the
 address that was checked, so another DNS answer cannot change it. `CheckedFetch` runs in the process that pulls a
-stream, where libav has no network access; webhooks use the checks only (`webhook_sender.py`).
+stream, where libav has no network access; webhooks use the checks only (`webhooks.py`).
 """
 
 from __future__ import annotations

@@ -48,8 +48,7 @@ from realtime.serving.publishing import (
     Unpublish,
     Update,
 )
-from realtime.serving.signed_tokens import fleet_secret
-from realtime.serving.viewer_links import Revocation, Revocations
+from realtime.serving.signed_tokens import Revocation, Revocations, fleet_secret
 
 log = logging.getLogger("tickertape.viewers")
 

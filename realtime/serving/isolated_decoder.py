@@ -21,8 +21,7 @@ import numpy as np
 
 from audio import errors
 from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecoders
-from realtime.serving.media_fork_client import ForkServerClient
-from realtime.serving.media_protocol import (
+from realtime.serving.media_processes import (
     BEGIN,
     DECODER_PROGRAM,
     DONE,
@@ -32,6 +31,7 @@ from realtime.serving.media_protocol import (
     NO_MORE,
     PIECE,
     PULL,
+    ForkServerClient,
 )
 from realtime.session.events import Samples
 

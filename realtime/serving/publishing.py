@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from realtime.errors import ClientFault
-from realtime.serving.viewer_links import Revocation, Revocations
+from realtime.serving.signed_tokens import Revocation, Revocations
 from realtime.session.events import Cleared, Committed, Completed, Delta, ItemFailed, ServerEvent, TimedWord
 from realtime.session.formatting import format_final
 from realtime.session.text_options import NO_FORMATTING, Formatting

@@ -2,7 +2,7 @@
 
 `PulledAudio` is used by `tickertape listen` and by the streams that a server pulls (`pulled_streams.py`). It compares
 the stream's own times with the clock, so that the audio keeps its place in time after a reconnect. Each connection is a
-process of its own (`pull_process.py`): a stream that makes libav crash or hang costs one connection.
+process of its own (`decoder_process.py`): a stream that makes libav crash or hang costs one connection.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import numpy as np
 from audio.errors import AudioError
 from audio.formats import MODEL_RATE
 from realtime.serving.isolated_decoder import begin_pulling
-from realtime.serving.media_protocol import BLOCK, DONE, FAULT, FRAME, MAX_FRAME_BYTES, OPENED, START
+from realtime.serving.media_processes import BLOCK, DONE, FAULT, FRAME, MAX_FRAME_BYTES, OPENED, START
 from realtime.session.events import Samples
 
 # Seconds for opening a stream, and without audio after which a connection is given up. HLS segments have up to 10 s.

@@ -20,7 +20,6 @@ from realtime.dialects.base import Dialect, SessionFacts
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.errors import UnreadableValue
-from realtime.metrics.gateway import Metrics
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.handoff import (
@@ -39,6 +38,7 @@ from realtime.serving.handoff import (
 )
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveLimits, LiveSession
+from realtime.serving.metrics import Metrics
 from realtime.serving.publishing import Publisher, SessionPublication
 from realtime.serving.quota import Admission, Caller, SessionQuota
 from realtime.serving.signed_tokens import Signer

@@ -18,8 +18,8 @@ from typing import Any
 
 import msgspec
 
-from realtime.metrics.gateway import Metrics
 from realtime.serving.caption_segments import CaptionSegments
+from realtime.serving.metrics import Metrics
 from realtime.serving.publishing import (
     Added,
     Begun,

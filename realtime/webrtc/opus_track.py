@@ -1,8 +1,10 @@
 """The audio track of a WebRTC call: turns RTP packets with Opus into samples at 16 kHz, lost audio and silence.
 
-It runs in the process of the call, which sends the result to the gateway. Time comes from the timestamps of the
-packets, so the times of words stay right when packets are missing. A call's audio never runs ahead of the clock by more
-than `MAX_AHEAD_S`, whatever the timestamps are.
+It runs in the process of the call, which sends the result to the gateway. `JitterBuffer` puts the packets in order, and
+marks where packets are missing. A late packet is waited for, but not longer than `WAIT_S`, and not after
+`MAX_HELD_PACKETS` later ones have arrived. `OpusTrack` decodes them. Time comes from the timestamps of the packets, so
+the times of words stay right when packets are missing. A call's audio never runs ahead of the clock by more than
+`MAX_AHEAD_S`, whatever the timestamps are.
 """
 
 from __future__ import annotations
@@ -16,8 +18,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from audio.formats import MODEL_RATE, PCM16_SCALE, Resampler
-from realtime.webrtc.jitter import Arrived, JitterBuffer, Packet
 
+# Seconds for which later packets wait for a missing one.
+WAIT_S = 0.2
+MAX_HELD_PACKETS = 50
+# A sequence number that is farther away begins a new count: the sender was restarted, or lies.
+MAX_JUMP = 3000
+_NUMBERS, _HALF_NUMBERS = 1 << 16, 1 << 15
 OPUS_RATE = 48_000
 # The longest packet of Opus: 120 ms.
 MAX_PACKET_SAMPLES = OPUS_RATE * 120 // 1000
@@ -26,7 +33,81 @@ MAX_AHEAD_S = 2.0
 # Clocks of senders differ from ours by less than this share.
 DRIFT = 1.002
 HEADER = struct.Struct("!BBHII")
-_WRAP, _HALF = 1 << 32, 1 << 31
+_TIMES, _HALF_TIMES = 1 << 32, 1 << 31
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    sequence: int
+    timestamp: int
+    payload: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A packet in its place. `after_loss`: at least one before it is missing."""
+
+    packet: Packet
+    after_loss: bool
+
+
+class JitterBuffer:
+    """Orders the packets of one source. Times are those of the caller's clock, in seconds."""
+
+    def __init__(self) -> None:
+        self._next: int | None = None
+        # Sequence number -> packet and its time of arrival; all are ahead of the next.
+        self._held: dict[int, tuple[Packet, float]] = {}
+
+    @property
+    def is_waiting(self) -> bool:
+        return bool(self._held)
+
+    def add(self, packet: Packet, now: float) -> Iterator[Arrived]:
+        """Take a packet; yields those that are in order now."""
+        if self._next is None:
+            self._next = packet.sequence
+        ahead = (packet.sequence - self._next + _HALF_NUMBERS) % _NUMBERS - _HALF_NUMBERS
+        if abs(ahead) > MAX_JUMP:
+            yield from self._give_up_waiting()
+            self._next = packet.sequence
+            yield self._passed(packet, True)
+            return
+        if ahead < 0 or packet.sequence in self._held:
+            return  # too late, or a copy
+        if ahead == 0:
+            yield self._passed(packet, False)
+            yield from self._in_order()
+        else:
+            self._held[packet.sequence] = (packet, now)
+        yield from self.expired(now)
+
+    def expired(self, now: float) -> Iterator[Arrived]:
+        """The packets that have waited long enough for others."""
+        while self._held and (
+            len(self._held) > MAX_HELD_PACKETS or now - min(at for _, at in self._held.values()) >= WAIT_S
+        ):
+            yield self._skip()
+            yield from self._in_order()
+
+    def _give_up_waiting(self) -> Iterator[Arrived]:
+        while self._held:
+            yield self._skip()
+            yield from self._in_order()
+
+    def _skip(self) -> Arrived:
+        """Go on with the first packet that is there."""
+        expected = self._next or 0
+        first = min(self._held, key=lambda sequence: (sequence - expected) % _NUMBERS)
+        return self._passed(self._held.pop(first)[0], True)
+
+    def _in_order(self) -> Iterator[Arrived]:
+        while self._next in self._held:
+            yield self._passed(self._held.pop(self._next)[0], False)
+
+    def _passed(self, packet: Packet, after_loss: bool) -> Arrived:
+        self._next = (packet.sequence + 1) % _NUMBERS
+        return Arrived(packet, after_loss)
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +186,7 @@ class OpusTrack:
             self._began = self._clock()
         missing = 0
         if self._expected is not None:
-            behind = (packet.timestamp - self._expected + _HALF) % _WRAP - _HALF
+            behind = (packet.timestamp - self._expected + _HALF_TIMES) % _TIMES - _HALF_TIMES
             missing = max(0, min(behind, self._room() - MAX_PACKET_SAMPLES))
         if missing >= OPUS_RATE // MODEL_RATE:
             rest = self._resampler.flush()
@@ -116,7 +197,7 @@ class OpusTrack:
         if self._room() < MAX_PACKET_SAMPLES:
             return
         decoded = self._decoder.decode(packet.payload)
-        self._expected = (packet.timestamp + len(decoded)) % _WRAP
+        self._expected = (packet.timestamp + len(decoded)) % _TIMES
         self._samples += len(decoded)
         samples = self._resampler.resample(decoded)
         if len(samples):

@@ -118,7 +118,7 @@ class TimedLoop(uvloop.Loop):
 
 def time_protocols(recorder: HoldRecorder) -> None:
     """The loop calls the methods of a connection's protocol directly."""
-    from realtime.serving.websocket import HttpWithDeadlines, RealtimeWebSocket
+    from realtime.serving.uvicorn_protocols import HttpWithDeadlines, RealtimeWebSocket
 
     for protocol in (HttpWithDeadlines, RealtimeWebSocket):
         for name in PROTOCOL_CALLS:

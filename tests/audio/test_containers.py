@@ -479,7 +479,7 @@ def test_a_long_mp4_stream_is_opened_anew_without_a_trace(header: str, monkeypat
     opened: list[object] = []
     av_open = av.open
     monkeypatch.setattr(av, "open", lambda *args, **kwargs: opened.append(args) or av_open(*args, **kwargs))
-    monkeypatch.setattr("audio.mp4.MAX_FRAGMENTS", 2)
+    monkeypatch.setattr("audio.container_filters.MAX_FRAGMENTS", 2)
     for piece in (10, len(data)):
         opened.clear()
         assert decode(data, [*range(0, len(data), piece), len(data)]).tobytes() == whole.tobytes()
@@ -488,7 +488,7 @@ def test_a_long_mp4_stream_is_opened_anew_without_a_trace(header: str, monkeypat
 
 def test_a_long_mp4_stream_that_points_into_its_file_is_read_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     data = write("mp4", "aac", 48000, {"movflags": "frag_keyframe+empty_moov", "frag_duration": "200000"})
-    monkeypatch.setattr("audio.mp4.MAX_FRAGMENTS", 2)
+    monkeypatch.setattr("audio.container_filters.MAX_FRAGMENTS", 2)
     assert_is_the_tone(decode(data, [0, len(data)]), SECONDS)
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from audio.formats import MODEL_RATE, Decoder, Encoding, Resampler
-from audio.items import AudioItem, ItemCutter
+from engine.boundary.items import AudioItem, ItemCutter
 
 VOXTRAL = (1280, 680, 40)
 DELAY_POSITIONS = 6

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.engine_capacity import POSITION_NS, Bench, Point, Step, Trace, Traffic, point_of, search
 from benchmarks.random_weights import voxtral_runner
 from benchmarks.sounds import speech, utterances
-from engine.core.planner import Limits
+from engine.core.scheduler import Limits
 from engine.models.silero import load_silero
 from engine.runner.speech import SpeechDetector
 

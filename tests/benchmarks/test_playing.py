@@ -17,8 +17,7 @@ from benchmarks.measuring import RunFailed
 from benchmarks.playing import Played, Run, VirtualClock
 from benchmarks.recordings import Clip, Part, Session
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Command, Feed, Finish, Open, Speech, StepOutput, Text
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop

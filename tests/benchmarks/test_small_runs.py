@@ -18,7 +18,7 @@ import torch
 from benchmarks.__main__ import benchmarks
 from benchmarks.recordings import SAMPLE
 from engine.weights.registry import TURN_DETECTOR
-from realtime.client import lasting_session, wire_client
+from realtime.client import resuming_session, wire_client
 from tests.cached_models import skip_unless_cached
 
 # The command line, and what it prints among others.
@@ -58,7 +58,7 @@ CASES = [pytest.param(run, marks=[pytest.mark.ray] if run.endswith("fleet") else
 @pytest.fixture
 def nothing_is_left_changed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Programs may settle the whole process; this one goes on."""
-    for module, name in ((lasting_session, "FIRST_WAIT_S"), (wire_client, "OPEN_TIMEOUT_S")):
+    for module, name in ((resuming_session, "FIRST_WAIT_S"), (wire_client, "OPEN_TIMEOUT_S")):
         monkeypatch.setattr(module, name, getattr(module, name))
     threads, thresholds = torch.get_num_threads(), gc.get_threshold()
     yield

@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from deploy import install
-from engine.weights.cache_folder import cache_folder
-from realtime.client.http_client import HttpServer
+from engine.options import cache_folder
+from realtime.client.wire_client import HttpServer
 from tests.deploy.services import ROOT, compose
 
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -21,10 +21,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.options import DEFAULT_MODEL
-from engine.weights.cache_folder import cache_folder
-from realtime.client.http_client import HttpServer
-from realtime.client.wire_client import CannotConnect
+from engine.options import DEFAULT_MODEL, cache_folder
+from realtime.client.wire_client import CannotConnect, HttpServer
 from realtime.config import known_keys
 from tests.deploy.services import ROOT, Service, compose, interpolate, service
 

@@ -20,7 +20,7 @@ from typing import Any
 import httpx
 import pytest
 
-from realtime.client import lasting_session, wire_client
+from realtime.client import resuming_session, wire_client
 from realtime.serving.fleet_publishing import home_of
 from tests.e2e.viewing import socket_viewer, stream_viewer, until
 from tests.engine import fakes
@@ -228,7 +228,7 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
 
 
 async def test_no_word_changes_whichever_part_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(resuming_session, "FIRST_WAIT_S", 0.05)
     audio = talk(6, 1)
     async with running_fleet(tmp_path) as fleet:
         calm = SpeakingClient(lambda: fleet.url, audio)
@@ -254,7 +254,7 @@ async def test_viewers_at_any_gateway_read_all_words_also_when_the_speakers_gate
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, home: int
 ) -> None:
     """Whether the name's home is the gateway that dies or the other one."""
-    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(resuming_session, "FIRST_WAIT_S", 0.05)
     name = next(name for n in range(100) if home_of(("", name := f"talk{n}"), ["g0", "g1"]) == f"g{home}")
     async with running_fleet(tmp_path) as fleet, AsyncExitStack() as stack:
         speaker = Speaker(lambda: fleet.url, talk(8, 1), name)
@@ -303,7 +303,7 @@ STOPS = (
 async def test_no_word_changes_whichever_part_is_stopped_and_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: float
 ) -> None:
-    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(resuming_session, "FIRST_WAIT_S", 0.05)
     # Longer than it takes to get a session from a gateway that does not answer.
     monkeypatch.setattr(wire_client, "OPEN_TIMEOUT_S", 2.0)
     audio = talk(8, 1)

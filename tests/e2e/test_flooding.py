@@ -19,7 +19,7 @@ import pytest
 from websockets.exceptions import ConnectionClosed
 
 from realtime.serving import connection
-from realtime.serving.websocket import PIECE_BYTES, RealtimeWebSocket
+from realtime.serving.uvicorn_protocols import PIECE_BYTES, RealtimeWebSocket
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import greeted_client
 from tests.realtime.gateway_doubles import tone

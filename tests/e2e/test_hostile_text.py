@@ -21,7 +21,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
 from engine.logs import MOST_LINES, LimitedHandler, LineFormatter
-from realtime.serving.websocket import MAX_HEADER_CHARACTERS, clean_headers, header_text
+from realtime.serving.uvicorn_protocols import MAX_HEADER_CHARACTERS, clean_headers, header_text
 from tests.e2e.conftest import Running, Serve
 from tests.realtime.gateway_doubles import ENGLISH, tone
 

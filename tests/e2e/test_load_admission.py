@@ -18,8 +18,7 @@ import pytest
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineThread
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Open
 from engine.runner.base import SynchronousRunner, never
 from engine.server.loop import EngineLoop

@@ -15,9 +15,9 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
-from realtime.serving import websocket
-from realtime.serving.audio_intake import AudioIntake
-from realtime.serving.websocket import MAX_WAITING_BYTES, PART_BYTES, RealtimeWebSocket
+from realtime.serving import uvicorn_protocols
+from realtime.serving.inbox import AudioIntake
+from realtime.serving.uvicorn_protocols import MAX_WAITING_BYTES, PART_BYTES, RealtimeWebSocket
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_flooding import CONTINUED, TEXT, bare_socket, frame, server_side
@@ -224,7 +224,7 @@ async def test_a_message_that_has_begun_must_go_on(serve: Serve, begun: str) -> 
 
 
 async def test_a_message_that_comes_slowly_is_waited_for(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "MIN_BODY_RATE", 20)
+    monkeypatch.setattr(uvicorn_protocols, "MIN_BODY_RATE", 20)
     async with serve(server={"dead_after_s": 0.5}) as running, bare_socket(running) as (reader, writer):
         message = frame(TEXT, json.dumps({"type": "session.update", "session": {}, "x": "y" * 100}).encode())
         for start in range(0, len(message), 5):

@@ -11,8 +11,8 @@ import h11
 import httpx
 import pytest
 
-from realtime.serving import websocket
-from realtime.serving.websocket import HTTP_PIECE_BYTES
+from realtime.serving import uvicorn_protocols
+from realtime.serving.uvicorn_protocols import HTTP_PIECE_BYTES
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client
 from tests.e2e.test_upload_storage import HEAD, answer, chunk
@@ -38,7 +38,7 @@ def events_between_turns(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]
             await asyncio.sleep(0)
 
     monkeypatch.setattr(h11.Connection, "next_event", counting)
-    monkeypatch.setattr(websocket, "PARSING_S", -1.0)
+    monkeypatch.setattr(uvicorn_protocols, "PARSING_S", -1.0)
     task = asyncio.create_task(others())
     try:
         yield most
@@ -67,7 +67,7 @@ async def test_a_body_of_tiny_chunks_is_read_in_turns(
 async def test_a_body_is_the_same_however_it_is_parsed(
     serve: Serve, parsing_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(websocket, "PARSING_S", parsing_s)
+    monkeypatch.setattr(uvicorn_protocols, "PARSING_S", parsing_s)
     async with serve() as running, httpx.AsyncClient() as http:
         url = f"{running.base_url}/audio/transcriptions"
         for seconds in (0.9, 40.0):
@@ -85,7 +85,7 @@ async def test_a_body_is_the_same_however_it_is_parsed(
 
 
 async def test_a_socket_whose_head_came_in_pieces_is_read(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(websocket, "PARSING_S", -1.0)
+    monkeypatch.setattr(uvicorn_protocols, "PARSING_S", -1.0)
     # Longer than a piece of a request, and shorter than one of a socket, which would pause and go on by itself.
     headers = {f"X-Filler-{number}": "x" * 900 for number in range(3)}
     async with serve() as running, greeted_client(running.ws, additional_headers=headers) as client:

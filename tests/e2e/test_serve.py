@@ -21,9 +21,9 @@ import pytest
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
+from engine.options import cache_folder
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
-from engine.weights.cache_folder import cache_folder
 from tests.cached_models import skip_unless_cached
 from tests.e2e.raw_client import raw_client
 from tests.e2e.serve_process import serving

@@ -101,7 +101,7 @@ async def test_a_body_that_brings_enough_is_waited_for_and_so_is_a_long_answer(s
 
 
 async def test_an_answer_that_nobody_reads_is_given_up(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("realtime.serving.websocket.UNREAD_TIMES", 1)
+    monkeypatch.setattr("realtime.serving.uvicorn_protocols.UNREAD_TIMES", 1)
     async with serve(server=SERVER) as running:
         small = socket.socket()
         small.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)

@@ -16,7 +16,7 @@ import pytest
 from aioice import stun
 from aiortc.rtcsctptransport import ErrorChunk, RTCSctpTransport, SackChunk
 
-from realtime.serving import calls as calls_module
+from realtime.serving import webrtc_calls
 from realtime.webrtc.event_channel import MAX_CHANNELS
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.viewing import socket_viewer
@@ -231,7 +231,7 @@ async def test_ports_and_addresses_are_those_of_the_configuration(serve: Serve) 
 async def test_without_the_extra_the_routes_name_the_command_that_installs_it(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(calls_module, "is_installed", lambda: False)
+    monkeypatch.setattr(webrtc_calls, "is_installed", lambda: False)
     async with serve() as running:
         for path in ("/v1/whip", "/v1/realtime/calls"):
             answer = await post(running.http + path, await offer_of())
@@ -297,7 +297,7 @@ async def test_a_call_for_which_no_process_can_be_started_leaves_nothing(
     async def no_process(kind: bytes) -> None:
         raise OSError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr(calls_module._program, "connect", no_process)
+    monkeypatch.setattr(webrtc_calls._program, "connect", no_process)
     async with serve(limits={"sessions_per_key": 1}) as running:
         for _ in range(3):
             answer = await post(whip(running), await offer_of())

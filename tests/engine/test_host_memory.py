@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.host_memory import BASE_BYTES, available_memory, needed_memory
+from engine.host_memory import BASE_BYTES, available_memory, memory_to_plan_with, needed_memory, total_memory
 
 GIB = 2**30
 
@@ -52,6 +52,16 @@ def test_the_older_version_of_control_groups(system: Path) -> None:
     assert available_memory(system) == 0
     write(system, "sys/fs/cgroup/memory/memory.stat", f"inactive_file 0\ntotal_inactive_file {2 * GIB}")
     assert available_memory(system) == GIB
+
+
+def test_engines_that_share_a_device_plan_with_the_same_memory(system: Path, tmp_path: Path) -> None:
+    assert total_memory(system) == 20 * GIB
+    write(system, "proc/self/cgroup", "0::/")
+    write(system, "sys/fs/cgroup/memory.max", 10 * GIB)
+    write(system, "sys/fs/cgroup/memory.current", 4 * GIB)
+    assert (total_memory(system), available_memory(system)) == (10 * GIB, 6 * GIB)
+    assert (memory_to_plan_with(1, system), memory_to_plan_with(2, system)) == (6 * GIB, 10 * GIB)
+    assert total_memory(tmp_path / "elsewhere") is None and memory_to_plan_with(1, tmp_path / "elsewhere") == 0
 
 
 def test_a_model_needs_more_than_its_weights(tmp_path: Path) -> None:

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from fleet.keepers.keeper import GatewayKeeper
-from fleet.keepers.process import Records, kill_family
 from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan
 from fleet.state import FleetError, Node
+from fleet.supervisors.keeper import GatewayKeeper
+from fleet.supervisors.process import Records, kill_family
 from tests.fleet.conftest import LocalCrew, until
 
 Told = dict[str, Any]

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from benchmarks.random_weights import random_tensors, random_voxtral
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Feed, Finish, Item, Open, Output
-from engine.models.attention import gather_ring
+from engine.models.layers import gather_ring
 from engine.models.operands import Span
 from engine.models.silero import load_silero
 from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD, VoxtralRealtime, voxtral_mini_4b

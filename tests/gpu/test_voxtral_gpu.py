@@ -11,10 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine.models.attention import attend_reference
-from engine.models.layers import add_norm_reference, inverse_frequencies, rotary_angles, swiglu_reference
+from engine.models.layers import (
+    add_norm_reference,
+    attend_reference,
+    inverse_frequencies,
+    rotary_angles,
+    swiglu_reference,
+)
 from engine.models.operands import KvPages, RowScale
-from tests.engine.runner.frames.test_parking import RESIDENT, STREAMS, tokens_of
+from tests.engine.runner.frames.test_memory_parking import RESIDENT, STREAMS, tokens_of
 from tests.gpu.attention_inputs import attention_inputs, stacks
 from tests.gpu.steps import (
     compare_overlap,

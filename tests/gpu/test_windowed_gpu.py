@@ -9,10 +9,10 @@ from benchmarks.sounds import read_wav
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Judging
 from engine.models.whisper import Whisper, WhisperConfig
+from engine.options import cache_folder
 from engine.runner.load import windowed_on_device
 from engine.runner.windowed.decoder import Row
 from engine.runner.windowed.windows import DeviceWindows
-from engine.weights.cache_folder import cache_folder
 from tests.cached_models import skip_unless_cached
 from tests.gpu.windowed_words import build, differing, live_texts
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks.sounds import read_wav
-from engine.weights.cache_folder import cache_folder
+from engine.options import cache_folder
 from tests.cached_models import skip_unless_cached
 from tests.gpu.windowed_words import build, differing, live_texts
 

@@ -23,8 +23,7 @@ import numpy as np
 import torch
 
 from benchmarks.sounds import Samples, read_wav
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Command, Dead, Failed, Feed, Finish, Item, Open, Refused, Text
 from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_cpu, windowed_on_device

@@ -23,6 +23,7 @@ import numpy as np
 import torch
 
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan
+from engine.host_memory import memory_to_plan_with
 from engine.messages import Open
 from engine.models.voxtral_realtime import (
     MAX_DELAY_POSITIONS,
@@ -34,20 +35,12 @@ from engine.models.voxtral_realtime import (
 from engine.runner.base import Runner, never
 from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees
 from engine.runner.device import Download, StepGraphs, free_memory, require_device, total_memory
-from engine.runner.frames.batch import (
-    ENCODE_BATCH,
-    NOT_FORCED,
-    EncoderInputs,
-    Payloads,
-    SlotState,
-    StepBuffers,
-    StepRows,
-    outcome_of,
-)
 from engine.runner.frames.memory import (
     MOVES,
     SPARE_HOST_BUFFERS,
+    HostMemory,
     MemoryPlan,
+    ParkedPages,
     StackCache,
     StackLayout,
     plan_share,
@@ -55,11 +48,21 @@ from engine.runner.frames.memory import (
     stream_bytes,
     voxtral_spec,
 )
-from engine.runner.frames.parking import HostMemory, ParkedPages, host_memory_to_plan_with
-from engine.runner.frames.passes import Chunk, ChunkBuffers, ModelPasses
+from engine.runner.frames.passes import (
+    ENCODE_BATCH,
+    NOT_FORCED,
+    Chunk,
+    ChunkBuffers,
+    EncoderInputs,
+    ModelPasses,
+    Payloads,
+    SlotState,
+    StepBuffers,
+    StepRows,
+    outcome_of,
+)
 from engine.spec import Vocabulary
-from engine.weights.checkpoint import read_config, read_tensors
-from engine.weights.vocabularies import read_tekken
+from engine.weights.checkpoint import read_config, read_tekken, read_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -223,7 +226,7 @@ class VoxtralRunner(Runner):
             dtype=settings.dtype,
             kv_dtype=settings.kv_dtype,
             max_streams=settings.max_streams,
-            parked_bytes=int(settings.parked_share * host_memory_to_plan_with(settings.share_of)),
+            parked_bytes=int(settings.parked_share * memory_to_plan_with(settings.share_of)),
         )
         vocabulary = read_tekken(directory / "tekken.json", config.vocabulary)
         tied = {"lm_head.weight": "model.language_model.embed_tokens.weight"} if config.tied else None

@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.messages import Saved
-from engine.models.compiled import Decode
 from engine.models.seq2seq import DecoderState, Encoded, SpeechModel
+from engine.models.traced_decoder import Decode
 from engine.options import Options
 from engine.runner.bias import AT_WORD, KeywordTree
 from engine.runner.device import upload

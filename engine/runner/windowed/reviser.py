@@ -15,8 +15,8 @@ import torch
 from torch.nn.functional import pad
 
 from engine.core.plan import TimedToken
-from engine.models.compiled import Decode
 from engine.models.seq2seq import SpeechModel, make_plans, reader
+from engine.models.traced_decoder import Decode
 from engine.runner.background import ONE_BY_ONE, BackgroundModel
 from engine.runner.base import EndedUtterance, Reviser
 from engine.runner.bias import KeywordTrees

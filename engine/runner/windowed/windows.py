@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
-from engine.models.compiled import Decode
 from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
+from engine.models.traced_decoder import Decode
 from engine.runner.device import NotEnoughMemory, gib
 from engine.runner.windowed.decoder import (
     DecoderBuffers,

@@ -13,7 +13,7 @@ from typing import Any
 from msgspec import structs
 
 from engine.boundary import codec
-from engine.boundary.crash_record import StreamInStep
+from engine.boundary.crash_suspects import StreamInStep
 from engine.boundary.input_cache import SenderCache
 from engine.client.link import LinkEvents
 from engine.errors import AtCapacity, EngineUnreachable

@@ -15,7 +15,7 @@ import zmq
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import decode_commands
-from engine.boundary.replay_log import AskedFlush
+from engine.boundary.replay import AskedFlush, Replay
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.client import link as link_module
 from engine.client.link import (
@@ -27,7 +27,6 @@ from engine.client.link import (
     OutgoingBatch,
     SendQueue,
 )
-from engine.client.replay import Replay
 from engine.client.stream import REPLAY_ITEMS, Delivery
 from engine.errors import EngineUnreachable
 from engine.messages import Abort, Feed, Finish, Flush, Item, Open

@@ -226,7 +226,7 @@ async def test_the_only_stream_of_a_gateway_outlives_the_poison_of_another(
     owner_is_innocent: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The gateway that started the engine knows its last step; the other one only that it is gone."""
-    monkeypatch.setattr("engine.client.crash_suspects.random.uniform", lambda low, high: low + 0.5)
+    monkeypatch.setattr("engine.boundary.crash_suspects.random.uniform", lambda low, high: low + 0.5)
     audio, poisoned = fakes.speech(6, 1), fakes.speech(6, 9)
     poisoned[3000] = fakes.POISON
     (expected,) = await undisturbed(False, [audio])

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Labels, LabelSpan
 from engine.options import SPEAKERS, speakers_text
 from engine.runner.base import Embedder

@@ -22,11 +22,10 @@ from numpy.typing import NDArray
 
 from audio.containers import read_file
 from engine.boundary import codec
+from engine.boundary.replay import StreamLimits
 from engine.client.link import Source
-from engine.client.replay import StreamLimits
 from engine.client.stream import EngineStream
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Closed, Command, Feed, Item, Open, Output, TurnRule
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec

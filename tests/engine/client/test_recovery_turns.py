@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Speech, SpeechEvent, TurnRule, TurnScored
 from engine.runner.base import TurnDetector
 from engine.server.loop import EngineLoop

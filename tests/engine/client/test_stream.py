@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, cast
 
-from engine.client.replay import Replay
+from engine.boundary.replay import Replay
 from engine.client.stream import Placement
 from tests.engine import fakes
 

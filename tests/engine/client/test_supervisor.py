@@ -10,14 +10,13 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from engine.boundary import codec
-from engine.boundary.crash_record import StreamInStep
+from engine.boundary.crash_suspects import STRIKES_AFTER_CRASH, StreamInStep
 from engine.boundary.items import make_cutter, prepare
-from engine.client import migration, recovery, supervisor
+from engine.boundary.replay import StreamLimits
+from engine.client import recovery, supervisor
 from engine.client.client import ClientSettings, EngineClient
-from engine.client.crash_suspects import STRIKES_AFTER_CRASH
 from engine.client.pool import EnginePool
 from engine.client.recovery import Recovery
-from engine.client.replay import StreamLimits
 from engine.client.stream import EngineStream
 from engine.messages import Abort, Closed, Dead, Feed, Finish, Flush, Open, Opened
 from tests.engine import fakes
@@ -43,7 +42,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
     monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
     monkeypatch.setattr(recovery, "RETRY_S", 0.001)
-    monkeypatch.setattr(migration, "MIGRATION_POLL_SECONDS", 0.0)
+    monkeypatch.setattr(recovery, "MIGRATION_POLL_SECONDS", 0.0)
     yield
     LoopEngine.known.clear()
 

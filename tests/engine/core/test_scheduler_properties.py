@@ -12,8 +12,7 @@ from pytest import MonkeyPatch
 
 import engine.core.scheduler as scheduler_module
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan, TimedToken
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.errors import AtCapacity
 from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
 from engine.runner.frames.memory import SPARE_HOST_BUFFERS

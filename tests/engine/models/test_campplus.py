@@ -29,7 +29,7 @@ from engine.models.campplus import (
     traced,
 )
 from engine.models.mel import SAMPLE_RATE, KaldiFrontEnd
-from engine.weights.cache_folder import cache_folder
+from engine.options import cache_folder
 from engine.weights.registry import REGISTRY
 
 WEIGHTS = cache_folder() / "speakers" / REGISTRY["speakers"].single_file

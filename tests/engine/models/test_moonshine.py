@@ -14,7 +14,7 @@ from transformers import MoonshineForConditionalGeneration
 from engine.models import seq2seq
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Int8Linear, quantise_linears
-from engine.weights.cache_folder import cache_folder
+from engine.options import cache_folder
 from engine.weights.onnx import moonshine_tensors
 
 SIZES = {"hidden_size": 48, "intermediate_size": 96, "vocab_size": 120}

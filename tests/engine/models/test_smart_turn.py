@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from safetensors.torch import load_file, save_file
 
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
-from engine.weights.cache_folder import cache_folder
+from engine.options import cache_folder
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.windowed_models import load_turn_detector

@@ -14,10 +14,10 @@ from tokenizers import Tokenizer
 from audio.containers import read_file
 from engine.models.seq2seq import Encoded
 from engine.models.whisper import Whisper
+from engine.options import cache_folder
 from engine.runner.windowed.decoder import GreedyDecoder, Row, judge
 from engine.runner.windowed.runner import PromptTokenizer
 from engine.runner.windowed.stability import is_mark
-from engine.weights.cache_folder import cache_folder
 from engine.weights.windowed_models import load_speech_model
 
 NAME = "whisper-tiny"

@@ -15,12 +15,11 @@ from numpy.typing import NDArray
 
 from engine.models.campplus import SpeakerWeightsError, load_campplus
 from engine.models.smart_turn import SmartTurn
-from engine.options import PIECE_SAMPLES, EngineConfig
+from engine.options import PIECE_SAMPLES, EngineConfig, cache_folder
 from engine.runner import load
 from engine.runner.background import BackgroundModel, SmartTurnDetector, SpeakerEmbedder
 from engine.runner.load import load_turns
 from engine.server.speakers import CutSettings
-from engine.weights.cache_folder import cache_folder
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import REGISTRY, TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.store import WeightsError

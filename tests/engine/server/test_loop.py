@@ -9,8 +9,7 @@ from msgspec import structs
 from numpy.typing import NDArray
 
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.errors import EngineDead
 from engine.messages import (
     Abort,

@@ -15,8 +15,7 @@ from numpy.typing import NDArray
 
 from engine.boundary.items import make_cutter, prepare
 from engine.core.plan import DecodeResult, DecodeTask
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.errors import EngineDead
 from engine.messages import (
     Abort,

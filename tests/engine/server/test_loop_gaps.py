@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from engine.boundary.codec import encode_command
 from engine.boundary.items import make_cutter, prepare
-from engine.boundary.replay_log import ReplayLog
-from engine.client.replay import memory_for
+from engine.boundary.replay import ReplayLog, memory_for
 from engine.messages import Closed, Feed, Finish, Flush, Item, Open, Output, Text
 from engine.server.loop import EngineLoop
 from engine.server.speech import PendingAudio

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Closed, Feed, Finish, Item, Open, Output, Text
 from engine.runner.base import SynchronousRunner, never
 from engine.server.loop import EngineLoop

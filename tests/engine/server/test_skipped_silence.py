@@ -9,8 +9,7 @@ import pytest
 from msgspec import structs
 from numpy.typing import NDArray
 
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import (
     SKIPPED,
     Abort,

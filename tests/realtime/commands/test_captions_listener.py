@@ -10,9 +10,8 @@ from typing import Any
 from rich.console import Console
 
 from realtime.client.wire_client import COMPLETED, DELTA
-from realtime.commands.caption_view import CaptionView
 from realtime.commands.captions import AudioClock, Listener
-from realtime.commands.transcripts import TranscriptFile
+from realtime.commands.transcripts import CaptionView, TranscriptFile
 
 
 def word(text: str, start: float, end: float) -> dict[str, Any]:

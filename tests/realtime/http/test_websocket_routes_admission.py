@@ -23,15 +23,14 @@ from realtime.config import Config, LimitsConfig
 from realtime.http import websocket_routes
 from realtime.http.authentication import Authenticator, Context
 from realtime.http.websocket_routes import WebSocketRoutes
-from realtime.metrics.gateway import Metrics
+from realtime.serving.metrics import Metrics
 from realtime.serving.publishing import Publisher
 from realtime.serving.quota import Counts
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices, SessionFactory
 from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import INCLUDE_RESUME
-from realtime.workers.shared_quota import QuotaCoordinator, SharedQuota
-from realtime.workers.worker_link import Line
+from realtime.workers.worker_link import Line, QuotaCoordinator, SharedQuota
 from tests.phone_calls import CONNECTED, mulaw, start_message
 from tests.realtime.gateway_doubles import FakeEngine, tone
 

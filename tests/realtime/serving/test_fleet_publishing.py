@@ -16,8 +16,7 @@ from engine.client.pool import GatewayEntry
 from realtime.serving import fleet_publishing
 from realtime.serving.fleet_publishing import FleetNames, home_of
 from realtime.serving.publishing import Added, Finished, Follow, Key, Line, Publisher, State, Transcript, Update
-from realtime.serving.signed_tokens import Signer
-from realtime.serving.viewer_links import ViewerLinks
+from realtime.serving.signed_tokens import Signer, ViewerLinks
 from tests.engine import fakes
 
 SECRET = b"the secret of a fleet in a test"

@@ -14,10 +14,9 @@ from hypothesis import strategies as st
 from realtime.config import Config
 from realtime.dialects.openai import OpenAIDialect
 from realtime.serving.connection import Connection
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, FairTurns, Pace
 from realtime.serving.registry import Sessions
-from realtime.serving.throttle import FairTurns, Pace
-from realtime.serving.websocket_extension import SocketExtras
+from realtime.serving.uvicorn_protocols import SocketExtras
 from realtime.session.settings import AudioFormat, Settings
 from tests.realtime.gateway_doubles import FakeEngine
 

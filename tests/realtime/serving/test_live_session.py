@@ -17,10 +17,10 @@ from engine import messages
 from engine.client.handoff import AdoptedSession
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
-from realtime.metrics.gateway import Metrics
 from realtime.serving.handoff import LIVE_VERSION, SavedLive
 from realtime.serving.live_session import LiveLimits, LiveSession
-from realtime.serving.throttle import SHARE_S
+from realtime.serving.metrics import Metrics
+from realtime.serving.quota import SHARE_S
 from realtime.session.core import Session
 from realtime.session.events import (
     Append,

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 from realtime.serving import pulled_audio
-from realtime.serving.pull_process import MAX_SAID_BYTES
+from realtime.serving.decoder_process import MAX_SAID_BYTES
 from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from tests.media_streams import (
     FFMPEG,
@@ -340,7 +340,7 @@ def srt_with(script: str, folder: Path) -> str:
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     code = """
-from realtime.serving.pull_process import _srt
+from realtime.serving.decoder_process import _srt
 try:
     print("samples", sum(len(part.samples) for part in _srt("srt://studio.example") if hasattr(part, "samples")))
 except OSError as error:

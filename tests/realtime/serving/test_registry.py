@@ -12,10 +12,9 @@ from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode, Refusal
 from realtime.serving import quota
 from realtime.serving.connection import Connection
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, FairTurns
 from realtime.serving.registry import TAKEN_OVER, Sessions
-from realtime.serving.throttle import FairTurns
-from realtime.serving.websocket_extension import SocketExtras
+from realtime.serving.uvicorn_protocols import SocketExtras
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
 

@@ -19,14 +19,19 @@ from hypothesis import strategies as st
 from engine.client.handoff import AdoptedSession
 from realtime.config import AuthConfig, Config, ConfigError, WebhooksConfig, load_config
 from realtime.errors import UnreadableValue
-from realtime.metrics.gateway import Metrics
 from realtime.serving import webhooks
 from realtime.serving.checked_fetch import NotAllowed
 from realtime.serving.handoff import encode_live
+from realtime.serving.metrics import Metrics
 from realtime.serving.session_factory import GatewayServices, SessionFactory
-from realtime.serving.webhook_sender import WebhookSender
-from realtime.serving.webhook_store import WebhookStore
-from realtime.serving.webhooks import FINAL, MAX_REQUESTS_AT_ONCE, MAX_URLS_PER_KEY, Webhooks
+from realtime.serving.webhooks import (
+    FINAL,
+    MAX_REQUESTS_AT_ONCE,
+    MAX_URLS_PER_KEY,
+    Webhooks,
+    WebhookSender,
+    WebhookStore,
+)
 from realtime.session.events import Completed, TimedWord
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine

@@ -16,8 +16,7 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.items import make_cutter, prepare
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.end_of_turn import numeric_eagerness
 from engine.runner.base import TurnDetector
 from engine.server.loop import EngineLoop

@@ -7,7 +7,7 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from realtime.client.lasting_session import LastingSession
+from realtime.client.resuming_session import LastingSession
 from realtime.client.wire_client import COMPLETED, SessionOptions, WireSession
 from tests.realtime.workers.engines import RATE
 

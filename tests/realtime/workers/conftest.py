@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from realtime.client import lasting_session
+from realtime.client import resuming_session
 
 
 @pytest.fixture(autouse=True)
 def no_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(resuming_session, "FIRST_WAIT_S", 0.05)
 
 
 @pytest.fixture(autouse=True)

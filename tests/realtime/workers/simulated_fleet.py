@@ -28,10 +28,10 @@ from engine.client.engine_handles import RemoteEngine
 from engine.server.host import EngineHost
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
 from realtime.http import routes
-from realtime.metrics.gateway import Metrics
+from realtime.serving.metrics import Metrics
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
-from realtime.serving.websocket_extension import EXTENSION, SocketExtras
+from realtime.serving.uvicorn_protocols import EXTENSION, SocketExtras
 from tests.e2e.raw_client import COMPLETED
 from tests.realtime.workers import engines
 from tests.realtime.workers.clients import VAD

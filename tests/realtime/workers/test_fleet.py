@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from engine.client import client as clients
-from engine.client import handoff, migration
+from engine.client import handoff, recovery
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.stream import EngineStream
 from engine.server.main import run_engine
 from realtime.app import listening
 from realtime.config import Config, LimitsConfig, ServerConfig, SessionConfig
-from realtime.metrics.gateway import Metrics
+from realtime.serving.metrics import Metrics
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
 from tests.engine import fakes
@@ -33,8 +33,8 @@ from tests.waiting import PATIENCE_S
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "TABLE_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(migration, "MIGRATION_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(migration, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(recovery, "MIGRATION_POLL_SECONDS", 0.02)
+    monkeypatch.setattr(recovery, "PATIENCE_SECONDS", 0.1)
     monkeypatch.setattr(handoff, "UNSURE_SECONDS", 0.5)
 
 

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from engine import messages
 from engine.server.handoff import HandoffTable
-from engine.server.peer import Peer
+from engine.server.hosted_streams import Peer
 from tests.realtime.workers import simulated_fleet
 from tests.realtime.workers.engines import talk
 from tests.realtime.workers.simulated_fleet import Client, SimulatedFleet

@@ -15,8 +15,7 @@ from engine.client.client import EngineClient
 from engine.client.engine_handles import EngineThread
 from engine.client.link import ItemRefused
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Closed, Item
 from engine.models.mel import item_features
 from engine.runner.frames.runner import VoxtralRunner

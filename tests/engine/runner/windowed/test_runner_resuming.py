@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.plan import DecodeResult, StepPlan
-from engine.core.planner import Limits
-from engine.core.scheduler import Scheduler
+from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Closed, Failed, Feed, Finish, Item, Open, Output, StreamState, Text
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import EncoderState, RunningNorm, StreamingEncoder, StreamingSpec

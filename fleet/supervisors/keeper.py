@@ -1,0 +1,385 @@
+"""Keepers: the process supervisors of a fleet, one for each engine or gateway; they start, watch, restart and drain it.
+
+`KeeperActor` in `fleet/cluster/actors.py` runs one on the node of its process: its thread calls `step`, and the manager
+calls `report` and `drain`. The keeper of a gateway also writes the file with the table of engines that the gateway
+reads. A new keeper finds the process of its predecessor by its record on disk (`process.py`) and continues with it.
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import ssl
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from engine.fleet_secret import fingerprint
+from fleet.plan import FleetPlan
+from fleet.state import FleetError, Table, Unit, UnitState, left_to_others, write_table, write_whole
+from fleet.supervisors.process import (
+    Record,
+    Records,
+    child_environment,
+    is_running,
+    kill_family,
+    launch,
+    send,
+)
+
+# Seconds before a process that ended by itself is started again: the first time, and at most.
+FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
+# After this many seconds of running, the next wait is the first one again.
+WELL_S = 60.0
+# Seconds that a process has to end after its drain time, before it is killed.
+GRACE_S = 15.0
+# The variable with which Ray assigns GPUs to its workers.
+GPUS = "CUDA_VISIBLE_DEVICES"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """The node of a keeper."""
+
+    node: str
+    # The address at which other machines reach the node.
+    host: str
+    # The fingerprint of the head's secret, which the node's secret must have too.
+    fingerprint: str
+
+
+class Keeper:
+    """Supervises one process: the common part of the keepers of engines and gateways. Safe for two threads."""
+
+    def __init__(self, unit: Unit, plan: FleetPlan, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
+        self.unit = unit
+        self.plan = plan
+        self.place = place
+        self._clock = clock
+        self._lock = threading.RLock()
+        self._records = Records(plan.node_folder(place.node))
+        # `node` or `port` if the process cannot run because of it: the manager then tries another one.
+        self._blame = ""
+        self._error = ""
+        self._restarts = 0
+        self._gpus = os.environ.get(GPUS)
+        self._wait_s = FIRST_WAIT_S
+        self._start_at = 0.0
+        self._started_at = 0.0
+        self._kill_at: float | None = None
+        self._has_ended = False
+        self._record = self._found()
+        if self._record is None:
+            self._check_place()
+
+    def command(self) -> list[str]:
+        raise NotImplementedError
+
+    @property
+    def drain_s(self) -> float:
+        raise NotImplementedError
+
+    def observe(self) -> None:
+        """Query the running process; called without the lock."""
+
+    def forget(self) -> None:
+        """Clear the observations of a process that has ended."""
+
+    def facts(self) -> dict[str, Any]:
+        """Fields that this kind of keeper adds to the report."""
+        return {}
+
+    @property
+    def serves(self) -> bool:
+        return False
+
+    def step(self) -> None:
+        """Start, restart or kill the process if it is time for that, then observe it."""
+        with self._lock:
+            if self._has_ended or self._blame:
+                return
+            if self._record is not None and not is_running(self._record):
+                self._note_loss(self._record)
+            elif self._record is None and self._clock() >= self._start_at:
+                self._start()
+            if self._record is not None and self._kill_at is not None and self._clock() >= self._kill_at:
+                kill_family(self._record)
+            watched = self._record is not None
+        if watched:
+            self.observe()
+
+    def drain(self) -> None:
+        """Tell the process to take nothing new and to end when it is empty; a second call changes nothing."""
+        with self._lock:
+            if self._record is None:
+                self._has_ended = True
+                return
+            if not self._record.is_draining:
+                self._record = self._records.note_draining(self._record)
+                send(self._record, signal.SIGTERM)
+            self._kill_at = self._kill_at or self._clock() + self.drain_s + GRACE_S
+
+    def end(self) -> None:
+        """Kill the process and its children at once."""
+        with self._lock:
+            self._has_ended = True
+            if self._record is not None:
+                kill_family(self._record)
+                self._records.remove(self.unit.name)
+
+    def report(self) -> dict[str, Any]:
+        with self._lock:
+            return {
+                "name": self.unit.name,
+                "kind": str(self.unit.kind),
+                "node": self.place.node,
+                "time": time.time(),
+                "port": self.unit.port,
+                "generation": self.unit.generation,
+                "state": str(self._state()),
+                "pid": None if self._record is None else self._record.pid,
+                "restarts": self._restarts,
+                "error": self._error,
+                "blame": self._blame,
+                **self.facts(),
+            }
+
+    def _state(self) -> UnitState:
+        if self._has_ended:
+            return UnitState.ENDED
+        if self._blame:
+            return UnitState.FAILED
+        if self._record is not None and self._record.is_draining:
+            return UnitState.DRAINING
+        return UnitState.SERVING if self._record is not None and self.serves else UnitState.STARTING
+
+    def _found(self) -> Record | None:
+        """The running process of an earlier keeper of this name, if there is one."""
+        record = self._records.read(self.unit.name)
+        if record is None or not is_running(record):
+            return None
+        self._restarts, self._gpus = record.restarts, record.gpus
+        if record.is_draining:
+            self._kill_at = self._clock() + self.drain_s + GRACE_S
+        return record
+
+    def _check_place(self) -> None:
+        try:
+            secret = self.plan.read_secret()
+        except FleetError as error:
+            self._blame, self._error = "node", str(error)
+            return
+        if fingerprint(secret) != self.place.fingerprint:
+            text = f"node {self.place.node} has another secret in {self.plan.secret_path} than the head"
+            self._blame, self._error = "node", f"{text}: copy the head's file to that node"
+
+    def _start(self) -> None:
+        if not _is_free(self.place.host, self.unit.port):
+            self._blame, self._error = "port", f"port {self.unit.port} of {self.place.host} is taken by something else"
+            return
+        log = self._records.log_of(self.unit.name)
+        try:
+            environment = child_environment(os.environ) | ({} if self._gpus is None else {GPUS: self._gpus})
+            pid, since = launch(self.command(), environment, log)
+        except FleetError as error:
+            self._blame, self._error = "node", str(error)
+            return
+        self._record = Record(
+            self.unit.name,
+            str(self.unit.kind),
+            self.unit.port,
+            self.unit.generation,
+            pid,
+            since,
+            restarts=self._restarts,
+            gpus=self._gpus,
+        )
+        self._records.write(self._record)
+        self._started_at = self._clock()
+
+    def _note_loss(self, record: Record) -> None:
+        """The process has ended: because it was drained, or by itself; then it is started again after a wait."""
+        self._record = None
+        self._records.remove(record.name)
+        self.forget()
+        if record.is_draining:
+            self._has_ended = True
+            return
+        now = self._clock()
+        self._wait_s = FIRST_WAIT_S if now - self._started_at > WELL_S else min(2 * self._wait_s, LONGEST_WAIT_S)
+        self._start_at = now + self._wait_s
+        self._restarts += 1
+        self._error = f"it ended by itself: {self._records.last_line(record.name)}"
+
+
+def program(given: tuple[str, ...]) -> list[str]:
+    return list(given) or [sys.executable, "-m", "realtime.cli"]
+
+
+def _is_free(host: str, port: int) -> bool:
+    try:
+        with socket.create_server((host, port)):
+            return True
+    except OSError:
+        return False
+
+
+class EngineKeeper(Keeper):
+    """The keeper of an engine. An engine has no HTTP: gateways report its load."""
+
+    @property
+    def drain_s(self) -> float:
+        return self.plan.engine.drain_s
+
+    def command(self) -> list[str]:
+        address = f"tcp://{self.place.host}:{self.unit.port}"
+        settings = ["--config", self.plan.config] if self.plan.config else []
+        return [
+            *program(self.plan.engine.program),
+            "engine",
+            *("--listen", address),
+            *("--fleet-secret-file", str(self.plan.secret_path)),
+            *("--drain-s", f"{self.drain_s:g}"),
+            *settings,
+        ]
+
+
+# Timeout of a request to the gateway, in seconds.
+LOOK_S = 2.0
+# Seconds in which turns of clients that do not resume may finish, besides the time for closing sockets.
+TURNS_S = 15.0
+# A gateway that listens on all addresses is queried at the loopback address.
+_ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
+_REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\} (\S+)$', re.MULTILINE)
+
+
+class GatewayKeeper(Keeper):
+    """The keeper of a gateway: writes its table and the fleet's figures, and queries its state over HTTP."""
+
+    # The number of the table that was written last, and the engines that other gateways report.
+    _table_number: int | None = None
+    _left_to_others: frozenset[str] = frozenset()
+    _capacity: dict[str, Any] | None = None
+    _is_ready = False
+    _is_up = False
+    _speaks_tls = False
+    # Sessions refused for lack of room since the gateway's start; None before the first answer.
+    _refused: int | None = None
+
+    @property
+    def drain_s(self) -> float:
+        return self.plan.gateway.drain_s + TURNS_S
+
+    @property
+    def table_path(self) -> Path:
+        return self.plan.node_folder(self.place.node) / f"{self.unit.name}.table.json"
+
+    @property
+    def figures_path(self) -> Path:
+        return self.plan.node_folder(self.place.node) / f"{self.unit.name}.fleet.json"
+
+    def command(self) -> list[str]:
+        settings = ["--config", self.plan.config] if self.plan.config else []
+        return [
+            *program(self.plan.gateway.program),
+            "serve",
+            *("--host", self.plan.gateway.host),
+            *("--port", str(self.unit.port)),
+            *("--engine-table", str(self.table_path)),
+            *("--fleet.figures", str(self.figures_path)),
+            *("--fleet.gateway", self.unit.name),
+            *("--fleet-secret-file", str(self.plan.secret_path)),
+            *("--server.drain-spread-s", f"{self.plan.gateway.drain_s:g}"),
+            *settings,
+        ]
+
+    def take_table(self, table: Table) -> None:
+        write_table(self.table_path, table)
+        left = left_to_others(self.unit.name, table)
+        with self._lock:
+            self._table_number, self._left_to_others = int(table["number"]), left
+
+    def take_figures(self, figures: Mapping[str, Any]) -> None:
+        """Writes the fleet's figures every time: the age of the file is the age of the figures."""
+        write_whole(self.figures_path, json.dumps(figures))
+
+    def observe(self) -> None:
+        status, body = self._get("/capacity")
+        capacity = _json(body) if status == 200 else None
+        ready, _ = self._get("/ready")
+        counted, metrics = self._get("/metrics")
+        with self._lock:
+            self._capacity = capacity
+            self._is_ready = ready == 200
+            self._is_up |= capacity is not None
+            if counted == 200:
+                self._refused = sum(int(float(count)) for count in _REFUSED.findall(metrics))
+
+    def forget(self) -> None:
+        self._capacity, self._is_ready, self._is_up = None, False, False
+
+    @property
+    def serves(self) -> bool:
+        return self._is_ready
+
+    def facts(self) -> dict[str, Any]:
+        return {
+            # None: the keeper has no table, or its file was removed. Then the manager sends the table again.
+            "table": self._table_number if self.table_path.is_file() else None,
+            "is_up": self._is_up,
+            "capacity": self._own_share(self._capacity),
+            "refused": self._refused,
+        }
+
+    def _own_share(self, capacity: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The figures of the gateway, with those engines that it has to report."""
+        if capacity is None or "engines" not in capacity:
+            return capacity
+        engines = [engine for engine in capacity["engines"] if engine.get("name") not in self._left_to_others]
+        return capacity | {"engines": engines}
+
+    def _get(self, path: str) -> tuple[int, str]:
+        """Returns status and body of the answer; status 0 without an answer."""
+        connection = self._connection()
+        try:
+            connection.request("GET", path)
+            answer = connection.getresponse()
+            return answer.status, answer.read().decode(errors="replace")
+        except (ssl.SSLError, http.client.HTTPException, ConnectionResetError):
+            # A server is there and may use the other protocol, http or https, which only its configuration says.
+            self._speaks_tls = not self._speaks_tls
+            return 0, ""
+        except OSError:
+            return 0, ""
+        finally:
+            connection.close()
+
+    def _connection(self) -> http.client.HTTPConnection:
+        host = _ANY.get(self.plan.gateway.host, self.plan.gateway.host)
+        if self._speaks_tls:
+            return http.client.HTTPSConnection(host, self.unit.port, timeout=LOOK_S, context=_trusting())
+        return http.client.HTTPConnection(host, self.unit.port, timeout=LOOK_S)
+
+
+def _trusting() -> ssl.SSLContext:
+    """A TLS context that checks no certificate: it is for the public name, and the gateway is on this machine."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, dict) else None

@@ -1,0 +1,172 @@
+"""The state that is kept of a stream, and the messages that rebuild it on a new engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec import structs
+
+from engine.boundary.replay import AskedFlush, ReplayLog, SavedWindow, TokenMemory, memory_for, positions_to_keep
+from engine.messages import Item, StreamState, Text, Word
+from engine.spec import KvGroup
+from tests.engine import fakes
+
+SPEC = fakes.FRAMES
+FIRST = SPEC.prefix_positions
+
+
+def items(start: int, count: int) -> list[Item]:
+    return [Item(FIRST + i, 1, i * fakes.POSITION, b"k%d" % i) for i in range(start, start + count)]
+
+
+def spoken(words: list[str], start: int = 0) -> Text:
+    """One delta; word i is heard over samples [100 i, 100 i + 100)."""
+    timed = [Word(word, 100 * i, 100 * i + 100) for i, word in enumerate(words, start)]
+    return Text("s", "".join(f" {word}" for word in words), timed, [])
+
+
+def test_no_more_is_kept_than_the_model_looks_back_on() -> None:
+    groups = (KvGroup("encoder", 188, 16, 1), KvGroup("decoder", 1024, 16, 1))
+    frames = replace(SPEC, sample_rate=16_000, samples_per_position=1280, kv_groups=groups)
+    assert positions_to_keep(frames, 120.0) == 1024
+    assert positions_to_keep(frames, 20.0) == 250
+    assert positions_to_keep(replace(frames, kv_groups=()), 120.0) == 1500
+
+
+def test_each_kind_of_model_has_its_memory() -> None:
+    assert isinstance(memory_for(fakes.FRAMES, 10), TokenMemory)
+    assert isinstance(memory_for(fakes.WINDOWED, 10), SavedWindow)
+
+
+def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> None:
+    kept = ReplayLog(SPEC)
+    kept.add(items(0, 10))
+    kept.mark_flush(1, {1})
+    kept.add(items(10, 2))
+    assert kept.drop_before(FIRST + 4) == items(4, 1)[0]
+    positions, samples, entries = kept.from_beginning()
+    assert (positions, samples) == (4, 4 * fakes.POSITION)
+    replayed = [entry for entry in entries if isinstance(entry, Item)]
+    assert [(entry.offset, entry.sample) for entry in replayed] == [(e.offset, e.sample) for e in items(0, 8)]
+    assert entries[6] == AskedFlush(1)
+    # What is kept itself stays on the stream's own clock.
+    assert kept.first() == items(4, 1)[0]
+
+
+def test_a_replay_of_nothing_starts_where_the_stream_is() -> None:
+    kept = ReplayLog(SPEC)
+    kept.add(items(0, 3))
+    assert kept.drop_before(kept.end) is None
+    assert kept.from_beginning() == (3, 3 * fakes.POSITION, [])
+
+
+def test_flushes_without_audio_do_not_pile_up() -> None:
+    kept = ReplayLog(SPEC)
+    for tag in range(1000):
+        kept.mark_flush(tag, {tag})
+    assert len(kept) == 1
+    kept.mark_flush(1000, {999, 1000})
+    assert len(kept) == 2, "the answer to 999 is still expected"
+
+
+@pytest.mark.parametrize(("position", "sample"), [(FIRST, 0), (FIRST + 1, 128), (FIRST + 2, 228), (FIRST + 9, 228)])
+def test_positions_become_samples_and_padding_is_no_audio(position: int, sample: int) -> None:
+    kept = ReplayLog(SPEC)
+    kept.add([*items(0, 1), structs.replace(items(1, 1)[0], samples=100), Item(FIRST + 2, 3, 228, samples=0)])
+    assert kept.sample_at(position) == sample
+
+
+@given(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), max_size=30))
+@settings(max_examples=100, deadline=None)
+def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple[int, int]]) -> None:
+    """Each step: so many items are fed, then so many tokens heard of, if there are as many positions."""
+    memory, kept = TokenMemory(SPEC, keep_positions=8), ReplayLog(SPEC)
+    fed = heard = 0
+    for more, news in steps:
+        kept.add(items(fed, more))
+        fed += more
+        news = min(news, fed - heard)
+        memory.on_text(Text("s", "", [], list(range(heard, heard + news))))
+        heard += news
+        memory.trim(kept)
+        first = kept.first()
+        start = kept.end if first is None else first.offset
+        assert memory.replay(kept).forced_tokens == list(range(start - FIRST, heard))
+        assert len(kept) <= max(8, fed - heard) + 1
+
+
+def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
+    memory = TokenMemory(SPEC, 100)
+    memory.on_text(spoken(["the", "cat"]))
+    kept = ReplayLog(SPEC)
+    kept.add(items(0, 3))
+    memory.replay(kept)
+    again = memory.on_text(Text("s", "", [Word("cat", 100, 200)], []))
+    assert again is None
+    news = memory.on_text(structs.replace(spoken(["sat"], 2), tokens=[4]))
+    assert news is not None and [word.text for word in news.words] == ["sat"]
+
+
+def test_a_word_is_known_as_long_as_tokens_of_it_are_kept() -> None:
+    memory, kept = TokenMemory(SPEC, keep_positions=4), ReplayLog(SPEC)
+    kept.add(items(0, 10))
+    last = 10 * fakes.POSITION
+    memory.on_text(Text("s", " catnip", [Word("catnip", last - 200, last)], [1] * 10))
+    # The silence of a flush moves positions only; the word's last tokens are said in it.
+    kept.add([Item(FIRST + 10, 4, last, samples=0)])
+    kept.mark_flush(1, set())
+    memory.on_text(Text("s", "", [], [0] * 4))
+    memory.trim(kept)
+    assert kept.sample_at(FIRST + 10) == last
+    memory.replay(kept)
+    assert memory.on_text(Text("s", "", [Word("nip", last - 100, last)], [])) is None
+    assert memory.on_text(Text("s", " dog", [Word("dog", last, last + 100)], [2])) is not None
+
+
+# A model that rereads its window goes on from its last saved state.
+
+
+def windowed_items(start: int, count: int) -> list[Item]:
+    return [Item(i, 1, i * fakes.POSITION, b"k%d" % i) for i in range(start, start + count)]
+
+
+def test_without_a_state_everything_is_heard_again() -> None:
+    memory, kept = SavedWindow(), ReplayLog(fakes.WINDOWED)
+    kept.add(windowed_items(0, 3))
+    kept.mark_flush(1, {1})
+    kept.add(windowed_items(3, 2))
+    memory.trim(kept)
+    replay = memory.replay(kept)
+    assert replay.state is None and replay.known == []
+    assert replay.entries == [*windowed_items(0, 3), AskedFlush(1), *windowed_items(3, 2)]
+    assert (replay.positions, replay.samples, replay.catch_up_until) == (0, 0, 10)
+
+
+def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
+    memory, kept = SavedWindow(), ReplayLog(fakes.WINDOWED)
+    kept.add(windowed_items(0, 6))
+    kept.mark_flush(1, {1})
+    kept.add(windowed_items(6, 2))
+    kept.mark_flush(2, {1, 2})
+    state = StreamState("s", audio_from=4, position=8, tag=1, parts={})
+    memory.on_state(state)
+    memory.trim(kept)
+    kept.add(windowed_items(8, 3))
+    replay = memory.replay(kept)
+    assert replay.state is state
+    assert replay.known == windowed_items(4, 4)
+    assert replay.entries == [AskedFlush(2), *windowed_items(8, 3)]
+    assert replay.catch_up_until == 14, "three positions wait, and as many may come meanwhile"
+
+
+def test_answered_flushes_leave_with_their_audio() -> None:
+    memory, kept = SavedWindow(), ReplayLog(fakes.WINDOWED)
+    for tag in range(1, 100):
+        kept.add(windowed_items(tag - 1, 1))
+        kept.mark_flush(tag, {tag})
+        memory.on_state(StreamState("s", tag, tag, tag, {}))
+        memory.trim(kept)
+        assert len(kept) <= 1
