@@ -28,7 +28,7 @@ from realtime.session.settings import Settings
 from realtime.session.text_options import NO_FORMATTING, Formatting, make_formatting
 
 RATE = 16_000
-SHORT, LONG = 8_000, 32_000
+SHORT, LONG = 8_000, 16_000
 PARAGRAPHS = make_formatting(paragraphs=True)
 
 

@@ -35,7 +35,7 @@ from tests.phone_calls import CONNECTED, mulaw, start_message
 from tests.realtime.gateway_doubles import FakeEngine, tone
 
 OURS = str(Path(realtime.__file__).parent)
-CHANNELS = 8
+CHANNELS = 3
 CONFIG = Config(limits=LimitsConfig(max_sessions=CHANNELS, sessions_per_key=CHANNELS))
 GOES_ON = json.dumps({"type": "session.update", "session": {"include": [INCLUDE_RESUME]}})
 SOUND = json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(tone(0.5)).decode()})
@@ -251,7 +251,7 @@ async def one_session(place: Place) -> None:
     await client(place, "/v1/realtime", "", SOUND, COMMIT)
 
 
-async def eight_channels(place: Place) -> None:
+async def several_channels(place: Place) -> None:
     query = f"encoding=linear16&sample_rate=16000&multichannel=true&channels={CHANNELS}"
     await client(place, "/v1/listen", query, tone(1.0), json.dumps({"type": "CloseStream"}))
 
@@ -316,7 +316,7 @@ def last_words_do_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("error", ERRORS)
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("story", [one_session, eight_channels, phone_call, left_and_resumed])
+@pytest.mark.parametrize("story", [one_session, several_channels, phone_call, left_and_resumed])
 async def test_an_error_at_any_await_leaves_nothing_counted(
     story: Callable[[Place], Coroutine[Any, Any, None]], shared: bool, error: type[BaseException]
 ) -> None:
@@ -325,7 +325,7 @@ async def test_an_error_at_any_await_leaves_nothing_counted(
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=["alone", "shared"])
-@pytest.mark.parametrize("story", [one_session, eight_channels, phone_call, left_and_resumed])
+@pytest.mark.parametrize("story", [one_session, several_channels, phone_call, left_and_resumed])
 async def test_an_error_in_any_function_leaves_nothing_counted(
     story: Callable[[Place], Coroutine[Any, Any, None]], shared: bool
 ) -> None:

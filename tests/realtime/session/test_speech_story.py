@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -196,17 +197,19 @@ def test_every_turn_is_answered_soon_whatever_opened_it(windowed: bool, seed: in
         assert by_item[event.item_id] - second < 1.5
 
 
+@cache
+def turns_of_packets(windowed: bool, size: int) -> list[Any]:
+    talk = Talk(windowed, TurnDetection())
+    for seed, seconds in enumerate([0.1, 8.0, 0.6, 20.0]):
+        talk.play(speech(1.0, seed), size)
+        talk.play(sound(seconds, 0.0), size)
+    return [event for _, event in talk.of(SpeechStarted, SpeechStopped)]
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("packet", [17, 300, 1600])
 def test_turns_do_not_depend_on_the_packets(windowed: bool, packet: int) -> None:
-    def turns(size: int) -> list[Any]:
-        talk = Talk(windowed, TurnDetection())
-        for seed, seconds in enumerate([0.1, 8.0, 0.6, 20.0]):
-            talk.play(speech(1.0, seed), size)
-            talk.play(sound(seconds, 0.0), size)
-        return [event for _, event in talk.of(SpeechStarted, SpeechStopped)]
-
-    assert turns(packet) == turns(POSITION) != []
+    assert turns_of_packets(windowed, packet) == turns_of_packets(windowed, POSITION) != []
 
 
 SCORED = [
@@ -216,6 +219,19 @@ SCORED = [
 ]
 
 
+def scored_turns(windowed: bool, detection: TurnDetection, size: int, answers: Answers, patience: int) -> list[Any]:
+    talk = Talk(windowed, detection, answers, patience)
+    for number, seconds in enumerate([0.15, 0.3, 0.7, 1.1, 0.25, 5.0, 9.0]):
+        talk.play(sound(1.0, 0.95), size)
+        talk.play(sound(seconds, 0.01 * number), size)
+    return [event for _, event in talk.of(SpeechStarted, SpeechStopped)]
+
+
+@cache
+def turns_with_instant_answers(windowed: bool, detection: TurnDetection) -> list[Any]:
+    return scored_turns(windowed, detection, POSITION, Answers(instant=True), 0)
+
+
 @pytest.mark.parametrize("windowed", [False, True])
 @pytest.mark.parametrize("detection", SCORED)
 @pytest.mark.parametrize(("packet", "patience"), [(POSITION, 0), (POSITION, 1), (POSITION, 7), (17, 40), (300, 5)])
@@ -223,13 +239,5 @@ def test_scored_turns_depend_neither_on_packets_nor_on_when_the_turn_detector_an
     windowed: bool, detection: TurnDetection, packet: int, patience: int
 ) -> None:
     """Messages wait for their answers, so that the session reads the same events in the same order."""
-
-    def turns(size: int, answers: Answers, patience: int) -> list[Any]:
-        talk = Talk(windowed, detection, answers, patience)
-        for number, seconds in enumerate([0.15, 0.3, 0.7, 1.1, 0.25, 5.0, 9.0]):
-            talk.play(sound(1.0, 0.95), size)
-            talk.play(sound(seconds, 0.01 * number), size)
-        return [event for _, event in talk.of(SpeechStarted, SpeechStopped)]
-
-    expected = turns(POSITION, Answers(instant=True), 0)
-    assert turns(packet, Answers(), patience) == expected != []
+    expected = turns_with_instant_answers(windowed, detection)
+    assert scored_turns(windowed, detection, packet, Answers(), patience) == expected != []

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import cache
 from random import Random
 
 import pytest
@@ -86,13 +87,12 @@ def tell(story: Story, seed: int, patience_s: float) -> tuple[Client, list[str]]
         return client, [f"{count} {name}" for name, count in counts.items() if count > 1]
 
 
+@cache
 def calm_text() -> list[str]:
     client, left = tell([], 0, 30.0)
     assert not client.wrongs and not left and len(client.text) == 4
     return client.text
 
-
-CALM = calm_text()
 
 PAUSES = st.sampled_from((0.0, 0.1, 0.3, 1.0, 2.5))
 STOPS = st.sampled_from((0.5, 0.9, 1.2, 2.0, 3.0, 5.0, 10.0))
@@ -128,7 +128,7 @@ PATIENCE = st.sampled_from((1.5, 3.0, 5.0))
 def test_gateways_that_stood_still_take_no_session_back(story: Story, seed: int, patience_s: float) -> None:
     client, left = tell(story, seed, patience_s)
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
     assert not left
 
 
@@ -149,7 +149,7 @@ def test_a_gateway_that_stood_still_tells_nothing_of_a_session_that_has_gone_on(
         fleet.until(lambda: client.is_done, 60)
         assert [(message["type"], message.get("code")) for message in left.to_client] == [("websocket.close", 4409)]
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 def test_a_request_that_waited_long_in_the_socket_of_a_stopped_gateway_takes_nothing() -> None:
@@ -163,7 +163,7 @@ def test_a_request_that_waited_long_in_the_socket_of_a_stopped_gateway_takes_not
         fleet.until(lambda: client.status == 503, 5)
         fleet.until(lambda: client.is_done, 60)
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 @pytest.mark.parametrize("at", [0, 1])
@@ -177,7 +177,7 @@ def test_a_request_whose_client_has_left_takes_nothing(at: int) -> None:
         fleet.until(lambda: client.is_done, 60)
         assert [len(gateway.sessions) for gateway in fleet.gateways] == [1, 0, 0]
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 @pytest.mark.parametrize("rounds", [1, 2, 3])
@@ -193,7 +193,7 @@ def test_a_client_that_comes_back_to_its_gateway_keeps_its_session(rounds: int, 
         client.leave(0)
         fleet.until(lambda: client.is_done, 60)
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
@@ -233,7 +233,7 @@ def test_a_gateway_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
         assert [len(gateway.sessions) for gateway in fleet.gateways] == [0, 0, 0]
         assert not any(len(engine.host.handoffs) + len(engine.host.hosted.streams) for engine in fleet.engines)
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -252,7 +252,7 @@ def test_an_engine_that_stood_still_has_nothing_left_of_a_session_that_is_over(s
         fleet.run(15.0)
         assert not any(len(engine.host.handoffs) + len(engine.host.hosted.streams) for engine in fleet.engines)
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -275,7 +275,7 @@ def test_a_gateway_that_stood_still_looks_for_no_session_before_it_knows_which_a
         fleet.until(lambda: client.is_done, 60)
         assert asked[:2] == [messages.Claim, messages.Claim] and messages.Adopt in asked
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 def test_a_gateway_that_stood_still_ends_no_session_for_the_time_in_which_it_could_not_read(
@@ -292,7 +292,7 @@ def test_a_gateway_that_stood_still_ends_no_session_for_the_time_in_which_it_cou
         fleet.until(lambda: client.is_done, 60)
         assert client.socket is socket
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_is_its_own() -> None:
@@ -309,7 +309,7 @@ def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_
         client.is_held = False
         fleet.until(lambda: client.is_done, 60)
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
 
 
 @settings(max_examples=8, deadline=None, phases=PHASES, derandomize=True)
@@ -317,7 +317,7 @@ def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_
 def test_engines_that_stood_still_change_no_word(story: Story, seed: int) -> None:
     client, left = tell(story, seed, 60.0)
     assert not client.wrongs
-    assert client.text == CALM
+    assert client.text == calm_text()
     assert not left
 
 
@@ -424,5 +424,5 @@ def test_whatever_stood_still_no_word_differs(story: Story, seed: int, patience_
     """Both engines, or both holders of a session, may be away at once, and then it is lost: its client is told so."""
     client, left = tell(story, seed, patience_s)
     assert all(wrong.startswith(("answered with 410", "closed with 1011")) for wrong in client.wrongs)
-    assert client.wrongs or client.text == CALM
+    assert client.wrongs or client.text == calm_text()
     assert not left

@@ -190,9 +190,15 @@ async def test_a_worker_ends_with_its_parent() -> None:
     assert await process.wait() != 0
 
 
-@pytest.mark.parametrize("side", ["worker", "parent"])
+# Both sides read lines with the same code, and each has its own for messages.
 @pytest.mark.parametrize(
-    "message", [b"x" * (LONGEST_LINE + 1) + b"\n", b'{"type": "unknown"}\n'], ids=["long", "unknown"]
+    ("side", "message"),
+    [
+        ("worker", b"x" * (LONGEST_LINE + 1) + b"\n"),
+        ("worker", b'{"type": "unknown"}\n'),
+        ("parent", b'{"type": "unknown"}\n'),
+    ],
+    ids=["worker-long", "worker-unknown", "parent-unknown"],
 )
 async def test_a_worker_that_is_not_heard_or_hears_nothing_is_replaced(side: str, message: bytes) -> None:
     async with workers(replace(CONFIG, server=replace(CONFIG.server, workers=1))) as parent:
