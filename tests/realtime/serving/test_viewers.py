@@ -6,8 +6,8 @@ import asyncio
 
 import pytest
 
-from realtime.metrics.gateway import Metrics
 from realtime.serving import viewers
+from realtime.serving.metrics import Metrics
 from realtime.serving.publishing import Added, Ended, Finished, Line, Publisher, State
 from realtime.serving.viewers import WRITTEN_AT_ONCE, Audience, Framing, Viewer
 from tests.waiting import until
