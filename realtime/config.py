@@ -235,7 +235,7 @@ class LimitsConfig:
     # Largest uploaded file, and seconds for it to arrive, and again to be transcribed.
     upload_bytes: int = 512 * 1024 * 1024
     upload_s: float = 3600.0
-    # Streams that the server pulls at once.
+    # Streams that the server pulls at once; one of several keys has at most half of them.
     streams: int = 8
     # Bytes of items that all inject requests together may hold in memory.
     inject_bytes: int = 16 * 1024 * 1024

@@ -12,9 +12,11 @@ from __future__ import annotations
 import base64
 import http.client
 import json
+import math
 import secrets
 import socket
 import ssl
+import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, closing
 from dataclasses import dataclass
@@ -36,6 +38,13 @@ MAX_MESSAGE_BYTES = 16 * 1024 * 1024
 PLAIN_SCHEMES = {"http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 TIMEOUT_S = 10.0
+# A status page has this many seconds and bytes at most, and a transcript this many bytes: a day of speech with all its
+# words has some 30 MB.
+STATUS_S = 30.0
+MAX_STATUS_BYTES = 16 * 1024 * 1024
+MAX_TRANSCRIPT_BYTES = 256 * 1024 * 1024
+# Characters of a server's reason that an error repeats.
+MAX_MESSAGE_CHARACTERS = 500
 PIECE_BYTES = 64 * 1024
 # Accepted schemes, and whether they are encrypted.
 SCHEMES = {"http": False, "ws": False, "https": True, "wss": True}
@@ -199,16 +208,20 @@ class WireSession:
 
     async def receive(self) -> dict[str, Any]:
         """The next event. Raises ConnectionClosed."""
-        event: dict[str, Any] = json.loads(await self._socket.recv())
-        self._turns.note(event)
-        return event
+        return self._event(await self._socket.recv())
 
     async def events(self) -> AsyncIterator[dict[str, Any]]:
         """Events until the socket is closed. Raises ConnectionClosedError if it was not closed properly."""
         async for frame in self._socket:
-            event: dict[str, Any] = json.loads(frame)
+            yield self._event(frame)
+
+    def _event(self, frame: str | bytes) -> dict[str, Any]:
+        try:
+            event = json.loads(frame)
             self._turns.note(event)
-            yield event
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+            raise CannotConnect("the server sends messages that are none of the Realtime API") from None
+        return event  # type: ignore[no-any-return]
 
     async def close(self) -> None:
         await self._socket.close()
@@ -275,7 +288,10 @@ class HttpAnswer:
 
     def json(self) -> Any:
         """The body as JSON. Raises ValueError."""
-        return json.loads(self.body)
+        try:
+            return json.loads(self.body)
+        except RecursionError:
+            raise ValueError("it is nested too deeply") from None
 
     @property
     def refusal(self) -> str:
@@ -284,7 +300,7 @@ class HttpAnswer:
             message = self.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = "it gives no reason"
-        return f"refused with {self.status}: {message}"
+        return f"refused with {self.status}: {str(message)[:MAX_MESSAGE_CHARACTERS]}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -313,7 +329,12 @@ class HttpServer:
 
     def get(self, path: str) -> HttpAnswer:
         with closing(self._connect()) as connection:
-            return self._ask(connection, lambda: connection.request("GET", self._path + path, headers=self._headers))
+            return self._ask(
+                connection,
+                lambda: connection.request("GET", self._path + path, headers=self._headers),
+                MAX_STATUS_BYTES,
+                STATUS_S,
+            )
 
     def upload(self, form: Form, to: str = TRANSCRIPTIONS) -> HttpAnswer:
         """Upload a file to be transcribed, and wait for the result without a timeout. Raises FileUnreadable."""
@@ -333,7 +354,9 @@ class HttpServer:
         with closing(self._connect()) as connection:
             connection.sock.settimeout(None)
             return self._ask(
-                connection, lambda: connection.request("POST", path, body(), headers, encode_chunked=chunked)
+                connection,
+                lambda: connection.request("POST", path, body(), headers, encode_chunked=chunked),
+                MAX_TRANSCRIPT_BYTES,
             )
 
     def _connect(self) -> http.client.HTTPConnection:
@@ -359,7 +382,15 @@ class HttpServer:
                 connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
         return connection
 
-    def _ask(self, connection: http.client.HTTPConnection, request: Callable[[], None]) -> HttpAnswer:
+    def _ask(
+        self,
+        connection: http.client.HTTPConnection,
+        request: Callable[[], None],
+        most_bytes: int,
+        most_s: float = math.inf,
+    ) -> HttpAnswer:
+        """Send the request and read the answer, of at most so many bytes and seconds. A server may be any program."""
+        deadline = time.monotonic() + most_s
         try:
             try:
                 request()
@@ -367,7 +398,14 @@ class HttpServer:
                 # A server that refuses a request may not read all of it; its response may have arrived nevertheless.
                 pass
             with connection.getresponse() as response:
-                return HttpAnswer(response.status, response.read())
+                body = bytearray()
+                while piece := response.read1(PIECE_BYTES):
+                    body += piece
+                    if len(body) > most_bytes:
+                        raise CannotConnect(f"the answer of {self.url} has more than {most_bytes} bytes")
+                    if time.monotonic() > deadline:
+                        raise CannotConnect(f"{self.url} did not answer within {most_s:g} s")
+                return HttpAnswer(response.status, bytes(body))
         except TimeoutError as error:
             raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
         except (OSError, http.client.HTTPException) as error:

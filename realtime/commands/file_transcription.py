@@ -26,6 +26,7 @@ import av
 import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 from audio.containers import OPEN_OPTIONS, ContainerDecoder, read_file
@@ -50,6 +51,7 @@ from realtime.commands.terminal import (
     STANDARD_INPUT,
     CommandFailed,
     EndOnInterrupt,
+    harmless,
     is_debugging,
     shown_name,
 )
@@ -259,7 +261,10 @@ class FileTranscriber:
         )
         with bar:
             row = bar.add_task(
-                shown_name(Path(path.name)), total=await asyncio.to_thread(duration_of, path), clock="", speed=""
+                escape(harmless(shown_name(Path(path.name)))),
+                total=await asyncio.to_thread(duration_of, path),
+                clock="",
+                speed="",
             )
             feeding = asyncio.create_task(_feed(path, stream, transcript), name=f"feed {path.name}")
             try:
@@ -387,7 +392,7 @@ class FileSender:
     def transcribe(self, path: Path) -> FileTranscript:
         """Upload one file. Raises FileFailed if the file is the problem, CommandFailed if the server is gone."""
         console = Console(file=sys.stderr)
-        name = shown_name(Path(path.name))
+        name = escape(harmless(shown_name(Path(path.name))))
         try:
             with console.status(f"sending {name}") as status, _opened(path) as (file, size):
 
@@ -411,7 +416,7 @@ class FileSender:
             body = answer.json()
             words = [
                 TimedWord(
-                    word["word"],
+                    _text(word["word"]),
                     round(word["start"] * RATE),
                     round(word["end"] * RATE),
                     confidence=word.get("confidence"),
@@ -420,9 +425,16 @@ class FileSender:
                 for word in body.get("words") or ()
             ]
             samples = round(float(body.get("duration") or 0) * RATE)
-            return FileTranscript(path, self.model, RATE, str(body["text"]), words, samples)
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            return FileTranscript(path, self.model, RATE, _text(body["text"]), words, samples)
+        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
             raise FileFailed("the server's answer is not a transcript") from error
+
+
+def _text(value: Any) -> str:
+    """Raises TypeError."""
+    if not isinstance(value, str):
+        raise TypeError
+    return value
 
 
 @contextmanager

@@ -178,18 +178,22 @@ def _of_documentation(name: str, cores: int | None) -> Engine:
 
 def _of_server(url: str) -> Engine:
     """The engine of a running server, by its `/capacity`. Raises CommandFailed if it has measured nothing yet."""
-    import json
-
     from realtime.client.wire_client import CannotConnect, HttpServer
 
     check_server(url)
     try:
         answer = HttpServer(url, os.environ.get(KEY_VARIABLE)).get("/capacity")
-        seen = json.loads(answer.body)
-    except (CannotConnect, ValueError) as error:
+        return _engine_of(url, answer.json() if answer.status == 200 else {})
+    except CannotConnect as error:
         raise CommandFailed(str(error)) from error
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise CommandFailed(f"{url}/capacity does not answer as a Tickertape server does") from error
+
+
+def _engine_of(url: str, seen: dict[str, Any]) -> Engine:
+    """Raises CommandFailed, and other exceptions if the answer is not that of a Tickertape server."""
     engines = seen.get("engines") or []
-    if answer.status != 200 or not engines:
+    if not engines:
         raise CommandFailed(f"{url} has no engine at the moment; try again when `tickertape status {url}` shows one")
     if not seen["load_per_stream"]:
         raise CommandFailed(
@@ -197,7 +201,9 @@ def _of_server(url: str) -> Engine:
             f"`tickertape bench {url}`"
         )
     source = f"measured by {url}, which has {len(engines)} of them"
-    held, total = seen["streams_that_hold"] / len(engines), seen["streams_total"] // len(engines)
+    held, total = float(seen["streams_that_hold"] / len(engines)), int(seen["streams_total"] // len(engines))
+    if not (0 <= held < math.inf and total >= 0):
+        raise ValueError
     # What the engine measures is the cost of streams that speak; that it skips silence is in `streams_that_hold`.
     return Engine(str(engines[0].get("model", "its model")), "a machine like its own", held, total, source, True)
 

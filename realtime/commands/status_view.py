@@ -19,7 +19,7 @@ from rich.table import Table
 from rich.text import Text
 
 from realtime.client.wire_client import CannotConnect, HttpAnswer, HttpServer
-from realtime.commands.terminal import CommandFailed
+from realtime.commands.terminal import CommandFailed, harmless
 
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 PREFIX = "tickertape_"
@@ -28,6 +28,11 @@ ROOM = (
     *("sessions", "connected", "speaking", "load", "max_load"),
     *("streams_used", "streams_total", "streams_counted", "streams_that_hold", "streams_free"),
 )
+# Numbers that each of its engines must have, and texts of each engine that is missing.
+OF_ENGINE = ("streams_used", "streams_total", "speaking", "load", "lag_ms")
+OF_MISSING = ("name", "address", "problem")
+# No figure of a server is as large.
+TOO_LARGE = 1e12
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,7 @@ def look(server: HttpServer) -> Snapshot:
     invalid."""
     _, status = readiness(server)
     capacity = _object(server, "/capacity", server.get("/capacity"), 200)
-    if any(not isinstance(capacity.get(name), int | float) for name in ROOM):
+    if not _is_capacity(capacity):
         raise CommandFailed(f"{server.url}/capacity does not answer as a Tickertape server does")
     metrics = server.get("/metrics")
     if metrics.status != 200:
@@ -132,10 +137,25 @@ def look(server: HttpServer) -> Snapshot:
                     refused[sample.labels["reason"]] = int(sample.value)
                 elif name == "engine_restarts_total":
                     restarts = int(sample.value)
-    except (ValueError, KeyError) as error:
+    except (ValueError, KeyError, OverflowError) as error:
         raise CommandFailed(f"{server.url}/metrics cannot be read: {error}") from error
     lag, final = (Histogram(found) for found in counts.values())
     return Snapshot(status, capacity, lag, final, restarts, refused)
+
+
+def _is_capacity(given: Mapping[str, Any]) -> bool:
+    """Whether the fields that are shown have the types and ranges of a Tickertape server."""
+    numbers = [given.get(name) for name in ROOM] + [
+        given.get(name, 0) for name in ("load_per_stream", "engines_wanted")
+    ]
+    engines, missing = given.get("engines", []), given.get("engines_missing", [])
+    if not isinstance(engines, list) or not isinstance(missing, list):
+        return False
+    if not all(isinstance(engine, dict) for engine in (*engines, *missing)):
+        return False
+    numbers += [engine.get(name) for engine in engines for name in OF_ENGINE]
+    named = all(isinstance(engine.get(name), str) for engine in missing for name in OF_MISSING)
+    return named and all(isinstance(number, int | float) and abs(number) < TOO_LARGE for number in numbers)
 
 
 def _object(server: HttpServer, path: str, answer: HttpAnswer, *statuses: int) -> dict[str, Any]:
@@ -186,14 +206,13 @@ class StatusView:
         lines = Table.grid(padding=(0, 2))
         style = "dim" if self._trouble else ""
         for name, text in self._rows(now):
-            lines.add_row(Text(name, "dim"), Text(text, style))
-        head = Text.assemble(
-            (self._url, "bold"), "  ", (STATES.get(now.status, now.status), _colour(now.status)), "  ", (clock, "dim")
-        )
+            lines.add_row(Text(name, "dim"), Text(harmless(text), style))
+        state = harmless(STATES.get(now.status, now.status))
+        head = Text.assemble((self._url, "bold"), "  ", (state, _colour(now.status)), "  ", (clock, "dim"))
         if self._trouble is None:
             return Group(head, lines)
         reason, since = self._trouble
-        trouble = Text(f"no answer since {since}: {reason}; trying again", "red")
+        trouble = Text(f"no answer since {since}: {harmless(reason)}; trying again", "red")
         return Group(head, lines, trouble)
 
     def line(self, clock: str) -> str:
@@ -201,7 +220,7 @@ class StatusView:
         room, lag, final = now.capacity, self._recent("lag"), self._recent("final")
         load = f"{room['load']:.2f}" if room.get("engines") else NOT_COUNTED
         return (
-            f"{clock} {now.status} sessions={room['sessions']} connected={room['connected']} "
+            f"{clock} {harmless(now.status)} sessions={room['sessions']} connected={room['connected']} "
             f"speaking={room['speaking']} free={room['streams_free']} load={load} "
             f"lag_p95={_seconds(lag.quantile(0.95))} final_p95={_seconds(final.quantile(0.95))} "
             f"engines={len(room.get('engines', ()))}/{room.get('engines_wanted', 0)}"
@@ -269,7 +288,7 @@ def _print_lines(
             text = view.line(_clock())
         else:
             reason, is_news = trouble
-            text = f"{_clock()} no answer: {reason}; trying again" if is_news else ""
+            text = f"{_clock()} no answer: {harmless(reason)}; trying again" if is_news else ""
 
 
 def _look_again(server: HttpServer, view: StatusView) -> tuple[str, bool] | None:

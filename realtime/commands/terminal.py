@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, TypeVar
 
+from engine.logs import printable
 from realtime.config import Config, load_config, shown
 from realtime.text_values import plain_float, plain_int
 
@@ -41,11 +42,17 @@ class UsageError(Exception):
     """The command line is invalid; exit code 2."""
 
 
+def harmless(text: str) -> str:
+    """A text that may be another's, such as a server's words or a file's name, without what would control a terminal.
+    Line ends and tabs stay."""
+    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+
+
 def out(text: str, end: str = "\n") -> None:
-    """Write a result to standard output. Raises CommandFailed if it cannot be written, BrokenPipeError if its reader
-    has left."""
+    """Write a result to standard output; a file or a pipe gets it unchanged. Raises CommandFailed if it cannot be
+    written, BrokenPipeError if its reader has left."""
     try:
-        sys.stdout.write(text + end)
+        sys.stdout.write((harmless(text) if sys.stdout.isatty() else text) + end)
         sys.stdout.flush()
     except BrokenPipeError:
         raise
@@ -64,7 +71,7 @@ def announce(text: str) -> None:
 def note(text: str) -> None:
     """Write a message that is not a result to standard error. If that fails, the command continues."""
     with suppress(OSError):
-        sys.stderr.write(text + "\n")
+        sys.stderr.write(harmless(text) + "\n")
         sys.stderr.flush()
 
 

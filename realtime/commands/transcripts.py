@@ -12,7 +12,7 @@ import json
 import os
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,7 @@ from rich.live import Live
 from rich.text import Text
 
 from audio.formats import MODEL_RATE
-from realtime.commands.terminal import CommandFailed, UsageError, note
+from realtime.commands.terminal import CommandFailed, UsageError, harmless, note
 from realtime.session.events import TimedWord
 from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
 from realtime.session.words import (
@@ -91,9 +91,10 @@ class CaptionView:
     def add(self, delta: str, words: Sequence[ShownWord], now: float) -> None:
         """Add final text, and the words that it completes."""
         self._now = max(now, self._now)
+        delta = harmless(delta)
         self._line += delta
         self._note_shown(delta, now)
-        for word in words:
+        for word in (replace(word, text=harmless(word.text)) for word in words):
             self.delays.append((self._shown.popleft() if self._shown else now) - word.end)
             self._words.append(word)
             self._last = word
@@ -120,6 +121,7 @@ class CaptionView:
 
     def note(self, text: str) -> None:
         """Show a problem, such as a lost connection; an empty text removes it."""
+        text = harmless(text)
         if text and not self._console.is_terminal and text != self._note:
             self._print(Text(text, "yellow"))
         self._note = text

@@ -97,7 +97,7 @@ class Authenticator:
         self._signer = signer
         self._clock = clock
         self._digests: list[bytes] = []
-        self._names: list[str] = []
+        self._names: frozenset[str] = frozenset()
         self.use_keys(keys)
 
     @property
@@ -108,7 +108,7 @@ class Authenticator:
         """Replace the keys. Client secrets of removed keys become invalid."""
         self._digests = [_digest(key) for key in keys]
         # Names of callers do not depend on the order of the keys, which may differ between gateways.
-        self._names = [self._name(digest) for digest in self._digests]
+        self._names = frozenset(map(self._name, self._digests))
 
     def name_of(self, key: str) -> str:
         """The name of the caller with this API key."""
@@ -130,7 +130,7 @@ class Authenticator:
         # Compare with every key, so that the time taken reveals nothing about them.
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         if any(matches):
-            return Caller(self._names[matches.index(True)])
+            return Caller(self._name(digest))
         if key.startswith(SECRET_PREFIX):
             raise _unauthorized("The client secret is not valid any more; request a new one.")
         raise _unauthorized("Incorrect API key provided.")

@@ -33,7 +33,7 @@ from realtime.serving.daemon_thread import in_thread
 from realtime.serving.live_session import LiveSession
 from realtime.serving.outbox import EventLog
 from realtime.serving.pulled_audio import PulledAudio, PullFailed
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, places_of_one_key
 from realtime.serving.registry import Sessions
 from realtime.session.events import Append, End, Gap, Hangup, Samples
 from realtime.session.settings import INCLUDE_WORDS, AudioFormat, Settings
@@ -315,6 +315,10 @@ class PulledStreams:
         # Further streams would get no session, and keep the places of others while they wait for one.
         if per_key and callers.count(caller.name) >= per_key:
             text = f"A key may have {per_key} streams, as many as sessions (limits.sessions_per_key); delete one."
+            raise Refusal(429, "too_many_streams", text, retry_after_s=60)
+        share = places_of_one_key(most, len(self._config.auth.keys))
+        if callers.count(caller.name) >= share:
+            text = f"One of several keys may have {share} streams, half of limits.streams; delete one."
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
 
     def _forget_ended(self) -> None:

@@ -39,6 +39,11 @@ class Caller:
         return self.settings is not None
 
 
+def places_of_one_key(places: int, keys: int) -> int:
+    """How many of the server's places one key may take: where several keys share them, half, rounded up."""
+    return places if keys < 2 else -(-places // 2)
+
+
 RATE_WINDOW_S = 60.0
 # Callers whose new sessions are counted; beyond this number the oldest caller's count is dropped.
 MAX_COUNTED_CALLERS = 10_000

@@ -211,6 +211,8 @@ class Channel:
         self.wanted_until = 0.0
         self._metrics = metrics
         self._pending: list[Message] = []
+        # The words at the moment when they were replaced as a whole, for all viewers; None: they are written.
+        self._replaced: Message | None = None
         self._spreading: asyncio.Task[None] | None = None
         # The last snapshots for new viewers and for viewers that were behind.
         self._snapshots: dict[int | None, Message] = {}
@@ -218,16 +220,20 @@ class Channel:
     def add(self, viewer: Viewer) -> None:
         self.viewers[viewer] = None
         if self.is_current:
-            self._catch_up(viewer, None)
+            self._show(viewer, self._snapshot(None))
 
     def load(self, state: State) -> None:
         """Take the words so far; all viewers get a snapshot."""
         self.transcript.load(state)
         self.is_current = True
         self._pending.clear()
+        self._snapshots.clear()
         for viewer in self.viewers:
             viewer.number = -1
-            self._catch_up(viewer, None)
+        if self.viewers:
+            # Made now: what follows, such as the end of the session, is told as events, also to the last viewer.
+            self._replaced = self._snapshot(None)
+            self._begin_spreading()
 
     def update(self, update: Update) -> None:
         if not self.is_current:
@@ -244,8 +250,8 @@ class Channel:
             now = asyncio.get_running_loop().time()
             for viewer in self.viewers:
                 self._fall_behind(viewer, now)
-        elif self._spreading is None:
-            self._spreading = asyncio.create_task(self._spread(), name=f"viewers of {self.key[1]}")
+        else:
+            self._begin_spreading()
 
     def captions(self) -> CaptionSegments:
         """The caption segments, which are made from now on, for as long as players ask for them."""
@@ -259,18 +265,31 @@ class Channel:
             self._spreading.cancel()
             await asyncio.gather(self._spreading, return_exceptions=True)
 
+    def _begin_spreading(self) -> None:
+        if self._spreading is None:
+            self._spreading = asyncio.create_task(self._spread(), name=f"viewers of {self.key[1]}")
+
     async def _spread(self) -> None:
-        """Write what is pending to all viewers, some at a time, until nothing is pending."""
+        """Write what is pending to all viewers, some at a time, until nothing is pending. Words that were replaced as a
+        whole come first, in a round of their own."""
         clock = asyncio.get_running_loop().time
         try:
-            while self._pending:
-                batch, self._pending = _Batch(self._pending), []
+            while self._pending or self._replaced is not None:
+                replaced, self._replaced = self._replaced, None
+                batch = None
+                if replaced is None:
+                    batch, self._pending = _Batch(self._pending), []
                 began = clock()
                 for count, viewer in enumerate(tuple(self.viewers), start=1):
-                    self._give(viewer, batch, began)
+                    if batch is not None:
+                        self._give(viewer, batch, began)
+                    elif replaced is not None and viewer in self.viewers and viewer.number < 0:
+                        self._show(viewer, replaced)
                     if count % WRITTEN_AT_ONCE == 0:
                         # The loop sends at the end of each of its rounds.
                         await asyncio.sleep(0)
+                        if self._replaced is not None:
+                            break  # what this round writes is out of date
                 await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_TIMES * (clock() - began)))
         finally:
             self._spreading = None
@@ -279,7 +298,7 @@ class Channel:
         if viewer not in self.viewers:
             return  # it left during this round
         if viewer.number < batch.before or viewer.behind_since is not None:
-            self._catch_up(viewer, NEWEST_LINES)
+            self._catch_up(viewer)
         elif viewer.number < batch.last:
             whole = viewer.number == batch.before
             framing = viewer.framing
@@ -293,12 +312,15 @@ class Channel:
             viewer.behind_since = now
             self._metrics.viewer_skips.inc()
 
-    def _catch_up(self, viewer: Viewer, most_lines: int | None) -> None:
-        """Give a viewer a snapshot, if its connection takes it."""
-        if not viewer.write(self._snapshot(most_lines).frame(viewer.framing)):
+    def _catch_up(self, viewer: Viewer) -> None:
+        """Give a viewer a snapshot, if its connection takes it: the first has all words, a later one the newest."""
+        self._show(viewer, self._snapshot(NEWEST_LINES if viewer.number >= 0 else None))
+
+    def _show(self, viewer: Viewer, snapshot: Message) -> None:
+        if not viewer.write(snapshot.frame(viewer.framing)):
             self._fall_behind(viewer, asyncio.get_running_loop().time())
             return
-        viewer.number, viewer.behind_since = self.transcript.number, None
+        viewer.number, viewer.behind_since = snapshot.number, None
 
     def _snapshot(self, most_lines: int | None) -> Message:
         made = self._snapshots.get(most_lines)
@@ -307,18 +329,19 @@ class Channel:
             made = self._snapshots[most_lines] = Message(self.transcript.number, fields)
         return made
 
-    def tick(self, now: float, keeps_alive: bool) -> None:
-        """Serve viewers that are behind, cut off those that read nothing, and end those that may not read any more."""
-        for viewer in tuple(self.viewers):
-            if not viewer.is_allowed():
-                viewer.close("the link has expired or was revoked, or the key was removed")
-            elif viewer.behind_since is not None:
-                if self.is_current:
-                    self._catch_up(viewer, NEWEST_LINES if viewer.number >= 0 else None)
-                if viewer.behind_since is not None and now - viewer.behind_since > UNREAD_S:
-                    viewer.abort()
-            elif keeps_alive and viewer.framing in _KEEPALIVE:
-                viewer.write(_KEEPALIVE[viewer.framing])
+    def tick(self, viewer: Viewer, now: float, keeps_alive: bool) -> None:
+        """Serve a viewer that is behind, cut it off if it reads nothing, and end it if it may not read any more."""
+        if viewer not in self.viewers:
+            return  # it left during this round
+        if not viewer.is_allowed():
+            viewer.close("the link has expired or was revoked, or the key was removed")
+        elif viewer.behind_since is not None:
+            if self.is_current:
+                self._catch_up(viewer)
+            if viewer.behind_since is not None and now - viewer.behind_since > UNREAD_S:
+                viewer.abort()
+        elif keeps_alive and viewer.framing in _KEEPALIVE:
+            viewer.write(_KEEPALIVE[viewer.framing])
 
 
 class Audience:
@@ -419,12 +442,21 @@ class Audience:
             self.players = sum(
                 channel.wanted_until > now and channel.transcript.is_live for channel in self.channels.values()
             )
-            for channel in list(self.channels.values()):
+            await self._tick(now, keeps_alive)
+
+    async def _tick(self, now: float, keeps_alive: bool) -> None:
+        """Serve all viewers of all names, some at a time."""
+        count = 0
+        for channel in list(self.channels.values()):
+            for viewer in tuple(channel.viewers):
                 try:
-                    channel.tick(now, keeps_alive)
+                    channel.tick(viewer, now, keeps_alive)
                 except Exception:
-                    log.exception("a tick of the viewers of %s failed", channel.key[1])
-                self._drop_unused(channel)
+                    log.exception("a tick of a viewer of %s failed", channel.key[1])
+                count += 1
+                if count % WRITTEN_AT_ONCE == 0:
+                    await asyncio.sleep(0)
+            self._drop_unused(channel)
 
     async def close(self) -> None:
         """End all viewers: the server stops."""

@@ -798,6 +798,8 @@ class WebhookStore:
         # A connection that is closed while another thread writes with it ends the process.
         self._use = threading.Lock()
         self.unwritten: dict[int, StoredEvent] = {}
+        # Events that the file has, or may get from the write that runs; and those of them that it has to lose.
+        self._stored: set[int] = set()
         self._removed: set[int] = set()
         self._wanted = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
@@ -806,6 +808,7 @@ class WebhookStore:
     async def open(self) -> list[StoredEvent]:
         """Lock a file for this process. Returns its events, and those of processes that have ended. Raises OSError."""
         kept = await in_thread(self._take_files, "webhook store")
+        self._stored = {event.number for event in kept}
         self._writing = asyncio.create_task(self._write_all(), name="webhook store")
         return kept
 
@@ -814,10 +817,12 @@ class WebhookStore:
         self._wanted.set()
 
     def remove(self, number: int) -> None:
-        # Also what was added and not yet written: an older row of the event may be in the file.
+        # Also what was added and not yet written: an older row of the event may be in the file. Without one there is
+        # nothing to remember: a disk may be full for days.
         self.unwritten.pop(number, None)
-        self._removed.add(number)
-        self._wanted.set()
+        if number in self._stored:
+            self._removed.add(number)
+            self._wanted.set()
 
     async def close(self, seconds: float) -> bool:
         """Write what is left, for at most this time. Returns whether all of it was written."""
@@ -841,15 +846,21 @@ class WebhookStore:
             added, removed = list(self.unwritten.values()), set(self._removed)
             if not added and not removed:
                 continue
+            new = {event.number for event in added} - self._stored
+            self._stored |= new
             try:
                 await in_thread(lambda a=added, r=removed: self._write(a, r), "webhook store")  # type: ignore[misc]
             except (sqlite3.Error, OSError) as error:
                 self._has_failed = True
+                # A write is done whole or not at all.
+                self._stored -= new
+                self._removed -= new
                 log.error("webhooks.folder: cannot write (%s); waiting webhooks are in memory only", error)
                 await asyncio.sleep(RETRY_S)
                 self._wanted.set()
                 continue
             self._has_failed = False
+            self._stored -= removed - {event.number for event in added}
             self._removed -= removed
             for event in added:
                 # Else it was changed or removed while it was written.

@@ -45,7 +45,7 @@ from realtime.serving.media_processes import (
     ForkServerClient,
 )
 from realtime.serving.metrics import Metrics
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, places_of_one_key
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import OpenSession
 from realtime.serving.uvicorn_protocols import Part, SocketExtras
@@ -242,10 +242,7 @@ class Calls:
         """Answer an offer; returns the id of the call and the answer. `reached` is the address of this server that the
         request has come to. Raises Refusal."""
         job = self._job(offer, reached)
-        if len(self.by_id) >= self._config.webrtc.calls:
-            self._metrics.refused.labels("calls").inc()
-            text = f"The server has {self._config.webrtc.calls} calls, and takes no more (webrtc.calls)."
-            raise Refusal(503, "too_many_calls", text, retry_after_s=5, kind="server_error")
+        self._check_room(caller)
         call = Call(caller)
         self.by_id[call.id] = call
         call.task = asyncio.create_task(self._run(call, settings, job), name=f"call {call.id}")
@@ -254,6 +251,19 @@ class Calls:
         except asyncio.CancelledError:
             call.task.cancel()
             raise
+
+    def _check_room(self, caller: Caller) -> None:
+        """Raises Refusal if the server, or this caller, has as many calls as it may have."""
+        most = self._config.webrtc.calls
+        share = places_of_one_key(most, len(self._config.auth.keys))
+        if len(self.by_id) >= most:
+            text = f"The server has {most} calls, and takes no more (webrtc.calls)."
+        elif sum(call.caller.name == caller.name for call in self.by_id.values()) >= share:
+            text = f"One of several keys may have {share} calls, half of webrtc.calls."
+        else:
+            return
+        self._metrics.refused.labels("calls").inc()
+        raise Refusal(503, "too_many_calls", text, retry_after_s=5, kind="server_error")
 
     def find(self, call_id: str, caller: Caller) -> Call:
         """The call of this caller. Raises a 404 Refusal, also for a call of another caller."""

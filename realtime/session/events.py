@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 from numpy.typing import NDArray
 
 from engine import messages
@@ -107,8 +108,9 @@ Event = (
 # Core -> client
 
 
-@dataclass(frozen=True, slots=True)
-class TimedWord:
+# Not for the garbage collector: a word refers to plain values only, and hours of open turns have millions of them. A
+# collection over 64 such turns of an hour would block the event loop for a tenth of a second.
+class TimedWord(Struct, frozen=True, gc=False):
     """A word with its first sample and the sample after its last."""
 
     text: str

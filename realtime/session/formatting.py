@@ -12,9 +12,11 @@ client's lists.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
+
+from msgspec.structs import replace
 
 from realtime.session import english, european
 from realtime.session.english import WrittenForm, split_marks

@@ -7,6 +7,7 @@ the session core and the engine stream work with the result. The server's own co
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -211,18 +212,32 @@ class Settings:
         )
 
     def in_force_after(self, current: Settings, spec: ModelSpec) -> tuple[Settings, list[ClientFault]]:
-        """Like `in_force`, for a change of `current`: a refused option keeps its current value and gives a fault."""
+        """Like `in_force`, for a change of `current`: a refused option keeps its current value and gives a fault.
+
+        A current value may be refused too. It may conflict with another new option: then all options of the model keep
+        their values. Or the session came from an engine that has more than this one: then the option is cleared.
+        """
         asked, faults = self, list[ClientFault]()
-        kept: set[str] = set()
+        refusals = Counter[str]()
         while True:
             try:
                 return asked.in_force(spec), faults
             except ClientFault as fault:
-                faults.append(fault)
-                # The current value was refused too: it conflicts with another new option, so all keep their values.
-                refused = MODEL_OPTIONS if fault.param in kept or fault.param is None else (fault.param,)
-                kept.update(refused)
-                asked = replace(asked, **{name: getattr(current, name) for name in refused})
+                name = fault.param or ""
+                refusals[name] += 1
+                if refusals[name] == 1:
+                    faults.append(fault)
+                    asked = replace(asked, **{name: getattr(current, name)})
+                elif refusals[name] == 2 and name in MODEL_OPTIONS:
+                    asked = replace(asked, **{option: getattr(current, option) for option in MODEL_OPTIONS})
+                else:
+                    asked = asked._without(name)
+
+    def _without(self, option: str) -> Settings:
+        """These settings without the part of an option that a model can refuse."""
+        if option == "include":
+            return replace(self, include=tuple(name for name in self.include or () if name != INCLUDE_SPEAKERS))
+        return replace(self, **{option: getattr(Settings(), option)})
 
     def untaken(self, taken: Settings) -> list[str]:
         """The names of options that are set here and not in `taken`."""

@@ -362,7 +362,8 @@ class Turns:
         turn = next((turn for turn in self.ended if turn.state is TurnState.COMMITTED), self.current)
         if turn is None or self.speakers is None or self.finishing:
             return []
-        first = turn.words_labelled
+        # Labels may be turned on after an hour of text: no more words are looked up than a final lists.
+        first = turn.words_labelled = max(turn.words_labelled, turn.words_sent - MAX_FINAL_WORDS)
         while turn.words_labelled < turn.words_sent and self.speakers.knows(turn.words[turn.words_labelled]):
             turn.words_labelled += 1
         words = tuple(map(self.speakers.known, turn.words[first : turn.words_labelled]))

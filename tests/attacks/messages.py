@@ -327,6 +327,51 @@ async def mistakes_without_end(target: Target) -> None:
     assert sum(await asyncio.gather(*(err(number) for number in range(20)))) == 1200
 
 
+# As they are written: some are no JSON, some are numbers that no float or 64-bit integer can hold.
+ODD_NUMBERS = (
+    *("NaN", "-Infinity", "1e999", "-1e999", "9" * 400, "9" * 5000, "-0", "0.1e-400", "1e-99999"),
+    *('"\\ud800"', '"\\u0000"', "18446744073709551616", "9223372036854775808", "[]", "{}"),
+)
+CONFIGURES = (
+    '{"type":"Configure","thresholds":{"eot_threshold":%s}}',
+    '{"type":"Configure","thresholds":{"eot_timeout_ms":%s,"eager_eot_threshold":%s}}',
+    '{"type":"Configure","thresholds":%s,"keyterms":[%s]}',
+    '{"type":"Configure","keyterms":%s}',
+    '{"type":%s}',
+)
+
+
+@attack()
+async def odd_numbers_in_mid_stream(target: Target) -> None:
+    """Flux: Configure with numbers that are none, beside audio: each is refused, and the stream ends normally."""
+    url = f"ws://127.0.0.1:{target.port}/v2/listen?encoding=linear16&sample_rate=16000"
+
+    async def configure(number: str) -> int:
+        async with target.client(url, greeted=False) as client:
+            for text in CONFIGURES:
+                await client.send_raw(bytes(640))
+                await client.send_raw(text.replace("%s", number))
+            await client.send_raw('{"type":"CloseStream"}')
+            return await client.close_code()
+
+    assert {await configure(number) for number in ODD_NUMBERS} == {1000}
+
+
+@attack()
+async def turn_detection_that_changes_with_every_message(target: Target) -> None:
+    """Eight sessions that change the way turns end three hundred times each, with audio in between: taken, in order."""
+
+    async def change(audio: bytes) -> None:
+        async with target.client() as client:
+            for number in range(300):
+                chosen = {"type": "semantic_vad", "eagerness": ("low", "high")[number % 2]} if number % 3 else None
+                await client.send("session.update", session={"audio": {"input": {"turn_detection": chosen}}})
+                await client.append(audio)
+            await client.still_works()
+
+    await asyncio.gather(*(change(bytes([number, 40] * 1500)) for number in range(8)))
+
+
 async def _drain(client: Client) -> None:
     async for _ in client.socket:
         pass

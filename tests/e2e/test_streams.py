@@ -294,6 +294,18 @@ async def test_a_key_has_no_more_streams_than_sessions(serve: Serve, tmp_path: P
             assert len(callers) == len(set(callers)) == 2 and streams[0]["id"] in running.gateway.streams.by_id
 
 
+async def test_one_of_several_keys_has_half_of_the_streams(serve: Serve) -> None:
+    keys = {"keys": ("a-long-secret", "another-secret")}
+    async with serve(server=HOSTS, auth=keys, limits={"streams": 3}) as running, web_server() as web:
+        web.pages["/live"] = endless
+        greedy, other = Client(running, "a-long-secret"), Client(running, "another-secret")
+        for _ in range(2):
+            await greedy.begin(web.url("/live"))
+        assert await greedy.refused(web.url("/live")) == (429, "too_many_streams")
+        await other.begin(web.url("/live"))
+        assert await other.refused(web.url("/live")) == (429, "too_many_streams")
+
+
 async def test_reload_that_removes_a_key_ends_its_streams(serve: Serve) -> None:
     async with serve(server=HOSTS, auth={"keys": ("a-long-secret", "another-secret")}) as running, web_server() as web:
         web.pages["/live"] = endless

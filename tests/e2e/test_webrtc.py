@@ -214,6 +214,16 @@ async def test_there_are_so_many_calls_and_no_more(serve: Serve) -> None:
         assert (await post(whip(running), offer)).json()["error"]["code"] == "calls_off"
 
 
+async def test_one_of_several_keys_has_half_of_the_calls(serve: Serve) -> None:
+    async with serve(webrtc={"calls": 2}, auth={"keys": ("a-long-secret", "another-secret")}) as running:
+        offer = await offer_of()
+        found = [
+            (await post(whip(running), offer, key)).status_code
+            for key in ("a-long-secret", "a-long-secret", "another-secret")
+        ]
+        assert found == [201, 503, 201]
+
+
 async def test_ports_and_addresses_are_those_of_the_configuration(serve: Serve) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.bind(("127.0.0.1", 0))

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from realtime.serving import webhooks
 from realtime.serving.webhooks import StoredEvent, WebhookStore
 from tests.waiting import until
 
@@ -217,3 +218,38 @@ async def test_a_file_of_a_server_that_did_not_keep_who_named_the_url_is_read(tm
     store.add(event(2))
     assert await store.close(30.0)
     assert [(one.number, one.named) for one in await taken_over(tmp_path)] == [(1, True), (2, False)]
+
+
+async def test_what_a_full_disk_never_took_is_not_remembered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The disk is full for days, and webhooks are delivered all the time."""
+    store = WebhookStore(str(tmp_path))
+    await store.open()
+    store.add(event(1))
+    await until(lambda: not store.unwritten)
+
+    def full(added: object, removed: object) -> None:
+        raise sqlite3.OperationalError("database or disk is full")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(webhooks, "RETRY_S", 0.01)
+        patched.setattr(store, "_write", full)
+        for number in range(2, 500):
+            store.add(event(number))
+            if not number % 100:
+                await until(lambda: store._has_failed)
+            store.remove(number)
+        store.remove(1)
+        # Those of a write that runs are remembered until it has failed.
+        await until(lambda: store._removed == {1} and not store.unwritten)
+    await until(lambda: not store._removed)
+    # A number that was removed and comes again is in the file, and can be removed again.
+    store.add(event(2))
+    await until(lambda: not store.unwritten)
+    store.remove(2)
+    store.add(event(2))
+    await until(lambda: not store.unwritten and not store._removed)
+    store.remove(2)
+    assert await store.close(30.0)
+    again = WebhookStore(str(tmp_path))
+    assert await again.open() == []
+    assert await again.close(30.0)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.options import MAX_PROMPT_CHARACTERS, Options
 from engine.spec import ModelSpec
 from realtime.errors import ClientFault
-from realtime.session.settings import Settings
+from realtime.session.settings import INCLUDE_SPEAKERS, Settings
 from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL
 
 
@@ -151,3 +151,24 @@ def test_what_is_in_force_stays_so_and_is_what_the_engine_takes(words: list[str]
             continue
         assert taken.in_force(spec(options)) == taken
         options.check(taken.engine_options())
+
+
+@pytest.mark.parametrize(
+    "held",
+    [
+        {"include": (INCLUDE_SPEAKERS,)},
+        {"speakers": True},
+        {"language": "de"},
+        {"task": "translate"},
+        {"include": (INCLUDE_SPEAKERS,), "language": "de", "task": "translate"},
+    ],
+)
+def test_settings_of_an_engine_that_has_more_are_cleared_and_named_once(held: dict[str, Any]) -> None:
+    """A session that another gateway's engine had: what is in force there cannot be here, and is no reason to ask again
+    for ever."""
+    current = Settings(**held)
+    asked = replace(current, delay="low")
+    taken, faults = asked.in_force_after(current, spec(ENGLISH))
+    assert taken == taken.in_force(spec(ENGLISH))
+    assert not taken.labels_speakers and taken.language is None and taken.task is None
+    assert sorted(fault.param or "" for fault in faults) == sorted(held)

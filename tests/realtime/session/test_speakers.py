@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -12,10 +13,10 @@ from engine.options import Options
 from engine.spec import ModelSpec
 from realtime.errors import ClientFault
 from realtime.session.core import SavedSession, Session
-from realtime.session.events import Commit, Completed, Delta, End, Tick, TimedWord, WordsLabelled
+from realtime.session.events import Commit, Completed, Configure, Delta, End, Tick, TimedWord, WordsLabelled
 from realtime.session.settings import INCLUDE_SPEAKERS, Settings
 from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
-from realtime.session.turns import LABELS_SECONDS
+from realtime.session.turns import LABELS_SECONDS, MAX_FINAL_WORDS
 from realtime.session.words import spoken_lines, subtitles, to_srt, to_vtt, vtt_blocks
 from tests.realtime.session.test_core import RATE, Driver, append, counter, flushed, word
 
@@ -145,6 +146,22 @@ def test_memory_does_not_grow_with_the_conversation() -> None:
     assert len(timeline.decided) <= 4096
     timeline.forget_before(19_990 * RATE)
     assert len(timeline.decided) <= 11
+
+
+def test_labels_that_are_turned_on_late_label_the_newest_words() -> None:
+    """An hour of text, then labels: the words of the hour are not looked up in one go."""
+    count = 4 * MAX_FINAL_WORDS
+    plain = replace(LABELLED, speakers=False)
+    drive = Driver(Session(plain, RATE, counter()))
+    drive(append(count * 0.5 + 2))
+    for number in range(count):
+        drive(word("on", number * 0.5, number * 0.5 + 0.4))
+    drive(Configure(LABELLED))
+    told = drive(labels((0.0, count * 0.5, 0)))
+    assert [len(event.words) for event in told if isinstance(event, WordsLabelled)] == [MAX_FINAL_WORDS]
+    # The turn is longer than one with labels may be, and ends after the next word.
+    told = drive(word("on", count * 0.5, count * 0.5 + 0.4))
+    assert speakers(told) == [0] * MAX_FINAL_WORDS
 
 
 @pytest.mark.parametrize("asked", [Settings(speakers=True), Settings(include=(INCLUDE_SPEAKERS,))])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 import sys
 from dataclasses import fields, is_dataclass, replace
@@ -11,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as replace_word
 
 from engine import messages
 from engine.server.speech_track import SpeechTrack
@@ -57,6 +59,8 @@ def held_bytes(thing: Any, seen: set[int] | None = None) -> int:
         return size
     if hasattr(thing, "__iter__"):
         return size + sum(held_bytes(part, seen) for part in thing)
+    if isinstance(thing, TimedWord):
+        return size + sum(held_bytes(getattr(thing, name), seen) for name in TimedWord.__struct_fields__)
     if is_dataclass(thing):
         return size + sum(held_bytes(getattr(thing, field.name), seen) for field in fields(thing))
     return size + held_bytes(getattr(thing, "__dict__", {}), seen)
@@ -255,3 +259,9 @@ def test_however_text_is_cut_a_long_turn_loses_and_repeats_nothing(sizes: list[i
     transcripts = [event.transcript for event in sent if isinstance(event, Completed)]
     assert " ".join(transcripts) == text.strip()
     assert len(transcripts) >= 80 // (longest + 8)
+
+
+def test_words_are_not_searched_by_the_garbage_collector() -> None:
+    """Many open turns of an hour would make each collection a pause for all clients."""
+    word = TimedWord("word", 0, 1, ((b"wo", -0.1), (b"rd", -0.2)), 0.9)
+    assert not gc.is_tracked(word) and not gc.is_tracked(replace_word(word, speaker=1))
