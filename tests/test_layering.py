@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import sys
-from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -102,14 +102,17 @@ OPENINGS: dict[str, set[str]] = {
 }
 
 
-def imports(path: Path) -> Iterator[str]:
+@cache
+def imports(path: Path) -> frozenset[str]:
     """Full names of everything a file imports, wherever in the file it does so."""
+    found: set[str] = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{path}: relative imports hide who imports whom"
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+            found.update(f"{node.module}.{alias.name}" for alias in node.names)
+    return frozenset(found)
 
 
 def sources() -> dict[str, Path]:
@@ -138,6 +141,7 @@ def folder(path: str) -> str:
     return path.rpartition("/")[0]
 
 
+@cache
 def graph() -> dict[str, set[str]]:
     """Which files of ours each file imports."""
     return {

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-import torch
+
+from engine.runner.device import compute_on_one_thread
 
 
-@pytest.fixture(scope="module")
-def one_thread() -> Iterator[None]:
-    """Matrices this small only lose time by being shared out, most of all on a busy machine."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+@pytest.fixture(scope="session", autouse=True)
+def one_thread() -> None:
+    """The models of tests are small: sharing their matrices out costs more than it saves, and threads that wait
+    for each other spin, most of all on a busy machine."""
+    compute_on_one_thread()

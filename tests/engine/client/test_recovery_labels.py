@@ -26,8 +26,6 @@ from tests.engine.server.test_speaker_tracks import embedding_of
 
 ON = {SPEAKERS: speakers_text()}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Instant(Embedder):
     """Embeddings that are ready at once."""

@@ -50,9 +50,6 @@ PACKET = 1280
 REAL_MODEL, REAL_SPEECH = "moonshine-tiny", "sample-two-cities"
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 class LocalLink:
     """A link to a loop in this process; what the loop says comes back as it would from the wire."""
 

@@ -26,8 +26,6 @@ from tests.engine.turn_detectors import WINDOW, answer_to
 
 RULE = TurnRule(0.5, 1024, 3200, asks=True)
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Late(TurnDetector):
     """Answers when it has been asked for news a random number of times: the loop asks at every step."""

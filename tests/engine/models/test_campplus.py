@@ -36,7 +36,6 @@ WEIGHTS = cache_folder() / "speakers" / REGISTRY["speakers"].single_file
 REFERENCE = Path(__file__).with_name("campplus_reference.json")
 LENGTHS = {"a second and a half": 24_000, "half a second": 8_000, "two seconds": MAX_PIECE_SAMPLES}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 with_weights = pytest.mark.skipif(not WEIGHTS.exists(), reason="run `tickertape pull speakers` first")
 
 

@@ -22,9 +22,6 @@ LAYERS = {"encoder_num_hidden_layers": 2, "decoder_num_hidden_layers": 3}
 HEADS = {"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def reference() -> MoonshineForConditionalGeneration:
     torch.manual_seed(1)

@@ -20,7 +20,6 @@ from engine.weights.windowed_models import load_turn_detector
 FILE = cache_folder() / TURN_DETECTOR / TURN_DETECTOR_FILE
 RECORDING = cache_folder() / "sample-two-cities" / "two_cities.wav"
 
-pytestmark = pytest.mark.usefixtures("one_thread")
 needs_weights = pytest.mark.skipif(not FILE.exists(), reason="run `tickertape pull turn-detector` first")
 needs_speech = pytest.mark.skipif(not RECORDING.exists(), reason="run `tickertape pull sample-two-cities` first")
 

@@ -18,8 +18,6 @@ from engine.models.seq2seq import Encoded, SpeechModel, quantise_linears
 from engine.models.traced_decoder import PASSES_BEFORE_TRACE, compiled_decode, compiled_later
 from engine.models.whisper import Whisper, WhisperConfig
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 VOCABULARY = 40
 
 

@@ -39,9 +39,6 @@ OPENAI_NAMES = [
 ]
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def reference() -> WhisperForConditionalGeneration:
     torch.manual_seed(2)

@@ -28,10 +28,7 @@ VOICES = {
     "en": "Good morning ladies and gentlemen. Today we talk about the weather in England.",
 }
 
-pytestmark = [
-    pytest.mark.usefixtures("one_thread"),
-    pytest.mark.skipif(not (cache_folder() / NAME).exists(), reason=f"run `tickertape pull {NAME}` first"),
-]
+pytestmark = pytest.mark.skipif(not (cache_folder() / NAME).exists(), reason=f"run `tickertape pull {NAME}` first")
 
 
 @cache

@@ -32,8 +32,6 @@ TURN_WEIGHTS = cache_folder() / TURN_DETECTOR / TURN_DETECTOR_FILE
 with_turns = pytest.mark.skipif(not TURN_WEIGHTS.exists(), reason=f"run `tickertape pull {TURN_DETECTOR}` first")
 CPU = torch.device("cpu")
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 class Doubles(BackgroundModel[int, int]):
     """Doubles numbers; cannot load `failures` times, and fails for a negative number."""

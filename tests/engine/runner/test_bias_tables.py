@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 
 import numpy as np
-import pytest
 import torch
 
 from engine.options import Keyword
@@ -13,8 +12,6 @@ from engine.runner.bias import BiasTables, KeywordTree, Spelling
 from engine.spec import Vocabulary
 
 BLANK, MARKER = 0, 1
-
-pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def random_vocabulary(draw: random.Random) -> Vocabulary:

@@ -56,7 +56,6 @@ def test_no_gpu_is_said_before_weights_are_read(tmp_path: Path, monkeypatch: pyt
         load_runner(tmp_path / "nothing", EngineConfig("m", "cuda", threads=1))
 
 
-@pytest.mark.usefixtures("one_thread")
 def test_on_a_cpu_a_file_is_heard_as_whisper_was_trained_to_and_a_live_window_for_less() -> None:
     """With two seconds of silence behind a short window, whisper-tiny said sentences again and again to their end."""
     heard: list[list[int]] = []

@@ -33,8 +33,6 @@ SPOKEN = (
 # ends, the model says between two and thirteen words more at the first four.
 MOMENTS = {3.29: 9, 9.11: 27, 11.04: 32, 11.10: 33, 6.00: 18}
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[EngineLoop]:

@@ -24,8 +24,6 @@ RECORDING = "sample-two-cities"
 SAMPLE_RATE = 16_000
 PACKET = 1_280
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[EngineLoop]:

@@ -39,8 +39,6 @@ from tests.cached_models import skip_unless_cached
 RECORDING = "sample-two-cities"
 PACKET = 1_280
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def loop() -> Iterator[EngineLoop]:

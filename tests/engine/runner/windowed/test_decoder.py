@@ -32,8 +32,6 @@ from engine.runner.windowed.windows import HostWindows
 from engine.spec import Vocabulary
 from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 LANGUAGES = Options(("en", "de", "fr"), detects_language=True, translates=True, prompt=True)
 SECOND = 16_000
 

@@ -23,9 +23,6 @@ SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=Runni
 TEN_MINUTES = 600 * 16_000 // SAMPLES_PER_POSITION
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def model() -> Moonshine:
     torch.manual_seed(6)

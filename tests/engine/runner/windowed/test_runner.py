@@ -33,9 +33,6 @@ WINDOW = 40
 EXPECTED = {"keywords": "w58x\t1"}
 
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
-
 @pytest.fixture(scope="module")
 def model() -> Moonshine:
     torch.manual_seed(3)

@@ -41,8 +41,6 @@ LOST_AT = LONG_FROM_ANCHOR - 5
 END = LOST_AT + 40
 SECOND = 12
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 @pytest.fixture(scope="module")
 def model() -> Moonshine:

@@ -29,8 +29,6 @@ PIECES = [b"", b"", b""] + [b" w%d" % token if token % 3 else b"x" for token in 
 POLICY = Policy(agreed_margin=2.0, lone_margin=4.0, cut_beyond=30.0, doubt=-100.0)
 LONGEST = 100 * SAMPLES_PER_POSITION
 
-pytestmark = pytest.mark.usefixtures("one_thread")
-
 
 def sharpened(model: Moonshine | Whisper) -> Moonshine | Whisper:
     """Ties would make comparisons meaningless."""
