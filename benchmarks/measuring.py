@@ -37,6 +37,14 @@ def with_common_options(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
+def positive(text: str) -> int:
+    """The type of an option: a whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
 def write_json(options: argparse.Namespace, figures: Any) -> None:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

@@ -18,14 +18,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy import SMALL_MODEL
 from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
-from benchmarks.playing import Played, Run
-from benchmarks.recordings import Session, sample_speech, sound_session
+from benchmarks.playing import Played, Run, warm_loop
+from benchmarks.recordings import SMALL_MODEL, Session, sample_speech, sound_session
 from benchmarks.sounds import SAMPLE_RATE, Samples
-from engine.options import DEFAULT_MODEL, EngineConfig
-from engine.server.loop import EngineLoop
-from engine.server.main import build_loop, calm_collector, warm_up
+from engine.options import DEFAULT_MODEL
+from engine.server.loop import EngineLoop, calm_collector
 
 
 class EndlessUploads:
@@ -88,8 +86,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.uploads, options.seconds, options.model = 2, 3.0, SMALL_MODEL
     audio = sample_speech(options.seconds)
     # The budget of uploads uses the same virtual clock as the delays.
-    loop = build_loop(EngineConfig(model=options.model, threads=options.threads), time.process_time_ns)
-    warm_up(loop)
+    loop = warm_loop(options.model, 0, options.threads, time.process_time_ns)
     calm_collector()
     live: list[Session] = [sound_session("live", np.concatenate([audio, np.zeros(SAMPLE_RATE, np.float32)]))]
     beside_live, by_themselves = (EndlessUploads(audio, options.uploads) for _ in range(2))

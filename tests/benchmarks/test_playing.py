@@ -81,7 +81,7 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
         return samples, [Part(session.clips[0], 0.0, seconds)]
 
     monkeypatch.setattr(playing.Session, "load", load)
-    return [Session(name, (Clip(Path(name), "tick", 1.0, "clips"),), 0.0) for name in "abc"]
+    return [Session(name, (Clip(Path(name), "tick", 1.0, "clips"),)) for name in "abc"]
 
 
 def play(sessions: list[Session], streams: int, broken: str = "") -> list[Played]:
