@@ -194,7 +194,7 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.small:
         # A tiny Voxtral on the CPU, unless another model is asked for.
-        options.sessions, options.seconds, options.clients = ["2:24000:50:0.2"], 2.0, 1
+        options.sessions, options.seconds, options.clients = ["2:24000:50:0.2"], 1.5, 1
         options.max_streams, options.workers = 4, 1
     windowed, results = is_windowed(options), list[Result]()
     spans, began = spans_of_speech(options.audio, options.null or windowed), time.monotonic()

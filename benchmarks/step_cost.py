@@ -108,7 +108,7 @@ def memory(items: int) -> int:
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     calm_collector()
-    few, many, million, rounds = (50, 100, 5_000, 50) if options.small else (1_000, 20_000, 1_000_000, 5_000)
+    few, many, million, rounds = (50, 100, 2_000, 30) if options.small else (1_000, 20_000, 1_000_000, 5_000)
     report: dict[str, Any] = {}
     for streams, old, history, label in (
         (1, million, 64, "pruned"),
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         each[f"linear, {items} items"] = host_time(1, items, RETAIN_EVERYTHING, 30, linear=True)
     report["us per stream and step"] = each
     show("Microseconds per stream and step", each)
-    held = {f"bytes at {items} items": memory(items) for items in (2_000 if options.small else 10_000, million)}
+    held = {f"bytes at {items} items": memory(items) for items in (500 if options.small else 10_000, million)}
     few_bytes, many_bytes = held.values()
     report["memory"] = held | {"ratio": many_bytes / few_bytes}
     show("Bytes one stream holds", report["memory"])

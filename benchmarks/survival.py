@@ -176,8 +176,8 @@ def compare_words(options: argparse.Namespace) -> Figures:
     make: MakeEngine = partial(real_engine, options)
     alive_s = 4.0
     if options.small:
-        make, alive_s, options.kills = null_engine, 0.3, 2
-        sessions = [[voice(2.0, pitch, seed=number)] * 2 for number, pitch in enumerate((95.0, 190.0))]
+        make, alive_s, options.kills = null_engine, 0.2, 1
+        sessions = [[voice(1.5, pitch, seed=number)] for number, pitch in enumerate((95.0, 190.0))]
     else:
         sessions = load_sessions(options)
     calm, again, killed = (

@@ -23,7 +23,7 @@ from tests.cached_models import skip_unless_cached
 
 # The command line, and what it prints among others.
 RUNS = {
-    "step_cost": ["ratio", "512 streams", "linear, 500 items", "bytes at 5000 items"],
+    "step_cost": ["ratio", "512 streams", "linear, 500 items", "bytes at 2000 items"],
     "host_cost": ["us an item"],
     "append_cost": ["16 kHz, 80 ms appends, 4 sessions", "24 kHz, 50 ms appends, 4 sessions", "kB of"],
     "response_cost": ["longest block ms", "deepgram, one utterance"],
