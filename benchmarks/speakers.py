@@ -34,7 +34,7 @@ from numpy.typing import NDArray
 
 from benchmarks.conversations import COLUMNS_PER_SECOND, Conversation, mixed, stretches
 from benchmarks.measuring import parser_of, percentiles, run_command, show
-from benchmarks.recordings import BadManifest, add_manifest, exit_status, load_audio, manifest_entries
+from benchmarks.recordings import add_manifest, exit_status, load_audio, manifest_entries
 from benchmarks.sounds import SAMPLE_RATE, Samples, voice
 from engine.models.campplus import load_campplus, traced
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, load_silero
@@ -42,6 +42,7 @@ from engine.runner.device import compute_on_one_thread
 from engine.server.speakers import CutSettings, Label, Piece, PieceCutter, SpeakerLabels, rounded
 from engine.server.speech_track import voiced_frames
 from engine.weights.store import pull
+from realtime.bench.clients import BadManifest
 
 # A person with less speech than this is left out of conversations.
 LEAST_SECONDS = 8.0

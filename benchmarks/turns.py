@@ -84,7 +84,6 @@ class Source:
     audio: Samples
     reference: str
     marks: bool
-    group: str
 
 
 @dataclass(slots=True)
@@ -150,12 +149,11 @@ def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
         marks = any(mark in text for mark in SENTENCE_MARKS)
         if entry.get("kind", "clips") != "clips" or not text:
             continue
-        group = str(entry.get("style", "speech"))
-        if not marks and not one_sentence and not group.endswith(ONE_SENTENCE):
+        if not marks and not one_sentence and not str(entry.get("style", "")).endswith(ONE_SENTENCE):
             continue
         name = str(entry.get("id", Path(entry["path"]).stem))
         audio = load_audio(path.parent / entry["path"])
-        found.append(Source(name, str(entry.get("speaker", name)), audio, text, marks, group))
+        found.append(Source(name, str(entry.get("speaker", name)), audio, text, marks))
     return found
 
 
@@ -419,10 +417,6 @@ def compare(cases: Sequence[PauseCase], question_s: float) -> Figures:
             at, rule = fitting[0]
             at_5_percent = figures_of(rule, second, cost, sum(spoken.values()))
             found[name]["at_5_percent"] = {"setting": float(at), **at_5_percent}
-    found["fused_wrong_cuts_by_group"] = {
-        group: wrong_cuts(FAMILIES["fused"][0], [case for case in second if case.source.group == group])
-        for group in sorted({case.source.group for case in second})
-    }
     return found
 
 
