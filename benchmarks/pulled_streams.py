@@ -63,7 +63,7 @@ EDGE_S, KILL_S = 2.0, 20.0
 # Segments of HLS by which a listener is late at the end; and the longest wait for its last words.
 LATE_SEGMENTS = 6
 # Seconds of a small run after all listeners have their first words.
-SMALL_S = 5.0
+SMALL_S = 4.0
 LAST_WORDS_S = 120.0
 # Seconds without a byte after which a reader of events connects again, and before it does.
 READER_S, ASK_AGAIN_S = 60.0, 0.5
@@ -384,7 +384,7 @@ def stream_figures(puller: Puller, reference: Sequence[Word], file: Sequence[Wor
 def recording(options: argparse.Namespace) -> Samples:
     """As many minutes of speech as asked for."""
     if options.null:
-        sound = voice(60.0, 130.0, seed=1)
+        sound = voice(10.0, 130.0, seed=1)
     elif options.manifest is not None:
         sound, _ = joined_sessions(read_manifest(options.manifest, kind="clips"), 1, PAUSE_S)[0].load()
     else:
@@ -437,7 +437,7 @@ async def play(
 
     killing = asyncio.create_task(kill())
     await asyncio.gather(killing, *speaking, *map(interrupt, sources))
-    await asyncio.sleep(LATE_SEGMENTS * options.segment)
+    await asyncio.sleep((1 if options.small else LATE_SEGMENTS) * options.segment)
     server.check()
     for puller in pullers:
         await asyncio.to_thread(puller.end)
@@ -490,7 +490,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_server_options(parser)
     parser.set_defaults(workers=2, gateways=3)
     # The recording of a small run is longer than the run.
-    run_command(parser, arguments, measure, null=True, workers=1, minutes=3.0, away=1.0, segment=1)
+    run_command(parser, arguments, measure, null=True, workers=1, minutes=1.0, away=1.0, segment=1)
 
 
 if __name__ == "__main__":
