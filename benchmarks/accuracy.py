@@ -13,82 +13,61 @@ Exit status: 0 done, 1 the engine failed, 2 the manifest or the model cannot be 
 from __future__ import annotations
 
 import argparse
-import atexit
 import json
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
-from benchmarks.playing import Cost, Played, Run
+from benchmarks.measuring import parser_of, percentiles, positive, show, write_json
+from benchmarks.playing import PAUSE_SECONDS, Cost, Played, Run, warm_loop
 from benchmarks.recordings import (
-    BadManifest,
+    SMALL_MODEL,
     Clip,
     Part,
     Session,
+    add_manifest,
+    exit_status,
     joined_sessions,
     load_audio,
+    manifest_of,
     one_session_per_clip,
     read_manifest,
-    sample_manifest,
 )
 from benchmarks.scoring import (
-    SeamErrors,
     Word,
     bootstrap_interval,
     calibration,
-    compare_seams,
     plain_words,
     pooled,
     right_words,
-    seams_of,
     times_to_final,
 )
 from benchmarks.sounds import SAMPLE_RATE, Samples, utterances
 from engine.core.stream import Detokenizer
-from engine.errors import EngineError
 from engine.models.seq2seq import Encoded, SpeechModel
 from engine.models.silero import load_silero
-from engine.options import DEFAULT_MODEL, EngineConfig, Keyword
+from engine.options import DEFAULT_MODEL, Keyword
 from engine.runner.bias import KeywordTree, Spelling
+from engine.runner.device import compute_on_one_thread
 from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.decoder import GreedyDecoder, Row
 from engine.server.loop import EngineLoop
-from engine.server.main import build_loop, warm_up
 from engine.spec import Vocabulary
 from engine.weights.store import WeightsError, pull, resolve
 from engine.weights.windowed_models import load_speech_model
 from realtime.bench.words import Normaliser, english_normaliser, word_errors
 from realtime.session.settings import Settings
 
-# The microphone stays open after the last word; the engine must find the end of speech by itself.
-PAUSE_SECONDS = 1.5
 SPELLING_TABLE = "english-spelling"
-SMALL_MODEL = "moonshine-tiny"
 
 Figures = dict[str, Any]
-
-
-def warm_loop(model: str, streams: int, threads: int = 1) -> EngineLoop:
-    loop = build_loop(EngineConfig(model, "cpu", max_streams=streams, threads=threads))
-    warm_up(loop)
-    # Threads that compute must not outlive the interpreter.
-    atexit.register(loop.close)
-    return loop
-
-
-def complain(error: Exception) -> int:
-    """Say why there are no figures. Returns the command's exit status: 1 if the engine failed, else 2."""
-    failed = isinstance(error, RunFailed)
-    print(f"error: the engine failed: {error}" if failed else f"error: {error}", file=sys.stderr)
-    return 1 if failed else 2
+# A clip and its text.
+Transcript = tuple[Clip, str]
 
 
 # The same weights without a live edge: what a live transcript is compared with
@@ -125,9 +104,6 @@ class OfflineTranscriber:
         weights, pieces = load_speech_model(resolve(model))
         weights.quantise()
         return cls(weights, pieces, SpeechDetector(load_silero(), max_streams=1))
-
-    def transcribe(self, samples: Samples) -> str:
-        return self.decode(self.encode(samples))
 
     @torch.inference_mode()
     def encode(self, samples: Samples) -> list[Piece]:
@@ -173,17 +149,10 @@ class OfflineTranscriber:
 # From transcripts and runs to figures
 
 
-@dataclass(frozen=True, slots=True)
-class Transcript:
-    clip: Clip
-    text: str
-
-
 def accuracy(transcripts: Sequence[Transcript], normalise: Normaliser) -> Figures:
     """Error rate of clips with speech, and words that appeared in clips without."""
-    silent = [item for item in transcripts if not item.clip.text.strip()]
-    spoken = [item for item in transcripts if item.clip.text.strip()]
-    errors = [word_errors(normalise(item.clip.text), normalise(item.text)) for item in spoken]
+    silent = [(clip, text) for clip, text in transcripts if not clip.text.strip()]
+    errors = [word_errors(normalise(clip.text), normalise(text)) for clip, text in transcripts if clip.text.strip()]
     figures: Figures = {}
     if errors:
         total = pooled(errors)
@@ -197,13 +166,10 @@ def accuracy(transcripts: Sequence[Transcript], normalise: Normaliser) -> Figure
             "insertions": total.insertions,
         }
     if silent:
-        minutes = sum(item.clip.seconds for item in silent) / 60
-        inserted = {item.clip.path.name: item.text for item in silent if normalise(item.text)}
-        words = sum(len(normalise(text)) for text in inserted.values())
+        inserted = {clip.path.name: text for clip, text in silent if normalise(text)}
         figures |= {
-            "silent_minutes": minutes,
-            "words_in_silence": words,
-            "insertions_per_silent_minute": words / minutes,
+            "silent_minutes": sum(clip.seconds for clip, _ in silent) / 60,
+            "words_in_silence": sum(len(normalise(text)) for text in inserted.values()),
             "texts_in_silence": inserted,
         }
     return figures
@@ -216,37 +182,26 @@ def words_of(part: Part, words: Sequence[Word]) -> list[Word]:
 def transcripts_of(run: Played) -> list[Transcript]:
     """The text of each clip of a session: all of it if there is one clip, or the words that fall into each."""
     if len(run.parts) == 1:
-        return [Transcript(run.parts[0].clip, run.emissions.text)]
+        return [(run.parts[0].clip, run.emissions.text)]
     words = run.emissions.words
-    return [Transcript(part.clip, " ".join(word.text for word in words_of(part, words))) for part in run.parts]
+    return [(part.clip, " ".join(word.text for word in words_of(part, words))) for part in run.parts]
 
 
 def finals_of(runs: Sequence[Played], normalise: Normaliser) -> Figures:
     """Error rate of the final texts of turns, and how long after the end of speech they came."""
-    texts, delays = list[Transcript](), list[float]()
-    for run in runs:
-        if len(run.parts) == 1:
-            texts.append(Transcript(run.parts[0].clip, " ".join(final.text for final in run.finals)))
-        delays += [final.at - final.end / SAMPLE_RATE for final in run.finals if final.text]
+    finals = [final for run in runs for final in run.finals]
+    delays = [at - final.end / SAMPLE_RATE for final, at in finals if final.transcript]
+    texts = [
+        (run.parts[0].clip, " ".join(final.transcript for final, _ in run.finals))
+        for run in runs
+        if len(run.parts) == 1
+    ]
     return {**accuracy(texts, normalise), **percentiles("delay_after_end", delays, 50, 95)} if texts else {}
-
-
-def seams_in(runs: Sequence[Played], whole: dict[Path, str]) -> Figures:
-    """Marks and capitals at pauses, where the text of the whole clip is at hand."""
-    errors, compared = SeamErrors(), False
-    for run in runs:
-        spoken = utterances(run.probabilities, run.frame_seconds)
-        for part in run.parts:
-            if part.clip.path in whole:
-                words, compared = words_of(part, run.emissions.words), True
-                texts = [word.text for word in words]
-                errors += compare_seams(whole[part.clip.path], texts, seams_of(words, spoken))
-    return {"seams": asdict(errors)} if compared else {}
 
 
 def delays_of(runs: Sequence[Played]) -> Figures:
     """Seconds, over all live sessions."""
-    emission, final, lag, after_end = list[float](), list[float](), list[float](), list[float]()
+    emission, final, lag = list[float](), list[float](), list[float]()
     judged: list[tuple[float, bool]] = []
     for run in runs:
         shown = run.emissions.shown()
@@ -256,16 +211,12 @@ def delays_of(runs: Sequence[Played]) -> Figures:
             judged += [(word.confidence, is_right) for word, is_right in words if word.confidence is not None]
         final += times_to_final(utterances(run.probabilities, run.frame_seconds), shown)
         lag += run.lags
-        if run.closed_at is not None:
-            after_end.append(run.closed_at - run.seconds)
     return {
         "words_timed": len(emission),
         **percentiles("emission_delay", emission, 50, 95),
         "utterances_timed": len(final),
         **percentiles("time_to_final", final, 50, 95),
-        **percentiles("lag", lag, 50, 95),
-        "lag_max": max(lag, default=None),
-        "closed_after_end_max": max(after_end, default=None),
+        **percentiles("lag", lag, 50, 95, 100),
         "wrong_in_lowest_tenth_and_upper_half": calibration(judged),
     }
 
@@ -298,9 +249,8 @@ def rounds_of(runs: Sequence[Played], rounds: int, costs: Sequence[Cost], normal
 # The command
 
 
-def offline(clips: list[Clip], model: str, normalise: Normaliser) -> tuple[Figures, dict[Path, str]]:
-    """Only clips with speech: without a speech gate a windowed model makes up words elsewhere. Returns the figures, and
-    the text of each clip."""
+def offline(clips: list[Clip], model: str, normalise: Normaliser) -> Figures:
+    """Only clips with speech: without a speech gate a windowed model makes up words elsewhere."""
     transcriber = OfflineTranscriber.load(model)
     transcripts = []
     cpu = seconds = 0.0
@@ -308,50 +258,40 @@ def offline(clips: list[Clip], model: str, normalise: Normaliser) -> tuple[Figur
         if clip.text.strip():
             samples = load_audio(clip.path)
             began = time.process_time()
-            transcripts.append(Transcript(clip, transcriber.transcribe(samples)))
+            transcripts.append((clip, transcriber.decode(transcriber.encode(samples))))
             cpu += time.process_time() - began
             seconds += len(samples) / SAMPLE_RATE
-            progress("offline", len(transcripts))
-    figures = accuracy(transcripts, normalise)
-    figures |= {"cpu_per_audio_second": cpu / seconds} if seconds else {}
-    return figures, {item.clip.path: item.text for item in transcripts}
+    return accuracy(transcripts, normalise) | ({"cpu_per_audio_second": cpu / seconds} if seconds else {})
 
 
 def through_the_engine(
-    loop: EngineLoop,
-    what: str,
-    sessions: list[Session],
-    options: argparse.Namespace,
-    normalise: Normaliser,
-    whole: dict[Path, str],
+    loop: EngineLoop, live: bool, sessions: list[Session], options: argparse.Namespace, normalise: Normaliser
 ) -> Figures:
-    """`live` or `file`."""
-    finished: list[Played] = []
-
-    def note(played: Played) -> None:
-        finished.append(played)
-        progress(what, len(finished))
-
-    if what == "live":
+    if live:
         run = Run(loop, streams=options.streams, settings=Settings())
-        run.play(live=sessions, progress=note)
+        finished = run.play(live=sessions)
     else:
         run = Run(loop, uploads=options.streams)
-        run.play(uploads=sessions, progress=note)
+        finished = run.play(uploads=sessions)
     figures = accuracy([item for played in finished for item in transcripts_of(played)], normalise)
-    if what == "live":
+    if live:
         figures |= delays_of(finished)
         done = loop.revisions
         looks = {"revised": done.done, "not_revised": done.skipped, "words_revised": done.words_changed}
         figures["finals"] = finals_of(finished, normalise) | looks
-    figures |= seams_in(finished, whole)
     if options.rounds > 1:
         figures["rounds"] = rounds_of(finished, options.rounds, run.costs, normalise)
     heard = sum(played.seconds for played in finished)
     return figures | {"streams": options.streams, "cpu_per_audio_second": run.clock.cpu_seconds / heard}
 
 
-def measure(clips: list[Clip], options: argparse.Namespace) -> Figures:
+def measure(options: argparse.Namespace) -> None:
+    with manifest_of(options) as manifest:
+        report = figures_of(read_manifest(manifest, options.kind, options.limit), options)
+    write_json(options, report)
+
+
+def figures_of(clips: list[Clip], options: argparse.Namespace) -> Figures:
     spelling = spelling_table()
     normalise = english_normaliser(spelling)
     report: Figures = {
@@ -362,22 +302,20 @@ def measure(clips: list[Clip], options: argparse.Namespace) -> Figures:
         "spelling_table": bool(spelling),
     }
     show("Accuracy", report)
-    whole: dict[Path, str] = {}
     if not options.only_live:
-        report["offline"], whole = offline(clips, options.model, normalise)
+        report["offline"] = offline(clips, options.model, normalise)
         show("Offline: whole clips, greedy", report["offline"])
     if options.file or options.live:
         loop = warm_loop(options.model, options.streams, options.threads)
     if options.file:
         sessions = one_session_per_clip(clips, 0.0)
-        report["file"] = through_the_engine(loop, "file", sessions, options, normalise, whole)
+        report["file"] = through_the_engine(loop, False, sessions, options, normalise)
         show(f"File: uploads, {options.streams} at a time", report["file"])
     if options.live:
+        sessions = one_session_per_clip(clips, options.pause)
         if options.joined:
             sessions = joined_sessions(clips, options.streams, options.pause, options.rounds)
-        else:
-            sessions = one_session_per_clip(clips, options.pause)
-        report["live"] = through_the_engine(loop, "live", sessions, options, normalise, whole)
+        report["live"] = through_the_engine(loop, True, sessions, options, normalise)
         show(f"Live: {options.streams} stream(s) in simulated time", report["live"])
     for what in ("file", "live"):
         before, after = (report.get(name, {}).get("wer") for name in ("offline", what))
@@ -390,29 +328,16 @@ def measure(clips: list[Clip], options: argparse.Namespace) -> Figures:
 def spelling_table() -> dict[str, str]:
     """British to American spellings, as the normaliser's authors publish them; transformers does not carry them."""
     try:
-        path = pull(SPELLING_TABLE, lambda line: print(line, file=sys.stderr))
+        table: dict[str, str] = json.loads(pull(SPELLING_TABLE).read_text())
     except WeightsError as error:
         print(f"note: scored without the table of spellings, colour is not color: {error}", file=sys.stderr)
         return {}
-    table: dict[str, str] = json.loads(path.read_text())
     return table
 
 
-def progress(what: str, done: int) -> None:
-    if sys.stderr.isatty():
-        print(f"\r{what} {done}", end="", file=sys.stderr, flush=True)
-
-
-def positive(text: str) -> int:
-    value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
-    return value
-
-
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text and seconds")
+    add_manifest(parser)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a name that `tickertape pull` knows, or a folder")
     parser.add_argument("--live", action="store_true", help="also run the real engine at the pace of a microphone")
     parser.add_argument("--file", action="store_true", help="also send the recordings as uploads to the real engine")
@@ -420,7 +345,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--kind", help="only recordings of this kind")
     parser.add_argument("--limit", type=positive, help="only the first N recordings")
     parser.add_argument("--streams", type=positive, default=1, help="live sessions or files at the same time")
-    parser.add_argument("--joined", action="store_true", help="all clips as one long session per stream")
+    parser.add_argument("--joined", action="store_true", help="with --live: all clips as one long session per stream")
     parser.add_argument("--rounds", type=positive, default=1, help="with --joined: how often the clips are played")
     parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds of silence after each recording")
     parser.add_argument("--threads", type=positive, default=1, help="threads of torch")
@@ -428,28 +353,13 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     if options.small:
         options.live = options.file = True
         options.model = SMALL_MODEL
-    elif options.manifest is None:
-        parser.error("the manifest is missing")
-    if not options.live and (options.joined or options.only_live):
-        parser.error("--joined and --only-live need --live")
-    if not (options.live or options.file) and options.streams > 1:
-        parser.error("--streams needs --live or --file")
     if options.rounds > 1 and not options.joined:
         parser.error("--rounds needs --joined")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parsed(arguments)
-    torch.set_num_threads(options.threads)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            manifest = sample_manifest(Path(folder)) if options.small else options.manifest
-            report = measure(read_manifest(manifest, options.kind, options.limit), options)
-        except (BadManifest, EngineError, RunFailed) as error:
-            return complain(error)
-    write_json(options, report)
-    return 0
+    if options.threads == 1:
+        compute_on_one_thread()
+    else:
+        torch.set_num_threads(options.threads)
+    return exit_status(lambda: measure(options))
 
 
 if __name__ == "__main__":

@@ -133,9 +133,7 @@ def _room(random: np.random.Generator) -> Samples:
     return echoes.astype(np.float32)
 
 
-def mixed(
-    name: str, voices: Mapping[str, Sequence[Samples]], seconds: float, seed: int, overlaps: bool = True
-) -> Conversation:
+def mixed(name: str, voices: Mapping[str, Sequence[Samples]], seconds: float, seed: int) -> Conversation:
     """A conversation of these people."""
     random = np.random.default_rng(seed)
     people = [_Person(voice, recordings, random) for voice, recordings in voices.items()]
@@ -160,19 +158,14 @@ def mixed(
             others[last] = 0
         person = int(random.choice(len(people), p=others / others.sum()))
         kind = random.random()
-        lasting = (
-            random.uniform(0.6, 1.5)
-            if kind < 0.25
-            else random.uniform(1.5, 5)
-            if kind < 0.65
-            else random.uniform(5, 14)
-        )
+        shortest, longest = (0.6, 1.5) if kind < 0.25 else (1.5, 5.0) if kind < 0.65 else (5.0, 14.0)
+        lasting = random.uniform(shortest, longest)
         start, at = at, place(person, at, lasting)
-        if overlaps and len(people) > 1 and lasting > 4 and random.random() < 0.2:
+        if len(people) > 1 and lasting > 4 and random.random() < 0.2:
             other = (person + 1 + int(random.integers(len(people) - 1))) % len(people)
             place(other, int(random.integers(start + 100, max(start + 101, at - 100))), random.uniform(0.4, 1.0))
         step = random.random()
-        if overlaps and step < 0.2:
+        if step < 0.2:
             at -= int(random.uniform(0.1, 0.8) * COLUMNS_PER_SECOND)
         elif step < 0.85:
             at += int(random.uniform(0.1, 1.2) * COLUMNS_PER_SECOND)

@@ -16,6 +16,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 import av
@@ -28,9 +29,9 @@ from benchmarks.measuring import (
     percentiles,
     private_bytes,
     read_process,
+    run_command,
     show,
     with_descendants,
-    write_json,
 )
 from realtime.serving.inbox import ContainerStream
 from realtime.serving.isolated_decoder import decoded_file
@@ -60,7 +61,7 @@ def opus(container: str, seconds: float) -> bytes:
     return buffer.getvalue()
 
 
-def processes() -> tuple[int, list[int]]:
+def decoder_processes() -> tuple[int, list[int]]:
     """The program that forks the decoders, and the decoders."""
     for pid in with_descendants(os.getpid()):
         if DECODER_PROGRAM in read_process(pid, "cmdline"):
@@ -83,7 +84,7 @@ async def measure_file(seconds: float, rounds: int) -> Figures:
             async for _ in decoded_file(file):
                 first = first or 1000 * (time.perf_counter() - began)
                 if number == 0:
-                    held = max([held, *map(private_bytes, processes()[1])])
+                    held = max([held, *map(private_bytes, decoder_processes()[1])])
             whole.append(1000 * (time.perf_counter() - began))
             first_samples.append(first)
     return {
@@ -103,7 +104,7 @@ async def measure_live(sends: list[Send], pieces: list[bytes]) -> Figures:
             began = time.perf_counter()
             await send(piece)
             took.append(1000 * (time.perf_counter() - began))
-    decoders = processes()[1]
+    decoders = decoder_processes()[1]
     spent = time.process_time() - began_cpu + sum(map(cpu_seconds, decoders))
     held = private_bytes(os.getpid()) - began_bytes + sum(map(private_bytes, decoders))
     return {
@@ -114,35 +115,30 @@ async def measure_live(sends: list[Send], pieces: list[bytes]) -> Figures:
     }
 
 
-def on_thread(decoder: ContainerDecoder) -> Send:
-    async def send(piece: bytes) -> None:
-        for _ in decoder.decode(piece):
-            pass
-
-    return send
+async def on_thread(decoder: ContainerDecoder, piece: bytes) -> None:
+    for _ in decoder.decode(piece):
+        pass
 
 
-def in_process(stream: ContainerStream) -> Send:
-    async def send(piece: bytes) -> None:
-        async for _ in stream.decode(piece):
-            pass
-
-    return send
+async def in_process(stream: ContainerStream, piece: bytes) -> None:
+    async for _ in stream.decode(piece):
+        pass
 
 
-async def run(streams: int, small: bool) -> Figures:
+async def measure(streams: int, small: bool) -> Figures:
     report: Figures = {}
     for seconds, rounds in ((3, 1),) if small else ((3, 15), (60, 7), (600, 2)):
         name = f"a file of {seconds} s"
         report[name] = await measure_file(seconds, rounds)
         show(name, report[name])
-    report["program_mib"] = private_bytes(processes()[0]) / MIB
+    report["program_mib"] = private_bytes(decoder_processes()[0]) / MIB
     seconds = 2 if small else 20
     data = opus("webm", seconds)
     size = round(len(data) / seconds * PIECE_S)
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
     decoders, isolated = [ContainerDecoder() for _ in range(streams)], [ContainerStream() for _ in range(streams)]
-    for name, sends in (("thread", list(map(on_thread, decoders))), ("process", list(map(in_process, isolated)))):
+    threads, processes = [partial(on_thread, one) for one in decoders], [partial(in_process, one) for one in isolated]
+    for name, sends in (("thread", threads), ("process", processes)):
         report[f"{streams} live streams, a {name} each"] = await measure_live(sends, pieces)
     for each in (*decoders, *isolated):
         each.close()
@@ -153,8 +149,7 @@ async def run(streams: int, small: bool) -> Figures:
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--streams", type=int, default=16)
-    options = parser.parse_args(arguments)
-    write_json(options, asyncio.run(run(2 if options.small else options.streams, options.small)))
+    run_command(parser, arguments, lambda options: asyncio.run(measure(options.streams, options.small)), streams=2)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
 from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never
-from engine.runner.device import GIB, free_memory, require_device
+from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
 from engine.runner.frames.passes import Payloads, StepRows
 from engine.runner.frames.runner import VoxtralRunner
 from engine.runner.load import frames_limits, load_detector
@@ -493,7 +493,7 @@ def main(arguments: list[str] | None = None) -> None:
     if options.small:
         options.streams, options.seconds, options.sizes, options.max_streams = [2], 3.0, [], 2
         options.settle = 0.0
-        torch.set_num_threads(1)
+        compute_on_one_thread()
     report: dict[str, Any] = {"device": "cpu" if options.small else torch.cuda.get_device_name()}
     bench = (start_windowed if options.whisper or options.model else start_voxtral)(options, report)
     show("Engine alone", report)

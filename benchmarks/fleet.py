@@ -33,7 +33,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -77,27 +77,25 @@ HEALTH = {
 Status = dict[str, Any]
 # Whether a status was written when the loss was over: one that is whole may be from before it.
 Mended = Callable[[Status], bool]
+Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
 # The network: a load balancer, and links that can be cut
 
 
-async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, is_cut: Callable[[], bool]) -> None:
-    """Copies bytes in one direction until either end closes."""
-    try:
-        while data := await reader.read(65_536):
-            while is_cut():  # noqa: ASYNC110 - a cut has no event
-                await asyncio.sleep(0.1)
-            writer.write(data)
-            await writer.drain()
-    except OSError:
-        pass
-    finally:
+async def join(near: Stream, far: Stream, is_cut: Callable[[], bool] = lambda: False) -> None:
+    """Copies bytes in both directions until either end closes."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(OSError):
+            while data := await reader.read(65_536):
+                while is_cut():  # noqa: ASYNC110 - a cut has no event
+                    await asyncio.sleep(0.1)
+                writer.write(data)
+                await writer.drain()
         writer.close()
 
-
-async def pump_both(near: Any, far: Any, is_cut: Callable[[], bool] = lambda: False) -> None:
-    await asyncio.gather(pump(near[0], far[1], is_cut), pump(far[0], near[1], is_cut))
+    await asyncio.gather(copy(near[0], far[1]), copy(far[0], near[1]))
 
 
 class Balancer:
@@ -106,27 +104,25 @@ class Balancer:
     def __init__(self) -> None:
         self.ports: list[int] = []
         self.port = 0
-        # Both ends of each connection to a gateway.
+        # Both ends of each connection, by the port of its gateway.
         self._joined: dict[int, set[asyncio.StreamWriter]] = {}
 
     async def start(self) -> None:
         self._server = await asyncio.start_server(self._take, "127.0.0.1", 0)
         self.port = self._server.sockets[0].getsockname()[1]
 
-    async def stop(self) -> None:
+    def stop(self) -> None:
         if self.port:
             self._server.close()
-            self.port = 0
 
     async def _take(self, *near: Any) -> None:
         for port in random.sample(self.ports, len(self.ports)):
             with contextlib.suppress(OSError):
                 far = await asyncio.open_connection("127.0.0.1", port)
-                ends = {near[1], far[1]}
-                joined = self._joined.setdefault(port, set())
+                ends, joined = {near[1], far[1]}, self._joined.setdefault(port, set())
                 joined |= ends
                 try:
-                    return await pump_both(near, far)
+                    return await join(near, far)
                 finally:
                     joined -= ends
         near[1].close()
@@ -138,13 +134,13 @@ class Balancer:
 
 
 class Links:
-    """The engines of a gateway's table, each behind a port of this process."""
+    """The engines of a gateway's table, each behind a port of this process; `shown` is the table with these ports."""
 
     def __init__(self, table: Path) -> None:
         self._table = table
         self.shown = table.with_suffix(".through.json")
         self._servers: dict[str, asyncio.Server] = {}
-        self._joined: set[asyncio.Task[None]] = set()
+        self._open = 0
 
     async def follow(self) -> None:
         last = ""
@@ -162,31 +158,29 @@ class Links:
 
     async def _through(self, name: str, address: str) -> int:
         if name not in self._servers:
-            far, cut = urlsplit(address), self._table.with_name(f"cut-{name}")
-            take = lambda *near: self._keep(self._join(near, str(far.hostname), far.port or 0, cut.exists))  # noqa: E731
+            take = partial(self._take, urlsplit(address), self._table.with_name(f"cut-{name}"))
             self._servers[name] = await asyncio.start_server(take, "127.0.0.1", 0)
         return int(self._servers[name].sockets[0].getsockname()[1])
 
-    def _keep(self, joined: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(joined)
-        self._joined.add(task)
-        task.add_done_callback(self._joined.discard)
-
-    async def _join(self, near: Any, host: str, port: int, is_cut: Callable[[], bool]) -> None:
+    async def _take(self, address: Any, cut: Path, *near: Any) -> None:
         """Waits for an engine that is not there yet, as for a machine that boots: to be taken and closed would look
         like a refusal."""
-        deadline = time.monotonic() + 30.0
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError):
-                far = await asyncio.open_connection(host, port)
-                return await pump_both(near, far, is_cut)
-            await asyncio.sleep(0.1)
-        near[1].close()
+        self._open += 1
+        try:
+            deadline = time.monotonic() + 30.0
+            while time.monotonic() < deadline:
+                with contextlib.suppress(OSError):
+                    far = await asyncio.open_connection(address.hostname, address.port)
+                    return await join(near, far, cut.exists)
+                await asyncio.sleep(0.1)
+            near[1].close()
+        finally:
+            self._open -= 1
 
     async def run_out(self) -> None:
         """Waits until the bytes that a gateway sent before its end are delivered."""
-        if self._joined:
-            await asyncio.wait(self._joined, timeout=2.0)
+        with contextlib.suppress(TimeoutError):
+            await until(lambda: not self._open, 2.0)
 
 
 async def serve(arguments: list[str]) -> int:
@@ -212,7 +206,7 @@ class Fleet:
     command would take processor time from the speech."""
 
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
-        self.folder = folder
+        self.folder, self.state = folder, folder / "state" / "bench"
         self.balancer = Balancer()
         self._null = options.null
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
@@ -240,16 +234,10 @@ class Fleet:
     def url(self) -> str:
         return f"ws://127.0.0.1:{self.balancer.port}/v1/realtime"
 
-    @property
-    def state(self) -> Path:
-        return self.folder / "state" / "bench"
-
     async def run(self, *arguments: str) -> None:
+        command = (sys.executable, "-m", "realtime.cli", "fleet", *arguments)
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "realtime.cli", "fleet", *arguments),
-            cwd=self.folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
+            *command, cwd=self.folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE
         )
         _, err = await process.communicate()
         if process.returncode:
@@ -292,8 +280,9 @@ class Fleet:
         is_fresh = time.time() - (self.state / "status.json").stat().st_mtime < FRESH_S
         return is_fresh and len(serving) == wanted == len(status["units"]) and len(status["nodes"]) > len(NODES)
 
-    async def until_whole(self, is_mended: Mended = lambda status: True) -> Status:
-        deadline = time.monotonic() + PATIENCE_S
+    async def until_whole(self, is_mended: Mended = lambda status: True, patience_s: float = PATIENCE_S) -> Status:
+        """The status when the fleet is complete and `is_mended` says so; raises RuntimeError after `patience_s`."""
+        deadline = time.monotonic() + patience_s
         while True:
             with contextlib.suppress(OSError):
                 status = self.status()
@@ -320,7 +309,7 @@ class Fleet:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
             await asyncio.to_thread(process.wait)
-        await self.balancer.stop()
+        self.balancer.stop()
         for folder in (self.state / "cluster", *(self.state / "nodes").glob("*")):
             for record in Records(folder).running():
                 kill_family(record)
@@ -343,7 +332,7 @@ def wait_for_nodes(file: Path, count: int) -> None:
 
 def one(status: Status, kind: str = "") -> Status:
     """A serving engine or gateway, preferably one with streams or sessions."""
-    kind = kind or random.choice(("engine", "gateway"))
+    kind = kind if kind in ("engine", "gateway") else random.choice(("engine", "gateway"))
     units = [unit for unit in status["units"] if unit["kind"] == kind and unit["state"] == "serving"]
     chosen: Status = random.choice([unit for unit in units if unit["busy"]] or units)
     return chosen
@@ -356,68 +345,59 @@ def processes_of(unit: Status) -> list[int]:
     return [int(pid) for pid in Path(f"/proc/{unit['pid']}/task/{unit['pid']}/children").read_text().split()]
 
 
-def are_gone(units: list[Status]) -> Mended:
-    pids = {unit["pid"] for unit in units}
-    return lambda now: not pids & {unit["pid"] for unit in now["units"]}
+def below(node: subprocess.Popen[bytes], part: str) -> list[int]:
+    """The keepers of a node, which are workers of Ray, or Ray's own process there."""
+    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
+    commands = {
+        pid: read_process(pid, "cmdline") for pid in pids if (fields := stat_of(pid)) and int(fields[3]) == node.pid
+    }
+    if part == "keeper":
+        return [pid for pid, command in commands.items() if command.startswith("ray::KeeperActor")]
+    return [pid for pid, command in commands.items() if Path(command.partition("\0")[0]).name == "raylet"]
+
+
+def signal_all(pids: list[int], number: int) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def kill(units: list[Status]) -> Mended:
-    for pid in [pid for unit in units for pid in processes_of(unit)]:
-        os.kill(pid, signal.SIGKILL)
-    return are_gone(units)
+    for unit in units:
+        signal_all(processes_of(unit), signal.SIGKILL)
+    gone = {unit["pid"] for unit in units}
+    return lambda now: not gone & {unit["pid"] for unit in now["units"]}
 
 
 async def lose_nothing(fleet: Fleet, status: Status) -> Mended:
     return lambda now: bool(now["looks"] > status["looks"] + 2)
 
 
-async def lose_engine(fleet: Fleet, status: Status) -> Mended:
-    return kill([one(status, "engine")])
+async def lose_unit(kind: str, fleet: Fleet, status: Status) -> Mended:
+    return kill([one(status, kind)])
 
 
-async def lose_gateway(fleet: Fleet, status: Status) -> Mended:
-    return kill([one(status, "gateway")])
-
-
-async def lose_keeper(fleet: Fleet, status: Status) -> Mended:
-    node = fleet.nodes[one(status)["node"]].pid
-    killed = set(keepers_of(node))
-    for pid in killed:
-        os.kill(pid, signal.SIGKILL)
-    return lambda now: len(set(keepers_of(node)) - killed) == len(killed)
-
-
-def keepers_of(node: int) -> list[int]:
-    """Ray's workers of a node that are keepers."""
-    return found_below(node, lambda command: command.startswith("ray::KeeperActor"))
-
-
-def raylet_of(node: int) -> list[int]:
-    """Ray's own process of a node."""
-    return found_below(node, lambda command: Path(command.partition("\0")[0]).name == "raylet")
-
-
-def found_below(node: int, wanted: Callable[[str], bool]) -> list[int]:
-    pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
-    below = [pid for pid in pids if (fields := stat_of(pid)) and int(fields[3]) == node]
-    return [pid for pid in below if wanted(read_process(pid, "cmdline"))]
+async def lose_keepers(fleet: Fleet, status: Status) -> Mended:
+    node = fleet.nodes[one(status)["node"]]
+    killed = below(node, "keeper")
+    signal_all(killed, signal.SIGKILL)
+    return lambda now: len(set(below(node, "keeper")) - set(killed)) == len(killed)
 
 
 async def lose_node(fleet: Fleet, status: Status) -> Mended:
     """Kills all processes of a node, Ray's and the fleet's. It comes back empty."""
     name = one(status)["node"]
-    gone = [unit for unit in status["units"] if unit["node"] == name]
     print(f"{name} goes, of {[(unit['name'], unit['node']) for unit in status['units']]}", flush=True)
     # The keepers first: they would restart the killed processes.
     os.killpg(fleet.nodes[name].pid, signal.SIGKILL)
-    kill(gone)
+    is_mended = kill([unit for unit in status["units"] if unit["node"] == name])
     await asyncio.to_thread(fleet.nodes[name].wait)
     fleet.join(name)
     # It may be back before the cluster has given it up; then the same units are started there again.
-    return are_gone(gone)
+    return is_mended
 
 
-async def lose_head(fleet: Fleet, status: Status, away_s: float = HEAD_SHORT_S) -> Mended:
+async def lose_head(away_s: float, fleet: Fleet, status: Status) -> Mended:
     from fleet.supervisors.process import Records, kill_family
 
     record = Records(fleet.state / "cluster").read("head")
@@ -440,26 +420,23 @@ async def lose_network(fleet: Fleet, status: Status) -> Mended:
 async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mended:
     """Stop a part for these seconds. A node that was given up meanwhile ends when it continues, and is started again,
     as a service is."""
-    unit = one(status, part if part in ("engine", "gateway") else "")
+    unit = one(status, part)
     node = unit["node"]
-    pids = {
-        "manager": lambda: [status["pid"]],
-        "keeper": lambda: keepers_of(fleet.nodes[node].pid),
-        "raylet": lambda: raylet_of(fleet.nodes[node].pid),
-    }.get(part, lambda: processes_of(unit))()
+    if part == "manager":
+        pids = [status["pid"]]
+    else:
+        pids = processes_of(unit) if part == unit["kind"] else below(fleet.nodes[node], part)
     if not pids:
         raise RuntimeError(f"there is no {part} to stop")
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
+    signal_all(pids, signal.SIGSTOP)
     try:
         if part == "gateway":
             await asyncio.sleep(LEAVE_S)
             fleet.balancer.leave(unit["port"])
-        await asyncio.sleep(seconds - (LEAVE_S if part == "gateway" else 0.0))
+            seconds -= LEAVE_S
+        await asyncio.sleep(seconds)
     finally:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
+        signal_all(pids, signal.SIGCONT)
     went_on_at = time.time()
 
     def is_mended(now: Status) -> bool:
@@ -478,12 +455,12 @@ async def upgrade(fleet: Fleet, status: Status) -> Mended:
 
 LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
     "calm": lose_nothing,
-    "engine": lose_engine,
-    "gateway": lose_gateway,
-    "keeper": lose_keeper,
+    "engine": partial(lose_unit, "engine"),
+    "gateway": partial(lose_unit, "gateway"),
+    "keeper": lose_keepers,
     "node": lose_node,
-    "head": lose_head,
-    "head-long": partial(lose_head, away_s=HEAD_LONG_S),
+    "head": partial(lose_head, HEAD_SHORT_S),
+    "head-long": partial(lose_head, HEAD_LONG_S),
     "network": lose_network,
     "upgrade": upgrade,
     **{
@@ -582,7 +559,7 @@ class Matrix:
         """Repeats the same loss."""
         clients, fleet = self._options.sessions, self._fleet
         crowd = self._crowd(clients, len(self._audio) / (2 * SAMPLE_RATE) / clients)
-        watching = asyncio.create_task(self._keep_balancer())
+        watching = asyncio.create_task(self._watch_engines([], []))
         begun, went_on_s, owned_twice = time.monotonic(), list[float](), 0
         calls = set[float]()
         try:
@@ -646,7 +623,8 @@ class Matrix:
         }
 
     async def _watch_engines(self, engines: list[int], start_s: list[float]) -> None:
-        """How many engines served, one number after the other, and how long each took from its keeper to serving."""
+        """How many engines served, one number after the other, and how long each took from its keeper to serving. The
+        balancer learns meanwhile which gateways serve."""
         first: dict[str, float] = {}
         while True:
             with contextlib.suppress(OSError):
@@ -660,12 +638,7 @@ class Matrix:
             await asyncio.sleep(0.1)
 
     async def _until_engines(self, count: int) -> None:
-        async with asyncio.timeout(PATIENCE_S):
-            while True:
-                units = (await self._fleet.until_whole())["units"]
-                if sum(unit["kind"] == "engine" for unit in units) == count:
-                    return
-                await asyncio.sleep(0.2)
+        await self._fleet.until_whole(lambda now: sum(unit["kind"] == "engine" for unit in now["units"]) == count)
 
     async def _settled(self, crowd: Crowd) -> bool:
         """Waits until the fleet is complete and all audio is acknowledged; False if streams are left over."""
@@ -674,18 +647,12 @@ class Matrix:
         return await self._has_at_most(self._options.sessions)
 
     async def _has_at_most(self, streams: int) -> bool:
-        deadline = time.monotonic() + SETTLE_S
-        while (await self._fleet.until_whole())["capacity"]["streams"] > streams:
-            if time.monotonic() > deadline:
-                return False
-            await asyncio.sleep(0.2)
+        await self._fleet.until_whole()
+        try:
+            await self._fleet.until_whole(lambda now: bool(now["capacity"]["streams"] <= streams), SETTLE_S)
+        except RuntimeError:
+            return False
         return True
-
-    async def _keep_balancer(self) -> None:
-        while True:
-            with contextlib.suppress(OSError):
-                self._fleet.status()
-            await asyncio.sleep(0.2)
 
 
 async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

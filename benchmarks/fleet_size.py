@@ -5,14 +5,10 @@
 Everything runs on this machine, without models. Costs are processor time, so that a busy machine changes them little.
 `manager`: rounds of the real manager over simulated keepers, with the size of each call as Ray pickles it. `links`:
 engines without a model, all in one process, and the engine clients of gateways in another one, over encrypted links
-without audio. `sessions`: real gateways and an engine without a model; sessions speak, one gateway is killed and the
-other one adopts them. `names`: published sessions, whose words go over links between gateways. `herd`: a simulation of
-clients that lost their gateway, with the waits of our clients and the measured cost of an adoption. `ray`: calls to
-actors of a cluster on this machine; needs the extra tickertape[fleet].
-
-    python -m benchmarks.fleet_size serve ...
-
-runs there instead of `tickertape serve`: a gateway that counts the handoffs that it saves.
+without audio. `sessions`: real gateways and an engine without a model, which counts the handoffs that it is sent;
+sessions speak, one gateway is killed and the other one adopts them. `names`: published sessions, whose words go over
+links between gateways. `herd`: a simulation of clients that lost their gateway, with the waits of our clients and the
+measured cost of an adoption. `ray`: calls to actors of a cluster on this machine; needs the extra tickertape[fleet].
 """
 
 from __future__ import annotations
@@ -21,8 +17,6 @@ import argparse
 import asyncio
 import heapq
 import json
-import multiprocessing
-import os
 import pickle
 import random
 import sys
@@ -30,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,6 +40,7 @@ from benchmarks.measuring import (
     parser_of,
     percentiles,
     private_bytes,
+    run_command,
     show,
     spawned,
     until,
@@ -55,9 +50,8 @@ from benchmarks.servers import Child, free_port, is_ready
 from benchmarks.sounds import pcm16, speech
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
-from engine.client.link import EngineLink
 from engine.client.pool import GatewayEntry
-from engine.messages import Command, Item, SaveHandoff
+from engine.messages import SaveHandoff
 from fleet.manager import Manager, ManagerState
 from fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from fleet.state import Kind, Node, Table, Unit, left_to_others
@@ -67,14 +61,14 @@ from realtime.client.wire_client import OPEN_TIMEOUT_S
 from realtime.http.info_routes import CapacityFigures
 from realtime.listeners import raise_limit
 from realtime.serving.fleet_publishing import FleetNames, home_of
-from realtime.serving.publishing import Added, Publisher
+from realtime.serving.publishing import Added
 
-PARTS = ("manager", "links", "sessions", "names", "herd", "ray")
 SECRET = b"the secret of a fleet of a benchmark"
 # A gateway process at 70 % of a core holds this many sessions (docs/fleet.md).
 SESSIONS_PER_WORKER = 140
-# The file in which a gateway that counts writes its counts.
-COUNTS = "FLEET_SIZE_COUNTS"
+PATIENCE_S = 400.0
+
+Figures = dict[str, Any]
 
 
 # The manager
@@ -93,11 +87,7 @@ def example(kind: Any) -> Any:
         return get_args(kind)[0]
     if origin is not None:
         return next((example(one) for one in get_args(kind) if one in (int, float, str)), None)
-    return {f.encode_name: example(f.type) for f in _fields(kind)}
-
-
-def _fields(kind: Any) -> tuple[Any, ...]:
-    return msgspec.structs.fields(kind)
+    return {field.encode_name: example(field.type) for field in msgspec.structs.fields(kind)}
 
 
 class AnsweringKeepers:
@@ -111,8 +101,8 @@ class AnsweringKeepers:
         self.spent_s = 0.0
         self._left: dict[str, frozenset[str]] = {}
         self.bytes_out = self.bytes_in = self.tables_sent = 0
-        engine = next(f for f in _fields(CapacityFigures) if f.name == "engines")
-        self._capacity = {f.encode_name: example(f.type) for f in _fields(CapacityFigures)} | {"engines_missing": []}
+        engine = next(field for field in msgspec.structs.fields(CapacityFigures) if field.name == "engines")
+        self._capacity = example(CapacityFigures) | {"engines_missing": []}
         self._engine = example(get_args(engine.type)[0])
 
     def nodes(self) -> list[Node]:
@@ -162,7 +152,7 @@ class AnsweringKeepers:
         del self.units[name]
 
 
-def measure_manager(machines: int, rounds: int) -> dict[str, Any]:
+def measure_manager(machines: int, rounds: int) -> Figures:
     """One engine and one gateway on each machine; then one machine is lost."""
     keepers = AnsweringKeepers(machines)
     plan = FleetPlan(engine=EnginePlan(machines, machines, gpus=1.0), gateway=GatewayPlan(machines))
@@ -195,17 +185,28 @@ def measure_manager(machines: int, rounds: int) -> dict[str, Any]:
 # Links
 
 
-def _host_engines(ports: Sequence[int], ready: Connection) -> None:
-    """Engines without a model, each in a thread."""
-    # Here, because it loads torch, which the other processes do without.
+def _host_engines(ports: Sequence[int], streams: int, pipe: Connection) -> None:
+    """Engines without a model, each in a thread. Answers each message with how many handoffs were saved, and bytes."""
+    # Here, because they load torch, which the other processes do without.
+    from engine.server.handoff import HandoffTable
     from engine.server.main import run_engine
 
+    counts: Counter[str] = Counter()
+    save = HandoffTable._save_handoff
+
+    def counted(self: HandoffTable, peer: Any, given: SaveHandoff) -> None:
+        counts.update(saves=1, save_bytes=len(msgspec.msgpack.encode(given)))
+        save(self, peer, given)
+
+    HandoffTable._save_handoff = counted  # type: ignore[method-assign]
     for port in ports:
-        arguments = (f"tcp://127.0.0.1:{port}", lambda: null_loop(64), lambda: False)
+        arguments = (f"tcp://127.0.0.1:{port}", lambda: null_loop(streams), lambda: False)
         options = {"fleet_secret": SECRET}
         threading.Thread(target=run_engine, args=arguments, kwargs=options, daemon=True).start()
-    ready.send(None)
-    threading.Event().wait()
+    pipe.send(None)
+    while True:
+        pipe.recv()
+        pipe.send(dict(counts))
 
 
 def _link_gateways(ports: Sequence[int], clients: int, ready: Connection) -> None:
@@ -215,10 +216,9 @@ def _link_gateways(ports: Sequence[int], clients: int, ready: Connection) -> Non
         raise_limit()
         made = []
         for _ in range(clients):
-            client = EngineClient([RemoteEngine(f"tcp://127.0.0.1:{port}", 120.0) for port in ports],
-                                  ClientSettings(fleet_secret=SECRET))  # fmt: skip
-            await client.start()
-            made.append(client)
+            engines = [RemoteEngine(f"tcp://127.0.0.1:{port}", 120.0) for port in ports]
+            made.append(EngineClient(engines, ClientSettings(fleet_secret=SECRET)))
+            await made[-1].start()
         await until(lambda: all(len(client.capacity().engines) == len(ports) for client in made))
         ready.send(None)
         await asyncio.Event().wait()
@@ -226,15 +226,20 @@ def _link_gateways(ports: Sequence[int], clients: int, ready: Connection) -> Non
     asyncio.run(run())
 
 
-def measure_links(engines: int, gateways: int, seconds: float) -> dict[str, Any]:
+def _wait_for(pipe: Connection, what: str) -> Any:
+    if not pipe.poll(PATIENCE_S):
+        raise RunFailed(f"{what} did not answer within {PATIENCE_S:.0f} s")
+    return pipe.recv()
+
+
+def measure_links(engines: int, gateways: int, seconds: float) -> Figures:
     """Processor time of both sides while nothing is spoken."""
     ports, pids = [free_port() for _ in range(engines)], []
     with ExitStack() as stack:
-        for target, arguments in ((_host_engines, (ports,)), (_link_gateways, (ports, gateways))):
+        for target, arguments in ((_host_engines, (ports, 64)), (_link_gateways, (ports, gateways))):
             pipe, pid = stack.enter_context(spawned(target, *arguments))
             pids.append(pid)
-            if not pipe.poll(300):
-                raise RunFailed("engines and gateways are not linked after 300 s")
+            _wait_for(pipe, "engines and gateways")
         time.sleep(min(2.0, seconds))
         before = [cpu_seconds(pid) for pid in pids]
         memory = [private_bytes(pid) for pid in pids]
@@ -253,96 +258,52 @@ def measure_links(engines: int, gateways: int, seconds: float) -> dict[str, Any]
 # Sessions
 
 
-def serve_counting(arguments: list[str]) -> None:
-    """`tickertape serve` that counts what it saves with engines."""
-    counts: Counter[str] = Counter()
-    send = EngineLink.send
-
-    def counted(self: EngineLink, command: Command, items: list[Item] | None = None) -> None:
-        if isinstance(command, SaveHandoff):
-            counts["saves"] += 1
-            counts["save_bytes"] += len(msgspec.msgpack.encode(command))
-        send(self, command, items)
-
-    EngineLink.send = counted  # type: ignore[method-assign]
-
-    def write() -> None:
-        path = Path(os.environ[COUNTS])
-        while True:
-            beside = path.with_suffix(".new")
-            beside.write_text(json.dumps(counts))
-            os.replace(beside, path)
-            time.sleep(0.2)
-
-    threading.Thread(target=write, daemon=True).start()
-    from realtime.cli import main as tickertape
-
-    tickertape(["serve", *arguments])
-
-
-def start_part(folder: Path, name: str, *command: str) -> Child:
-    """An engine or a gateway as a process; a gateway that counts writes to `counts_file`."""
-    environment = os.environ | {COUNTS: str(counts_file(folder, name))}
-    return Child(name, [sys.executable, "-m", *command], folder / f"{name}.log", env=environment)
-
-
-def counts_file(folder: Path, name: str) -> Path:
-    return folder / f"{name}.counts"
-
-
-def read_counts(path: Path) -> dict[str, int]:
-    try:
-        return dict(json.loads(path.read_text()))
-    except (OSError, ValueError):
-        return {}
-
-
-async def measure_sessions(sessions: int, seconds: float) -> dict[str, Any]:
+async def measure_sessions(sessions: int, seconds: float) -> Figures:
     """Sessions speak at one gateway for some seconds; then it is killed, and they resume at the other one."""
-    with tempfile.TemporaryDirectory(prefix="fleet-size-") as where:
+    engine_port, ports = free_port(), [free_port(), free_port()]
+    with (
+        tempfile.TemporaryDirectory(prefix="fleet-size-") as where,
+        spawned(_host_engines, [engine_port], 1000) as (pipe, engine_pid),
+    ):
         folder = Path(where)
         (folder / "secret").write_bytes(SECRET)
-        engine_port, ports = free_port(), [free_port(), free_port()]
-        address = f"tcp://127.0.0.1:{engine_port}"
-        table = {"number": 1, "engines": [{"name": "e1", "address": address}]}
+        table = {"number": 1, "engines": [{"name": "e1", "address": f"tcp://127.0.0.1:{engine_port}"}]}
         (folder / "table.json").write_text(json.dumps(table))
-        secret = ("--fleet-secret-file", str(folder / "secret"))
-        engine_command = ("benchmarks.engines", "--listen", address, "--max-streams", "1000", *secret)
-        engine = start_part(folder, "engine", *engine_command)
-        gateways = [
-            start_part(
-                folder, f"gateway{port}", "benchmarks.fleet_size", "serve", "--port", str(port), "--workers", "1",
-                "--engine-table", str(folder / "table.json"), "--limits.max-load", "0", *secret,
-            )
-            for port in ports
-        ]  # fmt: skip
+        command = [sys.executable, "-m", "realtime.cli", "serve", "--workers", "1", "--limits.max-load", "0"]
+        command += ["--engine-table", str(folder / "table.json"), "--fleet-secret-file", str(folder / "secret")]
+        gateways = [Child("gateway", [*command, "--port", str(port)], folder / f"{port}.log") for port in ports]
         try:
-            async with asyncio.timeout(300):
+            async with asyncio.timeout(PATIENCE_S):
                 for port in ports:
                     while not await asyncio.to_thread(is_ready, f"http://127.0.0.1:{port}/ready"):  # noqa: ASYNC110
                         await asyncio.sleep(0.2)
-            counts = counts_file(folder, gateways[0].name)
-            return await _speak_and_resume(engine, gateways, ports, counts, sessions, seconds)
+            _wait_for(pipe, "the engine")
+            return await _speak_and_resume(pipe, engine_pid, gateways, ports, sessions, seconds)
         finally:
-            for part in (engine, *gateways):
-                part.kill()
+            for gateway in gateways:
+                gateway.kill()
 
 
 async def _speak_and_resume(
-    engine: Child, gateways: list[Child], ports: list[int], counts: Path, sessions: int, seconds: float
-) -> dict[str, Any]:
+    pipe: Connection, engine_pid: int, gateways: list[Child], ports: list[int], sessions: int, seconds: float
+) -> Figures:
     appends = appends_of(looped(pcm16(speech()), seconds + 60.0))
     clients = [PacedClient(f"ws://127.0.0.1:{ports[0]}/v1/realtime", appends) for _ in range(sessions)]
     tasks = [asyncio.create_task(client.speak()) for client in clients]
+
+    async def counts() -> Counter[str]:
+        pipe.send(None)
+        return Counter(await asyncio.to_thread(_wait_for, pipe, "the engine"))
+
     try:
         await until(lambda: all(client.events for client in clients))
         await asyncio.sleep(min(2.0, seconds))
-        first, began = read_counts(counts), time.monotonic()
+        first, began = await counts(), time.monotonic()
         await asyncio.sleep(seconds)
-        counted, passed = read_counts(counts), time.monotonic() - began
+        counted, passed = await counts() - first, time.monotonic() - began
         for client in clients:
             client._url = f"ws://127.0.0.1:{ports[1]}/v1/realtime"
-        pids = (gateways[1].pid, engine.pid)
+        pids = (gateways[1].pid, engine_pid)
         before = [cpu_seconds(pid) for pid in pids]
         lost_at = time.monotonic()
         gateways[0].kill()
@@ -353,10 +314,9 @@ async def _speak_and_resume(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-    rate = {name: (counted.get(name, 0) - first.get(name, 0)) / passed / sessions for name in counted}
     return {
-        "saves_per_session_second": rate.get("saves", 0.0),
-        "save_bytes_per_session_second": rate.get("save_bytes", 0.0),
+        "saves_per_session_second": counted["saves"] / passed / sessions,
+        "save_bytes_per_session_second": counted["save_bytes"] / passed / sessions,
         "sessions_lost": sum(client.begun - 1 for client in clients),
         "all_back_s": all_back_s,
         **percentiles("back_s", [client.resumed_s[0] for client in clients], 50, 99),
@@ -368,30 +328,30 @@ async def _speak_and_resume(
 # Published names
 
 
-async def measure_names(gateways: int, updates: int) -> dict[str, Any]:
+class CountingReader:
+    """Counts the texts that reach a gateway."""
+
+    heard = 0
+
+    def on_current(self, key: Any, state: Any) -> None:
+        pass
+
+    def on_update(self, key: Any, update: Any) -> None:
+        self.heard += isinstance(update, Added)
+
+
+async def measure_names(gateways: int, updates: int) -> Figures:
     """One session whose words are read at all gateways, in one process; and the links of a fleet at rest."""
     entries = [GatewayEntry(f"g{number}", f"tcp://127.0.0.1:{free_port()}") for number in range(gateways)]
     names = [FleetNames(entry.name, SECRET, 30.0) for entry in entries]
     publishers = [one.publisher() for one in names]
-    heard: Counter[int] = Counter()
-
-    class Reader:
-        def __init__(self, number: int) -> None:
-            self.number = number
-
-        def on_current(self, key: Any, state: Any) -> None:
-            pass
-
-        def on_update(self, key: Any, update: Any) -> None:
-            heard[self.number] += isinstance(update, Added)
-
-    for number, publisher in enumerate(publishers):
-        publisher.reader = Reader(number)
+    readers = [CountingReader() for _ in publishers]
+    for publisher, reader in zip(publishers, readers, strict=True):
+        publisher.reader = reader
     try:
         for one in names:
             one.take_table(entries)
-        key = ("owner", "talk")
-        speaker: Publisher = publishers[0]
+        key, speaker = ("owner", "talk"), publishers[0]
         for publisher in publishers[1:]:
             publisher.follow(key)
         await speaker.claim(key, "session")
@@ -402,7 +362,7 @@ async def measure_names(gateways: int, updates: int) -> dict[str, Any]:
         for number in range(updates):
             speaker.post(key, "session", Added(f"i{number // 20}", " word", [("word", 1.0, 1.2)]))
             await asyncio.sleep(0)
-        await until(lambda: all(heard[number] == updates for number in range(1, gateways)))
+        await until(lambda: all(reader.heard == updates for reader in readers[1:]))
         spent = time.process_time() - began
         # To the home, and from there to the gateways with viewers; those at the home's own gateway need none.
         messages = (home is not names[0]) + len(remote)
@@ -418,7 +378,7 @@ async def measure_names(gateways: int, updates: int) -> dict[str, Any]:
 # Clients that come back
 
 
-def herd(clients: int, gateways: int, resumes_per_s: float, is_spread: bool, seed: int = 1) -> dict[str, Any]:
+def herd(clients: int, gateways: int, resumes_per_s: float, is_spread: bool, seed: int = 1) -> Figures:
     """A simulation: all clients lose their gateway in one moment, and come back through a load balancer that chooses at
     random. A gateway serves one after the other; who waits too long asks again."""
     random.seed(seed)
@@ -457,6 +417,7 @@ def herd(clients: int, gateways: int, resumes_per_s: float, is_spread: bool, see
 
 
 def _call_actors(counts: Sequence[int], rounds: int, result: Connection) -> None:
+    """Rounds of calls to actors, which a manager makes once a second. In a process of its own: Ray stays in it."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -484,96 +445,90 @@ def _call_actors(counts: Sequence[int], rounds: int, result: Connection) -> None
     result.send(found)
 
 
-def measure_ray(counts: Sequence[int], rounds: int) -> dict[int, Any]:
-    """Rounds of calls to actors, which a manager makes once a second. In a process of its own: Ray stays in it."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
-    child = multiprocessing.get_context("spawn").Process(target=_call_actors, args=(counts, rounds, theirs))
-    child.start()
-    try:
-        if not ours.poll(400):
-            raise RunFailed("Ray did not answer within 400 s")
-        found: dict[int, Any] = ours.recv()
-        child.join(60)
-        return found
-    finally:
-        child.kill()
+# The command
 
 
-class Run:
-    """The sizes of a run, and its figures."""
-
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
-        self.is_small: bool = options.small
-        self.machines: int = 4 if self.is_small else options.machines
-        self.seconds: float = 1.0 if self.is_small else options.seconds
-        self.spoken = [2] if self.is_small else [int(size) for size in options.spoken.split(",")]
-        self.sizes = sorted({max(2, self.machines // share) for share in (10, 5, 2, 1)})
-        self.figures: dict[str, Any] = {}
-        # Processor time of a gateway for an adoption; `sessions` measures it.
-        self.adoption_ms: float = options.adoption_ms
-
-    def tell(self, title: str, found: dict[str, Any]) -> None:
-        show(title, found)
-        self.figures[title] = found
-        write_json(self.options, self.figures)
-
-    def manager(self) -> None:
-        for size in [*self.sizes, 2 * self.machines]:
-            self.tell(f"manager, {size} machines", measure_manager(size, 3 if self.is_small else 20))
-
-    def links(self) -> None:
-        for size in self.sizes[:1] if self.is_small else (self.sizes[0], self.sizes[-1]):
-            self.tell(f"links, {size} engines at 1 gateway", measure_links(size, 1, self.seconds))
-        for size in () if self.is_small else (self.sizes[0], self.sizes[-1]):
-            self.tell(f"links, 1 engine at {size} gateways", measure_links(1, size, self.seconds))
-
-    def sessions(self) -> None:
-        for size in self.spoken:
-            found = asyncio.run(measure_sessions(size, self.seconds))
-            self.adoption_ms = found["adopting_gateway_cpu_ms_per_session"]
-            self.tell(f"sessions, {size}", found)
-
-    def names(self) -> None:
-        # All of them are in this process, with all their sockets.
-        for size in self.sizes[:2]:
-            self.tell(f"names, {size} gateways", asyncio.run(measure_names(size, 100 if self.is_small else 500)))
-
-    def herd(self) -> None:
-        per_machine = self.options.sessions // self.machines
-        workers = -(-per_machine // SESSIONS_PER_WORKER)
-        rate = workers * 1000 / max(self.adoption_ms, 0.1)
-        for how in ("in step", "spread"):
-            lost = herd(per_machine, self.machines - 1, rate, how == "spread")
-            self.tell(f"herd, one of {self.machines} machines is lost, {how}", lost)
-            everyone = herd(self.options.sessions, self.machines, rate, how == "spread")
-            self.tell(f"herd, all clients of {self.machines} machines, {how}", everyone)
-
-    def ray(self) -> None:
-        counts, rounds = ((2,), 3) if self.is_small else ((2, 4, 8, 16), 20)
-        for count, found in measure_ray(counts, rounds).items():
-            self.tell(f"ray, {count} actors", found)
+Found = Iterator[tuple[str, Figures]]
 
 
-def main(argv: list[str] | None = None) -> int:
-    arguments = sys.argv[1:] if argv is None else argv
-    if arguments[:1] == ["serve"]:
-        serve_counting(arguments[1:])
-        return 0
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    return sorted({max(2, options.machines // share) for share in (10, 5, 2, 1)})
+
+
+def manager(options: argparse.Namespace) -> Found:
+    for size in [*sizes_of(options), 2 * options.machines]:
+        yield f"manager, {size} machines", measure_manager(size, 3 if options.small else 20)
+
+
+def links(options: argparse.Namespace) -> Found:
+    smallest, *_, largest = sizes_of(options)
+    for size in (smallest,) if options.small else (smallest, largest):
+        yield f"links, {size} engines at 1 gateway", measure_links(size, 1, options.seconds)
+    for size in () if options.small else (smallest, largest):
+        yield f"links, 1 engine at {size} gateways", measure_links(1, size, options.seconds)
+
+
+def sessions(options: argparse.Namespace) -> Found:
+    for size in map(int, options.spoken.split(",")):
+        found = asyncio.run(measure_sessions(size, options.seconds))
+        options.adoption_ms = found["adopting_gateway_cpu_ms_per_session"]
+        yield f"sessions, {size}", found
+
+
+def names(options: argparse.Namespace) -> Found:
+    # All of them are in this process, with all their sockets.
+    for size in sizes_of(options)[:2]:
+        yield f"names, {size} gateways", asyncio.run(measure_names(size, 100 if options.small else 500))
+
+
+def herds(options: argparse.Namespace) -> Found:
+    machines, per_machine = options.machines, options.sessions // options.machines
+    rate = -(-per_machine // SESSIONS_PER_WORKER) * 1000 / max(options.adoption_ms, 0.1)
+    for how in ("in step", "spread"):
+        lost = herd(per_machine, machines - 1, rate, how == "spread")
+        yield f"herd, one of {machines} machines is lost, {how}", lost
+        yield (
+            f"herd, all clients of {machines} machines, {how}",
+            herd(options.sessions, machines, rate, how == "spread"),
+        )
+
+
+def calls(options: argparse.Namespace) -> Found:
+    counts, rounds = ((2,), 3) if options.small else ((2, 4, 8, 16), 20)
+    with spawned(_call_actors, counts, rounds) as (pipe, _):
+        for count, found in _wait_for(pipe, "Ray").items():
+            yield f"ray, {count} actors", found
+
+
+PARTS = {"manager": manager, "links": links, "sessions": sessions, "names": names, "herd": herds, "ray": calls}
+
+
+def measure(options: argparse.Namespace) -> Figures:
+    figures: Figures = {}
+    for part in options.parts:
+        for title, found in PARTS[part](options):
+            show(title, found)
+            figures[title] = found
+            write_json(options, figures)
+    return figures
+
+
+def parts(text: str) -> list[str]:
+    if unknown := set(text.split(",")) - set(PARTS):
+        raise argparse.ArgumentTypeError(f"unknown: {', '.join(sorted(unknown))}; known: {', '.join(PARTS)}")
+    return text.split(",")
+
+
+def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--parts", default=",".join(PARTS[:-1]), help=f"parts to measure, of {', '.join(PARTS)}")
+    parser.add_argument("--parts", type=parts, default=list(PARTS)[:-1], help=f"of {', '.join(PARTS)}")
     parser.add_argument("--machines", type=int, default=50, help="the fleet; smaller ones are measured too")
     parser.add_argument("--sessions", type=int, default=20_000, help="sessions of the simulated fleet")
     parser.add_argument("--spoken", default="8,16,32", help="numbers of sessions that speak in `sessions`")
     parser.add_argument("--seconds", type=float, default=10.0, help="of measuring each size of `links` and `sessions`")
     parser.add_argument("--adoption-ms", type=float, default=20.0, help="for `herd` without `sessions`")
-    run = Run(parser.parse_args(arguments))
-    for part in run.options.parts.split(","):
-        if part not in PARTS:
-            parser.error(f"there is no part {part!r}; choose from {', '.join(PARTS)}")
-        getattr(run, part)()
-    return 0
+    run_command(parser, arguments, measure, machines=4, sessions=2000, spoken="2", seconds=0.5)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -1,6 +1,6 @@
 """Prints every change that text formatting makes to the reference texts of a manifest, for review by a person.
 
-    python -m benchmarks.formatting MANIFEST.jsonl [--numerals] [--redact card phone email]
+    python -m benchmarks.formatting MANIFEST.jsonl
 
 The rules are those of `realtime/session/formatting.py`; there is no audio and no model. A line of the manifest is a
 JSON object with `id` and `text`. A line of the output has the words around the change, the words before and the text
@@ -14,8 +14,8 @@ import json
 from pathlib import Path
 
 from realtime.session.events import TimedWord
-from realtime.session.formatting import format_final, redactor_of
-from realtime.session.text_options import KINDS, Formatting, make_formatting
+from realtime.session.formatting import format_final
+from realtime.session.text_options import Formatting, make_formatting
 
 CONTEXT = 3
 
@@ -24,8 +24,6 @@ def changes(text: str, formatting: Formatting) -> list[str]:
     """The changes of one text, each with the words around it. A word has its index as its time."""
     said = text.split()
     words = [TimedWord(word, at, at + 1) for at, word in enumerate(said)]
-    if formatting.redacts:
-        words, _ = redactor_of(formatting).redact(words, 0, ends=True)
     final = format_final(text, words, formatting).words
     out = []
     for word in final:
@@ -39,12 +37,8 @@ def changes(text: str, formatting: Formatting) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("manifest", type=Path)
-    parser.add_argument("--numerals", action="store_true", help="numbers only")
-    parser.add_argument("--redact", nargs="+", default=[], choices=KINDS)
     options = parser.parse_args()
-    formatting = make_formatting(
-        smart=not options.numerals, numerals=options.numerals, profanity_filter=True, redact=options.redact
-    )
+    formatting = make_formatting(smart=True, numerals=False, profanity_filter=True, redact=[])
     texts = changed = 0
     for line in options.manifest.read_text().splitlines():
         item = json.loads(line)

@@ -11,6 +11,7 @@ one thread: compare it within one run, or on one machine.
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections import Counter, deque
 from contextlib import nullcontext
@@ -21,7 +22,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.engines import SPEC, NullDetector, NullRunner, room_for
-from benchmarks.measuring import Profile, parser_of, write_json
+from benchmarks.measuring import Profile, parser_of, run_command
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.items import hash_payload
@@ -159,16 +160,7 @@ class Bench:
         return took
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--streams", type=int, default=600)
-    parser.add_argument("--gateways", type=int, default=6)
-    parser.add_argument("--rounds", type=int, default=60, help="rounds of 80 ms that are counted")
-    parser.add_argument("--silent-every", type=int, default=0, help="one of N streams has no speech; 0: all have")
-    parser.add_argument("--profile", type=Path, help="split the figure by folder, and write the stacks here")
-    options = parser.parse_args(arguments)
-    if options.small:
-        options.streams, options.gateways, options.rounds = 12, 2, 10
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     bench = Bench(options.streams, options.gateways, options.silent_every)
     calm_collector()
     for _ in range(60 if options.silent_every else 10):  # silence is skipped only after some seconds
@@ -182,7 +174,17 @@ def main(arguments: list[str] | None = None) -> None:
     if options.profile:
         profile.show(each, "us")
         profile.write(options.profile)
-    write_json(options, {"streams": options.streams, "us_per_item": each})
+    return {"streams": options.streams, "us_per_item": each}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--streams", type=int, default=600)
+    parser.add_argument("--gateways", type=int, default=6)
+    parser.add_argument("--rounds", type=int, default=60, help="rounds of 80 ms that are counted")
+    parser.add_argument("--silent-every", type=int, default=0, help="one of N streams has no speech; 0: all have")
+    parser.add_argument("--profile", type=Path, help="split the figure by folder, and write the stacks here")
+    run_command(parser, arguments, measure, streams=12, gateways=2, rounds=10)
 
 
 if __name__ == "__main__":

@@ -13,26 +13,42 @@ written words are keywords that were not spoken (`made_up`).
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
-import tempfile
+import sys
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, astuple, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
-from benchmarks.accuracy import PAUSE_SECONDS, SMALL_MODEL, SPELLING_TABLE, OfflineTranscriber, warm_loop
+from benchmarks.accuracy import SPELLING_TABLE, OfflineTranscriber
 from benchmarks.measuring import parser_of, show, write_json
-from benchmarks.playing import Run
-from benchmarks.recordings import Clip, load_audio, one_session_per_clip, read_manifest, sample_manifest
+from benchmarks.playing import PAUSE_SECONDS, Run, warm_loop
+from benchmarks.recordings import (
+    SMALL_MODEL,
+    Clip,
+    add_manifest,
+    exit_status,
+    load_audio,
+    manifest_of,
+    one_session_per_clip,
+    read_manifest,
+)
 from engine.options import DEFAULT_MODEL, Keyword, keywords_text
+from engine.runner.device import compute_on_one_thread
 from engine.weights.store import pull
 from realtime.bench.words import Normaliser, align, english_normaliser
 
 FREQUENT_WORDS = 10_000
 SHORTEST_RARE = 4
 WRONG_KEYWORDS = 100
+# Rare words and those that are found, the same of names; `won` and `lost` against the run without keywords; other words
+# and their errors; words that were written, and keywords among them that were not spoken.
+COUNTED = (
+    *("rare", "rare_found", "names", "names_found", "won", "lost"),
+    *("others", "other_errors", "written", "made_up"),
+)
 
 Words = list[str]
 Transcribe = Callable[[Sequence[Words]], list[str]]
@@ -81,63 +97,47 @@ def wrong_keywords(references: Sequence[Reference], count: int) -> list[Words]:
     return chosen
 
 
-@dataclass(slots=True)
-class Counts:
-    rare: int = 0
-    rare_found: int = 0
-    names: int = 0
-    names_found: int = 0
-    # Rare words that are missed without keywords and found with them, and the other way about.
-    won: int = 0
-    lost: int = 0
-    others: int = 0
-    other_errors: int = 0
-    # Written words, and those of them that are keywords and were not spoken.
-    written: int = 0
-    made_up: int = 0
-
-    def add(self, said: Reference, heard: Words, wrong: set[str], table: Table) -> set[int]:
-        """Returns which words of the reference are rare and were found."""
-        found = set()
-        for i, j in align(said.words, heard):
-            right = i is not None and j is not None and said.words[i] == heard[j]
-            if i is None or said.words[i] not in said.rare:
-                self.others += i is not None
-                self.other_errors += not right
-                continue
-            name = said.words[i] not in table.known
-            self.rare, self.rare_found = self.rare + 1, self.rare_found + right
-            self.names, self.names_found = self.names + name, self.names_found + (name and right)
-            if right:
-                found.add(i)
-        self.written += len(heard)
-        self.made_up += sum(word in wrong and word not in said.words for word in heard)
-        return found
-
-
-def total(parts: Sequence[Counts]) -> Counts:
-    return Counts(*map(sum, zip(*map(astuple, parts), strict=True)))
+def count_words(said: Reference, heard: Words, wrong: set[str], table: Table) -> tuple[Counter[str], set[int]]:
+    """The counts of one clip, and which words of the reference are rare and were found."""
+    counts, found = Counter(dict.fromkeys(COUNTED, 0)), set[int]()
+    for i, j in align(said.words, heard):
+        right = i is not None and j is not None and said.words[i] == heard[j]
+        if i is None or said.words[i] not in said.rare:
+            counts["others"] += i is not None
+            counts["other_errors"] += not right
+            continue
+        is_name = said.words[i] not in table.known
+        counts += Counter(rare=1, rare_found=right, names=is_name, names_found=is_name and right)
+        found |= {i} if right else set()
+    counts["written"] = len(heard)
+    counts["made_up"] = sum(word in wrong and word not in said.words for word in heard)
+    return counts, found
 
 
 def measure(
     references: Sequence[Reference], transcribe: Transcribe, wrong: Sequence[Words], table: Table, normalise: Normaliser
-) -> dict[str, list[Counts]]:
+) -> dict[str, list[Counter[str]]]:
     """By the list of keywords, and then for each clip."""
     lists: dict[str, Sequence[Words]] = {
         "without": [[] for _ in references],
         "own": [list(said.rare.values()) for said in references],
         "wrong": wrong,
     }
-    figures = {name: [Counts() for _ in references] for name in lists}
+    figures: dict[str, list[Counter[str]]] = {name: [] for name in lists}
     before: list[set[int]] = []
     for name, keywords in lists.items():
         texts = transcribe(keywords)
         for clip, (said, text, others) in enumerate(zip(references, texts, wrong, strict=True)):
-            counts = figures[name][clip]
-            found = counts.add(said, normalise(text), {word for other in others for word in normalise(other)}, table)
+            not_said = {word for other in others for word in normalise(other)}
+            counts, found = count_words(said, normalise(text), not_said, table)
             before += [found] if name == "without" else []
-            counts.won, counts.lost = len(found - before[clip]), len(before[clip] - found)
+            counts["won"], counts["lost"] = len(found - before[clip]), len(before[clip] - found)
+            figures[name].append(counts)
     return figures
+
+
+def total(clips: Sequence[Counter[str]]) -> dict[str, int]:
+    return {name: sum(counts[name] for counts in clips) for name in COUNTED}
 
 
 def offline(clips: Sequence[Clip], model: str) -> Transcribe:
@@ -166,14 +166,7 @@ def live(clips: Sequence[Clip], model: str) -> Transcribe:
     return transcribe
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text and seconds")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="a name that `tickertape pull` knows, or a folder")
-    parser.add_argument("--live", action="store_true", help="through the real engine, not on whole clips")
-    parser.add_argument("--limit", type=int, help="only the first N recordings that have rare words")
-    options = parser.parse_args(arguments)
-    torch.set_num_threads(1)
+def run(options: argparse.Namespace) -> None:
     if options.small:
         # Without the real table: a table of three words; all other words of the sample are rare.
         table = Table(frozenset({"best", "worst", "times"}), frozenset({"best", "worst", "times", "wisdom"}))
@@ -181,25 +174,29 @@ def main(arguments: Sequence[str] | None = None) -> None:
     else:
         table = Table.read(pull("english-frequency"))
         normalise = english_normaliser(json.loads(pull(SPELLING_TABLE).read_text()))
-    with tempfile.TemporaryDirectory() as folder:
-        manifest = sample_manifest(Path(folder)) if options.small else options.manifest
-        if manifest is None:
-            parser.error("the manifest is missing")
+    with manifest_of(options) as manifest:
         found = [(clip, reference(clip.text, table, normalise)) for clip in read_manifest(manifest, "clips")]
         found = [(clip, said) for clip, said in found if said.rare][: options.limit]
         clips, references = [clip for clip, _ in found], [said for _, said in found]
         transcribe = (live if options.live else offline)(clips, options.model)
-        wrong = wrong_keywords(references, WRONG_KEYWORDS)
-        figures = measure(references, transcribe, wrong, table, normalise)
+        figures = measure(references, transcribe, wrong_keywords(references, WRONG_KEYWORDS), table, normalise)
     half = len(clips) // 2
     parts = {"all": slice(None), "the first half": slice(half), "the second half": slice(half, None)}
-    report = {
-        title: {name: asdict(total(counts[part] or [Counts()])) for name, counts in figures.items()}
-        for title, part in parts.items()
-    }
+    report = {title: {name: total(counts[part]) for name, counts in figures.items()} for title, part in parts.items()}
     show(f"{len(clips)} recordings with rare words, {'live' if options.live else 'offline'}, {options.model}", report)
     write_json(options, report)
 
 
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    add_manifest(parser)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="a name that `tickertape pull` knows, or a folder")
+    parser.add_argument("--live", action="store_true", help="through the real engine, not on whole clips")
+    parser.add_argument("--limit", type=int, help="only the first N recordings that have rare words")
+    options = parser.parse_args(arguments)
+    compute_on_one_thread()
+    return exit_status(lambda: run(options))
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -25,20 +25,26 @@ import tempfile
 import wave
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unicodedata import combining, normalize
 
-import torch
-
-from benchmarks.accuracy import PAUSE_SECONDS, SMALL_MODEL, complain, warm_loop
-from benchmarks.measuring import RunFailed, parser_of, show, write_json
-from benchmarks.playing import Run
-from benchmarks.recordings import Clip, one_session_per_clip, read_manifest, sample_manifest
+from benchmarks.measuring import parser_of, positive, show, write_json
+from benchmarks.playing import PAUSE_SECONDS, Run, warm_loop
+from benchmarks.recordings import (
+    SMALL_MODEL,
+    BadManifest,
+    Clip,
+    exit_status,
+    manifest_of,
+    one_session_per_clip,
+    read_manifest,
+)
 from benchmarks.scoring import plain_words, pooled
-from engine.errors import EngineError
 from engine.options import TRANSLATE, cache_folder
+from engine.runner.device import compute_on_one_thread
 from engine.server.loop import EngineLoop
 from realtime.bench.words import word_errors
 
@@ -54,15 +60,9 @@ DIGESTS = {
 SHORTEST_SECONDS = 1.5
 # Single words, names of letters that are foreign words, and silence.
 NO_SENTENCES = ("digits", "letters", "phonetic", "silence")
-NO_SPEECH = (
-    "ascending-2tone",
-    "beep",
-    "beeperr",
-    "confbridge-join",
-    "confbridge-leave",
-    "descending-2tone",
-    "tt-monkeys",
-)
+NO_SPEECH = {
+    *("ascending-2tone", "beep", "beeperr", "confbridge-join", "confbridge-leave", "descending-2tone", "tt-monkeys")
+}
 # Lists put a description of a sound without speech in brackets. A digit may be written in two ways, both right.
 NOT_WORD_FOR_WORD = re.compile(r"[\[\](){}<>0-9]")
 
@@ -77,7 +77,7 @@ Report = dict[str, Any]
 # Prompts
 
 
-class PromptsError(Exception):
+class PromptsError(BadManifest):
     """The sounds or their list cannot be used; the text says what to do."""
 
 
@@ -209,32 +209,29 @@ def prompts_of(language: str, options: argparse.Namespace) -> list[Clip]:
     return choose(fetch(language), words, options.limit)
 
 
+def run(options: argparse.Namespace) -> None:
+    with manifest_of(options) if options.small else nullcontext() as sample:
+        # A small run has English speech instead of prompts.
+        languages = [options.language] if options.language else DIGESTS
+        prompts = {"en": read_manifest(sample)} if sample else {name: prompts_of(name, options) for name in languages}
+        loop = warm_loop(options.model, AT_ONCE)
+        report = {language: measure(loop, language, clips, options) for language, clips in prompts.items()}
+    write_json(options, {"model": options.model, "live": options.live, "languages": report})
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     parser.add_argument("--lists", type=Path, help="folder with the prompts' texts, core-sounds-es.txt and others")
     parser.add_argument("--model", default="whisper-tiny", help="a name that `tickertape pull` knows, or a folder")
     parser.add_argument("--language", choices=DIGESTS, help="only this one")
     parser.add_argument("--live", action="store_true", help="at the pace of a microphone instead of as uploads")
-    parser.add_argument("--limit", type=int, default=60, help="prompts of each language")
+    parser.add_argument("--limit", type=positive, default=60, help="prompts of each language")
+    parser.set_defaults(manifest=None)
     options = parser.parse_args(arguments)
-    if options.limit < 1:
-        parser.error("--limit must be at least 1")
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        try:
-            if options.small:
-                # Instead of prompts: English speech, and a model that knows English only.
-                options.model = SMALL_MODEL
-                prompts = {"en": read_manifest(sample_manifest(Path(folder)))}
-            else:
-                languages = [options.language] if options.language else DIGESTS
-                prompts = {language: prompts_of(language, options) for language in languages}
-            loop = warm_loop(options.model, AT_ONCE)
-            report = {language: measure(loop, language, clips, options) for language, clips in prompts.items()}
-        except (PromptsError, EngineError, RunFailed) as error:
-            return complain(error)
-    write_json(options, {"model": options.model, "live": options.live, "languages": report})
-    return 0
+    if options.small:
+        options.model = SMALL_MODEL
+    compute_on_one_thread()
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

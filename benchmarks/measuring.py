@@ -37,6 +37,27 @@ def with_common_options(parser: argparse.ArgumentParser) -> argparse.ArgumentPar
     return parser
 
 
+def run_command(
+    parser: argparse.ArgumentParser,
+    arguments: Sequence[str] | None,
+    measure: Callable[[argparse.Namespace], Any],
+    **small: Any,
+) -> None:
+    """Parse the options, measure, and write the figures to the file of --json. `small`: options of a small run."""
+    options = parser.parse_args(arguments)
+    if options.small:
+        vars(options).update(small)
+    write_json(options, measure(options))
+
+
+def positive(text: str) -> int:
+    """The type of an option: a whole number from 1 on."""
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
 def write_json(options: argparse.Namespace, figures: Any) -> None:
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)

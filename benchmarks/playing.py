@@ -8,6 +8,7 @@ much audio waiting as with a gateway. Speech detection, windows and batches are 
 
 from __future__ import annotations
 
+import atexit
 import math
 import time
 from collections import deque
@@ -23,25 +24,13 @@ from benchmarks.measuring import RunFailed, resident_bytes
 from benchmarks.recordings import Part, Session
 from benchmarks.scoring import Emissions, Word
 from benchmarks.sounds import SAMPLE_RATE
+from engine import messages
 from engine.boundary.items import make_cutter, prepare
 from engine.client.client import ClientSettings
-from engine.messages import (
-    Closed,
-    Command,
-    Dead,
-    Failed,
-    Feed,
-    Finish,
-    Flush,
-    Open,
-    Output,
-    Refused,
-    Speech,
-    StreamState,
-    Text,
-    TurnRule,
-)
+from engine.messages import Command, Output, TurnRule
+from engine.options import EngineConfig
 from engine.server.loop import EngineLoop
+from engine.server.main import build_loop, warm_up
 from engine.spec import ModelSpec
 from realtime.session.boundaries import turn_rule
 from realtime.session.core import Session as Core
@@ -55,8 +44,20 @@ PACKET_SAMPLES, PIECE_SAMPLES = 1280, SAMPLE_RATE
 COST_EVERY_SECONDS = 10.0
 # Streams start at different times.
 STAGGER_SECONDS = 0.37
+# Silence after a live recording: the engine must find the end of speech by itself.
+PAUSE_SECONDS = 1.5
 
 T = TypeVar("T")
+
+
+def warm_loop(
+    model: str, streams: int, threads: int = 1, clock: Callable[[], int] = time.perf_counter_ns
+) -> EngineLoop:
+    loop = build_loop(EngineConfig(model, "cpu", max_streams=streams, threads=threads), clock)
+    warm_up(loop)
+    # Threads that compute must not outlive the interpreter.
+    atexit.register(loop.close)
+    return loop
 
 
 class VirtualClock:
@@ -88,16 +89,6 @@ class Cost:
     resident_bytes: int
 
 
-@dataclass(frozen=True, slots=True)
-class Final:
-    """The final text of a turn, its samples, and when it came."""
-
-    text: str
-    start: int
-    end: int
-    at: float
-
-
 @dataclass(slots=True)
 class Played:
     """The result of one session. Times are seconds from its first sample."""
@@ -111,30 +102,23 @@ class Played:
     # Seconds between the live edge and the engine when text came.
     lags: list[float] = field(default_factory=list)
     closed_at: float | None = None
-    # With a session core: the final texts of its turns.
-    finals: list[Final] = field(default_factory=list)
+    # With a session core: the finals of its turns, and when each came.
+    finals: list[tuple[Completed, float]] = field(default_factory=list)
     # The first language code that came with words.
     language: str = ""
 
     def take(self, output: Output, at: float) -> None:
-        if isinstance(output, Text):
-            words = [
-                Word(
-                    word.text,
-                    word.start_sample / SAMPLE_RATE,
-                    word.end_sample / SAMPLE_RATE,
-                    timed_word(word).confidence,
-                )
-                for word in output.words
-            ]
+        if isinstance(output, messages.Text):
+            spans = [(word, word.start_sample / SAMPLE_RATE, word.end_sample / SAMPLE_RATE) for word in output.words]
+            words = [Word(word.text, start, end, timed_word(word).confidence) for word, start, end in spans]
             self.emissions.add(at, output.delta, words)
             if output.delta or words:
                 self.language = self.language or output.language
             self.lags.append(min(at, self.seconds) - output.sample / SAMPLE_RATE)
-        elif isinstance(output, Speech):
+        elif isinstance(output, messages.Speech):
             self.probabilities += output.probabilities
             self.frame_seconds = output.frame_samples / SAMPLE_RATE
-        elif isinstance(output, Closed):
+        elif isinstance(output, messages.Closed):
             self.closed_at = at
 
 
@@ -168,7 +152,7 @@ class Player:
     def due(self, now: float, computed: int) -> Iterator[Command]:
         while not self.finished and (self.next_at <= now if self._live else self._fed - computed < self._ahead):
             command = next(self._commands)
-            self.finished = isinstance(command, Finish)
+            self.finished = isinstance(command, messages.Finish)
             if command is not None:
                 yield command
 
@@ -180,27 +164,26 @@ class Player:
         name, samples, spec = self.played.session.name, self._samples, self._spec
         cutter, size = make_cutter(spec), PACKET_SAMPLES if self._live else PIECE_SAMPLES
         self.next_at = self.starts_at + min(size, len(samples)) / SAMPLE_RATE
-        yield Open(name, self._live, options=options, turns=turns)
+        yield messages.Open(name, self._live, options=options, turns=turns)
         for start in range(0, len(samples), size):
             items = prepare(cutter, cutter.cut(samples[start : start + size]), spec)
-            is_last = start + size >= len(samples)
-            if is_last:
+            if start + size >= len(samples):
                 silence = spec.flush_positions_for(spec.default_delay_positions)
                 items += prepare(cutter, cutter.flush(silence), spec)
             else:
                 self.next_at = self.starts_at + min(start + 2 * size, len(samples)) / SAMPLE_RATE
             if items:
                 self._fed = items[-1].offset + items[-1].length
-            yield Feed(name, items) if items else None
-        yield Finish(name)
+            yield messages.Feed(name, items) if items else None
+        yield messages.Finish(name)
 
 
 class SessionPlayer(Player):
     """A live client with the gateway's session core behind it: turns end as on a server, and have finals."""
 
     def __init__(self, session: Session, spec: ModelSpec, starts_at: float, settings: Settings) -> None:
-        self._numbers = count()
-        self._core = Core(settings.in_force(spec), spec.sample_rate, lambda: f"item_{next(self._numbers)}")
+        numbers = count()
+        self._core = Core(settings.in_force(spec), spec.sample_rate, lambda: f"item_{next(numbers)}")
         self._tags = count(1)
         self._asked: deque[Command] = deque()
         turns = turn_rule(self._core.settings.turn_detection, spec.sample_rate)
@@ -208,30 +191,30 @@ class SessionPlayer(Player):
 
     def due(self, now: float, computed: int) -> Iterator[Command]:
         for command in super().due(now, computed):
-            if isinstance(command, Feed):
-                rate = self._spec.samples_per_position
-                heard = sum(item.covered_samples(rate) for item in command.items)
+            if isinstance(command, messages.Feed):
+                heard = sum(item.covered_samples(self._spec.samples_per_position) for item in command.items)
                 self._handle(Append(np.zeros(heard, np.float32), heard, heard * 1000 / SAMPLE_RATE), now)
-            elif isinstance(command, Finish):
+            elif isinstance(command, messages.Finish):
                 self._handle(End(), now)
             yield command
-            while self._asked and not self.finished:
-                yield self._asked.popleft()
+            yield from self._flushes()
+        yield from self._flushes()
+
+    def _flushes(self) -> Iterator[Command]:
         while self._asked and not self.finished:
             yield self._asked.popleft()
 
     def take(self, output: Output, now: float) -> None:
         super().take(output, now)
-        if not isinstance(output, StreamState):
+        if not isinstance(output, messages.StreamState):
             self._handle(output, now)
 
     def _handle(self, event: Event, now: float) -> None:
         for effect in self._core.handle(event, now):
             if isinstance(effect, FlushEngine):
-                self._asked.append(Flush(self.played.session.name, next(self._tags), effect.pause))
+                self._asked.append(messages.Flush(self.played.session.name, next(self._tags), effect.pause))
             elif isinstance(effect, Send) and isinstance(effect.event, Completed):
-                done = effect.event
-                self.played.finals.append(Final(done.transcript, done.start, done.end, now - self.starts_at))
+                self.played.finals.append((effect.event, now - self.starts_at))
 
 
 class Run:
@@ -296,8 +279,7 @@ class Run:
                 if is_live and self._settings is not None:
                     players[session.name] = SessionPlayer(session, self._spec, starts_at, self._settings)
                     continue
-                options = self._options.get(session.name, {})
-                turns = self._turns if is_live else None
+                options, turns = self._options.get(session.name, {}), self._turns if is_live else None
                 players[session.name] = Player(session, self._spec, starts_at, options, is_live, turns)
 
     def _due(self, player: Player) -> list[Command]:
@@ -322,14 +304,14 @@ class Run:
             raise RunFailed(f"the engine is idle, but these sessions never ended: {', '.join(players)}")
 
     def _take(self, output: Output, progress: Callable[[Played], None]) -> None:
-        if isinstance(output, Dead | Failed | Refused):
+        if isinstance(output, messages.Dead | messages.Failed | messages.Refused):
             raise RunFailed(output.message)
         for players in self._players.values():
             player = players.get(getattr(output, "stream", ""))
             if player is None:
                 continue
             player.take(output, self.clock.now)
-            if isinstance(output, Closed):
+            if isinstance(output, messages.Closed):
                 self._done.append(player.played)
                 del players[player.played.session.name]
                 progress(player.played)

@@ -30,11 +30,12 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from itertools import takewhile
 from pathlib import Path
 from shutil import which
 from typing import Any
@@ -42,10 +43,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, sleep_until
-from benchmarks.measuring import RunFailed, parser_of, show, until, write_json
+from benchmarks.measuring import RunFailed, parser_of, run_command, show, until
 from benchmarks.recordings import joined_sessions, load_audio, read_manifest, sample_speech
 from benchmarks.scoring import Word, plain_words
-from benchmarks.servers import Child, Server, add_server_options, free_port, nginx_program, use_default_model
+from benchmarks.servers import Child, Server, add_server_options, free_port, use_default_model
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice, write_wav
 from realtime.bench.words import align
 from realtime.client.wire_client import DELTA
@@ -61,6 +62,8 @@ ELSEWHERE_S = 3.37
 EDGE_S, KILL_S = 2.0, 20.0
 # Segments of HLS by which a listener is late at the end; and the longest wait for its last words.
 LATE_SEGMENTS = 6
+# Seconds of a small run after all listeners have their first words.
+SMALL_S = 4.0
 LAST_WORDS_S = 120.0
 # Seconds without a byte after which a reader of events connects again, and before it does.
 READER_S, ASK_AGAIN_S = 60.0, 0.5
@@ -109,16 +112,16 @@ class Source:
         return time.monotonic() - self.began
 
     def _encode(self, position: float) -> None:
-        command = [ffmpeg(), "-nostdin", "-v", "error", "-re", "-ss", f"{position:.3f}", "-i", str(self.coded)]
+        command = [program("ffmpeg"), "-nostdin", "-v", "error", "-re", "-ss", f"{position:.3f}", "-i", str(self.coded)]
         log = self.coded.with_name(f"{self.name}-encoder.log")
         self._encoder = Child(f"{self.name} encoder", [*command, "-c", "copy", *self.target], log)
 
 
-def ffmpeg() -> str:
-    program = which("ffmpeg")
-    if program is None:
-        raise RunFailed("ffmpeg is not installed")
-    return program
+def program(name: str) -> str:
+    found = which(name) or which(name, path="/usr/sbin")
+    if found is None:
+        raise RunFailed(f"{name} is not installed")
+    return found
 
 
 @contextmanager
@@ -147,7 +150,7 @@ def rtmp(coded: Path) -> Iterator[Source]:
     server = f"rtmp {{ server {{ listen 127.0.0.1:{port}; application live {{ live on; }} }} }}"
     config = folder / "rtmp.conf"
     config.write_text(f"load_module {RTMP_MODULE}; daemon off; pid {folder}/pid; events {{}} {server}\n")
-    command = [nginx_program(), "-p", str(folder), "-e", "stderr", "-c", str(config)]
+    command = [program("nginx"), "-p", str(folder), "-e", "stderr", "-c", str(config)]
     nginx = Child("nginx", command, folder / "nginx.log")
     url = f"rtmp://127.0.0.1:{port}/live/studio"
     try:
@@ -270,10 +273,11 @@ def told(events: Sequence[dict[str, Any]]) -> list[Word]:
 # Calm sessions
 
 
-def calm_client(url: str, audio: Samples, start: float) -> PacedClient:
+def calm_client(url: str, audio: Samples, start: float, is_over: Callable[[], bool]) -> PacedClient:
     """Sends the audio from `start` seconds on."""
     appends = appends_of(pcm16(audio[round(start * SAMPLE_RATE) :]))
-    return PacedClient(url, appends, options=replace(PLAIN_SESSION, finals="streamed"))
+    appends_until = takewhile(lambda _: not is_over(), appends)
+    return PacedClient(url, appends_until, options=replace(PLAIN_SESSION, finals="streamed"))
 
 
 def transcribed(coded: Path, server_url: str) -> list[Word]:
@@ -380,7 +384,7 @@ def stream_figures(puller: Puller, reference: Sequence[Word], file: Sequence[Wor
 def recording(options: argparse.Namespace) -> Samples:
     """As many minutes of speech as asked for."""
     if options.null:
-        sound = voice(60.0, 130.0, seed=1)
+        sound = voice(10.0, 130.0, seed=1)
     elif options.manifest is not None:
         sound, _ = joined_sessions(read_manifest(options.manifest, kind="clips"), 1, PAUSE_S)[0].load()
     else:
@@ -392,7 +396,9 @@ def coded_as_aac(sound: Samples, folder: Path) -> Path:
     """The audio as both streams carry it."""
     raw, coded = folder / "recording.wav", folder / "recording.m4a"
     write_wav(raw, sound)
-    subprocess.run([ffmpeg(), "-nostdin", "-v", "error", "-i", raw, "-c:a", "aac", "-b:a", "64k", coded], check=True)
+    subprocess.run(
+        [program("ffmpeg"), "-nostdin", "-v", "error", "-i", raw, "-c:a", "aac", "-b:a", "64k", coded], check=True
+    )
     return coded
 
 
@@ -406,10 +412,13 @@ async def play(
     pullers: list[Puller] = [ServerStream(sources[0], server.http(PULLS, ""))]
     pullers += [Listener(source, server.http(LISTENS, "")) for source in sources[1:]]
     url = server.urls[CALM].partition("?")[0]
-    calm = [calm_client(url, sound, start) for start in (0.0, ELSEWHERE_S)]
+    ends = sources[0].began + len(sound) / SAMPLE_RATE
+    calm = [calm_client(url, sound, start, lambda: time.monotonic() > ends) for start in (0.0, ELSEWHERE_S)]
     speaking = [asyncio.create_task(client.speak()) for client in calm]
     await until(lambda: all(puller.has_words() for puller in pullers))
-    began, ends = time.monotonic(), sources[0].began + len(sound) / SAMPLE_RATE
+    began = time.monotonic()
+    if options.small:
+        ends = began + SMALL_S
 
     def moment(share: float) -> float:
         return began + share * (ends - began)
@@ -428,14 +437,22 @@ async def play(
 
     killing = asyncio.create_task(kill())
     await asyncio.gather(killing, *speaking, *map(interrupt, sources))
-    await asyncio.sleep(LATE_SEGMENTS * options.segment)
+    await asyncio.sleep((1 if options.small else LATE_SEGMENTS) * options.segment)
     server.check()
     for puller in pullers:
         await asyncio.to_thread(puller.end)
     return pullers, calm, killing.result()
 
 
-def measure(options: argparse.Namespace, folder: Path) -> Figures:
+def measure(options: argparse.Namespace) -> Figures:
+    use_default_model(options)
+    with tempfile.TemporaryDirectory(prefix="streams-") as folder:
+        figures = figures_of(options, Path(folder))
+    show("Pulled streams whose encoders break off and whose gateways are killed", figures)
+    return {"command": " ".join(sys.argv[1:]), "cores": os.cpu_count(), "results": figures}
+
+
+def figures_of(options: argparse.Namespace, folder: Path) -> Figures:
     coded = coded_as_aac(recording(options), folder)
     sound = load_audio(coded)
     config = folder / "tickertape.toml"
@@ -472,14 +489,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--segment", type=int, default=4, help="seconds of an HLS segment")
     add_server_options(parser)
     parser.set_defaults(workers=2, gateways=3)
-    options = parser.parse_args(arguments)
-    if options.small:
-        options.null, options.minutes, options.away, options.segment = True, 0.4, 3.0, 1
-    use_default_model(options)
-    with tempfile.TemporaryDirectory(prefix="streams-") as folder:
-        figures = measure(options, Path(folder))
-    show("Pulled streams whose encoders break off and whose gateways are killed", figures)
-    write_json(options, {"command": " ".join(sys.argv[1:]), "cores": os.cpu_count(), "results": figures})
+    # The recording of a small run is longer than the run.
+    run_command(parser, arguments, measure, null=True, workers=1, minutes=1.0, away=1.0, segment=1)
 
 
 if __name__ == "__main__":

@@ -29,7 +29,7 @@ from engine.models.voxtral_realtime import (
 )
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
-from engine.runner.device import free_memory, require_device
+from engine.runner.device import compute_on_one_thread, free_memory, require_device
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import (
@@ -104,7 +104,7 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
     config = tiny_voxtral() if small else voxtral_mini_4b()
     settings = RunnerSettings(kv_dtype=KV_TYPES[kv], decoder_window=window, max_streams=max_streams)
     if small:
-        torch.set_num_threads(1)
+        compute_on_one_thread()
         settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
     memory = plan_memory(
         config,

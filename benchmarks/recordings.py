@@ -7,8 +7,12 @@ audio is in `benchmarks/sounds.py`.
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Sequence
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +21,15 @@ import numpy as np
 
 from audio.containers import read_file
 from audio.errors import AudioError
+from benchmarks.measuring import RunFailed
 from benchmarks.sounds import SAMPLE_RATE, Samples, write_wav
+from engine.errors import EngineError
 from engine.weights.store import pull
 from realtime.bench.clients import BadManifest, read_recordings
 from realtime.bench.clients import Recording as Clip
 
+# The model of small runs.
+SMALL_MODEL = "moonshine-tiny"
 # The recording that `tickertape pull` fetches, and the words of its beginning.
 SAMPLE = "sample-two-cities"
 SAMPLE_SECONDS = 6.4
@@ -39,13 +47,16 @@ class Part:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """Clips one after the other, each followed by a pause, as one microphone would record them."""
+    """Clips one after the other, each followed by a pause, as one microphone would record them; or given samples."""
 
     name: str
     clips: tuple[Clip, ...]
-    pause_seconds: float
+    pause_seconds: float = 0.0
+    samples: Samples | None = None
 
     def load(self) -> tuple[Samples, list[Part]]:
+        if self.samples is not None:
+            return self.samples, [Part(self.clips[0], 0.0, len(self.samples) / SAMPLE_RATE)]
         pause = np.zeros(round(self.pause_seconds * SAMPLE_RATE), np.float32)
         pieces: list[Samples] = []
         parts = []
@@ -58,18 +69,8 @@ class Session:
         return np.concatenate(pieces), parts
 
 
-@dataclass(frozen=True)
-class SoundSession(Session):
-    """A session of samples in memory."""
-
-    samples: Samples
-
-    def load(self) -> tuple[Samples, list[Part]]:
-        return self.samples, [Part(self.clips[0], 0.0, len(self.samples) / SAMPLE_RATE)]
-
-
-def sound_session(name: str, samples: Samples) -> SoundSession:
-    return SoundSession(name, (Clip(Path(name), "", len(samples) / SAMPLE_RATE, "clips"),), 0.0, samples)
+def sound_session(name: str, samples: Samples) -> Session:
+    return Session(name, (Clip(Path(name), "", len(samples) / SAMPLE_RATE, "clips"),), samples=samples)
 
 
 def one_session_per_clip(clips: Sequence[Clip], pause_seconds: float) -> list[Session]:
@@ -114,6 +115,38 @@ def load_audio(path: Path) -> Samples:
         raise BadManifest(f"cannot use {path}: {error}") from error
 
 
+def add_manifest(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text and seconds")
+
+
+@contextmanager
+def manifest_of(options: argparse.Namespace) -> Iterator[Path]:
+    """The manifest of the command line. A small run without one has the beginning of the sample recording."""
+    if options.manifest is not None:
+        yield options.manifest
+    elif not options.small:
+        raise BadManifest("the manifest is missing")
+    else:
+        with tempfile.TemporaryDirectory() as folder:
+            write_wav(Path(folder) / "sample.wav", sample_speech(SAMPLE_SECONDS))
+            path = Path(folder) / "manifest.jsonl"
+            path.write_text(json.dumps({"path": "sample.wav", "text": SAMPLE_TEXT, "seconds": SAMPLE_SECONDS}) + "\n")
+            yield path
+
+
+def exit_status(run: Callable[[], None]) -> int:
+    """Runs a benchmark. 0: done; 1: the engine failed; 2: the manifest, a recording or a model cannot be used."""
+    try:
+        run()
+    except RunFailed as error:
+        print(f"error: the engine failed: {error}", file=sys.stderr)
+        return 1
+    except (BadManifest, EngineError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
 def sample_path() -> Path:
     path = pull(SAMPLE)
     return path if path.is_file() else next(path.glob("*.wav"))
@@ -122,11 +155,3 @@ def sample_path() -> Path:
 def sample_speech(seconds: float | None = None) -> Samples:
     """The recording that `tickertape demo` plays, or its beginning."""
     return load_audio(sample_path())[: None if seconds is None else round(seconds * SAMPLE_RATE)]
-
-
-def sample_manifest(folder: Path) -> Path:
-    """A manifest of the beginning of that recording, for small runs."""
-    write_wav(folder / "sample.wav", sample_speech(SAMPLE_SECONDS))
-    path = folder / "manifest.jsonl"
-    path.write_text(json.dumps({"path": "sample.wav", "text": SAMPLE_TEXT, "seconds": SAMPLE_SECONDS}) + "\n")
-    return path

@@ -2,26 +2,28 @@
 
     python -m benchmarks.response_cost [--hours 4] [--json FILE]
 
-A transcript as Whisper would give it, ten tokens a second with their probabilities, is written in every format of the
-upload routes. `at_once` is the time of writing it without a break, `longest_block` the longest time without a turn for
-other tasks. All times are processor time of this thread, so other programs on the machine hardly change them. There is
-no server and no model.
+A transcript as Whisper would give it, ten tokens a second with their probabilities, is written in the longest formats
+of the upload routes. `at_once` is the time of writing it without a break, `longest_block` the longest time without a
+turn for other tasks. All times are processor time of this thread, so other programs on the machine hardly change them.
+There is no server and no model.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import uvloop
 
-from benchmarks.measuring import parser_of, show, write_json
+from benchmarks.measuring import parser_of, run_command, show
 from realtime.dialects.deepgram import read_file_query
 from realtime.http import transcription_routes
-from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
+from realtime.http.file_transcription import Transcript, UploadRequest, write_answer
 from realtime.http.long_responses import PiecesResponse
 from realtime.session.events import TimedWord
 from realtime.session.settings import Settings
@@ -44,31 +46,28 @@ def transcript(hours: float) -> Transcript:
 
 
 def formats() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
-    def asked(name: str, logprobs: bool = False) -> UploadRequest:
-        return UploadRequest(name, Settings(), stream=False, words=True, logprobs=logprobs)
+    def verbose(made: Transcript) -> Iterable[bytes]:
+        return write_answer(made, UploadRequest("verbose_json", Settings(), stream=False, words=True, logprobs=False))[
+            0
+        ]
 
-    def deepgram(**query: str) -> Callable[[Transcript], Iterable[bytes]]:
-        return lambda made: transcription_routes.write_listen_answer(
-            made, read_file_query(query), "model", "id", "sha256"
-        )
+    def deepgram(made: Transcript, **query: str) -> Iterable[bytes]:
+        return transcription_routes.write_listen_answer(made, read_file_query(query), "model", "id", "sha256")
 
     def formatted(made: Transcript) -> Iterator[bytes]:
         """The text is formatted and searched before it is written."""
-        query = read_file_query({"smart_format": "true", "profanity_filter": "true", "search": "times"})
+        query = {"smart_format": "true", "profanity_filter": "true", "search": "times"}
         copy = replace(made)
-        for _ in copy.format(query.settings.formatting):
+        for _ in copy.format(read_file_query(query).settings.formatting):
             yield b""
-        yield from transcription_routes.write_listen_answer(copy, query, "model", "id", "sha256")
+        yield from deepgram(copy, **query)
 
     return {
-        **{name: lambda made, name=name: write_answer(made, asked(name))[0] for name in ("text", "srt", "vtt", "json")},
-        "verbose_json with words": lambda made: write_answer(made, asked("verbose_json"))[0],
-        "json with logprobs": lambda made: write_answer(made, asked("json", logprobs=True))[0],
-        "the last event of a stream with logprobs": lambda made: sse_done(made, asked("json", logprobs=True)),
-        "deepgram": deepgram(),
-        "deepgram, smart_format and utterances": deepgram(smart_format="true", utterances="true"),
+        "verbose_json with words": verbose,
+        "deepgram": deepgram,
+        "deepgram, smart_format and utterances": partial(deepgram, smart_format="true", utterances="true"),
         "deepgram, formatted": formatted,
-        "deepgram, one utterance": deepgram(utterances="true", utt_split="3600"),
+        "deepgram, one utterance": partial(deepgram, utterances="true", utt_split="3600"),
     }
 
 
@@ -103,16 +102,19 @@ async def measure(made: Transcript, write: Callable[[Transcript], Iterable[bytes
     return {"bytes": size, "at_once_ms": 1000 * at_once, "longest_block_ms": 1000 * max(blocks)}
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--hours", type=float, default=4.0)
-    options = parser.parse_args(arguments)
-    made = transcript(0.01 if options.small else options.hours)
+def measure_formats(options: argparse.Namespace) -> dict[str, Any]:
+    made = transcript(options.hours)
     report: dict[str, Any] = {"words": len(made.words)}
     for name, write in formats().items():
         report[name] = uvloop.run(measure(made, write))
         show(name, report[name])
-    write_json(options, report)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--hours", type=float, default=4.0)
+    run_command(parser, arguments, measure_formats, hours=0.01)
 
 
 if __name__ == "__main__":

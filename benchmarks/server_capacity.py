@@ -17,15 +17,13 @@ not sure. A load holds if 95 % of the turns have their final text at most 1.5 s 
 of the queries of the server the latest stream has at most 1.5 s of audio without a pass. With --null there is no
 model: that measures the cost of gateways.
 
-Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]. With --join N, N more sessions join within
-5 s in the middle of the counted time, and the lag of the first ones is also shown before and after that moment.
+Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -38,8 +36,6 @@ from benchmarks.servers import Server, add_server_options
 from benchmarks.sounds import SAMPLE_RATE, speech, utterances
 
 SETTLE_S = 3.0
-# Time in which the further sessions of --join connect.
-JOIN_S = 5.0
 ASK_EVERY_S = 0.5
 # A lag that grows by more than this in a minute counts as growing.
 MAX_GROWTH_MS_PER_MIN = 100.0
@@ -91,55 +87,33 @@ def spans_of_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, f
 
 def measure(server: Server, load: Load, options: argparse.Namespace, spans: list[tuple[float, float]]) -> Result:
     windowed = is_windowed(options)
-
-    def clients_of(sessions: int) -> ClientProcesses:
-        return ClientProcesses(
-            play_lags,
-            sessions,
-            options.clients,
-            urls=server.urls,
-            recording=options.audio,
-            rate=load.rate,
-            append_ms=load.append_ms,
-            delay_ms=0 if windowed else VOXTRAL_DELAY_MS,
-            language="en" if windowed else None,
-            silent_share=load.silent,
-            speakers=options.speakers,
-            semantic=options.semantic,
-            speech=spans,
-        )
-
-    with ExitStack() as stack:
-        clients = stack.enter_context(clients_of(load.sessions))
-        joining = stack.enter_context(clients_of(options.join)) if options.join else None
+    with ClientProcesses(
+        play_lags,
+        load.sessions,
+        options.clients,
+        urls=server.urls,
+        recording=options.audio,
+        rate=load.rate,
+        append_ms=load.append_ms,
+        delay_ms=0 if windowed else VOXTRAL_DELAY_MS,
+        language="en" if windowed else None,
+        silent_share=load.silent,
+        speakers=options.speakers,
+        semantic=options.semantic,
+        speech=spans,
+    ) as clients:
         begins, join_s = time.monotonic() + 0.5, load.sessions / options.joins_per_second
         counts_from = begins + join_s + (0.5 if options.small else SETTLE_S)
         schedule = Schedule(begins, join_s, counts_from, counts_from + options.seconds)
         clients.begin(schedule)
-        if joining is not None:
-            middle = counts_from + options.seconds / 2
-            joining.begin(Schedule(middle, JOIN_S, middle + JOIN_S, schedule.counts_until))
         time.sleep(max(0.0, schedule.counts_from - time.monotonic()))
         before = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
         capacities = watch(server, schedule.counts_until)
         after = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
         findings = clients.findings()
-        joined = [] if joining is None else joining.findings()
     server.check()
     cores = {name: (after[name] - before.get(name, 0.0)) / options.seconds for name in after}
-    result = summary(load, options.seconds, findings, cores, capacities)
-    return result | joins(findings, joined, options.seconds / 2) if joined else result
-
-
-def joins(first: list[Findings], joined: list[Findings], middle: float) -> Result:
-    """Lags of the first sessions before and after others began to join, and what became of those."""
-    pairs = [pair for found in first for pair in found.lags]
-    return {
-        **percentiles("lag_before_joins", [lag for moment, lag in pairs if moment < middle], 50, 99),
-        **percentiles("lag_since_joins", [lag for moment, lag in pairs if moment >= middle], 50, 99),
-        "joined": sum(found.connected for found in joined),
-        "failures_of_joined": [text for found in joined for text in found.failures][:20],
-    }
+    return summary(load, options.seconds, findings, cores, capacities)
 
 
 def is_windowed(options: argparse.Namespace) -> bool:
@@ -214,14 +188,13 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sessions", nargs="+", default=["600"], metavar="LOAD", help="see above")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds that are counted, for each load")
-    parser.add_argument("--join", type=int, default=0, metavar="N", help="sessions that join in the middle")
     parser.add_argument("--speakers", action="store_true", help="sessions ask for speaker labels")
     parser.add_argument("--semantic", action="store_true", help="turns end by semantic_vad, with the turn detector")
     add_server_options(parser)
     options = parser.parse_args(arguments)
     if options.small:
         # A tiny Voxtral on the CPU, unless another model is asked for.
-        options.sessions, options.seconds, options.clients = ["2:24000:50:0.2"], 2.0, 1
+        options.sessions, options.seconds, options.clients = ["2:24000:50:0.2"], 1.5, 1
         options.max_streams, options.workers = 4, 1
     windowed, results = is_windowed(options), list[Result]()
     spans, began = spans_of_speech(options.audio, options.null or windowed), time.monotonic()

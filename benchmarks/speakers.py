@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import sys
 import time
 from bisect import bisect_right
 from collections import Counter, defaultdict
@@ -34,20 +33,20 @@ import torch
 from numpy.typing import NDArray
 
 from benchmarks.conversations import COLUMNS_PER_SECOND, Conversation, mixed, stretches
-from benchmarks.measuring import parser_of, percentiles, show, write_json
-from benchmarks.recordings import load_audio, manifest_entries
+from benchmarks.measuring import parser_of, percentiles, run_command, show
+from benchmarks.recordings import add_manifest, exit_status, load_audio, manifest_entries
 from benchmarks.sounds import SAMPLE_RATE, Samples, voice
-from engine.errors import EngineError
 from engine.models.campplus import load_campplus, traced
 from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, load_silero
 from engine.runner.device import compute_on_one_thread
 from engine.server.speakers import CutSettings, Label, Piece, PieceCutter, SpeakerLabels, rounded
 from engine.server.speech_track import voiced_frames
-from engine.weights.store import WeightsError, pull
+from engine.weights.store import pull
 from realtime.bench.clients import BadManifest
 
 # A person with less speech than this is left out of conversations.
 LEAST_SECONDS = 8.0
+SEED = 27
 COLLAR_COLUMNS = COLUMNS_PER_SECOND // 4
 
 Figures = dict[str, Any]
@@ -61,7 +60,6 @@ class Labelled:
     labels: list[Label]
     decided: list[int]
     speech: NDArray[np.bool_]
-    embedding_seconds: float
     cpu_seconds: float
 
     def label_at(self, second: float) -> int | None:
@@ -89,24 +87,19 @@ class Labeller:
         frames = samples.reshape(-1, FRAME_SAMPLES)
         probabilities = self._probabilities(samples)
         began = time.process_time()
-        embedding_seconds = 0.0
         cutter, labels = PieceCutter(), SpeakerLabels()
         found: list[Label] = []
         decided: list[int] = []
         for number, has_voice in enumerate(voiced_frames(probabilities)):
             for piece, audio in cutter.feed(frames[number : number + 1], [has_voice]):
-                before = time.process_time()
-                embedding = self._model(torch.from_numpy(audio)[None])[0].numpy()
-                embedding_seconds += time.process_time() - before
-                found += labels.push(piece, rounded(embedding))
+                found += labels.push(piece, rounded(self._embedding(audio)))
             found += labels.advance(cutter.sample)
             decided += [cutter.sample] * (len(found) - len(decided))
         for piece, audio in cutter.end():
-            found += labels.push(piece, rounded(self._model(torch.from_numpy(audio)[None])[0].numpy()))
+            found += labels.push(piece, rounded(self._embedding(audio)))
         found += labels.end()
         decided += [cutter.sample] * (len(found) - len(decided))
-        spent = time.process_time() - began
-        return Labelled(found, decided, np.array(probabilities) >= 0.5, embedding_seconds, spent)
+        return Labelled(found, decided, np.array(probabilities) >= 0.5, time.process_time() - began)
 
     @torch.inference_mode()
     def pieces(self, samples: Samples, settings: CutSettings) -> list[tuple[Piece, Samples]]:
@@ -114,7 +107,11 @@ class Labeller:
         samples = samples[: len(samples) // FRAME_SAMPLES * FRAME_SAMPLES]
         cutter = PieceCutter(settings)
         found = cutter.feed(samples.reshape(-1, FRAME_SAMPLES), voiced_frames(self._probabilities(samples)))
-        return [(piece, self._model(torch.from_numpy(audio)[None])[0].numpy()) for piece, audio in found + cutter.end()]
+        return [(piece, self._embedding(audio)) for piece, audio in found + cutter.end()]
+
+    def _embedding(self, audio: Samples) -> Samples:
+        embedding: Samples = self._model(torch.from_numpy(audio)[None])[0].numpy()
+        return embedding
 
     def _probabilities(self, samples: Samples) -> list[float]:
         count = len(samples) // FRAME_SAMPLES
@@ -205,15 +202,15 @@ def error_of_time(conversation: Conversation, labelled: Labelled, mapping: Mappi
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    name: str
+    """Of one conversation: its people, the numbers they were given, its words, and words with a wrong number."""
+
     people: int
     speakers: int
     words: int
     wrong: int
     error_of_time: float | None
+    # Seconds from the end of each word to its label.
     delays: list[float]
-    seconds: float
-    cpu_seconds: float
 
     @property
     def rate(self) -> float:
@@ -225,17 +222,9 @@ def score(conversation: Conversation, words: Sequence[tuple[float, float]], labe
     pairs = Counter((person, number) for person, number, _ in told)
     mapping = best_mapping(pairs)
     right = sum(pairs[person, number] for person, number in mapping.items())
-    return Score(
-        conversation.name,
-        len({person for person, _, _ in told}),
-        len({number for _, number, _ in told if number is not None}),
-        len(told),
-        len(told) - right,
-        error_of_time(conversation, labelled, mapping),
-        [delay for _, _, delay in told],
-        conversation.seconds,
-        labelled.cpu_seconds,
-    )
+    people, numbers = {person for person, _, _ in told}, {number for _, number, _ in told if number is not None}
+    wrong_time, delays = error_of_time(conversation, labelled, mapping), [delay for _, _, delay in told]
+    return Score(len(people), len(numbers), len(told), len(told) - right, wrong_time, delays)
 
 
 # Audio and words
@@ -279,19 +268,19 @@ def read_rttm(name: str, recording: Path, rttm: Path) -> Conversation:
 
 def conversations_of(voices: Voices, options: argparse.Namespace) -> tuple[list[Conversation], list[Conversation]]:
     """Mixed ones, and people alone."""
-    random = np.random.default_rng(options.seed)
+    random = np.random.default_rng(SEED)
     names = sorted(voices)
     together = [
         mixed(
             f"mixed-{number}",
             {name: voices[name] for name in random.choice(names, 2 + number % 3, replace=False).tolist()},
             options.seconds,
-            options.seed + number,
+            SEED + number,
         )
         for number in range(options.conversations)
     ]
     alone = [
-        mixed(f"alone-{number}", {name: voices[name]}, options.seconds, options.seed + 1000 + number)
+        mixed(f"alone-{number}", {name: voices[name]}, options.seconds, SEED + 1000 + number)
         for number, name in enumerate(random.choice(names, options.alone).tolist())
     ]
     return together, alone
@@ -300,40 +289,39 @@ def conversations_of(voices: Voices, options: argparse.Namespace) -> tuple[list[
 # The command
 
 
-def summary(scores: Sequence[Score]) -> Figures:
+def figures_of(group: Sequence[Conversation], labeller: Labeller) -> Figures:
+    labelled = [labeller.label(one.samples) for one in group]
+    scores = [score(one, one.words(), labels) for one, labels in zip(group, labelled, strict=True)]
     rates = [one.rate for one in scores]
     times = [one.error_of_time for one in scores if one.error_of_time is not None]
-    delays = [delay for one in scores for delay in one.delays]
     return {
         "conversations": len(scores),
         "words": sum(one.words for one in scores),
-        "wrong_speaker": float(np.mean(rates)) if rates else None,
-        "wrong_speaker_max": max(rates, default=None),
+        "wrong_speaker": float(np.mean(rates)),
+        "wrong_speaker_max": max(rates),
+        "wrong_by_conversation": [round(rate, 3) for rate in rates],
         "diarisation_error_rate": float(np.mean(times)) if times else None,
         "too_many_speakers": sum(one.speakers > one.people for one in scores),
         "too_few_speakers": sum(one.speakers < one.people for one in scores),
-        **percentiles("label_delay", delays, 50, 95, 100),
-        "cpu_per_audio_second": sum(one.cpu_seconds for one in scores) / max(1e-9, sum(one.seconds for one in scores)),
+        "invented_speakers": sum(one.speakers > 1 == one.people for one in scores),
+        **percentiles("label_delay", [delay for one in scores for delay in one.delays], 50, 95, 100),
+        "cpu_per_audio_second": sum(one.cpu_seconds for one in labelled) / sum(one.seconds for one in group),
     }
 
 
 def measure(options: argparse.Namespace) -> Figures:
-    labeller = Labeller(pull("speakers", lambda line: print(line, file=sys.stderr)))
+    if options.manifest is None and not options.small:
+        raise BadManifest("the manifest is missing")
+    labeller = Labeller(pull("speakers"))
     voices = synthetic_voices() if options.small else read_voices(options.manifest, options.half)
     together, alone = conversations_of(voices, options)
     meetings = [read_rttm("meeting", *options.meeting)] if options.meeting else []
     figures: Figures = {"people": len(voices)}
     show("Speakers", figures)
-    for title, group in (("mixed", together), ("alone", alone), ("meeting", meetings)):
-        if not group:
-            continue
-        scores = [score(one, one.words(), labeller.label(one.samples)) for one in group]
-        figures[title] = summary(scores)
-        if title == "alone":
-            figures[title]["invented_speakers"] = sum(one.speakers > 1 for one in scores)
-        if title == "mixed":
-            figures[title]["wrong_by_conversation"] = [round(one.rate, 3) for one in scores]
-        show({"mixed": "Mixed conversations", "alone": "One person alone", "meeting": "Meeting"}[title], figures[title])
+    for title, group in (("mixed conversations", together), ("one person alone", alone), ("meeting", meetings)):
+        if group:
+            figures[title] = figures_of(group, labeller)
+            show(title.capitalize(), figures[title])
     return figures
 
 
@@ -342,33 +330,17 @@ def synthetic_voices() -> Voices:
     return {f"{pitch} Hz": [voice(10.0, pitch, seed)] for seed, pitch in enumerate((95.0, 130.0, 170.0, 210.0))}
 
 
-def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
-    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text, seconds and speaker")
+    add_manifest(parser)
     parser.add_argument("--conversations", type=int, default=24, help="mixed conversations")
     parser.add_argument("--alone", type=int, default=40, help="sessions of one person")
     parser.add_argument("--seconds", type=float, default=100.0, help="length of each")
-    parser.add_argument("--seed", type=int, default=27, help="another seed mixes other conversations")
     parser.add_argument("--half", type=int, choices=(0, 1), help="only this half of the people")
     parser.add_argument("--meeting", type=Path, nargs=2, metavar=("RECORDING", "RTTM"), help="a recording as it is")
-    options = parser.parse_args(arguments)
-    if options.small:
-        options.conversations, options.alone, options.seconds = 1, 1, 15.0
-    elif options.manifest is None:
-        parser.error("the manifest is missing")
-    return options
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = parsed(arguments)
     compute_on_one_thread()
-    try:
-        figures = measure(options)
-    except (BadManifest, WeightsError, EngineError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    write_json(options, figures)
-    return 0
+    small = {"conversations": 1, "alone": 1, "seconds": 8.0}
+    return exit_status(lambda: run_command(parser, arguments, measure, **small))
 
 
 if __name__ == "__main__":

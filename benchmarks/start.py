@@ -11,6 +11,7 @@ With `--against`, another checkout is started in turn with this one, and ratios 
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import os
@@ -22,9 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from benchmarks.accuracy import SMALL_MODEL
-from benchmarks.measuring import ROOT, RunFailed, parser_of, show, write_json
-from benchmarks.recordings import sample_speech
+from benchmarks.measuring import ROOT, RunFailed, parser_of, run_command, show
+from benchmarks.recordings import SMALL_MODEL, sample_speech
 from benchmarks.servers import READY_S, Child, free_port, is_ready
 from benchmarks.sounds import SAMPLE_RATE, pcm16, write_wav
 from engine.options import DEFAULT_MODEL
@@ -181,17 +181,11 @@ def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--runs", type=int, default=5)
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version")
-    options = parser.parse_args(arguments)
-    if options.small:
-        options.runs, options.model = 1, SMALL_MODEL
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     trees = {"here": ROOT} | ({"there": options.against.resolve()} if options.against else {})
     runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
-    sound = sample_speech(SILENCE_SECONDS + SPEECH_SECONDS)[round(SILENCE_SECONDS * SAMPLE_RATE) :]
+    spoken = 3.0 if options.small else SPEECH_SECONDS
+    sound = sample_speech(SILENCE_SECONDS + spoken)[round(SILENCE_SECONDS * SAMPLE_RATE) :]
     with tempfile.TemporaryDirectory(prefix="start-") as made:
         folder = Path(made)
         write_wav(folder / "speech.wav", sound)
@@ -206,7 +200,15 @@ def main(arguments: list[str] | None = None) -> None:
     if "there" in summaries:
         report |= {"the other checkout": summaries["there"]} | ratios(summaries["here"], summaries["there"])
     show(f"Start of {options.model}, {options.runs} runs", report)
-    write_json(options, report | {"runs": runs})
+    return report | {"runs": runs}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--runs", type=int, default=5)
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--against", type=Path, metavar="FOLDER", help="a checkout of another version")
+    run_command(parser, arguments, measure, runs=1, model=SMALL_MODEL)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """What an engine step costs on the host, and whether the cost grows with the age of a session.
 
-    python -m benchmarks.step_cost [--quick] [--json FILE]
+    python -m benchmarks.step_cost [--json FILE]
 
 A step is everything but the model: messages in, plan, null execute, commit, detokenize, message out. Sizes that are
 compared run interleaved in one process, and their medians are compared, so that noise affects both alike. The cycle
@@ -10,6 +10,7 @@ before the step, as in engines that rebuild a session's feature list at every st
 
 from __future__ import annotations
 
+import argparse
 import gc
 import statistics
 import time
@@ -18,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from benchmarks.engines import NullRunner, room_for, voxtral_spec
-from benchmarks.measuring import parser_of, show, write_json
+from benchmarks.measuring import parser_of, run_command, show
 from engine.core.scheduler import Scheduler
 from engine.messages import Feed, Item, Open
 from engine.server.loop import EngineLoop, calm_collector
@@ -105,14 +106,9 @@ def memory(items: int) -> int:
         tracemalloc.stop()
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--quick", action="store_true", help="a tenth of the items, for a first look")
-    options = parser.parse_args(arguments)
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     calm_collector()
-    shrink = 200 if options.small else 10 if options.quick else 1
-    rounds = 50 if options.small else 5_000
-    million, many, few = 1_000_000 // shrink, 20_000 // shrink, 1_000 if shrink < 200 else 50
+    few, many, million, rounds = (50, 100, 2_000, 30) if options.small else (1_000, 20_000, 1_000_000, 5_000)
     report: dict[str, Any] = {}
     for streams, old, history, label in (
         (1, million, 64, "pruned"),
@@ -127,11 +123,15 @@ def main(arguments: list[str] | None = None) -> None:
         each[f"linear, {items} items"] = host_time(1, items, RETAIN_EVERYTHING, 30, linear=True)
     report["us per stream and step"] = each
     show("Microseconds per stream and step", each)
-    held = {f"bytes at {items} items": memory(items) for items in (2_000 if options.small else 10_000, million)}
+    held = {f"bytes at {items} items": memory(items) for items in (500 if options.small else 10_000, million)}
     few_bytes, many_bytes = held.values()
     report["memory"] = held | {"ratio": many_bytes / few_bytes}
     show("Bytes one stream holds", report["memory"])
-    write_json(options, report)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> None:
+    run_command(parser_of(__doc__), arguments, measure)
 
 
 if __name__ == "__main__":

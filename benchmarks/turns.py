@@ -16,9 +16,9 @@ Exit status: 0 done, 1 the engine failed, 2 the manifest or a model cannot be us
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
-import tempfile
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
@@ -27,26 +27,42 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
-from benchmarks.accuracy import complain, warm_loop
-from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
-from benchmarks.playing import Played, Run
-from benchmarks.recordings import BadManifest, load_audio, manifest_entries, sample_manifest, sound_session
+from benchmarks.measuring import parser_of, percentiles, show, write_json
+from benchmarks.playing import Run, warm_loop
+from benchmarks.recordings import (
+    SMALL_MODEL,
+    BadManifest,
+    add_manifest,
+    exit_status,
+    load_audio,
+    manifest_entries,
+    manifest_of,
+    sound_session,
+)
 from benchmarks.sounds import SAMPLE_RATE, Samples
-from engine import end_of_turn
-from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, MOST_QUESTIONS, Ask, Eagerness, End, Judge, Words, tell
-from engine.errors import EngineError
+from engine.end_of_turn import (
+    ASK_AGAIN_MS,
+    ASK_MS,
+    EAGERNESS,
+    MOST_QUESTIONS,
+    Ask,
+    Eagerness,
+    End,
+    Judge,
+    Words,
+    tell,
+)
 from engine.messages import SpeechPaused, SpeechResumed, TurnRule
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
+from engine.runner.device import compute_on_one_thread
 from engine.server.speech_track import SpeechTrack
 from engine.weights.registry import TURN_DETECTOR
-from engine.weights.store import WeightsError, pull
+from engine.weights.store import pull
 from engine.weights.windowed_models import load_turn_detector
 from realtime.bench.words import align
 
-SMALL_MODEL = "moonshine-tiny"
 SHORTEST_PAUSE_S = 0.25
 # Styles whose recordings are one sentence each, though their references have no punctuation.
 ONE_SENTENCE = ("nonnative", "spelled")
@@ -68,7 +84,6 @@ class Source:
     audio: Samples
     reference: str
     marks: bool
-    group: str
 
 
 @dataclass(slots=True)
@@ -134,20 +149,19 @@ def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
         marks = any(mark in text for mark in SENTENCE_MARKS)
         if entry.get("kind", "clips") != "clips" or not text:
             continue
-        group = str(entry.get("style", "speech"))
-        if not marks and not one_sentence and not group.endswith(ONE_SENTENCE):
+        if not marks and not one_sentence and not str(entry.get("style", "")).endswith(ONE_SENTENCE):
             continue
         name = str(entry.get("id", Path(entry["path"]).stem))
         audio = load_audio(path.parent / entry["path"])
-        found.append(Source(name, str(entry.get("speaker", name)), audio, text, marks, group))
+        found.append(Source(name, str(entry.get("speaker", name)), audio, text, marks))
     return found
-
-
-# The output of the engine
 
 
 def with_tail(source: Source) -> Samples:
     return np.concatenate((source.audio, room_tone(source.audio, round(TAIL_S * SAMPLE_RATE))))
+
+
+# The output of the engine
 
 
 def listen(sources: Sequence[Source], model: str, kept: Path | None) -> dict[str, Heard]:
@@ -161,21 +175,17 @@ def listen(sources: Sequence[Source], model: str, kept: Path | None) -> dict[str
     loop = warm_loop(model, 2)
     rule = TurnRule(THRESHOLD, MIN_SPEECH_MS * SAMPLE_RATE // 1000, ASK_MS * SAMPLE_RATE // 1000)
     for source in missing:
-        played: list[Played] = []
-        run = Run(loop, streams=1, turns=rule)
-        run.play([sound_session(source.name, with_tail(source))], progress=played.append)
-        said = played[0].emissions
-        words = [(word.text, word.start, word.end) for word in said.words]
-        moments = [(end, moment) for end, moment in said.moments()]
+        (played,) = Run(loop, streams=1, turns=rule).play([sound_session(source.name, with_tail(source))])
+        said = played.emissions
         heard = Heard(
             source.name,
-            played[0].seconds,
-            played[0].frame_seconds,
-            [round(p, 3) for p in played[0].probabilities],
-            words,
+            played.seconds,
+            played.frame_seconds,
+            [round(p, 3) for p in played.probabilities],
+            [(word.text, word.start, word.end) for word in said.words],
             said.text,
-            [end for end, _ in moments],
-            [moment for _, moment in moments],
+            said.ends,
+            said.moments,
         )
         known[source.name] = heard
         if kept is not None:
@@ -226,17 +236,10 @@ def cases_of(source: Source, heard: Heard) -> list[PauseCase]:
         label = _label(source, reference, right, place, last, final)
         if label is None:
             continue
-        # A turn that ended begins a new text.
-        case = PauseCase(
-            source,
-            fell,
-            None if label else rose - fell,
-            rose - fell,
-            heard.words[last][2],
-            _texts(heard, turn_start, last),
-        )
-        found.append(case)
+        silence, texts = None if label else rose - fell, _texts(heard, turn_start, last)
+        found.append(PauseCase(source, fell, silence, rose - fell, heard.words[last][2], texts))
         if label:
+            # A turn that ended begins a new text.
             turn_start = last + 1
     return found
 
@@ -341,37 +344,23 @@ def text_eagerness(finished_ms: int) -> Eagerness:
     return Eagerness(0.7, 8000, None, finished_ms, min(8 * finished_ms, 8000))
 
 
-@dataclass(frozen=True, slots=True)
-class RuleFamily:
-    """A rule with a setting: the chosen one, and others from eager to patient. `asks`: it needs the detector."""
-
-    name: str
-    chosen: Rule
-    others: list[tuple[float, Rule]]
-    asks: bool
-
-
-def families() -> list[RuleFamily]:
-    medium = end_of_turn.EAGERNESS["medium"]
-    thresholds = [*np.arange(0.2, 0.95, 0.02), *np.arange(0.95, 0.995, 0.005)]
-    return [
-        RuleFamily(
-            "silence 500 ms", silence_rule(0.5), [(at, silence_rule(at)) for at in np.arange(0.2, 4.0, 0.05)], False
-        ),
-        RuleFamily(
-            "text",
-            judged_rule(medium, learnt=False),
-            [(at, judged_rule(text_eagerness(at), learnt=False)) for at in range(200, 4000, 50)],
-            False,
-        ),
-        RuleFamily("learnt", learnt_rule(0.5), [(at, learnt_rule(at)) for at in thresholds], True),
-        RuleFamily(
-            "fused",
-            judged_rule(medium, learnt=True),
-            [(at, judged_rule(replace(medium, threshold=float(at)), learnt=True)) for at in thresholds],
-            True,
-        ),
-    ]
+# Each rule with the setting that was chosen, and with other settings from eager to patient.
+_THRESHOLDS = [*np.arange(0.2, 0.95, 0.02), *np.arange(0.95, 0.995, 0.005)]
+_MEDIUM = EAGERNESS["medium"]
+FAMILIES: dict[str, tuple[Rule, list[tuple[float, Rule]]]] = {
+    "silence 500 ms": (silence_rule(0.5), [(at, silence_rule(at)) for at in np.arange(0.2, 4.0, 0.05)]),
+    "text": (
+        judged_rule(_MEDIUM, learnt=False),
+        [(at, judged_rule(text_eagerness(at), learnt=False)) for at in range(200, 4000, 50)],
+    ),
+    "learnt": (learnt_rule(0.5), [(at, learnt_rule(at)) for at in _THRESHOLDS]),
+    "fused": (
+        judged_rule(_MEDIUM, learnt=True),
+        [(at, judged_rule(replace(_MEDIUM, threshold=float(at)), learnt=True)) for at in _THRESHOLDS],
+    ),
+}
+# The rules that need the detector.
+ASKING = ("learnt", "fused")
 
 
 def wrong_cuts(rule: Rule, cases: Sequence[PauseCase]) -> tuple[int, int]:
@@ -420,21 +409,14 @@ def compare(cases: Sequence[PauseCase], question_s: float) -> Figures:
         },
         "cpu_ms_a_question": question_s * 1000,
     }
-    for family in families():
-        cost = question_s if family.asks else 0.0
-        figures = figures_of(family.chosen, second, cost, sum(spoken.values()))
-        fitting = [(at, rule) for at, rule in family.others if wrong_share(rule, first) <= WRONG_SHARE]
+    for name, (chosen, others) in FAMILIES.items():
+        cost = question_s if name in ASKING else 0.0
+        found[name] = figures_of(chosen, second, cost, sum(spoken.values()))
+        fitting = [(at, rule) for at, rule in others if wrong_share(rule, first) <= WRONG_SHARE]
         if fitting:
             at, rule = fitting[0]
-            figures["at_5_percent"] = {
-                "setting": float(at),
-                **figures_of(rule, second, cost, sum(spoken.values())),
-            }
-        found[family.name] = figures
-    found["fused_wrong_cuts_by_group"] = {
-        group: wrong_cuts(families()[-1].chosen, [case for case in second if case.source.group == group])
-        for group in sorted({case.source.group for case in second})
-    }
+            at_5_percent = figures_of(rule, second, cost, sum(spoken.values()))
+            found[name]["at_5_percent"] = {"setting": float(at), **at_5_percent}
     return found
 
 
@@ -476,37 +458,33 @@ def fit(cases: Sequence[PauseCase], detector: bool) -> Figures:
     return {"bias": bias, "detector": odds, "words": (none, unfinished, open_, finished), "growth": growth}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = parser_of(__doc__)
-    parser.add_argument("manifest", type=Path, nargs="?", help="JSON lines with path, text, speaker, style")
-    parser.add_argument("--model", default=DEFAULT_MODEL, help="the model whose words are read")
-    parser.add_argument("--heard", type=Path, help="file with what the engine said; missing recordings are added")
-    parser.add_argument("--fit", action="store_true", help="print the weights of the score")
-    options = parser.parse_args(arguments)
-    if options.manifest is None and not options.small:
-        parser.error("name a manifest, or use --small")
-    torch.set_num_threads(1)
-    try:
-        with tempfile.TemporaryDirectory() as folder:
-            path = sample_manifest(Path(folder)) if options.manifest is None else options.manifest
-            sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
-            if not sources:
-                raise BadManifest(f"{path} has no recording whose sentences are known")
-            detector = load_turn_detector(pull(TURN_DETECTOR))
-            detector.quantise()
-            heard = listen(sources, SMALL_MODEL if options.small else options.model, options.heard)
-            cases = [case for source in sources for case in cases_of(source, heard[source.name])]
-            question_s = ask_detector(cases, detector)
-    except (BadManifest, EngineError, WeightsError, RunFailed) as error:
-        return complain(error)
-    found = compare(cases, question_s)
+def run(options: argparse.Namespace) -> None:
+    with manifest_of(options) as path:
+        sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
+    if not sources:
+        raise BadManifest(f"{path} has no recording whose sentences are known")
+    detector = load_turn_detector(pull(TURN_DETECTOR))
+    detector.quantise()
+    heard = listen(sources, SMALL_MODEL if options.small else options.model, options.heard)
+    cases = [case for source in sources for case in cases_of(source, heard[source.name])]
+    found = compare(cases, ask_detector(cases, detector))
     show("Ends of turns", found)
     if options.fit:
         first = [case for case in cases if case.calibrates]
         found["fit"] = {"FUSED": fit(first, True), "WORDS_ONLY": fit(first, False)}
         show("Weights, fitted on the first half of speakers", found["fit"])
     write_json(options, found)
-    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = parser_of(__doc__)
+    add_manifest(parser)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="the model whose words are read")
+    parser.add_argument("--heard", type=Path, help="file with what the engine said; missing recordings are added")
+    parser.add_argument("--fit", action="store_true", help="print the weights of the score")
+    options = parser.parse_args(arguments)
+    compute_on_one_thread()
+    return exit_status(lambda: run(options))
 
 
 if __name__ == "__main__":

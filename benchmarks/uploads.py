@@ -10,6 +10,7 @@ programs take from the machine does not count.
 
 from __future__ import annotations
 
+import argparse
 import math
 import time
 from collections import defaultdict, deque
@@ -18,14 +19,12 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.accuracy import SMALL_MODEL
-from benchmarks.measuring import RunFailed, parser_of, percentiles, show, write_json
-from benchmarks.playing import Played, Run
-from benchmarks.recordings import Session, sample_speech, sound_session
+from benchmarks.measuring import RunFailed, parser_of, percentiles, run_command, show
+from benchmarks.playing import Played, Run, warm_loop
+from benchmarks.recordings import SMALL_MODEL, Session, sample_speech, sound_session
 from benchmarks.sounds import SAMPLE_RATE, Samples
-from engine.options import DEFAULT_MODEL, EngineConfig
-from engine.server.loop import EngineLoop
-from engine.server.main import build_loop, calm_collector, warm_up
+from engine.options import DEFAULT_MODEL
+from engine.server.loop import EngineLoop, calm_collector
 
 
 class EndlessUploads:
@@ -77,19 +76,10 @@ def delays(run: Played) -> dict[str, Any]:
     return percentiles("delay", waits, 50, 95) | percentiles("lag", run.lags, 50, 95)
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    parser.add_argument("--uploads", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=44.0, help="of the recording")
-    parser.add_argument("--model", default=DEFAULT_MODEL)
-    parser.add_argument("--threads", type=int, default=1)
-    options = parser.parse_args(arguments)
-    if options.small:
-        options.uploads, options.seconds, options.model = 2, 3.0, SMALL_MODEL
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     audio = sample_speech(options.seconds)
     # The budget of uploads uses the same virtual clock as the delays.
-    loop = build_loop(EngineConfig(model=options.model, threads=options.threads), time.process_time_ns)
-    warm_up(loop)
+    loop = warm_loop(options.model, 0, options.threads, time.process_time_ns)
     calm_collector()
     live: list[Session] = [sound_session("live", np.concatenate([audio, np.zeros(SAMPLE_RATE, np.float32)]))]
     beside_live, by_themselves = (EndlessUploads(audio, options.uploads) for _ in range(2))
@@ -108,7 +98,16 @@ def main(arguments: list[str] | None = None) -> None:
         },
     }
     show("Uploads beside a live stream", report)
-    write_json(options, report)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--uploads", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=44.0, help="of the recording")
+    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--threads", type=int, default=1)
+    run_command(parser, arguments, measure, uploads=1, seconds=3.0, model=SMALL_MODEL)
 
 
 if __name__ == "__main__":

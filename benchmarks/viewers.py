@@ -13,6 +13,7 @@ arrival of its text.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import time
@@ -22,8 +23,12 @@ from multiprocessing.connection import Connection
 from typing import Any
 from urllib.parse import urlsplit
 
+from websockets.client import ClientProtocol
+from websockets.frames import Frame, Opcode
+from websockets.uri import parse_uri
+
 from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, own_part
-from benchmarks.measuring import RunFailed, parser_of, percentiles, show, spawned, write_json
+from benchmarks.measuring import RunFailed, parser_of, percentiles, run_command, show, spawned
 from benchmarks.recordings import sample_speech
 from benchmarks.servers import Server, add_server_options, use_default_model
 from benchmarks.sounds import pcm16, speech
@@ -52,19 +57,22 @@ class Speaker(PacedClient):
         now, item = time.monotonic(), event["item_id"]
         self._lengths[item] = self._lengths.get(item, 0) + len(event["delta"])
         self.arrivals.append((item, self._lengths[item], now))
-        for word in event.get("words", ()):
-            append = int(word["end"] / self._append_s - 1e-6)
-            if append < len(self.sent_at):
-                self.lags.append(now - self.sent_at[append])
+        lags = [self.lag_s(word["end"], now) for word in event.get("words", ())]
+        self.lags += [lag for lag in lags if lag is not None]
 
 
-class _Viewer(asyncio.Protocol):
+class Viewer(asyncio.Protocol):
     """Keeps what arrives, with its time; it is parsed when the run is over."""
 
-    def __init__(self, request: bytes) -> None:
+    def __init__(self, place: str, is_socket: bool) -> None:
         self.received: list[tuple[float, bytes]] = []
         self.is_lost = False
-        self._request = request
+        path = f"/v1/sessions/{NAME}/events"
+        self._socket = ClientProtocol(parse_uri(f"ws://{place}{path}")) if is_socket else None
+        self._request = f"GET {path} HTTP/1.1\r\nHost: {place}\r\n\r\n".encode()
+        if self._socket is not None:
+            self._socket.send_request(self._socket.connect())
+            self._request = b"".join(self._socket.data_to_send())
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -76,72 +84,45 @@ class _Viewer(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.is_lost = True
 
+    def events(self) -> Iterator[tuple[float, dict[str, Any]]]:
+        """Each event with the time at which its last byte arrived."""
+        rest = b""
+        for came, data in self.received:
+            if self._socket is not None:
+                self._socket.receive_data(data)
+                frames = [frame for frame in self._socket.events_received() if isinstance(frame, Frame)]
+                texts = [bytes(frame.data) for frame in frames if frame.opcode is Opcode.TEXT]
+            else:
+                *lines, rest = (rest + data).split(b"\n")
+                texts = [line.removeprefix(b"data: ") for line in lines if line.startswith(b"data: ")]
+            for text in texts:
+                yield came, json.loads(text)
 
-def request_of(host: str, is_socket: bool) -> bytes:
-    upgrade = "Upgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
-    upgrade += f"Sec-WebSocket-Key: {'A' * 22}==\r\n"
-    return f"GET /v1/sessions/{NAME}/events HTTP/1.1\r\nHost: {host}\r\n{upgrade * is_socket}\r\n".encode()
-
-
-def events_of(received: Sequence[tuple[float, bytes]]) -> Iterator[tuple[float, dict[str, Any]]]:
-    """The events of a viewer, each with the time at which its last byte arrived."""
-    rest, is_open = b"", False
-    for came, data in received:
-        rest += data
-        if not is_open and b"\r\n\r\n" in rest:
-            rest, is_open = rest.partition(b"\r\n\r\n")[2], True
-        while is_open and (body := _next_event(rest)) is not None:
-            event, rest = body
-            if event:
-                yield came, json.loads(event)
-
-
-def _next_event(rest: bytes) -> tuple[bytes, bytes] | None:
-    """The next event in JSON, empty if it is none, and what follows it; None if it is not complete."""
-    if rest[:1] == b"\x81":
-        size, head = rest[1:2][0] if len(rest) > 1 else 0, 2
-        if size == 126:
-            size, head = int.from_bytes(rest[2:4]), 4
-        elif size == 127:
-            size, head = int.from_bytes(rest[2:10]), 10
-        return None if len(rest) < head + size or len(rest) < 2 else (rest[head : head + size], rest[head + size :])
-    if rest[:1] in (b"\x89", b"\x8a"):
-        return None if len(rest) < 2 or len(rest) < 2 + rest[1] else (b"", rest[2 + rest[1] :])
-    line, end, after = rest.partition(b"\n")
-    if not end:
-        return None
-    return (line.removeprefix(b"data: ") if line.startswith(b"data: ") else b""), after
-
-
-def arrivals_of(received: Sequence[tuple[float, bytes]]) -> list[Arrival]:
-    lengths: dict[str, int] = {}
-    arrivals: list[Arrival] = []
-    for came, event in events_of(received):
-        if event["type"] == "snapshot":
-            lengths = {turn["id"]: len(turn["text"]) for turn in event["open"]}
-        elif event["type"] == "delta":
-            lengths[event["id"]] = lengths.get(event["id"], 0) + len(event["text"])
-            arrivals.append((event["id"], lengths[event["id"]], came))
-    return arrivals
+    def arrivals(self) -> list[Arrival]:
+        lengths: dict[str, int] = {}
+        arrivals: list[Arrival] = []
+        for came, event in self.events():
+            if event["type"] == "snapshot":
+                lengths = {turn["id"]: len(turn["text"]) for turn in event["open"]}
+            elif event["type"] == "delta":
+                lengths[event["id"]] = lengths.get(event["id"], 0) + len(event["text"])
+                arrivals.append((event["id"], lengths[event["id"]], came))
+        return arrivals
 
 
 async def _watch(url: str, viewers: int, pipe: Connection) -> tuple[list[list[Arrival]], int]:
     place = urlsplit(url)
-    host, port = place.hostname or "", place.port or 80
-    loop, made = asyncio.get_running_loop(), list[_Viewer]()
+    loop, made = asyncio.get_running_loop(), [Viewer(place.netloc, bool(number % 2)) for number in range(viewers)]
     for start in range(0, viewers, CONNECTS_AT_ONCE):
-        batch = [
-            _Viewer(request_of(place.netloc, bool(n % 2))) for n in range(start, min(viewers, start + CONNECTS_AT_ONCE))
-        ]
+        batch = made[start : start + CONNECTS_AT_ONCE]
         for viewer in batch:
-            await loop.create_connection(lambda viewer=viewer: viewer, host, port)  # type: ignore[misc]
-        made += batch
+            await loop.create_connection(lambda viewer=viewer: viewer, place.hostname, place.port)  # type: ignore[misc]
         while not all(viewer.received for viewer in batch):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     pipe.send("ready")
     while not pipe.poll():  # noqa: ASYNC110
         await asyncio.sleep(0.2)
-    return [arrivals_of(viewer.received) for viewer in made], sum(viewer.is_lost for viewer in made)
+    return [viewer.arrivals() for viewer in made], sum(viewer.is_lost for viewer in made)
 
 
 def watch(url: str, viewers: int, pipe: Connection) -> None:
@@ -193,21 +174,14 @@ def lags(speakers: list[Speaker]) -> list[float]:
     return found
 
 
-def main(arguments: list[str] | None = None) -> None:
-    parser = parser_of(__doc__)
-    add_server_options(parser)
-    parser.add_argument("--viewers", type=int, default=1000)
-    parser.add_argument("--speakers", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=60.0)
-    options = parser.parse_args(arguments)
-    if options.small:
-        options.null, options.viewers, options.speakers, options.seconds = True, 20, 2, 2.5
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     use_default_model(options)
     sound = pcm16(speech(options.audio) if options.audio or not options.model else sample_speech())
     sounds = [own_part(sound, number, options.seconds) for number in range(options.speakers)]
     with Server(options, counts_streams_only=True) as server:
         url = server.urls[0]
-        asyncio.run(speak(url, [own_part(sound, 0, min(8.0, options.seconds))]))  # what runs for the first time is slow
+        if not options.small:
+            asyncio.run(speak(url, [own_part(sound, 0, 8.0)]))  # what runs for the first time is slow
         before = server.cpu_seconds()
         alone = lags(asyncio.run(speak(url, sounds)))
         between = server.cpu_seconds()
@@ -220,13 +194,9 @@ def main(arguments: list[str] | None = None) -> None:
     ]
     lag_alone: dict[str, Any] = percentiles("lag", alone, 50, 95)
     lag_beside: dict[str, Any] = percentiles("lag", beside, 50, 95)
+    delay = percentiles("delay", behind, 50, 95, 99)
     report: dict[str, Any] = {
-        "viewers": {
-            "count": options.viewers,
-            "lost": lost,
-            "texts": len(behind),
-            **percentiles("delay", behind, 50, 95, 99),
-        },
+        "viewers": {"count": options.viewers, "lost": lost, "texts": len(behind), **delay},
         "speakers": {
             "alone": {"words": len(alone), **lag_alone},
             "with viewers": {"words": len(beside), **lag_beside},
@@ -235,7 +205,16 @@ def main(arguments: list[str] | None = None) -> None:
         "gateway_cpu_seconds": {"alone": spent[0], "with viewers": spent[1]},
     }
     show(f"{options.viewers} viewers beside {options.speakers} speakers", report)
-    write_json(options, report)
+    return report
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    add_server_options(parser)
+    parser.add_argument("--viewers", type=int, default=1000)
+    parser.add_argument("--speakers", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=60.0)
+    run_command(parser, arguments, measure, null=True, workers=1, viewers=20, speakers=2, seconds=2.0)
 
 
 if __name__ == "__main__":

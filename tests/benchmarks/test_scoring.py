@@ -6,21 +6,16 @@ import pytest
 
 from benchmarks.scoring import (
     Emissions,
-    SeamErrors,
     Word,
     bootstrap_interval,
     calibration,
-    compare_seams,
     differing_words,
     plain_words,
     pooled,
     right_words,
-    seams_of,
     times_to_final,
 )
 from realtime.bench.words import Errors
-
-WHOLE = "And so, ask not what your country can do. Ask what you can do."
 
 
 def shown(text: str, start: float, end: float, at: float, confidence: float | None = None) -> Word:
@@ -108,29 +103,3 @@ def test_a_word_timed_inside_a_pause_goes_to_the_nearer_utterance() -> None:
 def test_without_speech_or_text_there_is_no_time_to_final() -> None:
     assert times_to_final([], [shown("a", 0.0, 0.4, 1.0)]) == []
     assert times_to_final([(5.0, 6.0)], []) == []
-
-
-def test_the_same_text_has_no_errors() -> None:
-    assert compare_seams(WHOLE, WHOLE.split(), {3, 9}) == SeamErrors(seams=2, elsewhere=11)
-
-
-def test_a_pause_taken_for_the_end_of_a_sentence() -> None:
-    words = WHOLE.replace("not what", "not. What").split()
-    assert compare_seams(WHOLE, words, {4}) == SeamErrors(1, 1, 1, 12)
-    assert compare_seams(WHOLE, words, {5}) == SeamErrors(1, 0, 0, 12, 1, 1)
-
-
-def test_words_that_were_heard_otherwise_are_not_compared() -> None:
-    words = WHOLE.replace("ask not what", "asked. Not which").split()
-    assert compare_seams(WHOLE, words, {3}).elsewhere == 9
-
-
-def test_faults_that_need_no_comparison() -> None:
-    found = compare_seams("", "In short,, it was before us. we had. Well ... no, U.S. law".split(), ())
-    assert (found.doubled_marks, found.small_letters_behind_sentences) == (1, 1)
-
-
-def test_a_seam_lies_where_one_utterance_ends_and_the_next_begins() -> None:
-    words = [Word("a", 0.1, 0.4), Word("b", 0.5, 0.9), Word("c", 2.0, 2.2), Word("d", 2.3, 2.4)]
-    assert seams_of(words, [(0.0, 1.0), (1.9, 2.5)]) == {2}
-    assert seams_of(words, [(0.0, 2.5)]) == set()

@@ -29,7 +29,7 @@ FRAME_S = 0.032
 
 
 def source(reference: str, marks: bool = True) -> Source:
-    return Source("clip", "speaker", np.zeros(16_000, np.float32), reference, marks, "speech")
+    return Source("clip", "speaker", np.zeros(16_000, np.float32), reference, marks)
 
 
 def heard(words: list[tuple[str, float, float]], speech: list[tuple[float, float]], seconds: float) -> Heard:
