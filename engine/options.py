@@ -50,7 +50,8 @@ class EngineConfig:
     speakers: bool = True
     # Ask the turn detector where a turn ends, if its weights are in the cache.
     turn_detector: bool = True
-    # For uploads alone: what only live streams need is not loaded, so that the engine starts sooner.
+    # For uploads alone: what only live streams need is not loaded, so that the engine starts sooner. One file is read
+    # at a time, and without speaker labels its encoder uses all threads.
     files_only: bool = False
 
     @classmethod

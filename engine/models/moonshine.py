@@ -257,6 +257,8 @@ class MoonshineDecoder(nn.Module):
         self.embed_tokens = nn.Embedding(config.vocabulary, config.width)
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
+        # The embedding as an 8-bit output layer; None before `quantise_decoder`.
+        self.head: nn.Module | None = None
 
 
 class Moonshine(nn.Module):
@@ -276,8 +278,6 @@ class Moonshine(nn.Module):
         # Keys, then values, of the cross-attention of every decoder layer.
         self.cross_kv = nn.Linear(config.width, 2 * config.decoder_layers * config.width, bias=False)
         self.decoder = MoonshineDecoder(config)
-        # The embedding as an 8-bit output layer; None before `quantise`.
-        self._head: nn.Module | None = None
         self._rotary = Rotary(config)
         self.max_tokens = 194
         self.start_tokens = [config.start_token]
@@ -342,31 +342,34 @@ class Moonshine(nn.Module):
         return self.decoder.norm(x), torch.stack(followed).mean(dim=0)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        if self._head is None:
+        if self.decoder.head is None:
             return hidden @ self.decoder.embed_tokens.weight.T
-        result: Tensor = self._head(hidden)
+        result: Tensor = self.decoder.head(hidden)
         return result
 
     def quantise(self) -> None:
         """Use 8-bit weights for large matrices: the encoder multiplies many rows at once, and the decoder reads all of
         its weights for each token."""
+        self.quantise_encoder()
+        self.quantise_decoder()
+
+    def quantise_encoder(self) -> None:
+        """Use 8-bit weights in the encoder and for cross-attention alone."""
         quantise_linears(self.encoder.layers)
         quantise_linears(self.encoder.conv2)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
         quantise_linears(holder)
         self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
-        self.quantise_decoder()
 
     def quantise_decoder(self) -> None:
         """Use 8-bit weights in the decoder alone."""
-        if self._head is None:
-            quantise_linears(self.decoder.layers)
-            self._head = in_8_bits(self.decoder.embed_tokens.weight)
+        quantise_linears(self.decoder.layers)
+        self.decoder.head = in_8_bits(self.decoder.embed_tokens.weight)
 
     def with_shared_decoder(self) -> Moonshine:
-        """A model with the same decoder, and with an encoder of its own that has the same weights until others are
-        loaded."""
-        shared = [self.decoder, self._head, *self.parameters()]
+        """A model with the same decoder, also when that is quantised later, and with an encoder of its own that has the
+        same weights until others are loaded."""
+        shared = [self.decoder, *self.parameters()]
         return deepcopy(self, {id(part): part for part in shared})
 
     @classmethod

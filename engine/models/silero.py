@@ -13,9 +13,13 @@ size a general convolution would cost several times as much. On a GPU the Fourie
 
 from __future__ import annotations
 
-import warnings
+import pickle
+import zipfile
+from collections.abc import Sequence
 from importlib.util import find_spec
+from io import BytesIO
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -136,18 +140,61 @@ def load_silero(path: Path | None = None, products: bool = False) -> SileroVad:
     """The detector with the weights of the `silero-vad` package, or with those in `path`. Raises SpeechWeightsError."""
     path = path or _packaged_weights()
     try:
-        with warnings.catch_warnings():
-            # TorchScript is deprecated, but it is the only form in which the package ships its current weights for
-            # torch (its safetensors file is an older model).
-            warnings.simplefilter("ignore", DeprecationWarning)
-            stored: dict[str, Tensor] = torch.jit.load(path, map_location="cpu").state_dict()  # type: ignore[no-untyped-call]
-    except (OSError, RuntimeError, ValueError) as error:
+        with zipfile.ZipFile(path) as archive:
+            stored = _tensors(_WeightReader(archive).load())
+    except (OSError, ValueError, LookupError, TypeError, EOFError, pickle.PickleError, zipfile.BadZipFile) as error:
         raise SpeechWeightsError(
             f"cannot read the speech detector's weights in {path.name}; reinstall silero-vad"
         ) from error
     # The same archive contains a model for 8 kHz under another prefix.
     weights = {name.removeprefix("_model."): tensor for name, tensor in stored.items() if name.startswith("_model.")}
     return SileroVad(weights, products).eval()
+
+
+class _Module:
+    """A module of the archive, without its code."""
+
+
+class _WeightReader(pickle.Unpickler):
+    """Reads a TorchScript archive, the only form in which the package ships its current weights for torch (its
+    safetensors file is an older model). The code in it is not compiled, which would take a tenth of a second; classes
+    other than those of weights are refused."""
+
+    def __init__(self, archive: zipfile.ZipFile) -> None:
+        self._archive, self._folder = archive, archive.namelist()[0].split("/")[0]
+        super().__init__(BytesIO(archive.read(f"{self._folder}/data.pkl")))
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.startswith("__torch__."):
+            return _Module
+        return _PICKLED[f"{module}.{name}"]
+
+    def persistent_load(self, pid: Any) -> Tensor:
+        content = bytearray(self._archive.read(f"{self._folder}/data/{pid[2]}"))
+        return torch.frombuffer(content, dtype=torch.float32) if content else torch.empty(0)
+
+
+def _tensor(values: Tensor, offset: int, shape: Sequence[int], strides: Sequence[int], *_: object) -> Tensor:
+    return values.as_strided(shape, strides, offset)
+
+
+_PICKLED = {
+    "torch._utils._rebuild_tensor_v2": _tensor,
+    "torch.FloatStorage": torch.float32,
+    "torch.jit._pickle.build_intlist": list,
+    "collections.OrderedDict": dict,
+}
+
+
+def _tensors(module: _Module, prefix: str = "") -> dict[str, Tensor]:
+    """All tensors of a module by their names."""
+    found: dict[str, Tensor] = {}
+    for name, value in vars(module).items():
+        if isinstance(value, Tensor):
+            found[prefix + name] = value
+        elif isinstance(value, _Module):
+            found |= _tensors(value, f"{prefix}{name}.")
+    return found
 
 
 def _packaged_weights() -> Path:

@@ -1,10 +1,9 @@
 """Traces a windowed model's decoder pass with torch.jit, so that on a CPU it runs as one call without Python.
 
-`compiled_decode` replaces `SpeechModel.decode` in the windowed runner and its second pass; `compiled_later`, for the
-engine of a command that reads a few files, traces only after some passes. `engine/runner/load.py` chooses. For one
-token of a small model a CPU runs some hundred short operations, and half of the time is Python between them. Only one
-thread at a time can run Python, so streams that are read in parallel would wait for each other. A traced pass runs the
-same operations in the same order in torch's own interpreter; the results are the same, bit for bit.
+`compiled_decode` replaces `SpeechModel.decode` in the windowed runner and in its second pass. For one token of a small
+model a CPU runs some hundred short operations, and half of the time is Python between them. Only one thread at a time
+can run Python, so streams that are read in parallel would wait for each other. A traced pass runs the same operations
+in the same order in torch's own interpreter; the results are the same, bit for bit.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from engine.models.seq2seq import DecoderState, Encoded, Int8Linear, allow_reade
 from engine.models.whisper import Whisper
 
 Decode = Callable[[Tensor, Tensor, DecoderState, Encoded], tuple[Tensor, Tensor]]
-# A trace takes as long as it saves in about this many passes.
-PASSES_BEFORE_TRACE = 60
 
 Pass = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tensor]]
 
@@ -56,16 +53,17 @@ def _weights_of(layers: list[Int8Linear], number: int) -> list[tuple[str, torch.
 
 @torch.inference_mode()
 def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
-    """A traced `SpeechModel.decode` of a model on a CPU that does not change any more, for `readers` threads.
+    """A traced `SpeechModel.decode` of a model on a CPU whose decoder does not change any more, for `readers` threads.
 
-    The pass is traced once. The readers share its code, and each has its own 8-bit weights.
+    The pass is traced once. The readers share its code, and each has its own 8-bit weights of the decoder's layers; for
+    the other layers of the model, call `allow_reader`. The rest of the model may change meanwhile on another thread.
     """
+    layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
     # Copies of weights are made on another core while the pass is traced with the weights of the first reader.
     copies = ThreadPoolExecutor(1, "copy weights")
-    copying = [copies.submit(allow_reader, model, number) for number in range(1, readers)]
+    copying = [copies.submit(allow_reader, model.decoder, number) for number in range(1, readers)]
     # Constants of a trace must not need a gradient.
-    model.requires_grad_(False)
-    layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
+    model.decoder.requires_grad_(False)
     _use_simple_executor()
     traced = _trace(model, layers)
     for done in copying:
@@ -76,27 +74,10 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
     def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         real = _all_real(encoded.keys) if encoded.real is None else encoded.real
         own = passes[reader.number]
-        hidden, attention = own(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
+        # Without optimisations, which take longer than a dozen passes, and find nothing to improve on a CPU.
+        with torch.jit.optimized_execution(False):
+            hidden, attention = own(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
         return hidden, attention
-
-    return decode
-
-
-def compiled_later(model: Moonshine | Whisper) -> Decode:
-    """The same for one thread that may have little to read: a pass is traced when it has run so often without that the
-    time would have been saved. A short file is read before that."""
-    _use_simple_executor()
-    passes = 0
-    compiled: Decode | None = None
-
-    def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
-        nonlocal passes, compiled
-        if compiled is not None:
-            return compiled(tokens, positions, state, encoded)
-        passes += 1
-        if passes == PASSES_BEFORE_TRACE:
-            compiled = compiled_decode(model)
-        return model.decode(tokens, positions, state, encoded)
 
     return decode
 

@@ -430,10 +430,17 @@ class Whisper(nn.Module):
 
     def quantise(self) -> None:
         """Use 8-bit weights where a whole window is multiplied at once: in the encoder and for cross-attention."""
+        self.quantise_encoder()
+
+    def quantise_encoder(self) -> None:
+        """Use 8-bit weights in the encoder and for cross-attention."""
         quantise_linears(self.encoder.blocks)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
         quantise_linears(holder)
         self.cross_kv = holder["cross_kv"]  # type: ignore[assignment]
+
+    def quantise_decoder(self) -> None:
+        """Nothing to change: the decoder stays in float32."""
 
     @classmethod
     def load(cls, config: WhisperConfig, tensors: dict[str, Tensor]) -> Whisper:

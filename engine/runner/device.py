@@ -70,20 +70,35 @@ def require_device(name: str) -> torch.device:
 
 
 def compute_on_one_thread() -> None:
-    """Make every CPU operation run on the calling thread, whichever library computes it.
+    """Make every CPU operation run on the calling thread, whichever library computes it. See `compute_on_threads`."""
+    if not compute_on_threads(1):
+        logger.warning("cannot set the number of threads of Arm's Compute Library; streams will cost more")
+
+
+def compute_on_threads(count: int) -> bool:
+    """Make CPU operations that the calling thread begins run on this many threads. Returns whether that is possible.
 
     On ARM, 8-bit matrix products and some other operations use Arm's Compute Library, which starts a thread per core
     whatever torch's setting is. Its threads spin while they wait, which multiplies the processor time on a busy
-    machine. Torch has no setting for that, so the library is called directly.
+    machine. Torch has no setting for that, so the library is called directly. Its setting is that of all threads.
     """
-    torch.set_num_threads(1)
+    torch.set_num_threads(count)
     library = Path(torch.__file__).parent / "lib" / "libarm_compute.so"
-    if library.is_file():
-        set_scheduler = getattr(ctypes.CDLL(str(library)), "_ZN11arm_compute9Scheduler3setENS0_4TypeE", None)
-        if set_scheduler is None:
-            logger.warning("cannot set the number of threads of %s; streams will cost more", library.name)
-        else:
-            set_scheduler(0)  # the scheduler without threads
+    if not library.is_file():
+        return True
+    arm = ctypes.CDLL(str(library))
+    try:
+        set_scheduler, scheduler = arm._ZN11arm_compute9Scheduler3setENS0_4TypeE, arm._ZN11arm_compute9Scheduler3getEv
+        set_threads = arm._ZN11arm_compute12OMPScheduler15set_num_threadsEj
+    except AttributeError:
+        return False
+    if count == 1:
+        set_scheduler(0)  # the scheduler without threads
+    else:
+        set_scheduler(2)  # that of OpenMP, as in torch
+        scheduler.restype = ctypes.c_void_p
+        set_threads(ctypes.c_void_p(scheduler()), count)
+    return True
 
 
 def total_memory(device: torch.device) -> int:

@@ -9,21 +9,24 @@ from __future__ import annotations
 
 import json
 import logging
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from engine.core.scheduler import Limits
 from engine.errors import EngineError
 from engine.host_memory import available_memory, needed_memory
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.models.seq2seq import allow_reader, copy_weights
+from engine.models.seq2seq import DecoderState, Encoded, allow_reader, copy_weights
 from engine.models.silero import load_silero
-from engine.models.traced_decoder import Decode, compiled_decode, compiled_later
+from engine.models.traced_decoder import Decode, compiled_decode
 from engine.models.whisper import Whisper
 from engine.options import PIECE_SAMPLES, EngineConfig, cache_folder
 from engine.runner.background import SmartTurnDetector, SpeakerEmbedder
@@ -38,7 +41,7 @@ from engine.runner.windowed.memory import longest_window, plan_windows
 from engine.runner.windowed.reviser import UtteranceReviser
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
-from engine.runner.windowed.windows import DeviceWindows, HostWindows
+from engine.runner.windowed.windows import DeviceWindows, HostWindows, one
 from engine.spec import ModelSpec, Vocabulary
 from engine.weights.checkpoint import BadCheckpoint
 from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR
@@ -59,6 +62,8 @@ BLOCK_FRAMES = 26
 SPARE_EMBEDS = 512
 # Memory of a GPU for speaker labels, for the turn detector, and for the CUDA context of their process.
 LABELS_BYTES, TURN_DETECTOR_BYTES, CONTEXT_BYTES = 3 << 28, 3 << 28, 2 << 28
+# Threads of an encoder that has the machine for itself; more were not measured.
+MOST_ENCODER_THREADS = 4
 # Most windows that a windowed model reads in one step, of live streams or of uploads.
 WINDOWS_PER_STEP = 8
 
@@ -186,10 +191,48 @@ def _load_windowed(path: Path, config: EngineConfig, threads: int) -> tuple[Runn
         return _load_on_device(path.name, model, pieces, device, config)
     if isinstance(model, Moonshine) and streaming.is_file() and not config.files_only:
         return _load_in_blocks(path, model, pieces, config.max_streams, threads)
-    model.quantise()
-    copy_weights(model)
-    decode = compiled_later(model) if config.files_only and threads == 1 else None
-    return windowed_on_cpu(path.name, model, pieces, config.max_streams, threads, decode=decode)
+    if config.files_only:
+        return _load_for_files(path, model, pieces, config, threads)
+    with _preparing_decoder(model, threads) as decode:
+        model.quantise_encoder()
+        copy_weights(nn.ModuleList((model.encoder, model.cross_kv)))
+    return windowed_on_cpu(path.name, model, pieces, config.max_streams, threads, decode=decode.result())
+
+
+def _load_for_files(
+    path: Path, model: Moonshine | Whisper, pieces: list[bytes], config: EngineConfig, threads: int
+) -> tuple[Runner, Limits]:
+    """A runner with one reader, which encodes the first window while the decoder is still traced."""
+    other_core = ThreadPoolExecutor(1, "decoder")
+    preparing = other_core.submit(_prepared_decoder, model, 1)
+    other_core.shutdown(wait=False)
+    model.quantise_encoder()
+    copy_weights(nn.ModuleList((model.encoder, model.cross_kv)))
+    most = min(threads, MOST_ENCODER_THREADS) if not config.speakers else 1
+
+    def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        return preparing.result()(tokens, positions, state, encoded)
+
+    def encoder_threads() -> int:
+        # While the trace computes, the number of threads must not change.
+        return most if preparing.done() else 1
+
+    max_streams = config.max_streams
+    return windowed_on_cpu(path.name, model, pieces, max_streams, 1, decode=decode, encoder_threads=encoder_threads)
+
+
+@contextmanager
+def _preparing_decoder(model: Moonshine | Whisper, readers: int) -> Iterator[Future[Decode]]:
+    """Quantise and trace the decoder on another core, while the caller prepares the encoder."""
+    with ThreadPoolExecutor(1, "decoder") as other_core:
+        yield other_core.submit(_prepared_decoder, model, readers)
+
+
+def _prepared_decoder(model: Moonshine | Whisper, readers: int) -> Decode:
+    model.quantise_decoder()
+    # Before the trace, which keeps these tensors.
+    copy_weights(model.decoder)
+    return compiled_decode(model, readers)
 
 
 def _warn_if_memory_is_short(weights: Path) -> None:
@@ -209,22 +252,22 @@ def _load_in_blocks(
 ) -> tuple[Runner, Limits]:
     # For whole windows of uploads, the encoder as it was published is more accurate and cheaper.
     whole = model
-    whole.quantise_decoder()
+    # The last readers revise finals; the others read live streams and uploads.
+    revisers = range(threads, threads + max(1, threads // 2))
     model = whole.with_shared_decoder()
-    trained_for = load_streaming_weights(model, path / STREAMING_ENCODER)
-    whole.quantise()
-    model.quantise()
-    copy_weights(nn.ModuleList((whole, model)))
+    with _preparing_decoder(whole, revisers.stop) as preparing:
+        trained_for = load_streaming_weights(model, path / STREAMING_ENCODER)
+        for each in (whole, model):
+            each.quantise_encoder()
+            copy_weights(nn.ModuleList((each.encoder, each.cross_kv)))
+    decode = preparing.result()
+    for number in range(1, revisers.stop):
+        allow_reader(nn.ModuleList((whole, model)), number)
     stream_encoder = BlockEncoder(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
     spec = windowed_spec(path.name, WINDOW_POSITIONS, stream_encoder.first_stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords, revises=True))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
     file_encoder = WindowEncoder(whole, pieces, Policy())
-    # The last readers revise finals; the others read live streams and uploads.
-    revisers = range(threads, threads + max(1, threads // 2))
-    decode = compiled_decode(model, revisers.stop)
-    for number in range(1, revisers.stop):
-        allow_reader(whole, number)
     windows = HostWindows(model, stream_encoder, file_encoder, limits.cache_embeds, threads, decode)
     vocabulary = Vocabulary(pieces)
     reviser = UtteranceReviser(whole, pieces, Policy(), KeywordTrees(vocabulary), revisers, decode)
@@ -239,9 +282,10 @@ def windowed_on_cpu(
     threads: int,
     full_padding: bool = False,
     decode: Decode | None = None,
+    encoder_threads: Callable[[], int] = one,
 ) -> tuple[WindowedRunner, Limits]:
     """Return a runner that reads windows stream by stream, on this many threads. `decode` replaces the compiled pass
-    of the decoder."""
+    of the decoder; for `encoder_threads` see `HostWindows`."""
     spec = windowed_spec(name, WINDOW_POSITIONS, STRIDE_POSITIONS, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords))
     limits = _windowed_limits(spec, max_streams or WINDOWED_STREAMS, WINDOWS_PER_STEP)
@@ -253,7 +297,9 @@ def windowed_on_cpu(
     to_end.set_live_padding(full_padding, to_end=True)
     stream_encoders = WindowEncoder(model, pieces, policy, to_end=to_end), WindowEncoder(whole, pieces, policy)
     decode = decode or compiled_decode(model, threads)
-    windows = HostWindows(model, *stream_encoders, limits.cache_embeds, threads, decode)
+    for number in range(1, threads):
+        allow_reader(model, number)
+    windows = HostWindows(model, *stream_encoders, limits.cache_embeds, threads, decode, encoder_threads)
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 
 

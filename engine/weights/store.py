@@ -45,6 +45,8 @@ Report = Callable[[str], None]
 _DIGESTS = "digests.json"
 _CONNECT_SECONDS = 5.0
 _CHUNK_BYTES = 1 << 20
+# Read at once for a digest. After each part this thread waits for Python's lock, which others hold while they import.
+_DIGEST_BYTES = 1 << 24
 # Errors of the system: no room for the file.
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 NO_SPACE = os.strerror(errno.ENOSPC)
@@ -318,5 +320,8 @@ def _git_object_id(file: Path) -> str:
 
 
 def _sha256(file: Path) -> str:
-    with file.open("rb") as content:
-        return hashlib.file_digest(content, "sha256").hexdigest()
+    digest, part = hashlib.sha256(), memoryview(bytearray(min(_DIGEST_BYTES, file.stat().st_size + 1)))
+    with file.open("rb", buffering=0) as content:
+        while size := content.readinto(part):
+            digest.update(part[:size])
+    return digest.hexdigest()

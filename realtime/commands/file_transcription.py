@@ -1,11 +1,10 @@
-"""Transcribes files and standard input for the commands: with an engine in this process, or by upload to a server.
+"""Transcribes files and standard input for the commands, with an engine in this process.
 
 - `read_pieces` reads a file or standard input as samples.
 - `local_engine` starts the engine, also for live captions.
 - `FileTranscriber` feeds a file to an engine as fast as it takes the audio, with a progress bar.
-- `FileSender` uploads a file to `POST /v1/audio/transcriptions` or `/v1/audio/translations`.
 
-The server's side of uploads is `realtime/http/file_transcription.py`.
+`file_upload.py` sends files to a server instead.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ import os
 import select
 import sys
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, cast
+from typing import TYPE_CHECKING
 
 import av
 import numpy as np
@@ -36,18 +35,8 @@ from engine import messages
 from engine.errors import EngineError
 from engine.logs import set_up_logging
 from engine.options import EngineConfig
-from realtime.client.wire_client import (
-    TRANSCRIPTIONS,
-    TRANSLATIONS,
-    CannotConnect,
-    FileUnreadable,
-    Form,
-    HttpAnswer,
-    HttpServer,
-)
 from realtime.commands.pull import fetch, is_here, model_name
 from realtime.commands.terminal import (
-    KEY_VARIABLE,
     STANDARD_INPUT,
     CommandFailed,
     EndOnInterrupt,
@@ -58,8 +47,7 @@ from realtime.commands.terminal import (
 from realtime.commands.transcription_options import TranscriptionOptions
 from realtime.commands.transcripts import FileTranscript, clock
 from realtime.serving.engine_api import EngineApi, StreamApi
-from realtime.session.events import Samples, TimedWord
-from realtime.session.speakers import speaker_number
+from realtime.session.events import Samples
 from realtime.session.words import timed_word
 
 if TYPE_CHECKING:
@@ -195,9 +183,12 @@ def _mono(data: bytes, channels: int) -> NDArray[np.float32]:
 
 
 @asynccontextmanager
-async def local_engine(model: str, device: str, live: bool = True) -> AsyncIterator[EngineClient]:
+async def local_engine(
+    model: str, device: str, live: bool = True, speakers: bool = True
+) -> AsyncIterator[EngineClient]:
     """An engine in a thread of this process; its model is downloaded if needed. Without `live` it is for files alone,
-    and starts sooner: it is not warmed up, reads with one thread, and has no turn detector. Raises EngineError."""
+    and starts sooner: it is not warmed up, reads one file at a time, and has no turn detector. `speakers`: it can say
+    who speaks. Raises EngineError."""
     from engine.client.client import EngineClient
     from engine.client.engine_handles import EngineThread, import_ahead
 
@@ -210,7 +201,7 @@ async def local_engine(model: str, device: str, live: bool = True) -> AsyncItera
     # The path, because a model that is named would be checked again.
     config = EngineConfig(str(fetch(name)), device, MOST_STREAMS)
     if not live:
-        config = replace(config, threads=1, turn_detector=False, files_only=True)
+        config = replace(config, speakers=speakers, turn_detector=False, files_only=True)
     client = EngineClient([EngineThread(config, warm=live)])
     await client.start()
     try:
@@ -365,105 +356,3 @@ def duration_of(path: Path) -> float | None:
             return container.duration / av.time_base if container.duration else None
     except (av.error.FFmpegError, OSError):
         return None
-
-
-# The sample rate of transcripts from a server, which sends times in seconds.
-RATE = 16_000
-
-
-class FileSender:
-    """Uploads files to a server. Raises CommandFailed if there is no server, or it refuses the key."""
-
-    def __init__(self, url: str, model: str, transcription_options: TranscriptionOptions) -> None:
-        try:
-            self._server = HttpServer(url, os.environ.get(KEY_VARIABLE))
-            answer = self._server.get("/v1/models")
-        except CannotConnect as error:
-            raise CommandFailed(str(error)) from error
-        if answer.status in (401, 403):
-            raise CommandFailed(f"{self._server.url} {answer.refusal}; set {KEY_VARIABLE}")
-        self.model, taken = _supported_options(answer, model, transcription_options)
-        fields = [("model", model), ("response_format", "verbose_json"), ("timestamp_granularities[]", "word")]
-        self._fields = [*fields, *(item for item in taken.items() if item[0] in ("language", "prompt"))]
-        self._fields += [("keywords[]", word) for word in transcription_options.keywords if "keywords" in taken]
-        self._fields += [("speakers", "true")] if transcription_options.speakers else []
-        self._path = TRANSLATIONS if transcription_options.task else TRANSCRIPTIONS
-
-    def transcribe(self, path: Path) -> FileTranscript:
-        """Upload one file. Raises FileFailed if the file is the problem, CommandFailed if the server is gone."""
-        console = Console(file=sys.stderr)
-        name = escape(harmless(shown_name(Path(path.name))))
-        try:
-            with console.status(f"sending {name}") as status, _opened(path) as (file, size):
-
-                def show(sent: int) -> None:
-                    done = "" if size is None else f" of {size / 1e6:.1f}"
-                    status.update(f"sending {name}: {sent / 1e6:.1f}{done} MB; then it is transcribed")
-
-                answer = self._server.upload(Form(self._fields, path.name, file, size, show), self._path)
-        except CannotConnect as error:
-            raise CommandFailed(str(error)) from error
-        except FileUnreadable as error:
-            raise FileFailed(str(error)) from error
-        except OSError as error:
-            raise FileFailed(error.strerror or str(error)) from error
-        if answer.status != 200:
-            raise FileFailed(f"the server {answer.refusal}")
-        return self._transcript(path, answer)
-
-    def _transcript(self, path: Path, answer: HttpAnswer) -> FileTranscript:
-        try:
-            body = answer.json()
-            words = [
-                TimedWord(
-                    _text(word["word"]),
-                    round(word["start"] * RATE),
-                    round(word["end"] * RATE),
-                    confidence=word.get("confidence"),
-                    speaker=speaker_number(word.get("speaker")),
-                )
-                for word in body.get("words") or ()
-            ]
-            samples = round(float(body.get("duration") or 0) * RATE)
-            return FileTranscript(path, self.model, RATE, _text(body["text"]), words, samples)
-        except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
-            raise FileFailed("the server's answer is not a transcript") from error
-
-
-def _text(value: Any) -> str:
-    """Raises TypeError."""
-    if not isinstance(value, str):
-        raise TypeError
-    return value
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
-    """The file and its size in bytes; None for a pipe, which Ctrl-C ends."""
-    if path == STANDARD_INPUT:
-        with EndOnInterrupt() as interrupt:
-            yield cast(BinaryIO, StandardInput(lambda: interrupt.ended)), None
-        return
-    with path.open("rb") as file:
-        yield file, os.fstat(file.fileno()).st_size if path.is_file() else None
-
-
-def warn_unsupported_options(server: HttpServer, transcription_options: TranscriptionOptions) -> None:
-    """Print a note about options that the server's model does not support. Raises CannotConnect."""
-    _supported_options(server.get("/v1/models"), server.url, transcription_options)
-
-
-def _supported_options(
-    answer: HttpAnswer, asked: str, transcription_options: TranscriptionOptions
-) -> tuple[str, dict[str, str]]:
-    """The name of the served model, and the options that it supports. If a server does not report supported options,
-    all count as supported."""
-    try:
-        served: dict[str, Any] = answer.json()["data"][0]
-        name, known = str(served["id"]), served.get("options")
-    except (ValueError, KeyError, TypeError, IndexError):
-        return asked, transcription_options.given()
-    if known is None:
-        return name, transcription_options.given()
-    transcription_options.note_unsupported(name, known)
-    return name, transcription_options.supported(known)

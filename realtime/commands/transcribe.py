@@ -135,7 +135,9 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
 
     failed = 0
     transcription_options = TranscriptionOptions.of(options).without_unsupported(options.model)
-    async with file_transcription.local_engine(options.model, options.device, live=False) as client:
+    async with file_transcription.local_engine(
+        options.model, options.device, live=False, speakers=options.speakers
+    ) as client:
         transcriber = FileTranscriber(client, transcription_options)
         for file in files:
             size = _size(file)
@@ -150,7 +152,8 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
 
 def _send_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
     """Transcribe files with a server; returns how many failed."""
-    from realtime.commands.file_transcription import FileFailed, FileSender
+    from realtime.commands.file_transcription import FileFailed
+    from realtime.commands.file_upload import FileSender
     from realtime.commands.transcription_options import TranscriptionOptions
 
     failed = 0

@@ -504,8 +504,10 @@ class Sessions:
         # 1. Sessions that cannot be handed off finish their turns.
         self.draining = True
         deadline = self._clock() + seconds
-        movable = [entry for entry in self.entries.values() if self.hands_over and _can_move(entry)]
-        for entry in [entry for entry in self.entries.values() if entry not in movable]:
+        movable, staying = [], []
+        for entry in self.entries.values():
+            (movable if self.hands_over and _can_move(entry) else staying).append(entry)
+        for entry in staying:
             if entry.connection is None:
                 await self.end(entry)
             else:

@@ -22,7 +22,7 @@ from torch import Tensor
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
 from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
 from engine.models.traced_decoder import Decode
-from engine.runner.device import NotEnoughMemory, gib
+from engine.runner.device import NotEnoughMemory, compute_on_threads, gib
 from engine.runner.windowed.decoder import (
     DecoderBuffers,
     GreedyDecoder,
@@ -83,9 +83,17 @@ class Windows(Protocol):
     def close(self) -> None: ...
 
 
+def one() -> int:
+    return 1
+
+
 class HostWindows:
     """See `Windows`. `threads` read in parallel, the calling thread included. `decode` replaces the model's own
-    method."""
+    method.
+
+    Pieces of an upload's windows are encoded on `encoder_threads()`: more than one only if nothing else computes in
+    this process, because the number is changed for all of it. A decoder's products are too small for several threads.
+    """
 
     batches_uploads = False
 
@@ -97,9 +105,11 @@ class HostWindows:
         cache_embeds: int,
         threads: int = 1,
         decode: Decode | None = None,
+        encoder_threads: Callable[[], int] = one,
     ) -> None:
         self.device = torch.device("cpu")
         self._model = model
+        self._encoder_threads = encoder_threads
         self.slab = AudioSlab(cache_embeds)
         self._encoder, self._file_encoder = stream_encoder, file_encoder
         self.decoder = GreedyDecoder(model, decode=decode)
@@ -120,9 +130,27 @@ class HostWindows:
             if live:
                 sounds[task.slot] = self._encoder.encode(task, self.audio(task))
             else:
-                sounds[task.slot] = yield from self._file_encoder.hear_slowly(task, self.audio(task))
+                sounds[task.slot] = yield from self._on_encoder_threads(
+                    self._file_encoder.hear_slowly(task, self.audio(task))
+                )
             yield
         return sounds
+
+    def _on_encoder_threads(self, work: Generator[None, None, Result]) -> Generator[None, None, Result]:
+        """The same work, each piece on all threads that the encoder has."""
+        while True:
+            threads = self._encoder_threads()
+            if threads > 1:
+                compute_on_threads(threads)
+            try:
+                next(work)
+            except StopIteration as done:
+                result: Result = done.value
+                return result
+            finally:
+                if threads > 1:
+                    compute_on_threads(1)
+            yield
 
     def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
         return self.decoder.passes(list(rows), Encoded.stack([sound.encoded for sound in sounds]))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
 import shutil
 import warnings
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -90,6 +92,15 @@ def test_a_truncated_archive_is_refused(tmp_path: Path) -> None:
         file.truncate(100_000)
     with pytest.raises(SpeechWeightsError):
         load_silero(cut)
+
+
+def test_an_archive_that_names_other_classes_is_refused_and_nothing_of_it_is_called(tmp_path: Path) -> None:
+    hostile, touched = tmp_path / "silero_vad.jit", tmp_path / "touched"
+    with zipfile.ZipFile(hostile, "w") as archive:
+        archive.writestr("model/data.pkl", pickle.dumps(touched.touch))
+    with pytest.raises(SpeechWeightsError, match=r"cannot read .* silero_vad\.jit"):
+        load_silero(hostile)
+    assert not touched.exists()
 
 
 def test_weights_of_another_model_are_refused() -> None:

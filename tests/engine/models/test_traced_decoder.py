@@ -15,7 +15,7 @@ from torch import nn
 
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded, SpeechModel, quantise_linears
-from engine.models.traced_decoder import PASSES_BEFORE_TRACE, compiled_decode, compiled_later
+from engine.models.traced_decoder import compiled_decode
 from engine.models.whisper import Whisper, WhisperConfig
 
 VOCABULARY = 40
@@ -114,15 +114,3 @@ def test_compiled_passes_say_what_the_model_says(make: Callable[[], Moonshine | 
                 )
                 assert all(torch.equal(one, other) for one, other in zip(plain, ours, strict=True)), (frames, at)
             assert torch.equal(states[0].keys, states[1].keys) and torch.equal(states[0].values, states[1].values)
-
-
-def test_a_pass_that_is_traced_late_says_the_same_before_and_after() -> None:
-    model = in_8_bits()
-    with torch.inference_mode():
-        sound = heard(model, [9])
-        arguments = torch.full((1, 2), 3), torch.arange(2)[None]
-        expected = model.decode(*arguments, model.new_state(1, 2), sound)
-        decode = compiled_later(model)
-        for _ in range(PASSES_BEFORE_TRACE + 2):
-            found = decode(*arguments, model.new_state(1, 2), sound)
-            assert all(map(torch.equal, found, expected))

@@ -55,3 +55,24 @@ def test_products_start_no_threads() -> None:
     # In a process of its own: threads that were started once stay.
     done = subprocess.run([sys.executable, "-c", EIGHT_BITS_ON_ONE_THREAD], capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, f"{done.returncode} threads were started; {done.stderr[-2000:]}"
+
+
+EIGHT_BITS_ON_TWO_THREADS = """
+import torch
+from engine.models.seq2seq import in_8_bits
+from engine.runner.device import compute_on_threads
+
+layer, rows = in_8_bits(torch.randn(2048, 512)), torch.randn(400, 512)
+found = []
+for count in (1, 2, 1, 2):
+    assert compute_on_threads(count) and torch.get_num_threads() == count
+    found.append(layer(rows))
+assert all(torch.equal(found[0], other) for other in found[1:])
+"""
+
+
+def test_products_on_two_threads_are_those_on_one() -> None:
+    # In a process of its own: threads that were started once stay.
+    script = EIGHT_BITS_ON_TWO_THREADS
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -80,12 +81,13 @@ def test_too_little_memory_is_said_before_weights_are_read(
     assert len(said) == lines and all("choose a smaller model" in line for line in said)
 
 
-def test_an_engine_for_files_alone_has_no_streaming_encoder_and_the_same_words() -> None:
+def test_an_engine_for_files_alone_has_no_streaming_encoder_and_the_same_words_on_one_core_and_two() -> None:
     skip_unless_cached(DEFAULT_MODEL, RECORDING)
     sound = np.concatenate(list(read_file(pull(RECORDING))))[: 5 * 16_000]
     texts = []
-    for files_only in (False, True):
-        loop = build_loop(EngineConfig(DEFAULT_MODEL, "cpu", max_streams=1, threads=1, files_only=files_only))
+    for files_only, threads in ((False, 1), (True, 1), (True, 2)):
+        config = EngineConfig(DEFAULT_MODEL, "cpu", max_streams=1, threads=threads, files_only=files_only)
+        loop = build_loop(replace(config, speakers=False))
         assert (loop.runner.reviser is None) == files_only == (not loop.scheduler.spec.options.revises)
         spec = loop.scheduler.spec
         cutter = make_cutter(spec)
@@ -98,7 +100,7 @@ def test_an_engine_for_files_alone_has_no_streaming_encoder_and_the_same_words()
             outputs += [] if step is None else step.outputs
         loop.close()
         texts.append("".join(output.delta for output in outputs if isinstance(output, Text)))
-    assert texts[0] == texts[1] != ""
+    assert texts[0] == texts[1] == texts[2] != ""
 
 
 def test_every_thread_that_reads_has_the_weights_for_live_streams_and_for_uploads() -> None:

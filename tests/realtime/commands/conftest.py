@@ -37,7 +37,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     fake = FakeEngine()
 
     @asynccontextmanager
-    async def fake_engine(model: str, device: str, live: bool = True) -> AsyncIterator[FakeEngine]:
+    async def fake_engine(
+        model: str, device: str, live: bool = True, speakers: bool = True
+    ) -> AsyncIterator[FakeEngine]:
         yield fake
 
     monkeypatch.setattr(local, "local_engine", fake_engine)

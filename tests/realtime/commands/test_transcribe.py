@@ -41,7 +41,7 @@ def test_what_cannot_be_is_a_usage_error(
 def no_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that begins to load a model fails the test. What models take is as the product knows it."""
 
-    def loads(model: str, device: str, live: bool = True) -> None:
+    def loads(model: str, device: str, live: bool = True, speakers: bool = True) -> None:
         pytest.fail("a model would be loaded")
 
     monkeypatch.setattr(file_transcription, "local_engine", loads)

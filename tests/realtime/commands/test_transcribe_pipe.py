@@ -207,7 +207,7 @@ from realtime.commands import file_transcription
 from tests.realtime.gateway_doubles import FakeEngine
 
 @asynccontextmanager
-async def fake(model, device, live=True):
+async def fake(model, device, live=True, speakers=True):
     yield FakeEngine()
 
 file_transcription.local_engine = fake

@@ -1,23 +1,29 @@
-"""How the windows of live streams are distributed over the threads that decode them."""
+"""How the windows of streams are distributed over the threads that read them."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
+from contextlib import nullcontext
 
 import pytest
+import torch
+from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.runner.windowed.encoders import WindowEncoder
+from engine.runner.windowed.encoders import EncodedAudio, WindowEncoder
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows, Results
 
 PATIENCE_S = 10.0
 
 
+CONFIG = MoonshineConfig(32, 64, 1, 1, 4, 8, 10_000.0, 60, start_token=1, end_token=2)
+
+
 def windows_of(threads: int) -> HostWindows:
-    model = Moonshine(MoonshineConfig(32, 64, 1, 1, 4, 8, 10_000.0, 60, start_token=1, end_token=2))
+    model = Moonshine(CONFIG)
     stream_encoder = WindowEncoder(model, [b""] * 60, Policy())
     return HostWindows(model, stream_encoder, stream_encoder, 10, threads)
 
@@ -72,3 +78,34 @@ def test_what_a_helping_thread_raises_is_raised() -> None:
     with pytest.raises(ValueError, match="cannot be read"):
         windows.run_in_parts(tasks_of(2), read)
     windows.close()
+
+
+class Interrupted(WindowEncoder):
+    """Notes the number of threads of its two pieces of work, and fails in the last one if it `breaks`."""
+
+    breaks = False
+
+    def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
+        self.threads = [torch.get_num_threads()]
+        yield
+        self.threads.append(torch.get_num_threads())
+        if self.breaks:
+            raise ValueError("this window cannot be encoded")
+        return (yield from super().hear_slowly(task, audio))
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("breaks", [False, True])
+def test_an_encoder_has_several_threads_only_while_it_encodes_a_window_of_an_upload(breaks: bool) -> None:
+    model = Moonshine(CONFIG).eval()
+    encoder = Interrupted(model, [b""] * 60, Policy())
+    encoder.breaks = breaks
+    windows = HostWindows(model, encoder, encoder, 10, encoder_threads=lambda: 2)
+    between: list[int] = []
+    with torch.inference_mode(), pytest.raises(ValueError) if breaks else nullcontext():
+        between += [torch.get_num_threads() for _ in windows.encode(tasks_of(1), False, {0})]
+    assert encoder.threads == [2, 2] and set(between) <= {1} and torch.get_num_threads() == 1
+    encoder.breaks = False
+    with torch.inference_mode():
+        list(windows.encode(tasks_of(1), True, {0}))
+    assert encoder.threads == [1, 1]
