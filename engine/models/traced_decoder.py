@@ -75,7 +75,7 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
         real = _all_real(encoded.keys) if encoded.real is None else encoded.real
         own = passes[reader.number]
         # Without optimisations, which take longer than a dozen passes, and find nothing to improve on a CPU.
-        with torch.jit.optimized_execution(False):
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             hidden, attention = own(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
         return hidden, attention
 

@@ -504,7 +504,8 @@ class Sessions:
         # 1. Sessions that cannot be handed off finish their turns.
         self.draining = True
         deadline = self._clock() + seconds
-        movable, staying = [], []
+        movable: list[OpenSession] = []
+        staying: list[OpenSession] = []
         for entry in self.entries.values():
             (movable if self.hands_over and _can_move(entry) else staying).append(entry)
         for entry in staying:
