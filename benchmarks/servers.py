@@ -1,7 +1,7 @@
-"""Starts and stops a whole server for a benchmark: one engine process and gateway processes.
+"""Starts and stops a whole server for a benchmark: one engine process, gateway processes, and nginx in front of them.
 
 `Server` owns the processes of one server and measures their processor time; `Child` is any process with its
-descendants.
+descendants; `Nginx` runs the machine's nginx with deploy/proxies/nginx.conf.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,10 +22,11 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import RunFailed, cpu_seconds, read_process, with_descendants
+from benchmarks.measuring import ROOT, RunFailed, cpu_seconds, read_process, with_descendants
 from engine.options import DEFAULT_MODEL
 
 READY_S = 180.0
+NGINX_EXAMPLE = ROOT / "deploy/proxies/nginx.conf"
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -111,17 +113,18 @@ class Child:
 
 class Server:
     """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them.
-    With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load.
-    `own_flags` are further flags of a gateway, by its number."""
+    With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load. `flags`
+    are further ones of the gateways, `own_flags` those of one of them, by its number."""
 
     def __init__(
         self,
         options: argparse.Namespace,
         counts_streams_only: bool,
+        flags: Sequence[str] = (),
         own_flags: Mapping[int, Sequence[str]] | None = None,
     ) -> None:
         self._options, self._counts_streams_only = options, counts_streams_only
-        self._own_flags = own_flags or {}
+        self._flags, self._own_flags = flags, own_flags or {}
         # SIGTERM raises here, so that a stopped benchmark leaves its `with` blocks and ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
@@ -162,7 +165,7 @@ class Server:
         command = ["realtime.cli", "serve", "--engine", address, "--port", str(port)]
         command += ["--workers", str(options.workers)] if options.workers else []
         command += ["--limits.max-load", "0"] if self._counts_streams_only else []
-        command += self._own_flags.get(number, ())
+        command += [*self._flags, *self._own_flags.get(number, ())]
         self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
         return self._start(f"gateway{number}", command, folder)
 
@@ -214,6 +217,48 @@ class Server:
             child.stop()
         self._folder.cleanup()
         signal.signal(signal.SIGTERM, self._on_term)
+
+
+def nginx_program() -> str:
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None:
+        raise RunFailed("nginx is not installed")
+    return program
+
+
+class Nginx:
+    """The machine's nginx with our example before the first gateway of a server; a context manager that stops it."""
+
+    def __init__(self, server: Server) -> None:
+        self._folder = tempfile.TemporaryDirectory(prefix="nginx-")
+        folder, port = Path(self._folder.name), free_port()
+        self.url = f"ws://localhost:{port}/v1/realtime"
+        gateway = server.http(0, "").removeprefix("http://")
+        text = NGINX_EXAMPLE.read_text().replace("8080", str(port)).replace("127.0.0.1:8000", gateway)
+        (folder / "nginx.conf").write_text(text)
+        self._command = [nginx_program(), "-p", str(folder), "-c", str(folder / "nginx.conf")]
+        self._directives = f"pid {folder}/pid; error_log stderr;"
+        self._child = Child("nginx", [*self._command, "-g", f"daemon off; {self._directives}"], folder / "log")
+
+    def __enter__(self) -> Nginx:
+        deadline = time.monotonic() + READY_S
+        while True:
+            self._child.check()
+            try:
+                with urllib.request.urlopen(self.url.replace("ws", "http", 1).replace("/v1/realtime", "/ready")):
+                    return self
+            except OSError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.05)
+
+    def __exit__(self, *_: object) -> None:
+        self._child.stop()
+        self._folder.cleanup()
+
+    def reload(self) -> None:
+        self._child.check()
+        subprocess.run([*self._command, "-g", self._directives, "-s", "reload"], check=True, capture_output=True)
 
 
 def free_port() -> int:

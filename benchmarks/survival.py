@@ -3,18 +3,22 @@
     python -m benchmarks.survival engine MANIFEST [--kills 20] [--sessions 2] [--seconds 120] [--model NAME]
     python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--alive 3] [--model NAME] [--voxtral]
     python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
+                                         [--nginx] [--plain 2]
     python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
 All speech comes at the pace of a microphone. `engine`: plays recordings, with a flush after each as turn detection
 would ask for; the engine is killed repeatedly, and words are compared with a calm run, ignoring case and punctuation; a
-second calm run shows how much two calm runs differ. `spare`: measures seconds from a kill of the engine until the next
-word, with and without a spare engine, and the same from moments without a kill. Both run the engine and its client
+second calm run shows how much two calm runs differ. Words of finals are compared too, in the parts that both runs have
+decoded again: how many these are depends on the load. `spare`: measures seconds from a kill of the engine until the
+next word, with and without a spare engine, and the same from moments without a kill. Both run the engine and its client
 alone, without sockets; `--voxtral` has random weights of full size on a GPU, made on the device: a real checkpoint
 would also be read from disk at each start.
 
 `server`: the whole server with clients that resume, over sockets. `worker` kills a worker, `restart` replaces all of
 them (SIGUSR2); texts are compared with those of the first calm run. The time to reconnect runs from the moment a client
-notices the loss of its connection to the first event on the next one. `fleet`: see benchmarks/fleet.py.
+notices the loss of its connection to the first event on the next one. With --nginx the machine's nginx with
+deploy/proxies/nginx.conf is in front of the server, and `reload` reloads it. --plain adds clients that cannot resume
+(benchmarks/plain_clients.py). `fleet`: see benchmarks/fleet.py.
 """
 
 from __future__ import annotations
@@ -28,6 +32,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -38,6 +43,7 @@ from benchmarks import fleet
 from benchmarks.clients import ClientProcesses, Schedule, play_whole, summary
 from benchmarks.engines import engine_client, null_loop
 from benchmarks.measuring import (
+    RunFailed,
     parser_of,
     percentiles,
     private_bytes,
@@ -50,12 +56,12 @@ from benchmarks.measuring import (
 )
 from benchmarks.recordings import joined_sessions, read_manifest, sample_path, sample_speech
 from benchmarks.scoring import differing_words, plain_words
-from benchmarks.servers import Server, add_server_options, use_default_model
+from benchmarks.servers import Nginx, Server, add_server_options, use_default_model
 from benchmarks.sounds import Samples, speech, voice
 from engine.client.engine_handles import EngineProcess
 from engine.client.stream import EngineStream
-from engine.messages import Closed, Text
-from engine.options import DEFAULT_MODEL, EngineConfig
+from engine.messages import Closed, Revised, Text, Word
+from engine.options import DEFAULT_MODEL, REVISED, EngineConfig
 
 PACKET_S = 0.08
 PAUSE_S = 1.0
@@ -65,6 +71,7 @@ PATIENCE_S = 300.0
 HAPPENS_AT = 0.45
 
 Figures = dict[str, Any]
+RevisedParts = dict[tuple[int, int], list[Word] | None]
 # Makes an engine; the argument is the number of engines that share its device.
 MakeEngine = Callable[[int], EngineProcess]
 
@@ -81,6 +88,8 @@ class SpeakingClient:
         self._packet = round(PACKET_S * rate)
         self._endless = endless
         self._text = ""
+        # The parts that were decoded again, by their samples; None: the engine gave it up, or heard no words.
+        self.revised: RevisedParts = {}
         self._has_text = asyncio.Event()
         self._speaking = asyncio.create_task(self._speak())
         self._listening = asyncio.create_task(self._listen())
@@ -122,6 +131,8 @@ class SpeakingClient:
             if isinstance(output, Text) and output.delta:
                 self._text += output.delta
                 self._has_text.set()
+            elif isinstance(output, Revised):
+                self.revised.setdefault((output.start, output.end), output.words)
         assert isinstance(output, Closed), output
 
 
@@ -129,8 +140,8 @@ async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills
     """Plays all sessions at once and kills the engine `kills` times, each time at a random moment of its life."""
     engine, chance, memory = make(1), random.Random(1), list[int]()
     async with engine_client(engine) as client:
-        rate = client.spec.sample_rate
-        streams = [await client.open(f"s{number}") for number in range(len(sessions))]
+        rate, asked = client.spec.sample_rate, {REVISED: "yes"} if client.spec.options.revises else {}
+        streams = [await client.open(f"s{number}", options=asked) for number in range(len(sessions))]
         speakers = [SpeakingClient(stream, parts, rate) for stream, parts in zip(streams, sessions, strict=True)]
         while len(memory) < kills and not all(speaker.is_done for speaker in speakers):
             await until(lambda: client.ready, PATIENCE_S)
@@ -140,7 +151,29 @@ async def play_with_kills(make: MakeEngine, sessions: list[list[Samples]], kills
             memory.append(resident_bytes())
             await until(lambda: not client.ready, PATIENCE_S)
         texts = [await speaker.text() for speaker in speakers]
-        return {"texts": texts, "metrics": client.metrics(), "memory": memory}
+        revised = [speaker.revised for speaker in speakers]
+        return {"texts": texts, "revised": revised, "metrics": client.metrics(), "memory": memory}
+
+
+def differing_finals(calm: Sequence[RevisedParts], other: Sequence[RevisedParts]) -> Figures:
+    """Words of finals that differ between two runs, in the parts that both have decoded again."""
+    said: tuple[list[str], list[str]] = [], []
+    alone = 0
+    for left, right in zip(calm, other, strict=True):
+        for part in left.keys() | right.keys():
+            texts = left.get(part), right.get(part)
+            if texts[0] is not None and texts[1] is not None:
+                for all_texts, words in zip(said, texts, strict=True):
+                    all_texts.append(" ".join(word.text for word in words))
+            else:
+                alone += texts != (None, None)
+    changed, words = differing_words(*said)
+    return {
+        "final_parts_in_both_runs": len(said[0]),
+        "final_parts_in_one_run_only": alone,
+        "words_of_final_parts": words,
+        "words_of_final_parts_changed": changed,
+    }
 
 
 def load_sessions(options: argparse.Namespace) -> list[list[Samples]]:
@@ -195,6 +228,7 @@ def compare_words(options: argparse.Namespace) -> Figures:
         "kills": metrics.restarts,
         "words_changed_by_kills": changed,
         "words_changed_between_calm_runs": differing_words(calm["texts"], again["texts"])[0],
+        "finals": differing_finals(calm["revised"], killed["revised"]),
         "streams_recovered": metrics.streams_recovered,
         "streams_lost": metrics.streams_given_up + metrics.crashing_streams,
         **percentiles("recovery_s", metrics.recent_recovery_seconds, 50, 100),
@@ -286,41 +320,68 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
 # Clients that resume: the whole server
 
 
+def reload(server: Server, nginx: Nginx | None) -> None:
+    if nginx is None:
+        raise RunFailed("`reload` needs --nginx")
+    nginx.reload()
+
+
 # Losses of a server, by kind.
-SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
-    "calm": lambda server: None,
-    "worker": lambda server: os.kill(server.workers()[0], signal.SIGKILL),
-    "restart": lambda server: os.kill(server.gateways[0].pid, signal.SIGUSR2),
+SERVER_LOSSES: dict[str, Callable[[Server, Nginx | None], None]] = {
+    "calm": lambda server, nginx: None,
+    "worker": lambda server, nginx: os.kill(server.workers()[0], signal.SIGKILL),
+    "restart": lambda server, nginx: os.kill(server.gateways[0].pid, signal.SIGUSR2),
+    "reload": reload,
 }
+
+
+def play_server(
+    server: Server, nginx: Nginx | None, groups: Sequence[ClientProcesses], kind: str, options: argparse.Namespace
+) -> list[list[Any]]:
+    """What each client of each group has to tell."""
+    begins, join_s = time.monotonic() + 0.5, options.sessions / options.joins_per_second
+    for group in groups:
+        group.begin(Schedule(begins, join_s))
+    time.sleep(max(0.0, begins + join_s + HAPPENS_AT * options.seconds - time.monotonic()))
+    SERVER_LOSSES[kind](server, nginx)
+    found = [[outcome for process in group.findings() for outcome in process] for group in groups]
+    server.check()
+    return found
 
 
 def lose_in_server(options: argparse.Namespace) -> list[Figures]:
     """`survival server`."""
     if options.small:
-        options.null, options.sessions, options.seconds, options.clients = True, 2, 2.0, 1
-        options.kinds = [("calm", 1), ("worker", 1)]
+        options.null, options.sessions, options.seconds, options.clients, options.plain = True, 2, 2.0, 1, 1
+        options.kinds = [("calm", 1), ("worker", 1), *([("reload", 1)] if options.nginx else [])]
     use_default_model(options)
     results: list[Figures] = []
     references: list[str] | None = None
-    with Server(options, counts_streams_only=True) as server:
+    with ExitStack() as stack:
+        flags = ["--server.trusted-proxies", "127.0.0.1"] if options.nginx else []
+        server = stack.enter_context(Server(options, counts_streams_only=True, flags=flags))
+        nginx = stack.enter_context(Nginx(server)) if options.nginx else None
         orders = {
-            "urls": [server.urls[0].partition("?")[0]],
+            "urls": [nginx.url if nginx else server.urls[0].partition("?")[0]],
             "recording": sample_path() if options.audio is None and options.model else options.audio,
             "seconds": options.seconds,
             # With random weights no two sessions may send the same audio, which a cache would answer for the model.
             "own_parts": not options.model,
         }
-        with ClientProcesses(play_whole, options.sessions, options.clients, **orders) as clients:
-            for kind in [kind for kind, times in options.kinds for _ in range(times)]:
-                begins, join_s = time.monotonic() + 0.5, options.sessions / options.joins_per_second
-                clients.begin(Schedule(begins, join_s))
-                time.sleep(max(0.0, begins + join_s + HAPPENS_AT * options.seconds - time.monotonic()))
-                SERVER_LOSSES[kind](server)
-                outcomes = [outcome for process in clients.findings() for outcome in process]
-                server.check()
-                references = references or [outcome["text"] for outcome in outcomes]
-                results.append({"kind": kind, **summary(outcomes, references)})
-                print(row(results[-1]), flush=True)
+        groups = [stack.enter_context(ClientProcesses(play_whole, options.sessions, options.clients, **orders))]
+        if options.plain:
+            # Here, because others do without the openai package.
+            from benchmarks.plain_clients import plain_summary, play_plain
+
+            groups.append(stack.enter_context(ClientProcesses(play_plain, options.plain, 1, **orders)))
+        for kind in [kind for kind, times in options.kinds for _ in range(times)]:
+            outcomes, *plain = play_server(server, nginx, groups, kind, options)
+            references = references or [outcome["text"] for outcome in outcomes]
+            results.append({"kind": kind, **summary(outcomes, references)})
+            print(row(results[-1]), flush=True)
+            if plain:
+                results[-1]["plain"] = plain_summary(plain[0])
+                print(f"  clients that cannot resume: {row(results[-1]['plain'])}", flush=True)
     return results
 
 
@@ -371,6 +432,8 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--kinds", type=kinds_of(list(SERVER_LOSSES)), default="calm:2,worker:1,restart:1")
     one.add_argument("--sessions", type=int, default=8)
     one.add_argument("--seconds", type=float, default=30.0, help="duration of each session")
+    one.add_argument("--nginx", action="store_true", help="nginx in front of the server")
+    one.add_argument("--plain", type=int, default=0, help="clients that cannot resume, beside the others")
     add_server_options(one)
     one.set_defaults(run=lose_in_server, workers=2)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))
