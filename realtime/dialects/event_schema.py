@@ -151,6 +151,11 @@ class TurnDetection(Shape):
     silence_duration_ms: int | UnsetType = UNSET
     idle_timeout_ms: Annotated[int, Meta(ge=IDLE_TIMEOUT_MS[0], le=IDLE_TIMEOUT_MS[1])] | None | UnsetType = UNSET
     eagerness: Annotated[str, one_of(EAGERNESS)] | UnsetType = UNSET
+    speaker_change: (
+        Annotated[bool, Meta(description="A turn ends where the speaker changes; needs speakers in include.")]
+        | None
+        | UnsetType
+    ) = UNSET
     create_response: bool | UnsetType = UNSET
     interrupt_response: bool | UnsetType = UNSET
 

@@ -441,7 +441,7 @@ class Inbox:
         """The settings that the model accepts, and a fault for each refused option, by the client's name for it."""
         taken, refused = self._live.in_force(asked)
         for fault in refused:
-            fault.param = f"{self._live.dialect.option_path}{fault.param}"
+            fault.param = self._live.dialect.option_paths.get(fault.param or "", fault.param)
         return taken, refused
 
     def _configure(self, request: Configure) -> None:

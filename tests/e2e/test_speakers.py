@@ -267,3 +267,66 @@ async def test_recordings_of_speakers_are_bounded(serve: Serve) -> None:
         form["known_speaker_references[]"] = ["x" * MAX_REFERENCE_BYTES] * 6
         answer = await http.post(url, data=form, files=files)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "form_too_large")
+
+
+# Turns that end where the speaker changes.
+
+
+def cutting(kind: str = "server_vad", **fields: Any) -> Any:
+    detection = {"type": kind, "speaker_change": True, **fields}
+    return {"type": "transcription", "include": [SPEAKERS], "audio": {"input": {"turn_detection": detection}}}
+
+
+@pytest.mark.parametrize("kind", ["server_vad", "semantic_vad"])
+async def test_a_turn_ends_where_the_speaker_changes(serve: Serve, kind: str) -> None:
+    async with serve(labelling()) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session=cutting(kind))
+            updated = (await events_until(connection, "session.updated"))[-1].session
+            assert updated.audio.input.turn_detection.speaker_change is True
+            await send_audio(connection, tone(2.0) + silence(8.0))
+            events = []
+            for _ in range(3):
+                events += await events_until(connection, COMPLETED)
+    done = [event for event in events if event.type == COMPLETED]
+    assert [(one.transcript, one.speaker) for one in done] == [("w1 w2", "A"), ("w3 w4", "B"), ("w5", "A")]
+    texts: dict[str, str] = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+    assert texts == {one.item_id: one.transcript for one in done}
+
+
+@pytest.mark.parametrize(
+    ("session", "complaint", "param"),
+    [
+        (
+            {"audio": {"input": {"turn_detection": {"type": "server_vad", "speaker_change": True}}}},
+            "turn_detection.speaker_change needs speaker labels: add 'item.input_audio_transcription.speakers'",
+            "session.audio.input.turn_detection.speaker_change",
+        ),
+        (cutting(speaker_change="yes"), "must be true or false", "session.audio.input.turn_detection.speaker_change"),
+        (cutting(speaker_change=1), "must be true or false", "session.audio.input.turn_detection.speaker_change"),
+    ],
+)
+async def test_a_wrong_speaker_change_is_refused_by_name(
+    serve: Serve, session: Any, complaint: str, param: str
+) -> None:
+    async with serve(labelling()) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session={"type": "transcription", **session})
+            error = (await events_until(connection, "error"))[-1].error
+            assert complaint in error.message and error.param == param
+            # Nobody is hurt: the session goes on without it.
+            await send_audio(connection, tone(1.2) + silence(1.6))
+            assert (await events_until(connection, COMPLETED))[-1].transcript == "w1 w2 w3"
+
+
+async def test_a_server_without_the_weights_refuses_speaker_change(serve: Serve) -> None:
+    async with serve() as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session=cutting())
+            first = (await events_until(connection, "error"))[-1].error
+            second = (await events_until(connection, "error"))[-1].error
+    assert "tickertape pull speakers" in first.message and first.param == "session.include"
+    assert "needs speaker labels" in second.message

@@ -206,7 +206,9 @@ class FakeStream:
             total = np.arange(192, dtype="<i4").tobytes()
             voices = [{"samples": samples, "total": total} for samples in self._voices.values()]
             state = {"labels": {"voices": voices}} if decided else None
-            self.put(messages.Labels(self.id, decided, list(self._undecided), state))
+            unheard = self._frames * FRAME - self._loud_samples
+            settled = self._undecided[0][0] if self._undecided else unheard
+            self.put(messages.Labels(self.id, decided, list(self._undecided), state, settled))
 
     def _say(self, until: int) -> None:
         if self._window:
