@@ -35,6 +35,7 @@ from engine.server.speakers import (
     SpeakerLabels,
     piece_of,
     rounded,
+    shipped_model,
 )
 from engine.spec import ModelSpec
 
@@ -305,7 +306,8 @@ class SpeakerTracks:
     def open(self, name: str, options: Mapping[str, str], live: bool) -> None:
         if SPEAKERS in options and self._embedder is not None:
             voices = read_speakers(options[SPEAKERS])
-            enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64)) for voice, vector in voices]
+            mean = shipped_model().mean
+            enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64) + mean) for voice, vector in voices]
             embedder = self._embedder
 
             def embed(audio: Samples) -> Future[NDArray[np.float32]]:
