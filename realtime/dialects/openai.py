@@ -327,6 +327,18 @@ def _keywords(value: Any, path: str) -> tuple[tuple[str, float], ...]:
     return tuple((word, 1.0) for word in value)
 
 
+def _known_speakers(value: Any, path: str) -> tuple[tuple[str, str | None], ...]:
+    """Names and recordings; names are checked when the voices are enrolled."""
+    given = [] if value is None else value
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise _fault(path, f"'session.{path}' must be a list of objects with 'name' and 'reference'.")
+    names = [_text(one.get("name"), f"{path}.name") for one in given]
+    urls = [one.get("reference") for one in given]
+    if not all(url is None or isinstance(url, str) for url in urls):
+        raise _fault(f"{path}.reference", f"'session.{path}.reference' must be a data URL: data:audio/wav;base64,...")
+    return tuple(zip(names, urls, strict=True))
+
+
 def _finals(value: Any, path: str) -> str | None:
     if value is not None and value not in (BETTER_FINALS, STREAMED_FINALS):
         raise _fault(path, f"'session.{path}' must be '{BETTER_FINALS}' or '{STREAMED_FINALS}'.")
@@ -385,7 +397,7 @@ FORMAT_KEYS: dict[str, type] = {
 _SHAPES = {bool: "true or false", list: "a list of strings", dict: "an object with strings as values"}
 
 # Options with another name in the settings.
-_FIELDS = {"format": "formatting"}
+_FIELDS = {"format": "formatting", "known_speakers": "asked_speakers"}
 # The parser of each transcription option.
 _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "model": _name,
@@ -397,6 +409,7 @@ _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "delay": _delay,
     "finals": _finals,
     "format": _formatting,
+    "known_speakers": _known_speakers,
 }
 
 
@@ -437,6 +450,8 @@ def _transcription_object(settings: Settings, facts: SessionFacts) -> Json:
         shown["finals"] = BETTER_FINALS if settings.revises else STREAMED_FINALS
     if settings.formatting != NO_FORMATTING:
         shown["format"] = formatting_object(settings.formatting)
+    if settings.known_speakers:
+        shown["known_speakers"] = [{"name": name} for name in settings.speaker_names]
     return shown
 
 
@@ -500,7 +515,7 @@ CONVERSATION_EVENTS = ("conversation.item.", "response.", "output_audio_buffer."
 
 def _option_paths(transcription: str, turn_detection: str) -> dict[str, str]:
     """Where a session object has the options that the model or the server may refuse."""
-    paths = {name: f"session.{transcription}.{name}" for name in MODEL_OPTIONS}
+    paths = {name: f"session.{transcription}.{name}" for name in (*MODEL_OPTIONS, "known_speakers")}
     return {**paths, "include": "session.include", "turn_detection": f"session.{turn_detection}.speaker_change"}
 
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from audio.errors import AudioError, TooManyDecoders
 from engine import messages
 from engine.errors import AtCapacity, EngineError
-from engine.options import SPEAKERS, Enrolled, speakers_text
+from engine.options import SPEAKERS, Enrolled, check_names, speakers_text
 from realtime.errors import Refusal, storage_refusal
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.isolated_decoder import decoded_file
@@ -36,6 +36,10 @@ OTHER_SHARE = 0.25
 
 # Characters of base64 that are decoded at once: decoding does not let other threads run. A multiple of four.
 PIECE_CHARACTERS = 128 * 1024
+
+# Clients of sockets whose voices are enrolled at the same time, and the longest wait for that.
+MAX_SOCKETS_AT_ONCE = 2
+MAX_ENROL_SECONDS = 60.0
 
 # A name, and its recording in base64.
 Reference = tuple[str, str]
@@ -51,6 +55,34 @@ def base64_of(name: str, url: str) -> str:
 
 def _refused(text: str, param: str) -> Refusal:
     return Refusal(400, "invalid_value", text, param=param)
+
+
+class SocketEnrolment:
+    """Enrols the voices that clients of sockets name; a few clients at a time, so that live sessions go first."""
+
+    def __init__(self, engine: EngineApi) -> None:
+        self._engine = engine
+        self._places = asyncio.Semaphore(MAX_SOCKETS_AT_ONCE)
+
+    async def enrol(self, asked: Sequence[tuple[str, str | None]], known: Sequence[Enrolled]) -> tuple[Enrolled, ...]:
+        """The voices for these names and data URLs; a name without one keeps the voice that it has. Raises Refusal."""
+        kept = dict(known)
+        try:
+            check_names([name for name, _ in asked])
+        except ValueError as error:
+            raise _refused(f"'known_speakers': {error}.", REFERENCES) from None
+        for name, url in asked:
+            if url is None and name not in kept:
+                needed = f"a data URL with {MIN_SECONDS:g} to {MAX_SECONDS:g} s of this voice"
+                raise _refused(f"{name!r} needs a 'reference', {needed}.", REFERENCES)
+        references = [(name, base64_of(name, url)) for name, url in asked if url is not None]
+        try:
+            async with asyncio.timeout(MAX_ENROL_SECONDS), self._places:
+                voices = dict(await enrolled(self._engine, references))
+        except TimeoutError:
+            text = "The server enrols too many voices at the moment; try again."
+            raise Refusal(503, "server_busy", text, retry_after_s=30, kind="server_error") from None
+        return tuple((name, voices.get(name) or kept[name]) for name, _ in asked)
 
 
 async def enrolled(engine: EngineApi, references: Sequence[Reference]) -> tuple[Enrolled, ...]:
@@ -158,4 +190,5 @@ def _voice(name: str, labels: messages.Labels, rate: int) -> bytes:
         text = f"The recording of {name!r} has more than one voice; send one in which only they speak."
         raise _refused(text, REFERENCES)
     total = np.frombuffer(voices[0]["total"], "<i4").astype(np.float64)
-    return np.rint(total / max(1, voices[0]["weight"])).astype("<i2").tobytes()
+    weight = max(1, int(voices[0]["weight"]))
+    return np.rint(total / weight).astype("<i2").tobytes()

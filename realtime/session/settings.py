@@ -15,7 +15,9 @@ from unicodedata import normalize
 
 from engine import end_of_turn
 from engine.options import (
+    MAX_ENROLLED,
     MAX_KEYWORD_CHARACTERS,
+    MAX_NAME_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
     REVISED,
     SPEAKERS,
@@ -51,12 +53,16 @@ NAME_RULE = "A name has 1 to 64 letters, digits, dots, hyphens and underscores, 
 # Longest URL of a webhook.
 MAX_URL_CHARACTERS = 2000
 
+# Enrolled voices of a session, and characters of a name.
+MAX_KNOWN_SPEAKERS, MAX_SPEAKER_NAME = MAX_ENROLLED, MAX_NAME_CHARACTERS
+
 # Values of `finals`.
 BETTER_FINALS, STREAMED_FINALS = "better", "streamed"
 NO_SPEAKERS = (
     "the server has no weights for speaker labels; its operator can fetch them with `tickertape pull speakers` and a "
     "restart."
 )
+NO_LABELS_TO_ENROL = f"known_speakers needs speaker labels: add '{INCLUDE_SPEAKERS}' to 'include'."
 NO_LABELS_TO_CUT = f"turn_detection.speaker_change needs speaker labels: add '{INCLUDE_SPEAKERS}' to 'include'."
 
 # Settings that the model may refuse.
@@ -152,6 +158,9 @@ class Settings:
     finals: str | None = None
     # Enrolled speakers: name, and the embedding of a reference recording as bytes.
     known_speakers: tuple[Enrolled, ...] = ()
+    # What a client asks for instead: names, and data URLs with recordings, or None for a voice that is enrolled
+    # already. `realtime/serving/inbox.py` enrols them; settings that are in force have None here.
+    asked_speakers: tuple[tuple[str, str | None], ...] | None = None
     # The name under which viewers may read the session.
     publish: str | None = None
     # The URL that gets the finals of the session, beside those that the operator has set for the key.
@@ -200,6 +209,8 @@ class Settings:
             raise _fault("speakers" if self.speakers else "include", NO_SPEAKERS)
         if self.turn_detection is not None and self.turn_detection.speaker_change and not self.labels_speakers:
             raise ClientFault("invalid_value", NO_LABELS_TO_CUT, param="turn_detection")
+        if self.asked_speakers is not None:
+            raise _fault("known_speakers", "known_speakers is set with session.update on the socket, before the audio.")
         words = _keywords(self.keywords or ())
         listed = listed_words(self.prompt or "") if options.keywords and not options.prompt else ()
         if listed:

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 import pytest
 
 from engine.messages import Closed, Item, Labels, Output, Speech
-from engine.options import SPEAKERS, speakers_text
+from engine.options import MAX_ENROLLED, SPEAKERS, speakers_text
 from engine.server.speakers import FRAME_SAMPLES, SAMPLE_RATE
 from realtime.errors import Refusal
 from realtime.serving.enrolment import _voice as voice_of
+from realtime.session.core import SavedSession, Session
+from realtime.session.settings import INCLUDE_SPEAKERS, Settings
 from tests.engine.server.test_speaker_tracks import Embeddings, conversation, heard, loop_tracks
 
 
@@ -51,6 +54,16 @@ def test_a_voice_is_the_mean_of_its_embeddings() -> None:
     (voice,) = again.state["labels"]["voices"]
     total = np.frombuffer(voice["total"], "<i4") / voice["weight"]
     assert total @ vector > 0.98 * np.linalg.norm(total) * np.linalg.norm(vector)
+
+
+def test_a_session_is_saved_with_its_voices_and_not_with_their_audio() -> None:
+    voices = tuple((f"{number:064}", bytes(range(192)) * 2) for number in range(MAX_ENROLLED))
+    chosen = Settings(include=(INCLUDE_SPEAKERS,), known_speakers=voices)
+    value = msgspec.msgpack.encode(Session(chosen, SAMPLE_RATE, lambda: "item").save())
+    assert len(value) < 12_000
+    saved = msgspec.msgpack.decode(value, type=SavedSession)
+    assert saved.settings == chosen
+    assert saved.settings.engine_options() == chosen.engine_options()
 
 
 @pytest.mark.parametrize(
