@@ -320,7 +320,7 @@ async def voices_that_cannot_be_enrolled(target: Target) -> None:
     wrong: list[Any] = [
         *STRANGE[1:10],
         [STRANGE],
-        [{"name": value, "reference": noise} for value in STRANGE],
+        [{"name": value, "reference": noise[:3000]} for value in STRANGE],
         [{"name": "Ann", "reference": noise}],
         [{"name": "Ann", "reference": "data:audio/wav;base64," + "=" * 40_000}],
         [{"name": "Ann", "reference": "file:///etc/passwd"}],
