@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
+from msgspec import structs
+
 from engine import messages
 from realtime.errors import IllegalEvent
 from realtime.session.events import (
@@ -660,7 +662,7 @@ class Turns:
         """The words of a turn that ends where the speaker changes, all with its speaker."""
         if not self._cuts_speakers or turn.speaker is None:
             return words
-        return [word if word.speaker is not None else replace(word, speaker=turn.speaker) for word in words]
+        return [word if word.speaker is not None else structs.replace(word, speaker=turn.speaker) for word in words]
 
     def _speak_redacted(self, turn: Turn, redactor: Redactor, ends: bool) -> list[ServerEvent]:
         """Like `_speak`, for the words that no later word of the turn can make a part of a redaction."""

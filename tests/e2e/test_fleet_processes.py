@@ -264,7 +264,7 @@ def conversation(*seconds: float) -> bytes:
 async def test_no_label_changes_whichever_part_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: bool
 ) -> None:
-    monkeypatch.setattr(lasting_session, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(resuming_session, "FIRST_WAIT_S", 0.05)
     audio = conversation(3.0, 3.0, 5.0, 2.0)
     # No pause is so long: only speakers end these turns.
     detection = {**VAD, "silence_duration_ms": 5000, "speaker_change": True} if change else VAD
