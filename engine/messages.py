@@ -402,12 +402,14 @@ class Labels(Message, tag="labels"):
     """Who speaks. `decided` never changes; its spans follow each other. `guess` is about the speech after them, as it
     would be decided without more audio; the next message replaces it. Enrolled voices have the first numbers, in order.
 
-    `state` comes now and then, and with the last labels of a stream: another engine or stream can go on from it."""
+    `state` comes now and then, and with the last labels of a stream: another engine or stream can go on from it. All
+    spans that begin before the sample `settled` are decided; 0 if that is not known."""
 
     stream: str
     decided: list[LabelSpan]
     guess: list[LabelSpan] = []
     state: Saved | None = None
+    settled: int = 0
 
 
 class StreamState(Message, tag="state"):

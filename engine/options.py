@@ -194,7 +194,8 @@ def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> Non
             raise ValueError(f"{bound}; give fewer or shorter ones")
 
 
-# Enrolled voices: a name and the embedding of a reference recording, as 16-bit integers in multiples of `ROUNDING`.
+# Enrolled voices: a name and the mean embedding of a reference recording less that of all voices (as a state of speaker
+# labels has it), as 16-bit integers in multiples of `ROUNDING`.
 Enrolled = tuple[str, bytes]
 _LABELS = "labels"
 

@@ -7,6 +7,7 @@ the engine client are in `engine/errors.py`.
 
 from __future__ import annotations
 
+import errno
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -72,3 +73,19 @@ class Refusal(GatewayError):
 
     def headers(self) -> dict[str, str]:
         return {} if self.retry_after_s is None else {"Retry-After": str(self.retry_after_s)}
+
+
+DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+NO_MORE_FILES = frozenset({errno.EMFILE, errno.ENFILE})
+STORAGE_RETRY_S = 30
+
+
+def storage_refusal(error: OSError) -> Refusal:
+    """The refusal for a file that cannot be stored."""
+    if error.errno in NO_MORE_FILES:
+        text = "The server has reached its limit of open files; try again."
+        return Refusal(503, "too_many_open_files", text, None, STORAGE_RETRY_S, "server_error")
+    if error.errno in DISK_FULL:
+        text = "The disk of the server is full; send the file again later, or a smaller one."
+        return Refusal(507, "disk_full", text, None, STORAGE_RETRY_S, "server_error")
+    return Refusal(507, "storage_failed", "The server cannot store the file; try again later.", kind="server_error")

@@ -151,6 +151,7 @@ class Placement:
                     [(start + samples, end + samples, speaker, sure) for start, end, speaker, sure in spans]
                     for spans in (output.decided, output.guess)
                 )
+                output.settled += samples if output.settled else 0
             case _:
                 pass
 

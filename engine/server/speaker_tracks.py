@@ -35,6 +35,7 @@ from engine.server.speakers import (
     SpeakerLabels,
     piece_of,
     rounded,
+    shipped_model,
 )
 from engine.spec import ModelSpec
 
@@ -47,6 +48,8 @@ MAX_WAITING = 32
 MAX_UPLOAD_WAITING = 16
 # How often labels carry the state with which another stream can go on, in samples.
 STATE_EVERY = 2 * SAMPLE_RATE
+# How often a stream without new labels tells up to where all are decided, in samples.
+SETTLED_EVERY = SAMPLE_RATE
 
 
 @dataclass(slots=True)
@@ -76,6 +79,7 @@ class SpeakerTrack:
         self._restored_from = 0
         self._ended = False
         self._state_at = -STATE_EVERY
+        self._settled_told = 0
         self.dropped = 0
 
     # Audio in
@@ -132,14 +136,26 @@ class SpeakerTrack:
             heard = True
         if not self._waiting:
             found += self._labels.end() if self._ended else self._labels.advance(self._cutter.sample)
-        if not found and not heard:
+        settled = self._settled
+        is_news = bool(found) or heard
+        if not is_news and settled - self._settled_told < SETTLED_EVERY:
             return None
+        self._settled_told = settled
         guess = self._labels.best_guess() if self._labels.has_pending else []
         state: Saved | None = None
-        if self._ended or self._cutter.sample - self._state_at >= STATE_EVERY:
+        if is_news and (self._ended or self._cutter.sample - self._state_at >= STATE_EVERY):
             self._state_at = self._cutter.sample
             state = self.save()
-        return Labels(stream, spans(found), spans(guess), state)
+        return Labels(stream, spans(found), spans(guess), state, settled)
+
+    @property
+    def _settled(self) -> int:
+        """The sample before which no label begins that is not decided: all later pieces begin after it."""
+        if self._restoring is not None:
+            return 0
+        starts = [self._cutter.needs_from, *(one.piece.start for one in self._waiting)]
+        pending = self._labels.pending_from
+        return min(starts if pending is None else [pending, *starts])
 
     # Saved and restored
 
@@ -290,7 +306,8 @@ class SpeakerTracks:
     def open(self, name: str, options: Mapping[str, str], live: bool) -> None:
         if SPEAKERS in options and self._embedder is not None:
             voices = read_speakers(options[SPEAKERS])
-            enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64)) for voice, vector in voices]
+            mean = shipped_model().mean
+            enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64) + mean) for voice, vector in voices]
             embedder = self._embedder
 
             def embed(audio: Samples) -> Future[NDArray[np.float32]]:

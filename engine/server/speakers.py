@@ -375,6 +375,11 @@ class SpeakerLabels:
         """Whether a piece is not decided."""
         return bool(self._pending)
 
+    @property
+    def pending_from(self) -> int | None:
+        """The first sample of the oldest piece that is not decided."""
+        return self._pending[0].piece.start if self._pending else None
+
     # Pieces in, labels out
 
     def push(self, piece: Piece, embedding: Embedding) -> list[Label]:

@@ -13,7 +13,7 @@ invalid, the audio before the mistake has already been transcribed.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Annotated, Any, Literal, Protocol
@@ -117,8 +117,8 @@ class Dialect(Protocol):
     fixed: bool
     # An empty binary frame ends the audio.
     empty_frame_ends: bool
-    # Path of the model's options in a client's message, for the `param` of errors.
-    option_path: str
+    # Where a client's message has the options, for the `param` of errors; one that is not listed has its own name.
+    option_paths: Mapping[str, str]
     # Audio comes in base64, as `input_audio_buffer.append`.
     has_appends: bool
 

@@ -474,7 +474,7 @@ class DeepgramDialect:
     name = "deepgram"
     fixed = True
     empty_frame_ends = True
-    option_path = ""
+    option_paths: Mapping[str, str] = {}
     has_appends = False
 
     def __init__(self, facts: SessionFacts, listening: Listening, channel: int = 0) -> None:

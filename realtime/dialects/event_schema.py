@@ -30,7 +30,9 @@ from realtime.session.settings import (
     EOT_THRESHOLDS,
     EOT_TIMEOUTS_MS,
     INCLUDED,
+    MAX_KNOWN_SPEAKERS,
     MAX_RATE,
+    MAX_SPEAKER_NAME,
     MAX_URL_CHARACTERS,
     MIN_RATE,
     PUBLISHED_NAME,
@@ -109,6 +111,13 @@ Delay = Annotated[str, one_of(DELAYS)] | Annotated[int, Meta(ge=0, le=MAX_DELAY_
 Finals = Annotated[str, one_of((BETTER_FINALS, STREAMED_FINALS))]
 
 
+class KnownSpeaker(Sent):
+    """A voice by its name. Without a reference it is one that the session has enrolled before."""
+
+    name: Annotated[str, Meta(min_length=1, max_length=MAX_SPEAKER_NAME)]
+    reference: Annotated[str, Meta(description="A data URL with 2 to 10 s of this voice.")] | None | UnsetType = UNSET
+
+
 class TranscriptionOptions(Sent):
     model: str | None | UnsetType = UNSET
     language: str | None | UnsetType = UNSET
@@ -119,6 +128,11 @@ class TranscriptionOptions(Sent):
     delay: Delay | None | UnsetType = UNSET
     finals: Finals | None | UnsetType = UNSET
     format: FormatOptions | None | UnsetType = UNSET
+    known_speakers: Annotated[list[KnownSpeaker], Meta(max_length=MAX_KNOWN_SPEAKERS)] | None | UnsetType = UNSET
+
+
+class EnrolledSpeaker(Shape):
+    name: str
 
 
 class Transcription(Shape):
@@ -131,6 +145,7 @@ class Transcription(Shape):
     delay: Delay | UnsetType = UNSET
     finals: Finals | UnsetType = UNSET
     format: FormatOptions | UnsetType = UNSET
+    known_speakers: list[EnrolledSpeaker] | UnsetType = UNSET
 
 
 AUDIO_TYPES = ("audio/pcm", "audio/pcm-f32", "audio/pcmu", "audio/pcma", "audio/webm", "audio/ogg")
@@ -151,6 +166,11 @@ class TurnDetection(Shape):
     silence_duration_ms: int | UnsetType = UNSET
     idle_timeout_ms: Annotated[int, Meta(ge=IDLE_TIMEOUT_MS[0], le=IDLE_TIMEOUT_MS[1])] | None | UnsetType = UNSET
     eagerness: Annotated[str, one_of(EAGERNESS)] | UnsetType = UNSET
+    speaker_change: (
+        Annotated[bool, Meta(description="A turn ends where the speaker changes; needs speakers in include.")]
+        | None
+        | UnsetType
+    ) = UNSET
     create_response: bool | UnsetType = UNSET
     interrupt_response: bool | UnsetType = UNSET
 

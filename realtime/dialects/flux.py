@@ -126,7 +126,7 @@ class FluxDialect:
     name = "flux"
     fixed = True
     empty_frame_ends = False
-    option_path = ""
+    option_paths: Mapping[str, str] = {}
     has_appends = False
 
     def __init__(self, facts: SessionFacts, request_id: str) -> None:

@@ -58,6 +58,7 @@ from realtime.session.settings import (
     MAX_RATE,
     MAX_URL_CHARACTERS,
     MIN_RATE,
+    MODEL_OPTIONS,
     NAME_RULE,
     PUBLISHED_NAME,
     STREAMED_FINALS,
@@ -111,6 +112,12 @@ def _object(value: Any, param: str) -> Json:
 def _number(value: Any, param: str, low: float, high: float) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
         raise _fault(param, f"'session.{param}' must be a number from {low:g} to {high:g}.")
+    return value
+
+
+def _flag(value: Any, param: str) -> bool:
+    if not isinstance(value, bool):
+        raise _fault(param, f"'session.{param}' must be true or false.")
     return value
 
 
@@ -272,6 +279,8 @@ def _turn_detection(value: Any, path: str) -> TurnDetection | None:
     if "idle_timeout_ms" in present and kind == "server_vad":
         timeout_ms = _number(present.pop("idle_timeout_ms"), path + ".idle_timeout_ms", *IDLE_TIMEOUT_MS)
         changes["idle_timeout_ms"] = int(timeout_ms)
+    if "speaker_change" in present:
+        changes["speaker_change"] = _flag(present.pop("speaker_change"), path + ".speaker_change")
     eagerness = present.pop("eagerness", "auto")
     if eagerness not in EAGERNESS:
         raise _fault(path + ".eagerness", f"'session.{path}.eagerness' must be one of {list(EAGERNESS)}.")
@@ -316,6 +325,18 @@ def _keywords(value: Any, path: str) -> tuple[tuple[str, float], ...]:
     if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
         raise _fault(path, f"'session.{path}' must be a list of strings.")
     return tuple((word, 1.0) for word in value)
+
+
+def _known_speakers(value: Any, path: str) -> tuple[tuple[str, str | None], ...]:
+    """Names and recordings; names are checked when the voices are enrolled."""
+    given = [] if value is None else value
+    if not isinstance(given, list) or not all(isinstance(one, dict) for one in given):
+        raise _fault(path, f"'session.{path}' must be a list of objects with 'name' and 'reference'.")
+    names = [_text(one.get("name"), f"{path}.name") for one in given]
+    urls = [one.get("reference") for one in given]
+    if not all(url is None or isinstance(url, str) for url in urls):
+        raise _fault(f"{path}.reference", f"'session.{path}.reference' must be a data URL: data:audio/wav;base64,...")
+    return tuple(zip(names, urls, strict=True))
 
 
 def _finals(value: Any, path: str) -> str | None:
@@ -376,7 +397,7 @@ FORMAT_KEYS: dict[str, type] = {
 _SHAPES = {bool: "true or false", list: "a list of strings", dict: "an object with strings as values"}
 
 # Options with another name in the settings.
-_FIELDS = {"format": "formatting"}
+_FIELDS = {"format": "formatting", "known_speakers": "asked_speakers"}
 # The parser of each transcription option.
 _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "model": _name,
@@ -388,6 +409,7 @@ _OPTIONS: dict[str, Callable[[Any, str], Any]] = {
     "delay": _delay,
     "finals": _finals,
     "format": _formatting,
+    "known_speakers": _known_speakers,
 }
 
 
@@ -395,6 +417,8 @@ def _turn_object(turns: TurnDetection | None) -> Json | None:
     if turns is None:
         return None
     extra = dict(turns.extra)
+    if turns.speaker_change:
+        extra["speaker_change"] = True
     if turns.semantic:
         return {"type": "semantic_vad", "eagerness": turns.eagerness, **extra}
     return {
@@ -423,9 +447,11 @@ def _transcription_object(settings: Settings, facts: SessionFacts) -> Json:
     if settings.delay is not None:
         shown["delay"] = settings.delay
     if settings.finals is not None:
-        shown["finals"] = settings.finals
+        shown["finals"] = BETTER_FINALS if settings.revises else STREAMED_FINALS
     if settings.formatting != NO_FORMATTING:
         shown["format"] = formatting_object(settings.formatting)
+    if settings.known_speakers:
+        shown["known_speakers"] = [{"name": name} for name in settings.speaker_names]
     return shown
 
 
@@ -487,13 +513,19 @@ TRANSCRIPTION = "conversation.item.input_audio_transcription"
 CONVERSATION_EVENTS = ("conversation.item.", "response.", "output_audio_buffer.")
 
 
+def _option_paths(transcription: str, turn_detection: str) -> dict[str, str]:
+    """Where a session object has the options that the model or the server may refuse."""
+    paths = {name: f"session.{transcription}.{name}" for name in (*MODEL_OPTIONS, "known_speakers")}
+    return {**paths, "include": "session.include", "turn_detection": f"session.{turn_detection}.speaker_change"}
+
+
 class OpenAIDialect:
     """The GA dialect."""
 
     name = "openai"
     fixed = False
     empty_frame_ends = False
-    option_path = "session.audio.input.transcription."
+    option_paths: Mapping[str, str] = _option_paths("audio.input.transcription", "audio.input.turn_detection")
     has_appends = True
 
     def __init__(self, facts: SessionFacts) -> None:
@@ -719,7 +751,7 @@ class BetaDialect(OpenAIDialect):
     """The beta dialect: flat session objects, `transcription_session.*`, and one event for each new item."""
 
     name = "openai-beta"
-    option_path = "session.input_audio_transcription."
+    option_paths: Mapping[str, str] = _option_paths("input_audio_transcription", "turn_detection")
 
     def __init__(self, facts: SessionFacts) -> None:
         super().__init__(facts)

@@ -119,7 +119,7 @@ class TwilioDialect:
     name = "twilio"
     fixed = True
     empty_frame_ends = False
-    option_path = ""
+    option_paths: Mapping[str, str] = {}
     has_appends = False
 
     def __init__(self, facts: SessionFacts, track: str, tracks: tuple[str, ...]) -> None:

@@ -6,6 +6,7 @@ recognizes it by the client's first messages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -34,7 +35,7 @@ class VllmDialect:
     name = "vllm"
     fixed = True
     empty_frame_ends = False
-    option_path = ""
+    option_paths: Mapping[str, str] = {}
     has_appends = True
 
     def __init__(self, facts: SessionFacts) -> None:

@@ -1,44 +1,16 @@
-"""Speaker enrolment for uploads: computes voice embeddings from the names and reference recordings in an upload's form.
+"""The names and reference recordings of speakers in an upload's form; `realtime/serving/enrolment.py` enrols them.
 
-The fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[]` with data URLs. Each recording is run
-through an engine stream with speaker labels, and the voice embedding of its only speaker is taken from the labels.
-`file_transcription.py` calls this before it transcribes the file.
+The fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[]` with data URLs.
 """
 
 from __future__ import annotations
 
-import asyncio
-import secrets
-from binascii import Error as BadBase64
-from binascii import a2b_base64
-from collections.abc import Sequence
-from contextlib import aclosing, suppress
-from tempfile import TemporaryFile
-from typing import BinaryIO, cast
-
-import numpy as np
-from numpy.typing import NDArray
-
-from audio.errors import AudioError, TooManyDecoders
-from engine import messages
-from engine.errors import AtCapacity, EngineError
-from engine.options import ROUNDING, SPEAKERS, check_names, speakers_text
+from engine.options import check_names
 from realtime.errors import Refusal
-from realtime.http.upload_forms import MAX_REFERENCE_BYTES, Form, storage_refusal
-from realtime.serving.engine_api import EngineApi
-from realtime.serving.isolated_decoder import decoded_file
+from realtime.http.upload_forms import MAX_REFERENCE_BYTES, Form
+from realtime.serving.enrolment import REFERENCES, Reference, base64_of
 
-NAMES, REFERENCES = "known_speaker_names", "known_speaker_references"
-MIN_SECONDS, MAX_SECONDS = 2.0, 10.0
-# Least speech in a reference, and the most that may be of a second voice, as a share.
-MIN_SPEECH_SECONDS = 1.0
-OTHER_SHARE = 0.25
-
-# Characters of base64 that are decoded at once: decoding does not let other threads run. A multiple of four.
-PIECE_CHARACTERS = 128 * 1024
-
-# A name, and its recording in base64.
-Reference = tuple[str, str]
+NAMES = "known_speaker_names"
 
 
 def read_references(form: Form) -> list[Reference]:
@@ -52,117 +24,8 @@ def read_references(form: Form) -> list[Reference]:
         check_names(names)
     except ValueError as error:
         raise _refused(f"'{NAMES}': {error}.", NAMES) from None
-    return [(name, _base64_of(name, url)) for name, url in zip(names, urls, strict=True)]
-
-
-def _base64_of(name: str, url: str) -> str:
-    head, comma, encoded = url.partition(",")
-    if not comma or not head.startswith("data:") or not head.endswith(";base64"):
-        raise _refused(f"The recording of {name!r} must be a data URL: data:audio/wav;base64,...", REFERENCES)
-    return encoded
+    return [(name, base64_of(name, url)) for name, url in zip(names, urls, strict=True)]
 
 
 def _refused(text: str, param: str) -> Refusal:
     return Refusal(400, "invalid_value", text, param=param)
-
-
-async def enrolled(engine: EngineApi, references: Sequence[Reference]) -> tuple[tuple[str, bytes], ...]:
-    """The names and the embeddings of their voices, as `Settings.known_speakers` has them. Raises Refusal."""
-    found = []
-    for name, encoded in references:
-        samples = await _samples(name, encoded, engine.spec.sample_rate)
-        found.append((name, _voice(name, await _label_state(engine, samples), engine.spec.sample_rate)))
-    return tuple(found)
-
-
-async def _samples(name: str, encoded: str, rate: int) -> NDArray[np.float32]:
-    """The recording, decoded no further than it may last."""
-    parts: list[NDArray[np.float32]] = []
-    length = 0
-    file = await asyncio.to_thread(_stored, name, encoded)
-    try:
-        async with aclosing(decoded_file(file)) as steps:
-            async for part in steps:
-                parts.append(part)
-                length += len(part)
-                if length > MAX_SECONDS * rate:
-                    break
-    except TooManyDecoders as error:
-        raise Refusal(503, error.code, error.sentence, retry_after_s=60, kind="server_error") from error
-    except AudioError as error:
-        raise _refused(f"The recording of {name!r} cannot be read: {error.sentence}", REFERENCES) from error
-    finally:
-        file.close()
-    if not MIN_SECONDS * rate <= length <= MAX_SECONDS * rate:
-        known = f"lasts {length / rate:.1f} s" if length <= MAX_SECONDS * rate else "is longer"
-        text = f"The recording of {name!r} {known}; send {MIN_SECONDS:g} to {MAX_SECONDS:g} seconds of one voice."
-        raise _refused(text, REFERENCES)
-    return np.concatenate(parts)
-
-
-def _stored(name: str, encoded: str) -> BinaryIO:
-    """A temporary file with the recording, because decoders read a real file. Raises Refusal."""
-    try:
-        file = TemporaryFile()
-        try:
-            for start in range(0, len(encoded), PIECE_CHARACTERS):
-                file.write(
-                    _decoded(encoded[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(encoded))
-                )
-            file.seek(0)
-        except BaseException:
-            with suppress(OSError):  # on a full disk closing writes once more, and fails
-                file.close()
-            raise
-    except ValueError as error:
-        raise _refused(f"The recording of {name!r} is not valid base64.", REFERENCES) from error
-    except OSError as error:
-        raise storage_refusal(error) from error
-    return cast(BinaryIO, file)
-
-
-def _decoded(piece: str, last: bool) -> bytes:
-    """A piece of base64; only the last one may end with padding. Raises ValueError."""
-    data = a2b_base64(piece, strict_mode=True)
-    if not last and len(data) * 4 != len(piece) * 3:
-        raise BadBase64("padding before the end")
-    return data
-
-
-async def _label_state(engine: EngineApi, samples: NDArray[np.float32]) -> messages.Saved | None:
-    """The last state of the speaker labels of a recording."""
-    name = f"voice_{secrets.token_hex(8)}"
-    try:
-        stream = await engine.open(name, live=False, options={SPEAKERS: speakers_text()})
-        state: messages.Saved | None = None
-        try:
-            await stream.feed(samples)
-            await stream.finish()
-            async for output in stream:
-                if isinstance(output, messages.Labels):
-                    state = output.state or state
-                elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
-                    raise Refusal(500, "transcription_failed", output.message, kind="server_error")
-        finally:
-            await stream.abort()
-    except AtCapacity as error:
-        text = "The server is at capacity; try again."
-        raise Refusal(503, "server_busy", text, retry_after_s=5, kind="server_error") from error
-    except EngineError as error:
-        text = "The engine is not available; try again."
-        raise Refusal(503, "engine_unavailable", text, None, 5, "server_error") from error
-    return state
-
-
-def _voice(name: str, state: messages.Saved | None, rate: int) -> bytes:
-    """The embedding of the only voice of a recording. Raises Refusal."""
-    voices = sorted(state["labels"]["voices"], key=lambda voice: -voice["samples"]) if state else []
-    spoken = sum(voice["samples"] for voice in voices)
-    if spoken < MIN_SPEECH_SECONDS * rate:
-        has = f"The recording of {name!r} has {spoken / rate:.1f} s of speech"
-        raise _refused(f"{has}; at least {MIN_SPEECH_SECONDS:g} s is needed.", REFERENCES)
-    if len(voices) > 1 and voices[1]["samples"] > OTHER_SHARE * spoken:
-        text = f"The recording of {name!r} has more than one voice; send one in which only they speak."
-        raise _refused(text, REFERENCES)
-    total = np.frombuffer(voices[0]["total"], "<i4").astype(np.float64)
-    return np.rint(total / (np.linalg.norm(total) or 1.0) / ROUNDING).astype("<i2").tobytes()

@@ -25,10 +25,11 @@ from engine.spec import NAMES, ModelSpec
 from realtime.dialects.base import decode_json, encode_json
 from realtime.dialects.openai import read_formatting
 from realtime.errors import ClientFault, Refusal
-from realtime.http.enrolment import Reference, enrolled, read_references
+from realtime.http.enrolment import read_references
 from realtime.http.long_responses import Entries, TextParts, json_pieces, text_pieces
 from realtime.http.upload_forms import MAX_FIELD_BYTES, REFERENCE_FIELDS, Form
 from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.serving.enrolment import Reference, enrolled
 from realtime.serving.isolated_decoder import decoded_file
 from realtime.session.events import Samples, TimedWord
 from realtime.session.formatting import (

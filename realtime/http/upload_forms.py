@@ -9,7 +9,6 @@ than it sends.
 from __future__ import annotations
 
 import asyncio
-import errno
 import logging
 import sys
 import time
@@ -26,7 +25,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
 from realtime.config import LimitsConfig
-from realtime.errors import Refusal
+from realtime.errors import Refusal, storage_refusal
 from realtime.http.authentication import Context
 
 # Enough for all keywords that a stream may have, and all other fields.
@@ -208,8 +207,6 @@ IN_MEMORY_BYTES = 1024 * 1024
 PIECE_BYTES = 8 * 1024
 PARSING_S = 0.001
 # Errors of the system: no space for the file; too many open files.
-DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
-NO_MORE_FILES = frozenset({errno.EMFILE, errno.ENFILE})
 # Shortest time in seconds between two warnings that files cannot be stored.
 SAID_AGAIN_S = 60.0
 
@@ -431,17 +428,6 @@ class FormReader:
         if self._said_at is None or now - self._said_at >= SAID_AGAIN_S:
             self._said_at = now
             log.warning("%s", text)
-
-
-def storage_refusal(error: OSError) -> Refusal:
-    """The refusal for a file that cannot be stored."""
-    if error.errno in NO_MORE_FILES:
-        text = "The server has reached its limit of open files; try again."
-        return Refusal(503, "too_many_open_files", text, None, RETRY_AFTER_S, "server_error")
-    if error.errno in DISK_FULL:
-        text = "The disk of the server is full; send the file again later, or a smaller one."
-        return Refusal(507, "disk_full", text, None, RETRY_AFTER_S, "server_error")
-    return Refusal(507, "storage_failed", "The server cannot store the file; try again later.", kind="server_error")
 
 
 async def _read_form(request: Request, parser: FormParser, upload: Upload) -> None:

@@ -12,7 +12,7 @@ step by step in a separate process (`isolated_decoder.py`). Uploaded files do no
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
@@ -41,12 +41,13 @@ from realtime.dialects.base import (
 )
 from realtime.dialects.openai import BetaDialect, OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
-from realtime.errors import ClientFault
+from realtime.errors import ClientFault, Refusal
+from realtime.serving.enrolment import SocketEnrolment
 from realtime.serving.isolated_decoder import IsolatedDecoder
 from realtime.serving.live_session import LiveSession
 from realtime.serving.uvicorn_protocols import Part
 from realtime.session.events import Answered, Append, Clear, Commit, Configure, End, Gap, Injected, Problem, Samples
-from realtime.session.settings import AudioFormat, Settings
+from realtime.session.settings import NO_LABELS_TO_ENROL, AudioFormat, Settings
 
 # Long messages are parsed in pieces of at most this size. Short appends that arrive together are joined up to it.
 PIECE_BYTES = 64 * 1024
@@ -185,11 +186,12 @@ def _nothing() -> Append:
 class Inbox:
     """The reader's side of a session. It outlives the socket: a client that resumes continues with the same inbox."""
 
-    def __init__(self, live: LiveSession, facts: SessionFacts, may_inject: bool) -> None:
+    def __init__(self, live: LiveSession, facts: SessionFacts, may_inject: bool, enrolment: SocketEnrolment) -> None:
         # Whether the client may inject prepared items; not every caller that may open a socket may do that.
         self.may_inject = may_inject
         self._live = live
         self._facts = facts
+        self._enrolment = enrolment
         self._intake = AudioIntake(live.session.settings.format)
         self._control_bytes = live.limits.max_control_bytes
         self.dialect_fixed = False
@@ -405,8 +407,13 @@ class Inbox:
     async def _update(self, asked: Update) -> bool:
         """Apply the valid part of a settings update, and answer the rest with errors. Returns whether there were any
         errors."""
-        taken, refused = self._in_force(asked.settings)
+        taken, refused = self._in_force(replace(asked.settings, asked_speakers=None))
         faults = [*asked.faults, *refused]
+        if asked.settings.asked_speakers is not None:
+            try:
+                taken = await self._enrolled(asked.settings.asked_speakers, taken)
+            except ClientFault as mistake:
+                faults.append(mistake)
         current = self._live.session.settings.publish
         if taken.publish != current and (fault := await self._publish(taken.publish)) is not None:
             faults.append(fault)
@@ -420,6 +427,25 @@ class Inbox:
         if not faults or taken != self._live.session.settings:
             self._configure(Configure(taken, asked.event_id))
         return bool(faults)
+
+    async def _enrolled(self, asked: Sequence[tuple[str, str | None]], taken: Settings) -> Settings:
+        """The settings with these voices. Raises ClientFault."""
+        param = self._live.dialect.option_paths.get("known_speakers", "known_speakers")
+        if all(url is None for _, url in asked) and tuple(name for name, _ in asked) == taken.speaker_names:
+            return taken  # a client that sends its session object back
+        if asked and not taken.labels_speakers:
+            raise ClientFault("invalid_value", NO_LABELS_TO_ENROL, param=param)
+        voices = taken.known_speakers
+        if not self._live.session.appended:
+            try:
+                voices = await self._enrolment.enrol(asked, voices)
+            except Refusal as refusal:
+                raise ClientFault(refusal.code, refusal.message, param=param) from refusal
+        # Audio of a call comes also while voices are enrolled.
+        if self._live.session.appended:
+            text = "known_speakers can change only before the first audio: the voices of a session keep their numbers."
+            raise ClientFault("invalid_value", text, param=param)
+        return replace(taken, known_speakers=voices)
 
     async def _publish(self, name: str | None) -> ClientFault | None:
         """Publish the session under another name, or under none. Returns the fault if that is not possible."""
@@ -441,7 +467,7 @@ class Inbox:
         """The settings that the model accepts, and a fault for each refused option, by the client's name for it."""
         taken, refused = self._live.in_force(asked)
         for fault in refused:
-            fault.param = f"{self._live.dialect.option_path}{fault.param}"
+            fault.param = self._live.dialect.option_paths.get(fault.param or "", fault.param)
         return taken, refused
 
     def _configure(self, request: Configure) -> None:

@@ -22,6 +22,7 @@ from realtime.dialects.vllm import VllmDialect
 from realtime.errors import UnreadableValue
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.enrolment import SocketEnrolment
 from realtime.serving.handoff import (
     LIVE_VERSION,
     HandoffSettings,
@@ -144,6 +145,7 @@ class SessionFactory:
         self._handoff_store = services.handoff_store
         self._publisher = services.publisher
         self._webhooks = services.webhooks
+        self._enrolment = SocketEnrolment(engine)
 
     def models(self) -> list[str]:
         """All model names that a client may ask for."""
@@ -231,7 +233,8 @@ class SessionFactory:
         live.publication = SessionPublication(self._publisher, caller, live.id, session.sample_rate)
         if self._webhooks is not None:
             live.webhooks = self._webhooks.of_session(caller, live.id, session.sample_rate)
-        entry = OpenSession(live, Inbox(live, facts, may_inject), caller, facts, item_ids, self._clock())
+        inbox = Inbox(live, facts, may_inject, self._enrolment)
+        entry = OpenSession(live, inbox, caller, facts, item_ids, self._clock())
         if self._handoff_store is not None and self._config.session.resume_s:
             keep = HandoffSettings(self._config.session.resume_s, self._config.session.resume_bytes)
             live.handoff = SessionHandoff(

@@ -612,8 +612,9 @@ class Boundaries:
                 self._end_utterance(self._utterances.on_words(event.words))
             self._send(event)
             if isinstance(event, Completed) and event.goes_on:
-                self.boundary = min(event.end, self.audio.appended)
-                self._boundary_ms = self.boundary * 1000 / self._rate
+                end = min(event.end, self.audio.appended)
+                if end > self.boundary:  # a part of a turn that has ended before moves nothing
+                    self.boundary, self._boundary_ms = end, end * 1000 / self._rate
             elif isinstance(event, Completed):
                 self._do(Measured("final_seconds", now - event.ended_at))
 
@@ -635,7 +636,7 @@ class Boundaries:
             return
         turn.announced = True
         self._send(SpeechStarted(turn.item_id, turn.start))
-        self.send_events(self.turns.release(), now)
+        self.send_events(self.turns.release(now), now)
 
     def _end(
         self,

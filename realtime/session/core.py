@@ -369,6 +369,7 @@ class Session:
 
     def _advance(self, samples: int, source_samples: int, source_ms: float, now: float) -> None:
         self._boundaries.advance(samples, source_samples, source_ms)
+        self.turns.hear_audio(now)
         self._acknowledge(now)
 
     def _commit(self, event: Commit, now: float) -> None:
@@ -444,7 +445,7 @@ class Session:
     def _labels(self, event: messages.Labels, now: float) -> None:
         if self.turns.speakers is not None:
             self.turns.speakers.add(event, self._engine_start)
-            self._boundaries.send_events(self.turns.newly_labelled(), now)
+            self._boundaries.send_events(self.turns.newly_labelled(now), now)
 
     def _flushed(self, event: messages.Flushed, now: float) -> None:
         if not self._marks:
@@ -452,7 +453,7 @@ class Session:
         mark = self._marks.popleft().sample
         if event.is_revised:
             self.turns.await_revision(event.sample + self._engine_start, now)
-        self._boundaries.send_events(self.turns.settle(), now)
+        self._boundaries.send_events(self.turns.settle(now), now)
         while self._waiting and self._waiting[0].sample <= mark:
             self._resolve(self._waiting.popleft(), now)
         self._boundaries.send_events(self.turns.complete_until(mark, now), now)
@@ -475,7 +476,7 @@ class Session:
             self._hear(speech, now)
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
-        self._boundaries.send_events(self.turns.settle(), now)
+        self._boundaries.send_events(self.turns.settle(now), now)
         if self.phase is Phase.FINISHING:
             while self._waiting:
                 self._resolve(self._waiting.popleft(), now)
@@ -514,7 +515,7 @@ class Session:
             self._boundaries.end_open(now)
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
-        self._boundaries.send_events(self.turns.settle(), now)
+        self._boundaries.send_events(self.turns.settle(now), now)
         self.turns.forget_awaited()
         self._engine_start = event.base
 

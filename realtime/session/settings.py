@@ -15,7 +15,9 @@ from unicodedata import normalize
 
 from engine import end_of_turn
 from engine.options import (
+    MAX_ENROLLED,
     MAX_KEYWORD_CHARACTERS,
+    MAX_NAME_CHARACTERS,
     MAX_PROMPT_CHARACTERS,
     REVISED,
     SPEAKERS,
@@ -51,12 +53,17 @@ NAME_RULE = "A name has 1 to 64 letters, digits, dots, hyphens and underscores, 
 # Longest URL of a webhook.
 MAX_URL_CHARACTERS = 2000
 
+# Enrolled voices of a session, and characters of a name.
+MAX_KNOWN_SPEAKERS, MAX_SPEAKER_NAME = MAX_ENROLLED, MAX_NAME_CHARACTERS
+
 # Values of `finals`.
 BETTER_FINALS, STREAMED_FINALS = "better", "streamed"
 NO_SPEAKERS = (
     "the server has no weights for speaker labels; its operator can fetch them with `tickertape pull speakers` and a "
     "restart."
 )
+NO_LABELS_TO_ENROL = f"known_speakers needs speaker labels: add '{INCLUDE_SPEAKERS}' to 'include'."
+NO_LABELS_TO_CUT = f"turn_detection.speaker_change needs speaker labels: add '{INCLUDE_SPEAKERS}' to 'include'."
 
 # Settings that the model may refuse.
 MODEL_OPTIONS = ("language", "languages", "prompt", "keywords", "task")
@@ -101,6 +108,8 @@ class TurnDetection:
     scored: end_of_turn.Eagerness | None = None
     # Silence of this length is committed as an empty item; None turns that off.
     idle_timeout_ms: int | None = None
+    # A turn ends where the speaker changes. Needs speaker labels.
+    speaker_change: bool = False
     # Sub-fields without effect (create_response, ...), echoed as the client sent them.
     extra: tuple[tuple[str, Any], ...] = ()
 
@@ -149,6 +158,9 @@ class Settings:
     finals: str | None = None
     # Enrolled speakers: name, and the embedding of a reference recording as bytes.
     known_speakers: tuple[Enrolled, ...] = ()
+    # What a client asks for instead: names, and data URLs with recordings, or None for a voice that is enrolled
+    # already. `realtime/serving/inbox.py` enrols them; settings that are in force have None here.
+    asked_speakers: tuple[tuple[str, str | None], ...] | None = None
     # The name under which viewers may read the session.
     publish: str | None = None
     # The URL that gets the finals of the session, beside those that the operator has set for the key.
@@ -164,6 +176,17 @@ class Settings:
     @property
     def labels_speakers(self) -> bool:
         return self.speakers or self.wants(INCLUDE_SPEAKERS)
+
+    @property
+    def cuts_speakers(self) -> bool:
+        """Whether a turn ends where the speaker changes."""
+        return self.labels_speakers and self.turn_detection is not None and self.turn_detection.speaker_change
+
+    @property
+    def revises(self) -> bool:
+        """Whether finals have the words of a second pass. That comes after a pause, which is too late for a turn that
+        ends where the speaker changes."""
+        return self.finals == BETTER_FINALS and not self.cuts_speakers
 
     @property
     def lists_words(self) -> bool:
@@ -184,6 +207,10 @@ class Settings:
         options = spec.options
         if self.labels_speakers and not options.speakers:
             raise _fault("speakers" if self.speakers else "include", NO_SPEAKERS)
+        if self.turn_detection is not None and self.turn_detection.speaker_change and not self.labels_speakers:
+            raise ClientFault("invalid_value", NO_LABELS_TO_CUT, param="turn_detection")
+        if self.asked_speakers is not None:
+            raise _fault("known_speakers", "known_speakers is set with session.update on the socket, before the audio.")
         words = _keywords(self.keywords or ())
         listed = listed_words(self.prompt or "") if options.keywords and not options.prompt else ()
         if listed:
@@ -230,6 +257,9 @@ class Settings:
                     asked = replace(asked, **{name: getattr(current, name)})
                 elif refusals[name] == 2 and name in MODEL_OPTIONS:
                     asked = replace(asked, **{option: getattr(current, option) for option in MODEL_OPTIONS})
+                elif refusals[name] == 2 and name == "turn_detection":
+                    # It needs the labels that another new option takes away.
+                    asked = replace(asked, include=current.include)
                 else:
                     asked = asked._without(name)
 
@@ -266,7 +296,7 @@ class Settings:
             "prompt": self.shown_prompt,
             "keywords": keywords_text(Keyword(*word) for word in self.all_keywords or ()),
             SPEAKERS: speakers_text(self.known_speakers) if self.labels_speakers else None,
-            REVISED: "yes" if self.finals == BETTER_FINALS else None,
+            REVISED: "yes" if self.revises else None,
         }
         return {name: value for name, value in options.items() if value}
 

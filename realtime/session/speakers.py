@@ -21,6 +21,8 @@ from realtime.session.events import TimedWord
 MAX_SPANS = 4096
 # Word times are not exact: a word that ends this long after the last label has that label.
 SLACK_SAMPLES = 1600
+# Turns that end where the speaker changes: a word that is farther from every label has none.
+NEAR_SAMPLES = 8000
 
 
 @dataclass(slots=True)
@@ -33,6 +35,8 @@ class SpeakerTimeline:
     # The last state of the engine's labels, and the session sample at which its stream began.
     state: messages.Saved | None = None
     state_base: int = 0
+    # No undecided label begins before this sample.
+    settled: int = 0
 
     @property
     def until(self) -> int:
@@ -42,8 +46,9 @@ class SpeakerTimeline:
     def add(self, labels: messages.Labels, base: int) -> None:
         """Take in labels of the engine stream that began at session sample `base`. Labels that
         come a second time, after the loss of an engine, change nothing."""
+        known = self.settled
         for start, end, speaker, sure in labels.decided:
-            start, end = max(start + base, self.until), end + base
+            start, end = max(start + base, self.until, known), end + base
             if end <= start:
                 continue
             last = self.decided[-1] if self.decided else None
@@ -53,6 +58,8 @@ class SpeakerTimeline:
                 self.decided.append((start, end, speaker, sure))
         del self.decided[:-MAX_SPANS]
         self.guess = [(start + base, end + base, *rest) for start, end, *rest in labels.guess]  # type: ignore[misc]
+        if labels.settled:
+            self.settled = max(self.settled, labels.settled + base)
         if labels.state is not None:
             self.state, self.state_base = labels.state, base
 
@@ -64,6 +71,20 @@ class SpeakerTimeline:
     def knows(self, word: TimedWord) -> bool:
         """Whether the label of a word is decided."""
         return bool(self.decided) and (word.start + word.end) // 2 <= self.until + SLACK_SAMPLES
+
+    def has_settled(self, word: TimedWord) -> bool:
+        """Whether no label that is still to come can change what `settled_label` says of this word."""
+        middle = (word.start + word.end) // 2
+        return middle < self.until or middle + NEAR_SAMPLES < self.settled
+
+    def settled_label(self, word: TimedWord) -> TimedWord:
+        """The word with the label that is over its middle, or the nearest one in its neighbourhood, if there is one. A
+        function of the word and of all labels of the session, whenever it is called after `has_settled`."""
+        middle = (word.start + word.end) // 2
+        after = bisect_right(self.decided, middle, key=lambda span: span[0])
+        spans = self.decided[max(0, after - 1) : after + 1]
+        near = [span for span in spans if span[0] - NEAR_SAMPLES <= middle <= span[1] + NEAR_SAMPLES]
+        return self._labelled(word, near) if near else word
 
     def known(self, word: TimedWord) -> TimedWord:
         """The word with its label, if that is decided."""

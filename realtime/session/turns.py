@@ -7,15 +7,21 @@ final waits for speaker labels and revised words if the session has them, up to 
 
 The size of an open turn is bounded: one that is too long is ended after a word and completed at once, and the next turn
 continues with the next word. The engine is not flushed for that, so the cut changes no text.
+
+If turns end where the speaker changes, a word is held until its speaker is decided: deltas only append, so a word that
+was sent for an item cannot move to the next one. Where two words have different speakers the turn is cut in the same
+way. Where it is cut depends on words and labels alone, and not on when they arrive.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import Enum, auto
+
+from msgspec import structs
 
 from engine import messages
 from realtime.errors import IllegalEvent
@@ -41,6 +47,13 @@ STRAY_SECONDS = 1.0
 # The engine gives a late revision up much sooner, so the latter is for an engine that is lost and rebuilt.
 LABELS_SECONDS = 0.5
 REVISION_SECONDS = 20.0
+# If turns end where the speaker changes, a complete turn waits for labels as long as audio comes that can decide them,
+# until this time after the last audio; at most `REVISION_SECONDS`, and a word at most this much audio. An engine gives
+# a late label up after 16 s.
+IDLE_SECONDS = 2.0
+MAX_LABEL_SECONDS = 20.0
+# Labels that are kept before the start of a turn, for its first words.
+LABELS_BEFORE_SECONDS = 2.0
 # A turn with more text is ended: about three hours of speech.
 MAX_TURN_CHARACTERS = 150_000
 # A turn whose final is formatted, redacted or searched is ended after this time, or this many words: the work for one
@@ -100,6 +113,9 @@ class Turn:
     words_labelled: int = 0
     labelled_by: float = 0.0
     revised_by: float = 0.0
+    # Turns that end where the speaker changes: who speaks, and the number of `words` that are known to be of them.
+    speaker: int | None = None
+    words_settled: int = 0
     # Scored detection: the client was sent `EagerTurnEnd`; how sure the end was, and whether only the silence ended it.
     probably_over: bool = False
     confidence: float | None = None
@@ -175,6 +191,7 @@ class Turns:
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
         self._max_seconds = max_seconds
         self._formats = False
+        self._cuts_speakers = False
         self._max_samples = int(max_seconds * sample_rate)
 
     def save(self) -> SavedTurns:
@@ -226,6 +243,7 @@ class Turns:
         if self._formats:
             most = min(most, MAX_FORMATTED_SECONDS)
         self._max_samples = int(most * self._sample_rate)
+        self._cuts_speakers = settings.cuts_speakers
 
     def open(self, start: int) -> Turn:
         """Open a turn, with a new item id, for the audio from sample `start` on."""
@@ -283,46 +301,51 @@ class Turns:
             out += self._complete_passed(piece.word, now)
             if self._is_too_long(piece.word):
                 out += self._cut_after(piece.word, now)
-        return out + self.release()
+        return out + self.release(now)
 
-    def release(self) -> list[ServerEvent]:
+    def release(self, now: float) -> list[ServerEvent]:
         """The deltas that may be sent now: held text of the oldest unfinished turn."""
         if self.finishing:
             return []
-        if not self.ended and self.current is not None and self.redactor is None:
+        if not self.ended and self.current is not None and self.redactor is None and not self._cuts_speakers:
             loose = self._cutter.take_loose()
             if loose:
                 self._loose_turn = self.current
                 self.current.held.append(loose)
         front = next((turn for turn in self.ended if turn.state is TurnState.COMMITTED), self.current)
-        return [] if front is None else self._speak(front)
+        if front is None:
+            return []
+        out, last = self._cut_at_speakers(front, now)
+        return out + self._speak(last)
 
-    def settle(self) -> list[ServerEvent]:
+    def settle(self, now: float) -> list[ServerEvent]:
         """The engine has sent all text so far: an incomplete word is complete as it is."""
         loose = self._cutter.cut_loose()
         taker = self.ended[0] if self.ended else self.current
         if loose and taker is not None and taker.state is not TurnState.CLEARED:
-            taker.held.append(loose)
-            if self.redactor is not None and loose.strip():
-                # Only words are redacted, so text without a time becomes a word without a length.
+            is_word = (self.redactor is not None or self._cuts_speakers) and bool(loose.strip())
+            if is_word or not self._cuts_speakers:
+                taker.held.append(loose)
+            if is_word:
+                # Only words are redacted and have speakers: text without a time becomes a word without a length.
                 at = taker.words[-1].end if taker.words else taker.start
                 taker.words.append(TimedWord(loose.strip(), at, at))
-        return self.release()
+        return self.release(now)
 
     def complete_until(self, sample: int, now: float) -> list[ServerEvent]:
         """Complete every ended turn whose audio lies before `sample`."""
         out: list[ServerEvent] = []
         while self.ended and self.ended[0].end is not None and self.ended[0].end <= sample:
             out += self._complete_or_wait(self.ended.popleft(), now)
-        return out + self.release()
+        return out + self.release(now)
 
     def finish(self, now: float, *, at_once: bool = False) -> list[ServerEvent]:
         """Complete the turns whose labels and revisions are known by now, or have been waited for long enough;
         `at_once`: all."""
         out: list[ServerEvent] = []
         while self.finishing and (at_once or now >= self._due(self.finishing[0])):
-            out += self._complete(self.finishing.popleft())
-        return out + self.release() if out else []
+            out += self._complete(self.finishing.popleft(), now)
+        return out + self.release(now) if out else []
 
     @property
     def final_due(self) -> float | None:
@@ -333,6 +356,12 @@ class Turns:
         """The time until which a turn waits for labels and revisions; 0 if it has them."""
         labelled = 0.0 if self._is_known(turn) else turn.labelled_by
         return max(labelled, turn.revised_by if self._awaits_revision(turn) else 0.0)
+
+    def hear_audio(self, now: float) -> None:
+        """More audio has come: it may decide the labels for which turns wait."""
+        if self._cuts_speakers:
+            for turn in self.finishing:
+                turn.labelled_by = max(turn.labelled_by, min(now + IDLE_SECONDS, turn.revised_by))
 
     def await_revision(self, end: int, now: float) -> None:
         """The engine will revise the words before this sample."""
@@ -357,8 +386,11 @@ class Turns:
     def _awaits_revision(self, turn: Turn) -> bool:
         return any(end > turn.start for end in self._awaited)
 
-    def newly_labelled(self) -> list[ServerEvent]:
-        """The words of the turn that sends text whose speakers have become known since they were sent."""
+    def newly_labelled(self, now: float) -> list[ServerEvent]:
+        """The words of the turn that sends text whose speakers have become known since they were sent; and the words
+        that waited for their speakers."""
+        if self._cuts_speakers:
+            return self.release(now)
         turn = next((turn for turn in self.ended if turn.state is TurnState.COMMITTED), self.current)
         if turn is None or self.speakers is None or self.finishing:
             return []
@@ -404,7 +436,7 @@ class Turns:
     def _is_too_long(self, word: TimedWord) -> bool:
         """Whether the open turn must end after this word. False if it has the first part of the next word already."""
         turn = self.current
-        if turn is None or self.ended or self.finishing or self._cutter.gave_loose:
+        if turn is None or self.ended or self.finishing or self._cutter.gave_loose or self._cuts_speakers:
             return False
         if self._formats and len(turn.words) >= MAX_FORMATTED_TURN_WORDS:
             return True
@@ -419,12 +451,101 @@ class Turns:
         if turn.announced:
             out.append(SpeechStopped(turn.item_id, turn.end))
         self.ended.remove(turn)
-        out += [Committed(turn.item_id, previous), *self._complete(turn, goes_on=True)]
+        out += [Committed(turn.item_id, previous), *self._complete_whole(turn, goes_on=True)]
         following = self.open(turn.end)
         following.announced = turn.announced
         if following.announced:
             out.append(SpeechStarted(following.item_id, following.start))
         return out
+
+    def _cut_at_speakers(self, turn: Turn, now: float, *, ends: bool = False) -> tuple[list[ServerEvent], Turn]:
+        """Complete the parts of a turn that end where the speaker changes. Returns the last part, which may go on.
+        `ends`: speakers that are not decided are guessed."""
+        out: list[ServerEvent] = []
+        while self._cuts_speakers and (count := self._settled_before_cut(turn, ends)) is not None:
+            events, turn = self._cut_before(turn, count, now)
+            out += events
+        return out, turn
+
+    def _settled_before_cut(self, turn: Turn, ends: bool) -> int | None:
+        """Label the words of a turn as far as their speakers are decided. Returns the number of words before the first
+        one of the next turn, if that is known: of another speaker, or one with which the turn would be too long. A word
+        without a speaker belongs to the one before."""
+        assert self.speakers is not None
+        turn.words_settled = max(turn.words_settled, turn.words_sent)
+        while turn.words_settled < len(turn.words):
+            place, word = turn.words_settled, turn.words[turn.words_settled]
+            is_late = turn.words[-1].end - word.end >= MAX_LABEL_SECONDS * self._sample_rate
+            is_settled = self.speakers.has_settled(word)
+            if not (is_settled or is_late or ends):
+                return None
+            if place and self._is_full(turn, place):
+                return place
+            word = self.speakers.settled_label(word) if is_settled else self.speakers.best(word)
+            if word.speaker is not None and turn.speaker not in (None, word.speaker):
+                return place
+            turn.speaker = turn.speaker if word.speaker is None else word.speaker
+            turn.words[place] = word
+            turn.words_settled += 1
+        return None
+
+    def _is_full(self, turn: Turn, place: int) -> bool:
+        """Whether the word at this place must belong to the next turn, because the turn would be too long."""
+        if self._formats and place >= MAX_FORMATTED_TURN_WORDS:
+            return True
+        return turn.words[place].end - turn.start >= self._max_samples
+
+    def _cut_before(self, turn: Turn, count: int, now: float) -> tuple[list[ServerEvent], Turn]:
+        """End a turn after this many words, complete it, and let another turn have the rest: the open turn is ended,
+        and of one that has ended before, the rest is a new item after it."""
+        sent, following = count - turn.words_sent, turn.words[count]
+        at = max(turn.start, (turn.words[count - 1].end + following.start) // 2)
+        at = at if turn.end is None else min(at, turn.end)
+        rest = replace(
+            turn,
+            item_id=self._new_item_id(),
+            start=at,
+            sent=[],
+            held=turn.held[sent:],
+            words=turn.words[count:],
+            words_sent=0,
+            words_labelled=0,
+            words_settled=0,
+            speaker=None,
+            is_raw=False,
+            digits=0,
+        )
+        rest.words[0] = first_word(following) if self.trim_start else following
+        turn.tokens = 0  # all of them are counted for the last part
+        del turn.held[sent:], turn.words[count:]
+        if self._loose_turn is turn:
+            self._loose_turn = rest
+        was_open, previous = turn.state is TurnState.OPEN, self.last_committed
+        turn.end = at
+        if was_open:
+            turn.ended_at = now
+            turn.move(TurnState.COMMITTED)
+        out = self._speak(turn, ends=True)
+        if was_open and turn.announced:
+            out.append(SpeechStopped(turn.item_id, at))
+        if was_open:
+            out.append(Committed(turn.item_id, previous))
+            self.last_committed = turn.item_id
+        out += self._complete_whole(turn, goes_on=True)
+        if not was_open:
+            out.append(Committed(rest.item_id, turn.item_id))
+            self.last_committed = rest.item_id if previous == turn.item_id else previous
+        elif rest.announced:
+            out.append(SpeechStarted(rest.item_id, at))
+        self._replace(turn, rest)
+        return out, rest
+
+    def _replace(self, turn: Turn, rest: Turn) -> None:
+        if self.current is turn:
+            self.current = rest
+        for place, ended in enumerate(self.ended):
+            if ended is turn:
+                self.ended[place] = rest
 
     def _complete_passed(self, word: TimedWord, now: float) -> list[ServerEvent]:
         """Complete turns that were not flushed, once a word after their end arrives.
@@ -439,23 +560,34 @@ class Turns:
 
     def _complete_or_wait(self, turn: Turn, now: float) -> list[ServerEvent]:
         """Complete a turn that has all of its text, or let it wait for labels and revisions."""
-        turn.labelled_by, turn.revised_by = now + LABELS_SECONDS, now + REVISION_SECONDS
+        turn.labelled_by = now + (IDLE_SECONDS if self._cuts_speakers else LABELS_SECONDS)
+        turn.revised_by = now + REVISION_SECONDS
         waits = turn.state is TurnState.COMMITTED and self._due(turn) > now
         if not waits and not self.finishing:
-            return self._complete(turn)
+            return self._complete(turn, now)
         if turn.state is TurnState.CLEARED:
             return []
-        out = [] if self.finishing else self._speak(turn, ends=True)
+        out: list[ServerEvent] = []
+        if not self.finishing:
+            out, turn = self._cut_at_speakers(turn, now)
+            out += self._speak(turn, ends=not self._cuts_speakers)
         self.finishing.append(turn)
         return out
 
     def _is_known(self, turn: Turn) -> bool:
         """Whether the speakers of all words of a turn are decided."""
-        return self.speakers is None or all(map(self.speakers.knows, turn.words[-1:]))
+        if self.speakers is None:
+            return True
+        knows = self.speakers.has_settled if self._cuts_speakers else self.speakers.knows
+        return all(map(knows, turn.words[-1:]))
 
-    def _complete(self, turn: Turn, *, goes_on: bool = False) -> list[ServerEvent]:
+    def _complete(self, turn: Turn, now: float) -> list[ServerEvent]:
         if turn.state is TurnState.CLEARED:
             return []
+        out, last = self._cut_at_speakers(turn, now, ends=True)
+        return out + self._complete_whole(last)
+
+    def _complete_whole(self, turn: Turn, *, goes_on: bool = False) -> list[ServerEvent]:
         out = self._speak(turn, ends=True)
         turn.move(TurnState.COMPLETED)
         assert turn.end is not None
@@ -470,9 +602,9 @@ class Turns:
         while self._revised and self._revised[0].end <= turn.end:
             self._revised.popleft()
         final = final[-MAX_FINAL_WORDS:]
-        words = tuple(final if self.speakers is None else map(self.speakers.best, final))
+        words = tuple(final if self.speakers is None else map(self.speakers.best, self._of_one_speaker(turn, final)))
         if self.speakers is not None:
-            self.speakers.forget_before(turn.start)
+            self.speakers.forget_before(turn.start - int(LABELS_BEFORE_SECONDS * self._sample_rate))
         done = Completed(
             turn.item_id,
             transcript,
@@ -526,9 +658,15 @@ class Turns:
             self._digits = turn.digits
         return final
 
+    def _of_one_speaker(self, turn: Turn, words: Sequence[TimedWord]) -> Sequence[TimedWord]:
+        """The words of a turn that ends where the speaker changes, all with its speaker."""
+        if not self._cuts_speakers or turn.speaker is None:
+            return words
+        return [word if word.speaker is not None else structs.replace(word, speaker=turn.speaker) for word in words]
+
     def _speak_redacted(self, turn: Turn, redactor: Redactor, ends: bool) -> list[ServerEvent]:
         """Like `_speak`, for the words that no later word of the turn can make a part of a redaction."""
-        words = turn.words[turn.words_sent :]
+        words = turn.words[turn.words_sent : self._sendable(turn)]
         count = len(words) if ends else redactor.settled(words)
         if not count:
             return []
@@ -537,29 +675,40 @@ class Turns:
         redacted, turn.digits = redactor.redact(words[:count], turn.digits, ends=ends or count == len(words))
         turn.words[turn.words_sent : turn.words_sent + count] = redacted
         turn.words_sent += len(redacted)
-        turn.held = [spelled(word) for word in words[count:]]
+        turn.words_settled += len(redacted) - count
+        turn.held = [spelled(word) for word in turn.words[turn.words_sent :]]
         text = text_of(redacted).lstrip() if self.trim_start and not turn.sent else text_of(redacted)
         turn.sent.append(text)
-        known = redacted if self.speakers is None else map(self.speakers.known, redacted)
-        return [Delta(turn.item_id, text, tuple(known))]
+        return [Delta(turn.item_id, text, self._told(turn, redacted))]
 
     def _speak(self, turn: Turn, *, ends: bool = False) -> list[ServerEvent]:
         """The text that may be sent now; `ends`: the turn has all of its text."""
         if self.redactor is not None:
             return self._speak_redacted(turn, self.redactor, ends)
-        if not turn.held:
-            return []
-        text = "".join(turn.held)
+        sendable = self._sendable(turn)
+        pieces = sendable - turn.words_sent if self._cuts_speakers else len(turn.held)
+        text = "".join(turn.held[:pieces])
+        del turn.held[:pieces]
         if self.trim_start and not turn.sent:
             text = text.lstrip()
-        turn.held.clear()
         if not text:
+            # Each word that is held for its speaker has its own piece of text.
+            turn.words_sent = sendable if self._cuts_speakers else turn.words_sent
             return []
         turn.sent.append(text)
         turn.is_raw = True
-        words, turn.words_sent = turn.words[turn.words_sent :], len(turn.words)
-        known = words if self.speakers is None else map(self.speakers.known, words)
-        return [Delta(turn.item_id, text, tuple(known))]
+        words, turn.words_sent = turn.words[turn.words_sent : sendable], sendable
+        return [Delta(turn.item_id, text, self._told(turn, words))]
+
+    def _sendable(self, turn: Turn) -> int:
+        """The number of words that may be sent for this turn."""
+        return turn.words_settled if self._cuts_speakers else len(turn.words)
+
+    def _told(self, turn: Turn, words: Sequence[TimedWord]) -> tuple[TimedWord, ...]:
+        """Words of a delta, with their speakers as far as those are known."""
+        if self.speakers is None:
+            return tuple(words)
+        return tuple(map(self.speakers.known, self._of_one_speaker(turn, words)))
 
 
 def _within(word: TimedWord, turn: Turn) -> bool:

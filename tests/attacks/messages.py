@@ -313,6 +313,36 @@ async def formats_out_of_bounds(target: Target) -> None:
 
 
 @attack()
+async def voices_that_cannot_be_enrolled(target: Target) -> None:
+    """Speakers with hostile names and with recordings that are noise or no audio, from eight sockets at once."""
+    speakers = "item.input_audio_transcription.speakers"
+    noise = "data:audio/wav;base64," + "QUJD" * 12_000
+    wrong: list[Any] = [
+        *STRANGE[1:10],
+        [STRANGE],
+        [{"name": value, "reference": noise[:3000]} for value in STRANGE],
+        [{"name": "Ann", "reference": noise}],
+        [{"name": "Ann", "reference": "data:audio/wav;base64," + "=" * 40_000}],
+        [{"name": "Ann", "reference": "file:///etc/passwd"}],
+        [{"name": "Ann", "reference": "data:,"}] * 300,
+        [{"name": f"{number}", "reference": noise[:3000]} for number in range(16)],
+        [{"name": "\u202e<script>", "reference": noise}],
+    ]
+
+    async def enrol() -> None:
+        async with target.client() as client:
+            for given in wrong:
+                transcription = {"known_speakers": given}
+                session = {"include": [speakers], "audio": {"input": {"transcription": transcription}}}
+                await client.send("session.update", session=session)
+                error = await client.error()
+                assert "known_speakers" in error["param"] or error["param"] == "session.include", error
+            await client.still_works()
+
+    await asyncio.gather(*(enrol() for _ in range(8)))
+
+
+@attack()
 async def mistakes_without_end(target: Target) -> None:
     """Two thousand invalid messages from twenty sockets: answered, but no faster than `limits.mistakes_per_second`."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
 import pytest
 
 from realtime.client import resuming_session, wire_client
@@ -25,8 +26,8 @@ from realtime.serving.fleet_publishing import home_of
 from tests.e2e.viewing import socket_viewer, stream_viewer, until
 from tests.engine import fakes
 from tests.engine.client.test_pool_table import put
-from tests.realtime.workers.clients import SpeakingClient
-from tests.realtime.workers.engines import talk
+from tests.realtime.workers.clients import VAD, SpeakingClient
+from tests.realtime.workers.engines import RATE, talk
 from tests.realtime.workers.test_viewers import Reading, Speaker
 
 pytestmark = [pytest.mark.fleet, pytest.mark.timeout(600)]
@@ -247,6 +248,42 @@ async def test_no_word_changes_whichever_part_goes(tmp_path: Path, monkeypatch: 
                 await task
             speaker.check()
             assert speaker.text == calm.text, what
+
+
+def conversation(*seconds: float) -> bytes:
+    """16-bit samples: stretches of two voices in turn, each followed by 0.6 s of silence."""
+    parts = []
+    for number, length in enumerate(seconds):
+        for loudness, size in ((0.6 + 0.28 * (number % 2), int(length * RATE)), (0.01, int(0.6 * RATE))):
+            noise = np.random.default_rng(number).uniform(0.9, 1.1, size)
+            parts.append(loudness * noise * (-1) ** np.arange(size))
+    return (np.concatenate(parts) * 32_000).astype("<i2").tobytes()
+
+
+@pytest.mark.parametrize("change", [False, True], ids=["turns by pauses", "turns by speakers"])
+async def test_no_label_changes_whichever_part_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: bool
+) -> None:
+    monkeypatch.setattr(resuming_session, "FIRST_WAIT_S", 0.05)
+    audio = conversation(3.0, 3.0, 5.0, 2.0)
+    # No pause is so long: only speakers end these turns.
+    detection = {**VAD, "silence_duration_ms": 5000, "speaker_change": True} if change else VAD
+    async with running_fleet(tmp_path) as fleet:
+        calm = SpeakingClient(lambda: fleet.url, audio, detection, speakers=True)
+        await calm.speak()
+        assert [speaker for _, speaker, _ in calm.spoken] == ["A", "B", "A", "B"]
+        for what in ("kill_engine", "kill_gateway", "kill_gateway", "drain_gateway"):
+            await fleet.whole()
+            speaker = SpeakingClient(lambda: fleet.url, audio, detection, speakers=True)
+            # Within the third stretch, long after the second: no final waits for labels, which it does by the clock.
+            speaker.hold_at(10.2)
+            task = asyncio.create_task(speaker.speak())
+            async with asyncio.timeout(120):
+                await fakes.until(lambda: len(speaker.text) > 0 or task.done())  # noqa: B023
+                await getattr(fleet, what)()
+                speaker.hold_at(None)
+                await task
+            assert speaker.spoken == calm.spoken, what
 
 
 @pytest.mark.parametrize("home", [0, 1])

@@ -267,3 +267,157 @@ async def test_recordings_of_speakers_are_bounded(serve: Serve) -> None:
         form["known_speaker_references[]"] = ["x" * MAX_REFERENCE_BYTES] * 6
         answer = await http.post(url, data=form, files=files)
         assert (answer.status_code, answer.json()["error"]["code"]) == (413, "form_too_large")
+
+
+# Turns that end where the speaker changes.
+
+
+def cutting(kind: str = "server_vad", **fields: Any) -> Any:
+    detection = {"type": kind, "speaker_change": True, **fields}
+    return {"type": "transcription", "include": [SPEAKERS], "audio": {"input": {"turn_detection": detection}}}
+
+
+@pytest.mark.parametrize("kind", ["server_vad", "semantic_vad"])
+async def test_a_turn_ends_where_the_speaker_changes(serve: Serve, kind: str) -> None:
+    async with serve(labelling()) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session=cutting(kind))
+            updated = (await events_until(connection, "session.updated"))[-1].session
+            assert updated.audio.input.turn_detection.speaker_change is True
+            await send_audio(connection, tone(2.0) + silence(8.0))
+            events = []
+            for _ in range(3):
+                events += await events_until(connection, COMPLETED)
+    done = [event for event in events if event.type == COMPLETED]
+    assert [(one.transcript, one.speaker) for one in done] == [("w1 w2", "A"), ("w3 w4", "B"), ("w5", "A")]
+    texts: dict[str, str] = {}
+    for event in events:
+        if event.type.endswith(".delta"):
+            texts[event.item_id] = texts.get(event.item_id, "") + event.delta
+    assert texts == {one.item_id: one.transcript for one in done}
+
+
+@pytest.mark.parametrize(
+    ("session", "complaint", "param"),
+    [
+        (
+            {"audio": {"input": {"turn_detection": {"type": "server_vad", "speaker_change": True}}}},
+            "turn_detection.speaker_change needs speaker labels: add 'item.input_audio_transcription.speakers'",
+            "session.audio.input.turn_detection.speaker_change",
+        ),
+        (cutting(speaker_change="yes"), "must be true or false", "session.audio.input.turn_detection.speaker_change"),
+        (cutting(speaker_change=1), "must be true or false", "session.audio.input.turn_detection.speaker_change"),
+    ],
+)
+async def test_a_wrong_speaker_change_is_refused_by_name(
+    serve: Serve, session: Any, complaint: str, param: str
+) -> None:
+    async with serve(labelling()) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session={"type": "transcription", **session})
+            error = (await events_until(connection, "error"))[-1].error
+            assert complaint in error.message and error.param == param
+            # Nobody is hurt: the session goes on without it.
+            await send_audio(connection, tone(1.2) + silence(1.6))
+            assert (await events_until(connection, COMPLETED))[-1].transcript == "w1 w2 w3"
+
+
+async def test_a_server_without_the_weights_refuses_speaker_change(serve: Serve) -> None:
+    async with serve() as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session=cutting())
+            first = (await events_until(connection, "error"))[-1].error
+            second = (await events_until(connection, "error"))[-1].error
+    assert "tickertape pull speakers" in first.message and first.param == "session.include"
+    assert "needs speaker labels" in second.message
+
+
+# Voices that a client of a socket names.
+
+SHORT_VOICE = data_url(wav(tone(2.0, 8000), 8000))
+
+
+def knowing(*voices: Any, **fields: Any) -> Any:
+    transcription = {"known_speakers": list(voices), **fields}
+    return {"type": "transcription", "include": [SPEAKERS], "audio": {"input": {"transcription": transcription}}}
+
+
+async def test_a_socket_enrols_speakers_by_name_one_after_the_other(serve: Serve) -> None:
+    engine = labelling()
+    engine.one_voice = True
+    async with serve(engine) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session=knowing({"name": "Ann", "reference": SHORT_VOICE}))
+            await events_until(connection, "session.updated")
+            both = knowing({"name": "Ann"}, {"name": "Bob", "reference": SHORT_VOICE})
+            await connection.session.update(session=both)
+            shown = (await events_until(connection, "session.updated"))[-1].session.audio.input.transcription
+            assert shown.known_speakers == [{"name": "Ann"}, {"name": "Bob"}], "no audio is sent back"
+            await send_audio(connection, tone(1.2) + silence(1.6))
+            done = (await events_until(connection, COMPLETED))[-1]
+            # A session object that is sent back as it is changes nothing.
+            await connection.session.update(session=knowing({"name": "Ann"}, {"name": "Bob"}))
+            await events_until(connection, "session.updated")
+    assert (done.speaker, [word["speaker"] for word in done.words]) == ("Ann", ["Ann"] * 3)
+    options = [str(opened["options"]["speakers"]).split("\n") for opened in engine.opened]  # type: ignore[index]
+    assert options[:2] == [["labels"], ["labels"]]
+    assert [line.partition("\t")[0] for line in options[2]] == ["labels", "Ann", "Bob"]
+    assert len(options) == 3 and not engine.active
+
+
+@pytest.mark.parametrize(
+    ("voices", "complaint"),
+    [
+        ("Ann", "must be a list of objects"),
+        (["Ann"], "must be a list of objects"),
+        ([{"reference": SHORT_VOICE}], "must be a string"),
+        ([{"name": "Ann", "reference": 5}], "must be a data URL"),
+        ([{"name": "Ann"}], "'Ann' needs a 'reference'"),
+        ([{"name": "Ann", "reference": "https://a.example/voice.wav"}], "'Ann' must be a data URL"),
+        ([{"name": "Ann", "reference": "data:audio/wav;base64,???"}], "'Ann' is not valid base64"),
+        ([{"name": "Ann", "reference": "data:audio/wav;base64,AAAA"}], "The recording of 'Ann' cannot be read"),
+        ([{"name": "Ann", "reference": data_url(wav(tone(1.0, 8000), 8000))}], "'Ann' lasts 1.0 s; send 2 to 10"),
+        ([{"name": "Ann", "reference": data_url(wav(silence(2.5, 8000), 8000))}], "'Ann' has 0.0 s of speech"),
+        ([{"name": "Ann", "reference": SHORT_VOICE}], "'Ann' has more than one voice"),
+        ([{"name": "A" * 65, "reference": SHORT_VOICE}], "1 to 64 characters"),
+        ([{"name": "Ann\n", "reference": SHORT_VOICE}], "control characters"),
+        ([{"name": "Ann", "reference": "data:,"}] * 2, "two speakers are named 'Ann'"),
+        ([{"name": f"{number}", "reference": "data:,"} for number in range(17)], "at most 16 speakers"),
+    ],
+)
+async def test_a_voice_that_a_socket_cannot_enrol_is_refused_by_name(serve: Serve, voices: Any, complaint: str) -> None:
+    engine = labelling()
+    async with serve(engine) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            session = knowing()
+            session["audio"]["input"]["transcription"]["known_speakers"] = voices
+            await connection.session.update(session=session)
+            error = (await events_until(connection, "error"))[-1].error
+            assert complaint in error.message
+            assert error.param.startswith("session.audio.input.transcription.known_speakers")
+            await send_audio(connection, tone(1.2) + silence(1.6))
+            assert (await events_until(connection, COMPLETED))[-1].speaker == "A"
+
+
+async def test_a_socket_without_labels_or_after_its_first_audio_cannot_enrol(serve: Serve) -> None:
+    async with serve(labelling()) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            voice = {"name": "Ann", "reference": SHORT_VOICE}
+            await connection.session.update(session={**knowing(voice), "include": None})
+            assert "add 'item" in (await events_until(connection, "error"))[-1].error.message
+            await send_audio(connection, tone(0.5))
+            await connection.session.update(session=knowing(voice))
+            assert "before the first audio" in (await events_until(connection, "error"))[-1].error.message
+        async with httpx.AsyncClient() as http:
+            answer = await http.post(f"{running.base_url}/realtime/client_secrets", json={"session": knowing(voice)})
+            assert answer.status_code == 400 and "on the socket" in answer.json()["error"]["message"]
+
+
+async def test_a_long_message_with_a_voice_is_refused_and_the_session_goes_on(serve: Serve) -> None:
+    async with serve(labelling()) as running, client_for(running.base_url) as client:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            long = {"name": "Ann", "reference": "data:audio/wav;base64," + "A" * 100_000}
+            await connection.session.update(session=knowing(long))
+            assert (await events_until(connection, "error"))[-1].error.code == "message_too_large"
+            await send_audio(connection, tone(1.2) + silence(1.6))
+            assert (await events_until(connection, COMPLETED))[-1].transcript == "w1 w2 w3"

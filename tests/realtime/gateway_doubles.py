@@ -204,9 +204,11 @@ class FakeStream:
             for start, end, speaker, _ in decided:
                 self._voices[speaker] = self._voices.get(speaker, 0) + end - start
             total = np.arange(192, dtype="<i4").tobytes()
-            voices = [{"samples": samples, "total": total} for samples in self._voices.values()]
+            voices = [{"number": number, "weight": 1, "total": total} for number in self._voices]
             state = {"labels": {"voices": voices}} if decided else None
-            self.put(messages.Labels(self.id, decided, list(self._undecided), state))
+            unheard = self._frames * FRAME - self._loud_samples
+            settled = self._undecided[0][0] if self._undecided else unheard
+            self.put(messages.Labels(self.id, decided, list(self._undecided), state, settled))
 
     def _say(self, until: int) -> None:
         if self._window:

@@ -212,6 +212,22 @@ def test_a_stream_that_is_replayed_goes_on_with_the_same_labels(seed: int) -> No
     assert before + [span for span in after if span[0] >= until] == EXPECTED
 
 
+@pytest.mark.parametrize("positions", [1, 7, 40])
+@pytest.mark.parametrize("delay", [0, 3])
+def test_no_label_begins_before_the_sample_up_to_which_all_were_said_to_be_decided(positions: int, delay: int) -> None:
+    stream, settled, told = Stream(), 0, list[int]()
+    while stream.sent < len(AUDIO):
+        stream.feed(positions)
+        stream.embeddings.compute(max(0, len(stream.embeddings.waiting) - delay))
+        labels = stream.track.advance("s")
+        if labels is not None:
+            assert all(start >= settled for start, _, _, _ in labels.decided)
+            assert labels.settled >= settled
+            settled = labels.settled
+            told.append(settled)
+    assert told[-1] > len(AUDIO) - 6 * SAMPLE_RATE
+
+
 def test_silence_is_not_computed() -> None:
     embeddings = Embeddings()
     track = SpeakerTrack(embeddings.submit)
@@ -219,6 +235,8 @@ def test_silence_is_not_computed() -> None:
     track.judge(*heard(Speech("s", 0, FRAME_SAMPLES, [0.0] * 60)))
     track.judge(*heard(Speech("s", 60 * FRAME_SAMPLES, 1000 * FRAME_SAMPLES, [0.0])))
     assert not embeddings.waiting
+    # Only how far all labels are decided is told, and not more often than every second.
+    assert track.advance("s") == Labels("s", [], settled=1060 * FRAME_SAMPLES)
     assert track.advance("s") is None
 
 

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 
 from realtime.errors import Refusal
-from realtime.http import enrolment
-from realtime.http.enrolment import enrolled, read_references
+from realtime.http.enrolment import read_references
 from realtime.http.file_transcription import read_request
 from realtime.http.upload_forms import Form
+from realtime.serving import enrolment
+from realtime.serving.enrolment import enrolled
 from tests.realtime.gateway_doubles import SPEC, FakeEngine
 
 

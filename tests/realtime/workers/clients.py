@@ -17,8 +17,15 @@ VAD = {"type": "server_vad", "threshold": 0.3, "silence_duration_ms": 300, "pref
 class SpeakingClient(LastingSession):
     """`url` is asked for before every connection."""
 
-    def __init__(self, url: Callable[[], str], audio: bytes, turn_detection: dict[str, Any] | None = VAD) -> None:
-        super().__init__(url(), None, SessionOptions(RATE, turn_detection))
+    def __init__(
+        self,
+        url: Callable[[], str],
+        audio: bytes,
+        turn_detection: dict[str, Any] | None = VAD,
+        *,
+        speakers: bool = False,
+    ) -> None:
+        super().__init__(url(), None, SessionOptions(RATE, turn_detection, speakers=speakers))
         self.where = url
         self.audio = audio
         self.events: list[dict[str, Any]] = []
@@ -66,6 +73,14 @@ class SpeakingClient(LastingSession):
     @property
     def text(self) -> list[str]:
         return [event["transcript"] for event in self.events if event["type"] == COMPLETED]
+
+    @property
+    def spoken(self) -> list[tuple[str, Any, list[Any]]]:
+        """The transcript of each item, its speaker, and those of its words, in order of their audio."""
+        done = [event for event in self.events if event["type"] == COMPLETED]
+        done.sort(key=lambda event: event["audio_start_ms"])
+        who = [[word.get("speaker") for word in event["words"]] for event in done]
+        return [(event["transcript"], event.get("speaker"), by) for event, by in zip(done, who, strict=True)]
 
     @property
     def losses(self) -> int:

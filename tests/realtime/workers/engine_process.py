@@ -10,7 +10,7 @@ import threading
 from engine.fleet_secret import read_secret
 from engine.server.host import DrainRequest
 from engine.server.main import run_engine
-from tests.realtime.workers.engines import windowed
+from tests.realtime.workers.engines import labelling
 
 
 def main() -> None:
@@ -22,7 +22,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: asked_to_drain.set())
     drain = DrainRequest(asked_to_drain.is_set, 60.0)
     secret = read_secret(options.fleet_secret_file)
-    run_engine(options.listen, windowed, lambda: False, warm=False, drain=drain, fleet_secret=secret)
+    run_engine(options.listen, labelling, lambda: False, warm=False, drain=drain, fleet_secret=secret)
 
 
 if __name__ == "__main__":

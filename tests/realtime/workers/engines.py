@@ -7,20 +7,32 @@ from dataclasses import replace
 import numpy as np
 
 from engine.core.scheduler import Limits, Scheduler
+from engine.runner.base import Embedder
 from engine.server.loop import EngineLoop
 from tests.engine import fakes
+from tests.engine.client.test_recovery_labels import Instant
 
 RATE = 16_000
 
 
-def build(windowed: bool = False, max_streams: int = 64, step_seconds: float = 0.0) -> EngineLoop:
+def build(
+    windowed: bool = False, max_streams: int = 64, step_seconds: float = 0.0, embedder: Embedder | None = None
+) -> EngineLoop:
     kind = fakes.FakeWindowed if windowed else fakes.FakeFrames
     spec = replace(kind.spec, sample_rate=RATE, samples_per_position=1280)
     if not windowed:
         spec = replace(spec, look_back_samples=680, look_ahead_samples=40)
+    spec = replace(spec, options=replace(spec.options, speakers=embedder is not None))
     limits = Limits(max_streams=max_streams, cache_embeds=max_streams * 100 + 100)
     runner = kind(spec=spec, step_seconds=step_seconds)
-    return EngineLoop(Scheduler(spec, limits, fakes.VOCABULARY), runner, fakes.FakeDetector(frame=512))
+    return EngineLoop(
+        Scheduler(spec, limits, fakes.VOCABULARY), runner, fakes.FakeDetector(frame=512), embedder=embedder
+    )
+
+
+def labelling() -> EngineLoop:
+    """With speaker labels: a voice is a loudness."""
+    return build(windowed=True, embedder=Instant())
 
 
 def windowed() -> EngineLoop:
