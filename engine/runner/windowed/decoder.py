@@ -91,6 +91,8 @@ class Row:
     opening: list[int] | None = None
     # After a difference the rest of the draft is tried again. For a text that is mostly like its draft.
     tries_rest: bool = False
+    # The text is not empty: the model's end token is not the first one.
+    has_text: bool = False
     tokens: list[int] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
@@ -119,6 +121,15 @@ class Row:
         values = logits.cpu().numpy()
         token = self.keywords.choose(state, values, answer.token)
         lead = float(values[answer.token] - values[token])
+        return replace(answer, token=token, log_probability=answer.log_probability - lead)
+
+    def first_token(self, answer: DecodedToken, logits: Tensor, end_token: int) -> DecodedToken:
+        """The first token: if the text is not empty, the best one that does not end it."""
+        if not self.has_text or answer.token != end_token:
+            return answer
+        values = logits.index_fill(0, torch.tensor([end_token], device=logits.device), -inf)
+        token = int(values.argmax())
+        lead = float(logits[end_token] - logits[token])
         return replace(answer, token=token, log_probability=answer.log_probability - lead)
 
     def add_token(self, answer: DecodedToken, end_token: int) -> None:
@@ -278,11 +289,18 @@ class GreedyDecoder:
         places = [
             (index, at) for index, prefix in enumerate(prefixes) for at in range(len(prefix) - 1, len(known[index]))
         ]
-        biased = [number for number, (index, _) in enumerate(places) if rows[index].keywords is not None]
-        answers = decoder_batch.read(known, places, biased)
+        kept = [
+            number
+            for number, (index, at) in enumerate(places)
+            if rows[index].keywords is not None or (rows[index].has_text and at == len(prefixes[index]) - 1)
+        ]
+        answers = decoder_batch.read(known, places, kept)
         states = [state for row in rows for state in row.states()]
-        for number, logits in zip(biased, decoder_batch.logits, strict=True):
-            answers[number] = rows[places[number][0]].favour(answers[number], states[number], logits)
+        for number, logits in zip(kept, decoder_batch.logits, strict=True):
+            index, at = places[number]
+            answers[number] = rows[index].favour(answers[number], states[number], logits)
+            if at == len(prefixes[index]) - 1:
+                answers[number] = rows[index].first_token(answers[number], logits, self._model.end_token)
         last: list[tuple[int, int]] = [(0, 0)] * len(rows)
         for (index, at), answer in zip(places, answers, strict=True):
             row, start = rows[index], len(prefixes[index])

@@ -73,6 +73,9 @@ class PromptTokenizer:
 
 
 SAMPLE_RATE = 16_000
+# An utterance of at least this many seconds has a text. Moonshine's first token may be the end token although there is
+# speech; shorter utterances may be a cough or a noise.
+SECONDS_WITH_TEXT = 3.0
 # Streams in a row that cannot be read: one more, and it is not their fault.
 MOST_FAILED_READINGS = 3
 
@@ -436,6 +439,7 @@ class WindowedRunner(SynchronousRunner):
             ),
             keywords=None if slot.keywords is None else slot.keywords.tree,
             opening=opening,
+            has_text=task.final and not slot.committed and seconds >= SECONDS_WITH_TEXT,
         )
 
     def _result(self, task: DecodeTask, sound: EncodedAudio, row: Row) -> DecodeResult:

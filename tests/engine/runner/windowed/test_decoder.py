@@ -17,6 +17,7 @@ from engine.options import Options
 from engine.runner.windowed.decoder import (
     GUESSED_TOKENS,
     TELLING_POSITIONS,
+    DecodedToken,
     DraftRest,
     GreedyDecoder,
     Judgement,
@@ -26,7 +27,7 @@ from engine.runner.windowed.decoder import (
 )
 from engine.runner.windowed.encoders import WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
-from engine.runner.windowed.runner import PromptTokenizer, WindowedRunner, windowed_spec
+from engine.runner.windowed.runner import SECONDS_WITH_TEXT, PromptTokenizer, WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
 from engine.spec import Vocabulary
@@ -242,6 +243,33 @@ def test_a_stream_waits_for_its_language_and_goes_on_in_it_after_a_death(model: 
     rebuilt = runner_of(model)
     rebuilt.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [], saved=saved)]))
     assert rebuilt.judgement(0) == (language, nobody)
+
+
+def test_an_utterance_of_seconds_does_not_end_with_its_first_token(
+    model: Whisper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Moonshine may choose the end token first although there are 15 s of speech."""
+    opened, plain = OpenTask(0, "s", 0, {"language": "en"}, []), model.logits
+
+    def ends_at_once(hidden: torch.Tensor) -> torch.Tensor:
+        logits = plain(hidden)
+        logits[..., model.end_token] = logits.amax() + 3.0
+        return logits
+
+    monkeypatch.setattr(model, "logits", ends_at_once)
+    long, short = int(SECONDS_WITH_TEXT * SECOND) // SAMPLES_PER_POSITION + 1, 20
+    assert len(read(hearing(model, opened, long), long, final=True)) == 1, "the best other token, and then the end"
+    assert read(hearing(model, opened, long), long) == [], "a window that grows may have no text yet"
+    assert read(hearing(model, opened, short), short, final=True) == [], "a noise"
+
+
+def test_the_token_instead_of_the_end_is_the_next_best_one(model: Whisper) -> None:
+    logits = torch.tensor([0.0, 2.0, 5.0, 1.0])
+    answer = DecodedToken(2, -0.1, 7)
+    assert Row([], [], 6, None, 10).first_token(answer, logits, 2) is answer
+    row = Row([], [], 6, None, 10, has_text=True)
+    assert row.first_token(answer, logits, 3) is answer
+    assert row.first_token(answer, logits, 2) == DecodedToken(1, pytest.approx(-3.1), 7)
 
 
 def test_a_language_that_was_told_is_not_asked_for(model: Whisper) -> None:
