@@ -405,6 +405,8 @@ class HttpServer:
                         raise CannotConnect(f"the answer of {self.url} has more than {most_bytes} bytes")
                     if time.monotonic() > deadline:
                         raise CannotConnect(f"{self.url} did not answer within {most_s:g} s")
+                if response.length:  # `read1` does not notice an answer that breaks off
+                    raise http.client.IncompleteRead(b"", response.length)
                 return HttpAnswer(response.status, bytes(body))
         except TimeoutError as error:
             raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error

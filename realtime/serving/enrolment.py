@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from contextlib import aclosing, suppress
 from tempfile import TemporaryFile
 from typing import BinaryIO, cast
+from weakref import WeakValueDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -63,8 +64,12 @@ class SocketEnrolment:
     def __init__(self, engine: EngineApi) -> None:
         self._engine = engine
         self._places = asyncio.Semaphore(MAX_SOCKETS_AT_ONCE)
+        # One for each caller that enrols: a caller has at most one of the places.
+        self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
-    async def enrol(self, asked: Sequence[tuple[str, str | None]], known: Sequence[Enrolled]) -> tuple[Enrolled, ...]:
+    async def enrol(
+        self, caller: str, asked: Sequence[tuple[str, str | None]], known: Sequence[Enrolled]
+    ) -> tuple[Enrolled, ...]:
         """The voices for these names and data URLs; a name without one keeps the voice that it has. Raises Refusal."""
         kept = dict(known)
         try:
@@ -77,7 +82,8 @@ class SocketEnrolment:
                 raise _refused(f"{name!r} needs a 'reference', {needed}.", REFERENCES)
         references = [(name, base64_of(name, url)) for name, url in asked if url is not None]
         try:
-            async with asyncio.timeout(MAX_ENROL_SECONDS), self._places:
+            turn = self._turns.setdefault(caller, asyncio.Lock())
+            async with asyncio.timeout(MAX_ENROL_SECONDS), turn, self._places:
                 voices = dict(await enrolled(self._engine, references))
         except TimeoutError:
             text = "The server enrols too many voices at the moment; try again."

@@ -186,11 +186,14 @@ def _nothing() -> Append:
 class Inbox:
     """The reader's side of a session. It outlives the socket: a client that resumes continues with the same inbox."""
 
-    def __init__(self, live: LiveSession, facts: SessionFacts, may_inject: bool, enrolment: SocketEnrolment) -> None:
+    def __init__(
+        self, live: LiveSession, facts: SessionFacts, caller: str, may_inject: bool, enrolment: SocketEnrolment
+    ) -> None:
         # Whether the client may inject prepared items; not every caller that may open a socket may do that.
         self.may_inject = may_inject
         self._live = live
         self._facts = facts
+        self._caller = caller
         self._enrolment = enrolment
         self._intake = AudioIntake(live.session.settings.format)
         self._control_bytes = live.limits.max_control_bytes
@@ -438,7 +441,7 @@ class Inbox:
         voices = taken.known_speakers
         if not self._live.session.appended:
             try:
-                voices = await self._enrolment.enrol(asked, voices)
+                voices = await self._enrolment.enrol(self._caller, asked, voices)
             except Refusal as refusal:
                 raise ClientFault(refusal.code, refusal.message, param=param) from refusal
         # Audio of a call comes also while voices are enrolled.

@@ -233,7 +233,7 @@ class SessionFactory:
         live.publication = SessionPublication(self._publisher, caller, live.id, session.sample_rate)
         if self._webhooks is not None:
             live.webhooks = self._webhooks.of_session(caller, live.id, session.sample_rate)
-        inbox = Inbox(live, facts, may_inject, self._enrolment)
+        inbox = Inbox(live, facts, caller, may_inject, self._enrolment)
         entry = OpenSession(live, inbox, caller, facts, item_ids, self._clock())
         if self._handoff_store is not None and self._config.session.resume_s:
             keep = HandoffSettings(self._config.session.resume_s, self._config.session.resume_bytes)

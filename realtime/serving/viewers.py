@@ -283,7 +283,7 @@ class Channel:
                 for count, viewer in enumerate(tuple(self.viewers), start=1):
                     if batch is not None:
                         self._give(viewer, batch, began)
-                    elif replaced is not None and viewer in self.viewers and viewer.number < 0:
+                    elif replaced is not None and viewer in self.viewers and self._waits(viewer):
                         self._show(viewer, replaced)
                     if count % WRITTEN_AT_ONCE == 0:
                         # The loop sends at the end of each of its rounds.
@@ -293,6 +293,11 @@ class Channel:
                 await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_TIMES * (clock() - began)))
         finally:
             self._spreading = None
+
+    @staticmethod
+    def _waits(viewer: Viewer) -> bool:
+        """Whether a viewer has nothing yet. One that is behind gets a newer snapshot from the next tick."""
+        return viewer.number < 0 and viewer.behind_since is None
 
     def _give(self, viewer: Viewer, batch: _Batch, now: float) -> None:
         if viewer not in self.viewers:

@@ -544,6 +544,7 @@ class Session:
 
     def _fail_items(self, code: str, message: str, now: float) -> None:
         self._boundaries.send_events(self.turns.finish(now, at_once=True), now)
+        self._boundaries.send_events(self.turns.speak_held(now), now)
         for turn in self.turns.fail_ended():
             self._send(ItemFailed(turn.item_id, code, message))
 

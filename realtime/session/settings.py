@@ -244,7 +244,7 @@ class Settings:
         A current value may be refused too. It may conflict with another new option: then all options of the model keep
         their values. Or the session came from an engine that has more than this one: then the option is cleared.
         """
-        asked, faults = self, list[ClientFault]()
+        asked, faults = replace(self, asked_speakers=None), list[ClientFault]()
         refusals = Counter[str]()
         while True:
             try:
@@ -267,6 +267,8 @@ class Settings:
         """These settings without the part of an option that a model can refuse."""
         if option == "include":
             return replace(self, include=tuple(name for name in self.include or () if name != INCLUDE_SPEAKERS))
+        if option == "turn_detection" and self.turn_detection is not None:
+            return replace(self, turn_detection=replace(self.turn_detection, speaker_change=False))
         return replace(self, **{option: getattr(Settings(), option)})
 
     def untaken(self, taken: Settings) -> list[str]:

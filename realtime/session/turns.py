@@ -401,6 +401,15 @@ class Turns:
         words = tuple(map(self.speakers.known, turn.words[first : turn.words_labelled]))
         return [WordsLabelled(turn.item_id, words)] if words else []
 
+    def speak_held(self, now: float) -> list[ServerEvent]:
+        """Emit the words of ended turns that wait for their speakers, before these turns fail. Speakers are guessed."""
+        out: list[ServerEvent] = []
+        waiting = [turn for turn in self.ended if turn.state is TurnState.COMMITTED] if self._cuts_speakers else []
+        for turn in waiting:
+            events, last = self._cut_at_speakers(turn, now, ends=True)
+            out += events + self._speak(last)
+        return out
+
     def fail_ended(self) -> list[Turn]:
         """Drop the turns that wait for text; returns the committed ones, for which the client expects an answer."""
         failed = [turn for turn in self.ended if turn.state is TurnState.COMMITTED]

@@ -232,6 +232,21 @@ async def test_kept_streams_that_may_not_be_pulled_any_more_do_not_go_on(serve: 
                 assert not running.gateway.streams.by_id
 
 
+async def test_streams_go_on_after_a_restart_with_more_keys(serve: Serve, tmp_path: Path) -> None:
+    """With several keys, one of them may begin fewer streams; those that it has go on."""
+    file = tmp_path / "streams.json"
+    server, limits = HOSTS | {"stream_file": str(file)}, {"streams": 2}
+    async with web_server() as web:
+        web.pages["/live"] = endless
+        async with serve(server=server, limits=limits, auth={"keys": ("a-long-secret",)}) as running:
+            client = Client(running, "a-long-secret")
+            ids = {(await client.begin(web.url("/live")))["id"] for _ in range(2)}
+            await until(lambda: {one["id"] for one in stored(file)} == ids)
+        keys = {"keys": ("a-long-secret", "another-long-one")}
+        async with serve(server=server, limits=limits, auth=keys) as running:
+            assert set(running.gateway.streams.by_id) == ids
+
+
 async def endless(writer: asyncio.StreamWriter) -> None:
     """A live WAV stream that goes on."""
     sound = bytearray(wav_bytes(spoken(6.0)))

@@ -49,6 +49,15 @@ def test_server_that_hangs_up_or_speaks_something_else_is_said() -> None:
         HttpServer(url).get("/ready")
 
 
+def test_an_answer_that_breaks_off_is_none() -> None:
+    def answer(connection: socket.socket) -> None:
+        connection.recv(65536)
+        connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\ntickertape_sessions 1\n")
+
+    with answering(answer) as url, pytest.raises(CannotConnect, match="broke off"):
+        HttpServer(url).get("/metrics")
+
+
 def test_address_may_be_the_page_the_base_url_or_the_socket() -> None:
     paths: list[bytes] = []
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from typing import Any, cast
 
 import msgspec
 import numpy as np
@@ -12,10 +14,14 @@ from engine.messages import Closed, Item, Labels, Output, Speech
 from engine.options import MAX_ENROLLED, SPEAKERS, speakers_text
 from engine.server.speakers import FRAME_SAMPLES, SAMPLE_RATE
 from realtime.errors import Refusal
+from realtime.serving import enrolment
+from realtime.serving.engine_api import EngineApi
+from realtime.serving.enrolment import SocketEnrolment
 from realtime.serving.enrolment import _voice as voice_of
 from realtime.session.core import SavedSession, Session
 from realtime.session.settings import INCLUDE_SPEAKERS, Settings
 from tests.engine.server.test_speaker_tracks import Embeddings, conversation, heard, loop_tracks
+from tests.waiting import until
 
 
 def labels_of(turns: Sequence[tuple[int, int]], option: str) -> Labels:
@@ -78,3 +84,23 @@ def test_a_recording_without_one_voice_is_refused(turns: Sequence[tuple[int, int
     with pytest.raises(Refusal) as refused:
         voice_of("Ann", labels_of(turns, speakers_text()), SAMPLE_RATE)
     assert complaint in refused.value.message
+
+
+async def test_a_caller_with_many_sockets_has_one_of_the_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, may_go_on = list[str](), asyncio.Event()
+
+    async def enrolled(engine: Any, references: Sequence[tuple[str, bytes]]) -> tuple[tuple[str, Any], ...]:
+        begun.extend(name for name, _ in references)
+        await may_go_on.wait()
+        return tuple((name, b"voice") for name, _ in references)
+
+    monkeypatch.setattr(enrolment, "enrolled", enrolled)
+    places = SocketEnrolment(cast(EngineApi, None))
+    url = "data:audio/wav;base64,AAAA"
+    many = [asyncio.create_task(places.enrol("greedy", [(f"g{number}", url)], ())) for number in range(8)]
+    await until(lambda: begun == ["g0"])
+    other = asyncio.create_task(places.enrol("other", [("o", url)], ()))
+    await until(lambda: begun == ["g0", "o"])
+    may_go_on.set()
+    await asyncio.gather(*many, other)
+    assert len(begun) == 9

@@ -136,3 +136,22 @@ async def test_every_viewer_is_told_the_end_that_follows_new_words_at_once() -> 
     await until(lambda: all(b"event: end" in received for received in crowd.received))
     assert all(b'"live":true' in received and b'"live":false' not in received for received in crowd.received)
     await channel.close()
+
+
+async def test_a_burst_while_a_state_is_written_leaves_no_viewer_behind() -> None:
+    """The updates that wait are dropped when there are too many, and each viewer gets a snapshot instead."""
+    crowd, audience = Crowd(), Audience(Publisher.alone(5.0), Metrics())
+    key = ("", "talk")
+    for _ in range(MANY):
+        channel = audience.join(key, crowd.viewer())
+    for received in crowd.received:
+        received.clear()
+    audience.on_current(key, State(5, True, [], []))
+    for _ in range(viewers.MAX_PENDING):
+        audience.on_update(key, Added("b", "x"))
+    audience.on_update(key, Ended())
+    ticking = asyncio.create_task(audience.run())
+    await until(lambda: all(b'"live":false' in received for received in crowd.received))
+    ticking.cancel()
+    await asyncio.gather(ticking, return_exceptions=True)
+    await channel.close()

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from engine.options import MAX_PROMPT_CHARACTERS, Options
 from engine.spec import ModelSpec
 from realtime.errors import ClientFault
-from realtime.session.settings import INCLUDE_SPEAKERS, Settings
+from realtime.session.settings import INCLUDE_SPEAKERS, Settings, TurnDetection
 from tests.realtime.gateway_doubles import ENGLISH, MULTILINGUAL
 
 
@@ -172,3 +172,19 @@ def test_settings_of_an_engine_that_has_more_are_cleared_and_named_once(held: di
     assert taken == taken.in_force(spec(ENGLISH))
     assert not taken.labels_speakers and taken.language is None and taken.task is None
     assert sorted(fault.param or "" for fault in faults) == sorted(held)
+
+
+@pytest.mark.parametrize(
+    "turns", [TurnDetection(silence_duration_ms=2000, threshold=0.8), TurnDetection(semantic=True, eagerness="low")]
+)
+def test_an_engine_without_labels_takes_the_change_of_speakers_from_turn_detection_and_nothing_else(
+    turns: TurnDetection,
+) -> None:
+    current = Settings(include=(INCLUDE_SPEAKERS,), turn_detection=replace(turns, speaker_change=True))
+    taken, _ = replace(current, delay="low").in_force_after(current, spec(ENGLISH))
+    assert taken.turn_detection == turns
+
+
+def test_voices_that_are_asked_for_are_no_settings_that_can_be_in_force() -> None:
+    asked = replace(Settings(), asked_speakers=(("Ann", "data:x"),))
+    assert asked.in_force_after(asked, spec(ENGLISH)) == (Settings().in_force(spec(ENGLISH)), [])

@@ -464,3 +464,11 @@ def test_long_random_sessions_keep_every_promise(chosen: Settings, kind: Any) ->
             if isinstance(world, MovingWorld) and dice.random() < 0.3:
                 world.move()
         finish(world)
+
+
+def test_words_that_wait_for_their_speakers_are_sent_before_their_item_fails() -> None:
+    driver = Driver(Session(CUT, RATE, counter()))
+    talk(driver, "one", "two", "three")
+    driver(labels((0, 0.9, 0)))
+    driver(messages.Dead("the engine stopped"))
+    assert "".join(event.text for event in driver.sent if isinstance(event, Delta)) == "one two three"
