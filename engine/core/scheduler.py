@@ -42,6 +42,9 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec, Vocabulary
 
 _oldest_first = attrgetter("waiting_since")
+# After this many steps without a rebuild, streams that have caught up wait for the remaining rebuilds no longer: their
+# audio does not come.
+STALLED_STEPS = 100
 # Positions per step of a late recovered stream, for a model that otherwise computes one.
 MOST_CATCH_UP_POSITIONS = 4
 # A stream may be parked when its last audio to compute arrived this long ago. Skipped silence lasts longer.
@@ -340,6 +343,8 @@ class Scheduler:
         self.rebuilding: set[str] = set()  # streams whose next positions repeat known tokens
         # Those, and rebuilt streams until they have caught up with their audio and no other stream is being rebuilt.
         self.recovering: set[str] = set()
+        # The last step that rebuilt something.
+        self._rebuilt_in = 0
         self.suspects: dict[str, range] = {}  # crash suspects, and the positions at which an engine died
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
@@ -565,6 +570,7 @@ class Scheduler:
                 rebuilt.sort(key=_soonest_first)
                 rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
                 plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
+                self._rebuilt_in = self._step if plan.rebuilt_positions else self._rebuilt_in
             self.live += rebuilt
             plan.live = len(plan.decode)
         if upload_positions != 0:
@@ -708,7 +714,7 @@ class Scheduler:
             return
         if stream.id in self.rebuilding:
             self._end_rebuild(stream)
-        elif not self.rebuilding and stream.is_caught_up:
+        elif stream.is_caught_up and (not self.rebuilding or self._step - self._rebuilt_in > STALLED_STEPS):
             self.recovering.discard(stream.id)
 
     def _end_rebuild(self, stream: Stream) -> None:

@@ -258,7 +258,9 @@ class MoonshineDecoder(nn.Module):
         self.layers = nn.ModuleList(DecoderLayer(config) for _ in range(config.decoder_layers))
         self.norm = nn.LayerNorm(config.width, bias=False)
         # The embedding as an 8-bit output layer; None before `quantise_decoder`.
-        self.head: nn.Module | None = None
+        self.head: nn.Module | None
+        # Registered now, because another thread may read this module's names while the decoder is quantised.
+        self.register_module("head", None)
 
 
 class Moonshine(nn.Module):

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import pickle
 import zipfile
+import zlib
 from collections.abc import Sequence
 from importlib.util import find_spec
 from io import BytesIO
@@ -55,6 +56,10 @@ _SHAPES = {
     "decoder.decoder.2.weight": (1, STATE_SIZE, 1),
     "decoder.decoder.2.bias": (1,),
 }
+
+
+# Errors of a zip file that is damaged.
+_BAD_ARCHIVE = (EOFError, pickle.PickleError, zipfile.BadZipFile, zlib.error)
 
 
 class SpeechWeightsError(EngineError):
@@ -142,7 +147,7 @@ def load_silero(path: Path | None = None, products: bool = False) -> SileroVad:
     try:
         with zipfile.ZipFile(path) as archive:
             stored = _tensors(_WeightReader(archive).load())
-    except (OSError, ValueError, LookupError, TypeError, EOFError, pickle.PickleError, zipfile.BadZipFile) as error:
+    except (*_BAD_ARCHIVE, OSError, ValueError, LookupError, TypeError, AttributeError, RuntimeError) as error:
         raise SpeechWeightsError(
             f"cannot read the speech detector's weights in {path.name}; reinstall silero-vad"
         ) from error

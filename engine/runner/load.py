@@ -218,7 +218,10 @@ def _load_for_files(
         return most if preparing.done() else 1
 
     max_streams = config.max_streams
-    return windowed_on_cpu(path.name, model, pieces, max_streams, 1, decode=decode, encoder_threads=encoder_threads)
+    runner = windowed_on_cpu(path.name, model, pieces, max_streams, 1, decode=decode, encoder_threads=encoder_threads)
+    if preparing.done():
+        preparing.result()  # an error fails the start, not every file
+    return runner
 
 
 @contextmanager

@@ -96,6 +96,8 @@ class Row:
     tokens: list[int] = field(default_factory=list)
     peaks: list[int] = field(default_factory=list)
     log_probabilities: list[float] = field(default_factory=list)
+    # The model chose its end token first, although the text is not empty.
+    is_forced: bool = False
     # The model chose its end token.
     ended: bool = False
     done: bool = False
@@ -130,6 +132,7 @@ class Row:
         values = logits.index_fill(0, torch.tensor([end_token], device=logits.device), -inf)
         token = int(values.argmax())
         lead = float(logits[end_token] - logits[token])
+        self.is_forced = True
         return replace(answer, token=token, log_probability=answer.log_probability - lead)
 
     def add_token(self, answer: DecodedToken, end_token: int) -> None:

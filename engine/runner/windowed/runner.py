@@ -27,7 +27,7 @@ from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import Reviser, SynchronousRunner, never
 from engine.runner.bias import KeywordTrees, LazyTree, joined_pairs, single_bytes
-from engine.runner.windowed.decoder import LanguageState, Row
+from engine.runner.windowed.decoder import NO_SPEECH_PROBABILITY, LanguageState, Row
 from engine.runner.windowed.encoders import EncodedAudio, StreamEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
 from engine.runner.windowed.stability import (
@@ -439,8 +439,18 @@ class WindowedRunner(SynchronousRunner):
             ),
             keywords=None if slot.keywords is None else slot.keywords.tree,
             opening=opening,
-            has_text=task.final and not slot.committed and seconds >= SECONDS_WITH_TEXT,
+            has_text=self._has_text(task, sound),
         )
+
+    def _has_text(self, task: DecodeTask, sound: EncodedAudio) -> bool:
+        """Whether a window that ends an utterance without any text so far must have a text. A window that is read with
+        the end of the last utterance may repeat that; of a translation, the doubt of the model says little."""
+        slot = self.slots[task.slot]
+        if not task.final or slot.spoken or sound.said or slot.language_state.task:
+            return False
+        if slot.language_state.no_speech is not None and slot.language_state.no_speech > NO_SPEECH_PROBABILITY:
+            return False
+        return (task.end - task.base) * SAMPLES_PER_POSITION >= SECONDS_WITH_TEXT * SAMPLE_RATE
 
     def _result(self, task: DecodeTask, sound: EncodedAudio, row: Row) -> DecodeResult:
         slot = self.slots[task.slot]
@@ -463,9 +473,10 @@ class WindowedRunner(SynchronousRunner):
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         # After pending marks, the first token's log-probability includes the doubt about the marks.
         chances = row.log_probabilities[1 if task.pending and sound.said else 0 :] or row.log_probabilities
-        if not slot.spoken and is_noise(
-            text, chances, slot.language_state.doubt(self._policy, task.final or task.pause)
-        ):
+        doubt = slot.language_state.doubt(self._policy, task.final or task.pause)
+        if row.is_forced:
+            doubt = max(doubt, self._policy.sure)
+        if not slot.spoken and is_noise(text, chances, doubt):
             new = []
         slot.heard_on = bool(sound.said)
         if task.final:
@@ -483,7 +494,8 @@ class WindowedRunner(SynchronousRunner):
         slot.hypothesis = new[count:]
         stuck = bool(row.tokens) and not new and sound.edge - floor > FAR_BACK
         keep_from = self._cut(task, slot, upcoming, stuck)
-        slot.understood = (keep_from, task.end) if task.pause else None
+        # A window without text is read once more at its end (`_has_text`).
+        slot.understood = (keep_from, task.end) if task.pause and (slot.spoken or new) else None
         return DecodeResult(timed=timed, keep_from=keep_from, stride=sound.stride)
 
     def _is_understood(self, task: DecodeTask) -> bool:

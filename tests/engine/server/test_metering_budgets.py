@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.core.plan import DecodeResult, StepPlan, TimedToken
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.scheduler import STALLED_STEPS, Limits, Scheduler
 from engine.messages import Abort, Closed, Feed, Finish, Item, Open, Output, Text
 from engine.runner.base import SynchronousRunner, never
 from engine.server.loop import EngineLoop
@@ -361,6 +361,15 @@ class TestRebuilding:
         loop.submit([Abort("c")], 0)
         drain(loop)
         assert not loop.scheduler.recovering and loop.scheduler.on_time == 2
+
+    def test_a_rebuild_whose_audio_does_not_come_holds_up_nobody_for_long(self) -> None:
+        loop, _ = self.loop(3)
+        self.bring_back(loop, ["a"], 64)
+        loop.submit([Open("b", forced_tokens=[1] * 64)], 0)
+        for position in range(65, 65 + STALLED_STEPS + 5):
+            loop.submit([audio("a", position, 1, REBUILT)], 0)
+            loop.step()
+        assert loop.scheduler.recovering == loop.scheduler.rebuilding == {"b"}
 
     def test_one_slow_step_does_not_make_the_next_ones_small(self) -> None:
         """A kernel was loaded, or the machine was busy elsewhere."""

@@ -209,13 +209,13 @@ def test_a_window_is_judged_alone_as_among_others(model: Whisper) -> None:
 # The runner
 
 
-def runner_of(model: Whisper) -> WindowedRunner:
+def runner_of(model: Whisper, sure: float = Policy().sure) -> WindowedRunner:
     pieces = [b" w%d" % token for token in range(model.config.vocabulary)]
     spec = windowed_spec("small", 100, 10)
     spec = replace(spec, options=model.options)
     stream_encoders = WindowEncoder(model, pieces, Policy()), WindowEncoder(model, pieces, Policy())
     return WindowedRunner(
-        model, Vocabulary(pieces), spec, Policy(doubt=-1000.0), HostWindows(model, *stream_encoders, 200)
+        model, Vocabulary(pieces), spec, Policy(doubt=-1000.0, sure=sure), HostWindows(model, *stream_encoders, 200)
     )
 
 
@@ -226,8 +226,8 @@ def read(runner: WindowedRunner, positions: int, final: bool = False) -> list[in
     return [timed.token for timed in result.timed]
 
 
-def hearing(model: Whisper, opened: OpenTask, positions: int) -> WindowedRunner:
-    runner = runner_of(model)
+def hearing(model: Whisper, opened: OpenTask, positions: int, sure: float = Policy().sure) -> WindowedRunner:
+    runner = runner_of(model, sure)
     samples = torch.randn(positions * SAMPLES_PER_POSITION, generator=torch.Generator().manual_seed(1)).numpy()
     runner.execute(StepPlan(0, opened=[opened], encode=[EncodeTask("s", samples, None, list(range(1, positions + 1)))]))
     return runner
@@ -258,9 +258,21 @@ def test_an_utterance_of_seconds_does_not_end_with_its_first_token(
 
     monkeypatch.setattr(model, "logits", ends_at_once)
     long, short = int(SECONDS_WITH_TEXT * SECOND) // SAMPLES_PER_POSITION + 1, 20
-    assert len(read(hearing(model, opened, long), long, final=True)) == 1, "the best other token, and then the end"
-    assert read(hearing(model, opened, long), long) == [], "a window that grows may have no text yet"
-    assert read(hearing(model, opened, short), short, final=True) == [], "a noise"
+
+    def text(positions: int, final: bool = True, sure: float = -1000.0, spoken: bool = False) -> list[int]:
+        runner = hearing(model, opened, positions, sure)
+        runner.slots[0].spoken = spoken
+        return read(runner, positions, final)
+
+    assert len(text(long)) == 1, "the best other token, and then the end"
+    assert text(long, final=False) == [], "a window that grows may have no text yet"
+    assert text(short) == [], "a noise"
+    assert text(long, spoken=True) == [], "the utterance has a text already"
+    assert text(long, sure=0.0) == [], "a text of which the model is not sure"
+    runner = hearing(model, opened, long, -1000.0)
+    task = DecodeTask(0, "s", 0, 0, long, list(range(1, long + 1)), [], False, True)
+    runner.execute(StepPlan(1, decode=[task], live=1))
+    assert len(read(runner, long, final=True)) == 1, "a pause in which there was no text is read again"
 
 
 def test_the_token_instead_of_the_end_is_the_next_best_one(model: Whisper) -> None:
