@@ -149,6 +149,11 @@ class PacedClient(LastingSession):
         self._marks.append((self.kept.end + 1, time.monotonic(), acknowledged))
         return acknowledged
 
+    def lag_s(self, end_s: float, came: float) -> float | None:
+        """Seconds since the append with the sample at `end_s` was sent; None if it was not sent yet."""
+        append = int(end_s / self._append_s - 1e-6)
+        return came - self.sent_at[append] if append < len(self.sent_at) else None
+
     @property
     def text(self) -> str:
         return " ".join(event["transcript"] for event in self.events if event["type"] == COMPLETED)
@@ -314,12 +319,10 @@ class LagClient(PacedClient):
         elif lag_ms is not None:
             self._findings.in_pauses += 1
 
-    def _lag_ms(self, end: float, came: float) -> float | None:
-        """The lag since the sample at `end` was sent; None if it does not count."""
-        append = int(end * 1000 / self._orders.append_ms - 1e-6)
-        if append >= len(self.sent_at) or not self._schedule.counts(came):
-            return None
-        return 1000 * (came - self.sent_at[append])
+    def _lag_ms(self, end_s: float, came: float) -> float | None:
+        """The lag of what ends at `end_s`; None if it does not count."""
+        lag_s = self.lag_s(end_s, came)
+        return None if lag_s is None or not self._schedule.counts(came) else 1000 * lag_s
 
     def _is_in_speech(self, start: float, end: float) -> bool:
         """Whether the whole word is within speech, by the detector's spans."""

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from realtime.bench.record import percentile
+from realtime.bench.statistics import percentile
 
 ROOT = Path(__file__).parents[1]
 CLOCK_TICKS = os.sysconf("SC_CLK_TCK")
