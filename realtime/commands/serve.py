@@ -27,7 +27,6 @@ from realtime.commands.pull import fetch_for_serving, is_here, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, announce, note, read_config, whole
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys, shown
 from realtime.listeners import listening_sockets, raise_limit
-from realtime.serving.signed_tokens import fleet_secret
 
 # systemd's socket for Type=notify.
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
@@ -285,6 +284,9 @@ def run(options: argparse.Namespace) -> int:
 
 def check_fleet_secret(config: Config) -> bytes | None:
     """The fleet's secret, if there is one. Raises CommandFailed if it cannot be used."""
+    # Here, because the command's help and version must work before the packages of the server are installed.
+    from realtime.serving.signed_tokens import fleet_secret
+
     try:
         return fleet_secret(config)
     except ConfigError as error:

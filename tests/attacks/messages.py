@@ -8,7 +8,7 @@ from typing import Any
 
 from websockets.exceptions import ConnectionClosed
 
-from tests.attacks.target import TEXT, Client, Target, attack, frame
+from tests.attacks.target import ENGINE_MIB, TEXT, Client, Target, attack, frame
 
 APPEND, COMMIT, CLEAR, GAP = (f"input_audio_buffer.{name}" for name in ("append", "commit", "clear", "gap"))
 # One value of each kind that JSON has, and some that it only pretends to have.
@@ -371,7 +371,8 @@ CONFIGURES = (
 )
 
 
-@attack()
+# The first session of Flux loads the turn detector.
+@attack(engine_mib=ENGINE_MIB + 64)
 async def odd_numbers_in_mid_stream(target: Target) -> None:
     """Flux: Configure with numbers that are none, beside audio: each is refused, and the stream ends normally."""
     url = f"ws://127.0.0.1:{target.port}/v2/listen?encoding=linear16&sample_rate=16000"
