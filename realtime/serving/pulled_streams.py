@@ -278,7 +278,7 @@ class PulledStreams:
             caller, settings = Caller(kept.caller), stream_settings(kept.language)
             try:
                 check_url(kept.url, self._config.server.stream_hosts)
-                self._check_room()
+                self._check_room(caller)
             except NotAllowed as error:
                 log.warning("stream %s does not go on: %s", kept.id, error)
                 continue
@@ -299,36 +299,36 @@ class PulledStreams:
             check_url(url, hosts)
         except NotAllowed as error:
             raise Refusal(400, error.code, error.sentence, param="url") from None
-        self._check_room()
+        self._check_room(caller)
         self._check_share(caller)
         stream = PulledStream(url, caller, settings, int(self._wall_clock()))
         self._start(stream)
         self._forget_ended()
         return stream
 
-    def _check_room(self) -> None:
-        """Raises Refusal if the server has as many streams as it may have."""
-        most = self._config.limits.streams
-        if len(self._open_streams()) >= most:
+    def _check_room(self, caller: Caller) -> None:
+        """Raises Refusal if the server, or this caller, has as many streams as it may have."""
+        callers = self._callers()
+        most, per_key = self._config.limits.streams, self._config.limits.sessions_per_key
+        if len(callers) >= most:
             text = f"The server pulls at most {most} streams at once (limits.streams); delete one."
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
-
-    def _check_share(self, caller: Caller) -> None:
-        """Raises Refusal if this caller has as many streams as one may have. Streams that go on after a restart are not
-        asked: they were allowed, and their keys or limits may have changed since."""
-        callers = [stream.caller.name for stream in self._open_streams()]
-        most, per_key = self._config.limits.streams, self._config.limits.sessions_per_key
         # Further streams would get no session, and keep the places of others while they wait for one.
         if per_key and callers.count(caller.name) >= per_key:
             text = f"A key may have {per_key} streams, as many as sessions (limits.sessions_per_key); delete one."
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
-        share = places_of_one_key(most, len(self._config.auth.keys))
-        if callers.count(caller.name) >= share:
+
+    def _check_share(self, caller: Caller) -> None:
+        """Raises Refusal if this caller has as many streams as one of several keys may begin. Streams that go on after
+        a restart are not asked: they were allowed when there were fewer keys."""
+        share = places_of_one_key(self._config.limits.streams, len(self._config.auth.keys))
+        if self._callers().count(caller.name) >= share:
             text = f"One of several keys may have {share} streams, half of limits.streams; delete one."
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
 
-    def _open_streams(self) -> list[PulledStream]:
-        return [stream for stream in self.by_id.values() if not stream.events.is_closed]
+    def _callers(self) -> list[str]:
+        """The caller of each stream that goes on."""
+        return [stream.caller.name for stream in self.by_id.values() if not stream.events.is_closed]
 
     def _forget_ended(self) -> None:
         """Keep a bounded number of ended streams. The caller that has the most of them loses its oldest."""
