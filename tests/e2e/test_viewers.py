@@ -46,7 +46,7 @@ async def revoke(running: Running, name: str, link_id: str = "", key: str = KEY)
 
 async def refusal(running: Running, name: str, token: str = "", **options: Any) -> tuple[int, str]:
     """Status and code of a refused viewer; the stream and the socket must agree."""
-    async with httpx.AsyncClient(trust_env=False, verify=False) as http:
+    async with httpx.AsyncClient(trust_env=False, verify=False, timeout=60) as http:
         headers = options.get("headers", {})
         answer = await http.get(f"{running.http}{path_of(name, token)}", headers=headers)
     url = f"ws://127.0.0.1:{running.port}{path_of(name, token)}"
