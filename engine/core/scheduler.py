@@ -570,7 +570,8 @@ class Scheduler:
                 rebuilt.sort(key=_soonest_first)
                 rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
                 plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
-                self._rebuilt_in = self._step if plan.rebuilt_positions else self._rebuilt_in
+                if plan.rebuilt_positions:
+                    self._rebuilt_in = self._step
             self.live += rebuilt
             plan.live = len(plan.decode)
         if upload_positions != 0:

@@ -5,10 +5,8 @@ The fields are OpenAI's: `known_speaker_names[]`, and `known_speaker_references[
 
 from __future__ import annotations
 
-from engine.options import check_names
-from realtime.errors import Refusal
 from realtime.http.upload_forms import MAX_REFERENCE_BYTES, Form
-from realtime.serving.enrolment import REFERENCES, Reference, base64_of
+from realtime.serving.enrolment import REFERENCES, Reference, base64_of, check_speaker_names, refused
 
 NAMES = "known_speaker_names"
 
@@ -19,13 +17,6 @@ def read_references(form: Form) -> list[Reference]:
     urls = form.texts(f"{REFERENCES}[]", MAX_REFERENCE_BYTES) + form.texts(REFERENCES, MAX_REFERENCE_BYTES)
     if len(names) != len(urls):
         text = f"'{NAMES}' has {len(names)} entries and '{REFERENCES}' {len(urls)}; send one recording for each name."
-        raise _refused(text, NAMES)
-    try:
-        check_names(names)
-    except ValueError as error:
-        raise _refused(f"'{NAMES}': {error}.", NAMES) from None
+        raise refused(text, NAMES)
+    check_speaker_names(names, NAMES)
     return [(name, base64_of(name, url)) for name, url in zip(names, urls, strict=True)]
-
-
-def _refused(text: str, param: str) -> Refusal:
-    return Refusal(400, "invalid_value", text, param=param)

@@ -50,11 +50,11 @@ def base64_of(name: str, url: str) -> str:
     """The recording in a data URL; it is not decoded. Raises Refusal."""
     head, comma, encoded = url.partition(",")
     if not comma or not head.startswith("data:") or not head.endswith(";base64"):
-        raise _refused(f"The recording of {name!r} must be a data URL: data:audio/wav;base64,...", REFERENCES)
+        raise refused(f"The recording of {name!r} must be a data URL: data:audio/wav;base64,...", REFERENCES)
     return encoded
 
 
-def _refused(text: str, param: str) -> Refusal:
+def refused(text: str, param: str) -> Refusal:
     return Refusal(400, "invalid_value", text, param=param)
 
 
@@ -72,14 +72,11 @@ class SocketEnrolment:
     ) -> tuple[Enrolled, ...]:
         """The voices for these names and data URLs; a name without one keeps the voice that it has. Raises Refusal."""
         kept = dict(known)
-        try:
-            check_names([name for name, _ in asked])
-        except ValueError as error:
-            raise _refused(f"'known_speakers': {error}.", REFERENCES) from None
+        check_speaker_names([name for name, _ in asked], "known_speakers")
         for name, url in asked:
             if url is None and name not in kept:
                 needed = f"a data URL with {MIN_SECONDS:g} to {MAX_SECONDS:g} s of this voice"
-                raise _refused(f"{name!r} needs a 'reference', {needed}.", REFERENCES)
+                raise refused(f"{name!r} needs a 'reference', {needed}.", REFERENCES)
         references = [(name, base64_of(name, url)) for name, url in asked if url is not None]
         try:
             turn = self._turns.setdefault(caller, asyncio.Lock())
@@ -89,6 +86,14 @@ class SocketEnrolment:
             text = "The server enrols too many voices at the moment; try again."
             raise Refusal(503, "server_busy", text, retry_after_s=30, kind="server_error") from None
         return tuple((name, voices.get(name) or kept[name]) for name, _ in asked)
+
+
+def check_speaker_names(names: Sequence[str], param: str) -> None:
+    """Raises Refusal."""
+    try:
+        check_names(names)
+    except ValueError as error:
+        raise refused(f"'{param}': {error}.", param) from None
 
 
 async def enrolled(engine: EngineApi, references: Sequence[Reference]) -> tuple[Enrolled, ...]:
@@ -116,13 +121,13 @@ async def _samples(name: str, encoded: str, rate: int) -> NDArray[np.float32]:
     except TooManyDecoders as error:
         raise Refusal(503, error.code, error.sentence, retry_after_s=60, kind="server_error") from error
     except AudioError as error:
-        raise _refused(f"The recording of {name!r} cannot be read: {error.sentence}", REFERENCES) from error
+        raise refused(f"The recording of {name!r} cannot be read: {error.sentence}", REFERENCES) from error
     finally:
         file.close()
     if not MIN_SECONDS * rate <= length <= MAX_SECONDS * rate:
         known = f"lasts {length / rate:.1f} s" if length <= MAX_SECONDS * rate else "is longer"
         text = f"The recording of {name!r} {known}; send {MIN_SECONDS:g} to {MAX_SECONDS:g} seconds of one voice."
-        raise _refused(text, REFERENCES)
+        raise refused(text, REFERENCES)
     return np.concatenate(parts)
 
 
@@ -141,7 +146,7 @@ def _stored(name: str, encoded: str) -> BinaryIO:
                 file.close()
             raise
     except ValueError as error:
-        raise _refused(f"The recording of {name!r} is not valid base64.", REFERENCES) from error
+        raise refused(f"The recording of {name!r} is not valid base64.", REFERENCES) from error
     except OSError as error:
         raise storage_refusal(error) from error
     return cast(BinaryIO, file)
@@ -189,12 +194,12 @@ def _voice(name: str, labels: messages.Labels, rate: int) -> bytes:
     spoken = sum(heard.values())
     if spoken < MIN_SPEECH_SECONDS * rate or labels.state is None:
         has = f"The recording of {name!r} has {spoken / rate:.1f} s of speech"
-        raise _refused(f"{has}; at least {MIN_SPEECH_SECONDS:g} s is needed.", REFERENCES)
+        raise refused(f"{has}; at least {MIN_SPEECH_SECONDS:g} s is needed.", REFERENCES)
     # A voice that is not in the state was merged with another.
     voices = sorted(labels.state["labels"]["voices"], key=lambda voice: -heard.get(voice["number"], 0))
     if len(voices) > 1 and heard.get(voices[1]["number"], 0) > OTHER_SHARE * spoken:
         text = f"The recording of {name!r} has more than one voice; send one in which only they speak."
-        raise _refused(text, REFERENCES)
+        raise refused(text, REFERENCES)
     total = np.frombuffer(voices[0]["total"], "<i4").astype(np.float64)
     weight = max(1, int(voices[0]["weight"]))
     return np.rint(total / weight).astype("<i2").tobytes()

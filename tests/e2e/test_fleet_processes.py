@@ -228,6 +228,18 @@ async def running_fleet(folder: Path) -> AsyncIterator[Fleet]:
                 await part.end(signal.SIGKILL)
 
 
+async def speak_through(fleet: Fleet, what: str, speaker: SpeakingClient, *, hold_at: float) -> None:
+    """Speak while a part of the fleet goes: `what` is called when there are words, and the audio waits at `hold_at`."""
+    await fleet.whole()
+    speaker.hold_at(hold_at)
+    task = asyncio.create_task(speaker.speak())
+    async with asyncio.timeout(120):
+        await fakes.until(lambda: len(speaker.text) > 0 or task.done())
+        await getattr(fleet, what)()
+        speaker.hold_at(None)
+        await task
+
+
 async def test_no_word_changes_whichever_part_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resuming_session, "FIRST_WAIT_S", 0.05)
     audio = talk(6, 1)
@@ -237,15 +249,8 @@ async def test_no_word_changes_whichever_part_goes(tmp_path: Path, monkeypatch: 
         calm.check()
         assert calm.text
         for what in ("drain_engine", "kill_engine", "drain_gateway", "kill_gateway"):
-            await fleet.whole()
             speaker = SpeakingClient(lambda: fleet.url, audio)
-            speaker.hold_at(3.0)
-            task = asyncio.create_task(speaker.speak())
-            async with asyncio.timeout(120):
-                await fakes.until(lambda: len(speaker.text) > 0 or task.done())  # noqa: B023
-                await getattr(fleet, what)()
-                speaker.hold_at(None)
-                await task
+            await speak_through(fleet, what, speaker, hold_at=3.0)
             speaker.check()
             assert speaker.text == calm.text, what
 
@@ -273,16 +278,9 @@ async def test_no_label_changes_whichever_part_goes(
         await calm.speak()
         assert [speaker for _, speaker, _ in calm.spoken] == ["A", "B", "A", "B"]
         for what in ("kill_engine", "kill_gateway", "kill_gateway", "drain_gateway"):
-            await fleet.whole()
             speaker = SpeakingClient(lambda: fleet.url, audio, detection, speakers=True)
             # Within the third stretch, long after the second: no final waits for labels, which it does by the clock.
-            speaker.hold_at(10.2)
-            task = asyncio.create_task(speaker.speak())
-            async with asyncio.timeout(120):
-                await fakes.until(lambda: len(speaker.text) > 0 or task.done())  # noqa: B023
-                await getattr(fleet, what)()
-                speaker.hold_at(None)
-                await task
+            await speak_through(fleet, what, speaker, hold_at=10.2)
             assert speaker.spoken == calm.spoken, what
 
 

@@ -391,15 +391,20 @@ class LanguageState:
         share = likely[self.language] / sum(likely[code] for code in self.languages)
         self.settled = share >= SURE_LANGUAGE and positions >= TELLING_POSITIONS
 
+    @property
+    def finds_no_speech(self) -> bool:
+        """Whether the model says that the window has no speech."""
+        return self.no_speech is not None and self.no_speech > NO_SPEECH_PROBABILITY
+
     def doubt(self, policy: Policy, to_end: bool) -> float:
         """Mean log-probability below which an utterance is taken for noise. `to_end`: it was read to its end. The
         confidence in a translation says little about the audio, so it does not count."""
-        no_speech = math.nan if self.no_speech is None else self.no_speech
-        if no_speech > NO_SPEECH_PROBABILITY:
+        if self.finds_no_speech:
             return policy.sure
         if self.task:
             return -math.inf
-        return min(policy.doubt, SPOKEN_DOUBT) if to_end and no_speech < SPEECH_PROBABILITY else policy.doubt
+        is_speech = self.no_speech is not None and self.no_speech < SPEECH_PROBABILITY
+        return min(policy.doubt, SPOKEN_DOUBT) if to_end and is_speech else policy.doubt
 
     def save(self) -> Saved:
         return {"language": self.language, "settled": self.settled, "no_speech": self.no_speech}

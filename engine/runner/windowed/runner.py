@@ -27,7 +27,7 @@ from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import Reviser, SynchronousRunner, never
 from engine.runner.bias import KeywordTrees, LazyTree, joined_pairs, single_bytes
-from engine.runner.windowed.decoder import NO_SPEECH_PROBABILITY, LanguageState, Row
+from engine.runner.windowed.decoder import LanguageState, Row
 from engine.runner.windowed.encoders import EncodedAudio, StreamEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
 from engine.runner.windowed.stability import (
@@ -446,9 +446,9 @@ class WindowedRunner(SynchronousRunner):
         """Whether a window that ends an utterance without any text so far must have a text. A window that is read with
         the end of the last utterance may repeat that; of a translation, the doubt of the model says little."""
         slot = self.slots[task.slot]
-        if not task.final or slot.spoken or sound.said or slot.language_state.task:
+        if not task.final or slot.spoken or sound.said:
             return False
-        if slot.language_state.no_speech is not None and slot.language_state.no_speech > NO_SPEECH_PROBABILITY:
+        if slot.language_state.task or slot.language_state.finds_no_speech:
             return False
         return (task.end - task.base) * SAMPLES_PER_POSITION >= SECONDS_WITH_TEXT * SAMPLE_RATE
 
