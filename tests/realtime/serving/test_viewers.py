@@ -9,10 +9,11 @@ import pytest
 from realtime.serving import viewers
 from realtime.serving.metrics import Metrics
 from realtime.serving.publishing import Added, Ended, Finished, Line, Publisher, State
-from realtime.serving.viewers import WRITTEN_AT_ONCE, Audience, Framing, Viewer
+from realtime.serving.viewers import WRITTEN_AT_ONCE, Audience, Channel, Framing, Viewer
 from tests.waiting import until
 
 MANY = 6 * WRITTEN_AT_ONCE
+KEY = ("", "talk")
 
 
 class Crowd:
@@ -53,6 +54,14 @@ class Crowd:
         self._now = 0
 
 
+def many_viewers() -> tuple[Crowd, Audience, Channel]:
+    """Many viewers of `KEY`."""
+    crowd, audience = Crowd(), Audience(Publisher.alone(5.0), Metrics())
+    for _ in range(MANY):
+        channel = audience.join(KEY, crowd.viewer())
+    return crowd, audience, channel
+
+
 @pytest.mark.parametrize("names", [1, MANY])
 async def test_a_tick_serves_some_viewers_at_a_time(monkeypatch: pytest.MonkeyPatch, names: int) -> None:
     monkeypatch.setattr(viewers, "TICK_S", 0.01)
@@ -75,8 +84,8 @@ async def test_a_viewer_that_fails_costs_the_others_no_tick(monkeypatch: pytest.
     def fails() -> bool:
         raise RuntimeError("a broken viewer")
 
-    audience.join(("", "talk"), Viewer(Framing.PLAIN, lambda data: True, lambda: None, fails))
-    audience.join(("", "talk"), crowd.viewer())
+    audience.join(KEY, Viewer(Framing.PLAIN, lambda data: True, lambda: None, fails))
+    audience.join(KEY, crowd.viewer())
     ticking = asyncio.create_task(audience.run())
     await until(lambda: crowd.asked >= 2)
     ticking.cancel()
@@ -84,19 +93,16 @@ async def test_a_viewer_that_fails_costs_the_others_no_tick(monkeypatch: pytest.
 
 
 async def test_new_words_for_all_are_written_to_some_viewers_at_a_time() -> None:
-    crowd, audience = Crowd(), Audience(Publisher.alone(5.0), Metrics())
-    key = ("", "talk")
-    for _ in range(MANY):
-        channel = audience.join(key, crowd.viewer())
+    crowd, audience, channel = many_viewers()
     await asyncio.sleep(0)
     crowd.forget()
     for received in crowd.received:
         received.clear()
-    audience.on_current(key, State(7, True, [Line("a", "said before", 0.0, 1.0)], []))
+    audience.on_current(KEY, State(7, True, [Line("a", "said before", 0.0, 1.0)], []))
     # What comes meanwhile is not lost, and nobody gets it before the words so far.
-    audience.on_update(key, Added("b", "added"))
+    audience.on_update(KEY, Added("b", "added"))
     await until(lambda: all(received for received in crowd.received))
-    audience.on_update(key, Finished(Line("b", "added later", 1.0, 2.0)))
+    audience.on_update(KEY, Finished(Line("b", "added later", 1.0, 2.0)))
     await until(lambda: all(b"added later" in received for received in crowd.received))
     assert crowd.most_at_once <= WRITTEN_AT_ONCE
     for received in crowd.received:
@@ -107,16 +113,13 @@ async def test_new_words_for_all_are_written_to_some_viewers_at_a_time() -> None
 
 async def test_words_of_an_earlier_state_are_not_written_after_a_newer_one() -> None:
     """Another state comes while a round of writing runs."""
-    crowd, audience = Crowd(), Audience(Publisher.alone(5.0), Metrics())
-    key = ("", "talk")
-    for _ in range(MANY):
-        channel = audience.join(key, crowd.viewer())
+    crowd, audience, channel = many_viewers()
     for number in range(8):
-        audience.on_update(key, Added("a", f"old{number}"))
+        audience.on_update(KEY, Added("a", f"old{number}"))
     await until(lambda: b"old7" in crowd.received[0])
     for received in crowd.received:
         received.clear()
-    audience.on_current(key, State(4, True, [Line("n", "new", 0.0, 1.0)], []))
+    audience.on_current(KEY, State(4, True, [Line("n", "new", 0.0, 1.0)], []))
     await until(lambda: all(b"new" in received for received in crowd.received))
     assert not any(b"old" in received for received in crowd.received)
     await channel.close()
@@ -125,14 +128,11 @@ async def test_words_of_an_earlier_state_are_not_written_after_a_newer_one() -> 
 async def test_every_viewer_is_told_the_end_that_follows_new_words_at_once() -> None:
     """The gateway of a speaker dies: the words so far and the end of the session may come in one message. A snapshot in
     which the session is over already would keep the end from those who wait for it."""
-    crowd, audience = Crowd(), Audience(Publisher.alone(5.0), Metrics())
-    key = ("", "talk")
-    for _ in range(MANY):
-        channel = audience.join(key, crowd.viewer())
+    crowd, audience, channel = many_viewers()
     for received in crowd.received:
         received.clear()
-    audience.on_current(key, State(7, True, [Line("a", "said before", 0.0, 1.0)], []))
-    audience.on_update(key, Ended())
+    audience.on_current(KEY, State(7, True, [Line("a", "said before", 0.0, 1.0)], []))
+    audience.on_update(KEY, Ended())
     await until(lambda: all(b"event: end" in received for received in crowd.received))
     assert all(b'"live":true' in received and b'"live":false' not in received for received in crowd.received)
     await channel.close()
@@ -140,16 +140,13 @@ async def test_every_viewer_is_told_the_end_that_follows_new_words_at_once() -> 
 
 async def test_a_burst_while_a_state_is_written_leaves_no_viewer_behind() -> None:
     """The updates that wait are dropped when there are too many, and each viewer gets a snapshot instead."""
-    crowd, audience = Crowd(), Audience(Publisher.alone(5.0), Metrics())
-    key = ("", "talk")
-    for _ in range(MANY):
-        channel = audience.join(key, crowd.viewer())
+    crowd, audience, channel = many_viewers()
     for received in crowd.received:
         received.clear()
-    audience.on_current(key, State(5, True, [], []))
+    audience.on_current(KEY, State(5, True, [], []))
     for _ in range(viewers.MAX_PENDING):
-        audience.on_update(key, Added("b", "x"))
-    audience.on_update(key, Ended())
+        audience.on_update(KEY, Added("b", "x"))
+    audience.on_update(KEY, Ended())
     ticking = asyncio.create_task(audience.run())
     await until(lambda: all(b'"live":false' in received for received in crowd.received))
     ticking.cancel()
