@@ -331,7 +331,7 @@ class CommandIntake:
 
 # Seconds that an acknowledgement may wait for outputs, and seconds between reports of progress and of the load.
 ACK_SECONDS = 0.02
-PROGRESS_SECONDS = 0.02
+PROGRESS_SECONDS = 0.04
 STATUS_SECONDS = 0.08
 # Items of audio taken in before the next step, per position that a step reads of a stream, and the fewest. The number
 # of other commands that count as one item: with appends of 20 ms a position comes with four saved handoffs.

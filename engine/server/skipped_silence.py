@@ -102,6 +102,11 @@ class SkippingStream:
         self.waiting.append(PendingMark(command, position))
         self._marks.append(self._end_sample)
 
+    @property
+    def is_marked(self) -> bool:
+        """Whether a flush or the end of the stream waits."""
+        return bool(self._marks)
+
     def heard(self, sample: int, frame_samples: int) -> None:
         """The speech track has heard the audio up to this sample, in frames of this length."""
         self._judged = sample
@@ -330,10 +335,13 @@ class SilenceSkipper:
         stream = self._streams.get(name)
         return None if stream is None else stream.gate
 
-    def needs_each_frame(self, name: str) -> bool:
-        """Whether items wait: then the state of the gate after each frame counts."""
+    def needs_each_frame(self, name: str, is_silence: bool) -> bool:
+        """Whether items wait: then the state of the gate after each frame counts. In a silence that goes on
+        (`is_silence`) the last state counts, unless a flush waits."""
         stream = self._streams.get(name)
-        return stream is not None and stream.gate is not None and bool(stream.waiting)
+        if stream is None or stream.gate is None or not stream.waiting:
+            return False
+        return not is_silence or stream.is_marked
 
     def heard(self, name: str, sample: int, frame_samples: int) -> None:
         """The stream's speech track has heard the audio up to this sample: release what it can. Raises StreamError."""

@@ -172,8 +172,9 @@ class FollowsTracks(Protocol):
     def gate(self, name: str) -> SpeechGate | None:
         """The gate that the stream's track has to drive, if any."""
 
-    def needs_each_frame(self, name: str) -> bool:
-        """Whether `heard` must be called after each frame, and not only after the last one."""
+    def needs_each_frame(self, name: str, is_silence: bool) -> bool:
+        """Whether `heard` must be called after each frame, and not only after the last one. `is_silence`: the frames
+        continue a silence."""
 
     def heard(self, name: str, sample: int, frame_samples: int) -> None:
         """The track has heard the audio up to this sample, in frames of this length."""
@@ -496,7 +497,8 @@ class Listener:
         if spoken is not None:
             spoken.expect(frame)
         steps: Iterable[Sequence[float]] = [speech.probabilities]
-        if self._skipper.needs_each_frame(name) or (spoken is not None and spoken.is_asked):
+        is_asked = spoken is not None and spoken.is_asked
+        if is_asked or self._skipper.needs_each_frame(name, track.is_silence(speech.probabilities)):
             steps = [(probability,) for probability in speech.probabilities]
         for probabilities in steps:
             found = track.hear(probabilities, frame)

@@ -257,6 +257,11 @@ class SpeechGate:
         kept = self._held_from() if self.state is GateState.DOUBTFUL else self._sample
         return self._skip(kept - self.settings.pre_roll_samples)
 
+    def pass_silence(self, samples: int) -> list[Decision]:
+        """In QUIET: the next frames are so quiet that none of them is evidence. As `take` and `skip_silence`."""
+        self._sample += samples
+        return self.skip_silence()
+
     def flush(self, sample: int) -> list[Decision]:
         """Text for everything before `sample` is wanted now: end an open utterance, skip doubtful audio.
 
@@ -485,7 +490,19 @@ class SpeechTrack:
         if self._fell < sample:
             self._questions = 0
 
-    def hear(self, probabilities: Iterable[float], frame_samples: int) -> list[TrackEvent]:
+    def is_silence(self, probabilities: Sequence[float]) -> bool:
+        """Fast path: whether these frames only continue a silence, so that nothing but the time changes."""
+        if self.phase is not Phase.QUIET or self._changes or self._questions:
+            return False
+        gate, below = self.gate, self._silent_below
+        if gate is not None and gate.state is not GateState.QUIET:
+            return False
+        for probability in probabilities:
+            if not 0 <= probability < below:
+                return False
+        return True
+
+    def hear(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
         """Take the next frames. Returns events and decisions in order of time, with at most one Skip, at the end.
 
         Raises ValueError for a probability that is none, at the frame that has it.
@@ -494,6 +511,12 @@ class SpeechTrack:
             raise ValueError(f"a frame cannot have {frame_samples} samples")
         found: list[TrackEvent] = []
         gate = self.gate
+        if self.is_silence(probabilities):
+            samples = len(probabilities) * frame_samples
+            self.sample += samples
+            if gate is not None:
+                found += gate.pass_silence(samples)
+            return found
         for probability in probabilities:
             if not 0 <= probability <= 1:
                 raise ValueError(f"a speech probability lies in [0, 1], not {probability}")
@@ -654,6 +677,10 @@ class SpeechTrack:
         if min(used.min_speech_samples, used.silence_samples) < 0:
             raise ValueError("the durations of a turn rule cannot be negative")
         self._loud, self._quiet = used.threshold, stop_threshold(used.threshold)
+        # Frames below this are no sound, no speech and no evidence of it.
+        self._silent_below = min(SOUND, self._loud)
+        if self.gate is not None:
+            self._silent_below = min(self._silent_below, self.gate.settings.stop_threshold)
         self._min_speech, self._silence = used.min_speech_samples, used.silence_samples
 
     def _note_sound(self, start: int, end: int) -> None:

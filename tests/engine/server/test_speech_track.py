@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from itertools import pairwise
 
 import pytest
@@ -206,6 +207,49 @@ def test_any_division_into_calls_gives_the_same_events(
     if gate is not None:
         assert parts.gate is not None and whole.gate is not None
         assert parts.gate.floor == whole.gate.floor
+
+
+class JudgingEachFrame(SpeechTrack):
+    def is_silence(self, probabilities: Sequence[float]) -> bool:
+        return False
+
+
+@example_settings(max_examples=200, deadline=None)
+@given(
+    first=RULES,
+    pieces=st.lists(st.lists(st.sampled_from([0.0, 0.05, 0.1, 0.2, 0.34, 0.36, 0.9]), max_size=6), max_size=30),
+    changes=CHANGES,
+    gate=st.sampled_from([None, WINDOWED, SKIPPING]),
+    finds_sounds=st.booleans(),
+)
+def test_silence_that_is_passed_at_once_is_as_if_each_frame_were_judged(
+    first: TurnRule,
+    pieces: list[list[float]],
+    changes: list[tuple[int, TurnRule | None]],
+    gate: GateSettings | None,
+    finds_sounds: bool,
+) -> None:
+    tracks = [
+        kind(first, None if gate is None else SpeechGate(gate), finds_sounds=finds_sounds)
+        for kind in (SpeechTrack, JudgingEachFrame)
+    ]
+    for track in tracks:
+        apply(track, changes)
+    for piece in pieces:
+        fast, slow = (track.hear(piece, FRAME) for track in tracks)
+        assert fast == slow
+        states = [(track.save(), track.take_spoken(), track.gate and track.gate.save()) for track in tracks]
+        assert states[0] == states[1]
+        if finds_sounds and gate is not None:
+            assert tracks[0].take_sounds() == tracks[1].take_sounds()
+
+
+@pytest.mark.parametrize("broken", [-0.1, 1.5, float("nan")])
+def test_an_impossible_probability_in_silence_is_refused(broken: float) -> None:
+    track = SpeechTrack(RULE, SpeechGate(SKIPPING))
+    track.hear([0.0] * 4, FRAME)
+    with pytest.raises(ValueError, match="probability"):
+        track.hear([0.0, broken, 0.0], FRAME)
 
 
 @example_settings(max_examples=150, deadline=None)
