@@ -509,14 +509,15 @@ class SpeechTrack:
         """
         if frame_samples < 1:
             raise ValueError(f"a frame cannot have {frame_samples} samples")
-        found: list[TrackEvent] = []
-        gate = self.gate
         if self.is_silence(probabilities):
             samples = len(probabilities) * frame_samples
             self.sample += samples
-            if gate is not None:
-                found += gate.pass_silence(samples)
-            return found
+            return [] if self.gate is None else [*self.gate.pass_silence(samples)]
+        return self._hear_each(probabilities, frame_samples)
+
+    def _hear_each(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
+        found: list[TrackEvent] = []
+        gate = self.gate
         for probability in probabilities:
             if not 0 <= probability <= 1:
                 raise ValueError(f"a speech probability lies in [0, 1], not {probability}")
