@@ -1,4 +1,4 @@
-"""Trains Moonshine's encoder to stream, without transcripts; docs/training.md says how.
+"""Trains Moonshine's encoder to stream, and measures how voices differ; docs/training.md says how.
 
-Nothing that serves imports this.
+`python -m training` runs it. It is a program for developers: no part of the server imports it.
 """

@@ -6,9 +6,9 @@
     python -m training voices CORPUS ... --corpora FOLDER --out FILE
 
 `train` writes NAME.checkpoint.safetensors (half precision) and NAME.safetensors (the file that ships) and prints the
-latter's digest; with a manifest it prints word errors too. `evaluate` without weights is the published model with full
-context; it hears whole clips, or utterances as a live stream is cut. `voices` writes the file with which speaker labels
-compare voices. Exit status: 0 done, 2 the input cannot be used.
+latter's digest; with a manifest it prints word errors too. `evaluate` without weights runs the published model with
+full context, on whole clips or on utterances cut as in a live stream. `voices` writes the file with which speaker
+labels compare voices. Exit status: 0 done, 2 the input cannot be used.
 """
 
 from __future__ import annotations
@@ -29,9 +29,8 @@ from engine.models.moonshine_streaming import StreamingEncoder
 from engine.weights.store import WeightsError, pull, resolve
 from engine.weights.windowed_models import load_speech_model, load_streaming_weights
 from realtime.bench.words import Normaliser, english_normaliser
-from training.config import BadConfig, read_config
-from training.corpora import SAMPLE_RATE, CorpusError, read_corpora
-from training.distil import distil
+from training.data import SAMPLE_RATE, CorpusError, read_corpora
+from training.distil import BadConfig, distil, export, read_config, save_checkpoint
 from training.evaluate import (
     cut_where_quiet,
     hear_blocks,
@@ -43,7 +42,6 @@ from training.evaluate import (
     timed,
     utterance_cut,
 )
-from training.export import export, save_checkpoint
 from training.voices import embeddings_of, estimate, voices_of, write
 
 _BASE = "moonshine-base"

@@ -1,32 +1,148 @@
-"""Self-distillation: a streaming encoder learns to be heard as the published one with full context is.
+"""Self-distillation: trains a streaming encoder to give the decoder the same text as the published encoder does.
 
-The teacher is the published model. Both hear the same augmented audio; the student's encoder has the block mask. The
-loss is how far the decoder's next-token distributions part on the teacher's own text, and how far the encoders'
-outputs are apart. No transcript is needed.
+The published model with full context is the teacher. Teacher and student get the same augmented audio; the student's
+encoder has the block mask. The loss is the divergence of the decoder's next-token distributions on the teacher's own
+text, plus the error of the student's encoder output against the teacher's. No transcript is needed.
+
+In this order: the configuration of a run (`read_config`: a TOML file, unknown keys refused), the run itself (`distil`,
+with its state in `Distillation`), and the files that it writes (`save_checkpoint`: a checkpoint to continue from;
+`export`: the file that ships).
 """
 
 from __future__ import annotations
 
 import copy
+import hashlib
 import random
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.models.moonshine import Moonshine, frames_after
 from engine.models.moonshine_streaming import RunningNorm, StreamingSpec
-from engine.weights.windowed_models import load_streaming_weights
-from training.augment import augment
-from training.config import MaskConfig, TrainingConfig
-from training.corpora import Speech, Utterance, windows
-from training.greedy import greedy_tokens, token_limit
-from training.masks import BlockPlan, block_plan
-from training.whole_pass import Linear, decode_known, encode_blocks, encode_whole, exact, rounded
+from engine.weights.windowed_models import description, load_streaming_weights, pack_rows
+from training.data import Speech, Utterance, augment, windows
+from training.model import (
+    BlockPlan,
+    Linear,
+    block_plan,
+    decode_known,
+    encode_blocks,
+    encode_whole,
+    exact,
+    greedy_tokens,
+    rounded,
+    token_limit,
+)
+
+
+class BadConfig(Exception):
+    """The configuration cannot be used; the text names the key."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataConfig:
+    # Names of index files: "so" is index.so.json.
+    corpora: tuple[str, ...]
+    window_seconds: tuple[int, ...]
+    window_shares: tuple[float, ...]
+    # Share of a corpus' files that is never trained on.
+    validation_share: float
+
+
+@dataclass(frozen=True, slots=True)
+class MaskConfig:
+    """In frames of 24 ms."""
+
+    blocks: tuple[int, ...]
+    block_shares: tuple[float, ...]
+    look_ahead: int
+    left: int
+    # Frames of the first convolution (4 ms) that the expected level counts for at the start of an utterance.
+    norm_frames: float
+
+
+@dataclass(frozen=True, slots=True)
+class OptimiserConfig:
+    steps: int
+    audio_seconds_per_step: int
+    peak_rate: float
+    # The cross-attention inputs learn at this share of the encoder's rate.
+    cross_attention_share: float
+    warm_up_steps: int
+    weight_decay: float
+    largest_gradient: float
+    encoder_weight: float
+    # How much the frames that a block looks ahead to count: the share of blocks whose first frames the decoder hears as
+    # the block before had them, and the weight of their error.
+    ahead_share: float
+    # How much of the weights that training went on from is in the result: an average keeps what each hears best.
+    start_share: float
+    # Behind this share of the steps, products are rounded as the 8-bit layers of the engine round them.
+    int8_from: float
+    seed: int
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingConfig:
+    name: str
+    base: str
+    data: DataConfig
+    mask: MaskConfig
+    optimiser: OptimiserConfig
+
+
+def read_config(path: Path) -> TrainingConfig:
+    try:
+        tables = tomllib.loads(path.read_text(encoding="utf-8"))
+        config = TrainingConfig(
+            name=tables.pop("name"),
+            base=tables.pop("base"),
+            data=_table(DataConfig, tables.pop("data")),
+            mask=_table(MaskConfig, tables.pop("mask")),
+            optimiser=_table(OptimiserConfig, tables.pop("optimiser")),
+        )
+    except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
+        raise BadConfig(f"cannot read {path}: {error}") from error
+    except KeyError as error:
+        raise BadConfig(f"{path} lacks {error}") from error
+    if tables:
+        raise BadConfig(f"{path} has unknown keys: {', '.join(tables)}")
+    _check(config, path)
+    return config
+
+
+Table = TypeVar("Table")
+
+
+def _table(kind: type[Table], values: Mapping[str, Any]) -> Table:
+    known = {field.name for field in fields(kind)}  # type: ignore[arg-type]
+    if values.keys() != known:
+        raise BadConfig(f"{kind.__name__} needs exactly {sorted(known)}, not {sorted(values)}")
+    return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in values.items()})
+
+
+def _check(config: TrainingConfig, path: Path) -> None:
+    pairs = (
+        ("window_shares", config.data.window_seconds, config.data.window_shares),
+        ("block_shares", config.mask.blocks, config.mask.block_shares),
+    )
+    for name, things, shares in pairs:
+        if not things or len(things) != len(shares):
+            raise BadConfig(f"{path}: {name} must have one share for each of {list(things)}")
+    if max(config.mask.blocks) > config.mask.left:
+        raise BadConfig(f"{path}: a block must not be longer than what it sees to its left")
+    if config.mask.look_ahead > min(config.mask.blocks):
+        raise BadConfig(f"{path}: a block must not look further ahead than the next one reaches")
+
 
 _TEACHER_SECONDS_PER_BATCH = 8_000
 _VALIDATION_SECONDS = 10
@@ -236,3 +352,31 @@ def _validated(run: Distillation, lesson: Lesson) -> str:
 
 def _spec(mask: MaskConfig, norm: RunningNorm) -> StreamingSpec:
     return StreamingSpec(blocks=mask.blocks, look_ahead=mask.look_ahead, left=mask.left, norm=norm)
+
+
+# Products that the engine takes with 8 bits lose nothing by being stored so. The third convolution is not one of them.
+_EIGHT_BIT = ("qkv_proj.weight", "o_proj.weight", "fc1.weight", "fc2.weight", "conv2.linear.weight", "cross_kv.weight")
+_HALF = "conv3.linear.weight"
+
+
+def trained_tensors(model: Moonshine) -> dict[str, Tensor]:
+    """All that differs from the published model: the encoder and the inputs of cross-attention."""
+    tensors = model.state_dict()
+    return {name: value.cpu() for name, value in tensors.items() if name.startswith(("encoder.", "cross_kv."))}
+
+
+def save_checkpoint(model: Moonshine, spec: StreamingSpec, base: str, file: Path) -> None:
+    halves = {name: value.half() for name, value in trained_tensors(model).items()}
+    save_file(halves, file, metadata=description(spec, base))
+
+
+def export(model: Moonshine, spec: StreamingSpec, base: str, file: Path) -> str:
+    """Write the file that ships; returns its sha256."""
+    tensors: dict[str, Tensor] = {}
+    for name, value in trained_tensors(model).items():
+        if name.endswith(_EIGHT_BIT):
+            tensors |= pack_rows(name, value.float())
+        else:
+            tensors[name] = value.to(torch.float16 if name.endswith(_HALF) else torch.float32)
+    save_file(tensors, file, metadata=description(spec, base))
+    return hashlib.sha256(file.read_bytes()).hexdigest()

@@ -1,7 +1,8 @@
-"""Word errors of clips, greedy, on a manifest: what the encoder is worth, apart from everything live but, if that is
-wanted, the ends of utterances.
+"""Word errors of an encoder with greedy decoding, on the clips of a manifest, without a server.
 
-A manifest is JSON lines with `path` (relative to it), `text`, and for grouping `kind` and `style`.
+A manifest is JSON lines with `path` (relative to the manifest), `text`, and `kind` and `style` for grouping. Clips are
+decoded whole, or cut into utterances by the speech detector and gate of the engine (`utterance_cut`). A `Hear` function
+encodes audio: the published encoder, block by block as the engine does, or all blocks in one masked pass.
 """
 
 from __future__ import annotations
@@ -24,10 +25,8 @@ from engine.models.silero import load_silero
 from engine.runner.speech import SpeechDetector
 from engine.server.speech_track import Begin, End, GateSettings, SpeechGate
 from realtime.bench.words import Normaliser, edit_distance
-from training.corpora import SAMPLE_RATE, read_recording
-from training.greedy import greedy_tokens, token_limit
-from training.masks import block_plan
-from training.whole_pass import encode_blocks
+from training.data import SAMPLE_RATE, read_recording
+from training.model import block_plan, encode_blocks, greedy_tokens, token_limit
 
 # Moonshine was made for at most half a minute. What is longer is cut in the quietest quarter of a second.
 _LONGEST_SECONDS, _SHORTEST_SECONDS = 30, 20

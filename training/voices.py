@@ -1,8 +1,9 @@
-"""How voices differ: the mean, and two variances, of speaker embeddings (`VoiceModel` in engine/server/speakers.py).
+"""Estimates how voices differ, from speaker embeddings: their mean and two variances, which speaker labels compare by.
 
-Each speaker of the corpora is heard in a room of its own (benchmarks/conversations.py): speech is found, cut into
-pieces and embedded as the engine does it. `within` is the variance of pieces around the mean of their speaker,
-`between` that of the speakers' means around the mean of all; both are means over the numbers of an embedding.
+`python -m training voices` writes the result, a `VoiceModel` (`engine/server/speakers.py`). The recordings of each
+speaker are placed in a simulated room (`benchmarks/conversations.py`); speech is found, cut into pieces and embedded as
+the engine does it. `within` is the variance of pieces around the mean of their speaker, `between` that of the speakers'
+means around the mean of all; both are means over the numbers of an embedding.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from benchmarks.conversations import mixed
 from benchmarks.speakers import Labeller, Voices
 from engine.options import ROUNDING
 from engine.server.speakers import CutSettings, LabelSettings, VoiceModel
-from training.corpora import SAMPLE_RATE, CorpusError, Utterance
+from training.data import SAMPLE_RATE, CorpusError, Utterance
 
 # Speech of a speaker; with less than the second there are too few pieces.
 MOST_SECONDS = 20.0

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from engine.options import EMBEDDING_SIZE
-from training.corpora import SAMPLE_RATE, CorpusError, Utterance
+from training.data import SAMPLE_RATE, CorpusError, Utterance
 from training.voices import estimate, speaker_of, voices_of, write
 
 

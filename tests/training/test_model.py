@@ -8,8 +8,7 @@ from engine.models.moonshine import frames_after
 from engine.models.moonshine_streaming import StreamingEncoder
 from engine.models.seq2seq import Encoded, Int8Linear, cross_keys_values
 from tests.training.tiny import SPEC, tiny_model
-from training.masks import block_plan
-from training.whole_pass import decode_known, encode_blocks, encode_whole, rounded
+from training.model import block_plan, decode_known, encode_blocks, encode_whole, rounded
 
 
 @settings(max_examples=12, deadline=None)

@@ -1,12 +1,18 @@
-"""Moonshine with gradients: the encoder under a block mask, and the decoder over a known text.
+"""Moonshine as training computes it: the encoder under a block mask, the decoder over a known text, greedy decoding.
 
-Both run the engine's own modules, whose caches and 8-bit products have no gradients. `Linear` says how a product is
-taken, so that training can round as the engine will.
+These functions run the engine's own modules on whole utterances and with gradients, which the engine's caches and 8-bit
+products do not have. A `Linear` says how a product is computed, so that training can round it as the engine will.
+
+`block_plan` makes the mask that says which frame sees which. The frames that a block looks ahead to are appended as
+copies, one set for each block, at their true positions: a copy sees what its block sees, and only its block sees it. So
+one masked pass computes what the streaming encoder computes block after block. `greedy_tokens` decodes many rows at a
+time, for the teacher's texts and for evaluation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -15,8 +21,38 @@ from torch.nn.functional import gelu, layer_norm, linear, pad, scaled_dot_produc
 
 from engine.models.moonshine import DecoderLayer, EncoderLayer, Moonshine, MoonshineEncoder
 from engine.models.moonshine_streaming import NormSums, RunningNorm, running_norm
-from engine.models.seq2seq import SAFE_STEPS, join_heads, split_heads
-from training.masks import BlockPlan
+from engine.models.seq2seq import SAFE_STEPS, Encoded, cross_keys_values, join_heads, split_heads
+
+
+@dataclass(frozen=True, slots=True)
+class BlockPlan:
+    """frames: how many are real; positions: [count] of these and the copies behind them; mask: [count, count], True
+    where the row's frame sees the column's; looking: [copies] the number of the block that looks ahead to a copy."""
+
+    frames: int
+    positions: Tensor
+    mask: Tensor
+    looking: Tensor
+
+    @property
+    def ahead(self) -> Tensor:
+        """[copies]: the frames they are copies of."""
+        return self.positions[self.frames :]
+
+
+def block_plan(frames: int, block: int, look_ahead: int, left: int, device: torch.device | str) -> BlockPlan:
+    own = torch.arange(frames, device=device)
+    starts = torch.arange(0, frames, block, device=device)
+    ahead = starts[:, None] + block + torch.arange(look_ahead, device=device)  # [blocks, look_ahead]
+    there = ahead < frames
+    starts_of_copies = starts[:, None].expand_as(ahead)[there]
+    positions = torch.cat((own, ahead[there]))
+    block_starts = torch.cat((own - own % block, starts_of_copies))  # [count]: where each frame's block begins
+    is_copy = torch.arange(len(positions), device=device) >= frames
+    same_block = block_starts[:, None] == block_starts
+    in_reach = (positions < block_starts[:, None] + block) & (positions >= block_starts[:, None] - left)
+    return BlockPlan(frames, positions, torch.where(is_copy, same_block, in_reach), starts_of_copies // block)
+
 
 Linear = Callable[[nn.Linear, Tensor], Tensor]
 
@@ -140,3 +176,36 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = Non
         query, key, value = (pad(part, (0, -dim % 8)) for part in (query, key, value))
     mixed = scaled_dot_product_attention(query, key, value, attn_mask=mask, is_causal=causal, scale=dim**-0.5)
     return join_heads(mixed[..., :dim])
+
+
+# More than anybody says in a second, and what the engine allows.
+TOKENS_PER_SECOND = 6.5
+_CHECK_EVERY = 8
+
+
+def token_limit(seconds: float, model: Moonshine) -> int:
+    return min(model.max_tokens - 2, int(seconds * TOKENS_PER_SECOND) + 8)
+
+
+@torch.no_grad()
+def greedy_tokens(model: Moonshine, frames: Tensor, lengths: list[int], limits: list[int]) -> list[list[int]]:
+    """frames: [batch, frames, width], `lengths` of them real -> the tokens of each row, at most `limits`."""
+    keys, values = cross_keys_values(model.cross_kv(frames), model.config.decoder_layers, model.config.heads)
+    encoded = Encoded(keys, values, lengths)
+    batch, most = len(lengths), max(limits)
+    state = model.new_state(batch, most + 1)
+    said = torch.full((batch, most), model.end_token, device=frames.device)
+    token = torch.full((batch, 1), model.start_tokens[0], device=frames.device)
+    last = torch.tensor(limits, device=frames.device)
+    done = torch.zeros(batch, dtype=torch.bool, device=frames.device)
+    for place in range(most):
+        positions = torch.full((batch, 1), place, device=frames.device)
+        hidden, _ = model.decode(token, positions, state.first(place + 1), encoded)
+        best = model.logits(hidden[:, 0]).argmax(dim=-1)
+        done = done | (best == model.end_token) | (place >= last)
+        token = torch.where(done, model.end_token, best)[:, None]
+        said[:, place] = token[:, 0]
+        # Asking the device whether all are done makes it wait, so it is not asked every time.
+        if place % _CHECK_EVERY == 0 and bool(done.all()):
+            break
+    return [[token for token in row if token != model.end_token] for row in said.tolist()]

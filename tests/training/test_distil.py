@@ -3,23 +3,15 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
-from audio.containers import read_file
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.weights.store import pull
 from engine.weights.windowed_models import load_streaming_weights
-from tests.cached_models import skip_unless_cached
 from tests.training.tiny import SPEC, tiny_model, write_corpus
-from training.augment import augment
-from training.config import BadConfig, TrainingConfig, read_config
-from training.corpora import CorpusError, Utterance, read_corpora, windows
-from training.distil import Distillation, Lesson, begin, distil
-from training.evaluate import Clip, cut_where_quiet, hear_blocks, hear_masked, score, utterance_cut
-from training.export import export
-from training.whole_pass import exact
+from training.data import read_corpora
+from training.distil import BadConfig, Distillation, Lesson, TrainingConfig, begin, distil, export, read_config
+from training.model import exact
 
 SHIPPED = Path(__file__).parents[2] / "training/configs/moonshine-base-streaming.toml"
 
@@ -32,12 +24,6 @@ def tiny_config() -> TrainingConfig:
         mask=replace(config.mask, blocks=(5, 10), look_ahead=5, left=20),
         optimiser=replace(config.optimiser, steps=8, audio_seconds_per_step=4, warm_up_steps=2, int8_from=0.5),
     )
-
-
-@pytest.fixture
-def corpus(tmp_path: Path) -> Path:
-    write_corpus(tmp_path, "noise", files=3, seconds=12)
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -104,65 +90,6 @@ def test_what_a_block_looks_ahead_to_counts_when_asked(trained: tuple[Distillati
     plain = run.losses(audio, texts, 5, exact)
     ahead = run.losses(audio, texts, 5, exact, ahead_share=1.0)
     assert ahead[1] > plain[1] and ahead[0] != plain[0]
-
-
-def test_windows_hold_every_utterance_twice() -> None:
-    utterances = [Utterance(f"{number}", np.full(8_000, number + 1, np.int16)) for number in range(6)]
-    packed = windows(utterances, 4, np.random.default_rng(0))
-    assert packed.shape[1] == 64_000
-    assert set(np.unique(packed)) <= set(range(7))
-    assert all((packed == number + 1).any() for number in range(6))
-
-
-def test_files_are_either_trained_on_or_kept_back(corpus: Path) -> None:
-    speech = read_corpora(corpus, ["noise"], 0.025)
-    trained, kept = ({utterance.id for utterance in side} for side in (speech.training, speech.validation))
-    assert trained == {"0-a", "0-b", "1-a", "1-b"} and kept == {"2-a", "2-b"}
-
-
-def test_a_corpus_that_cannot_be_read_is_named(corpus: Path) -> None:
-    with pytest.raises(CorpusError, match=r"index\.other\.json"):
-        read_corpora(corpus, ["other"], 0.1)
-    (corpus / "noise-0.flac").write_bytes(b"no audio")
-    with pytest.raises(CorpusError, match=r"noise-0\.flac"):
-        read_corpora(corpus, ["noise"], 0.1)
-
-
-def test_augmented_audio_is_sound_at_a_sensible_level() -> None:
-    torch.manual_seed(0)
-    recorded = (torch.randn(16, 32_000) * 3000).to(torch.int16)
-    for _ in range(4):
-        heard = augment(recorded)
-        level = 20 * heard.square().mean(dim=1).sqrt().log10()
-        assert bool(torch.isfinite(heard).all())
-        assert -42 < level.min().item() and level.max().item() < -12
-
-
-def test_masked_and_block_by_block_evaluation_agree() -> None:
-    model = tiny_model()
-    rng = np.random.default_rng(0)
-    clips = [
-        Clip("read", "seven eight", [(rng.standard_normal(length) * 0.1).astype(np.float32)])
-        for length in (9_000, 16_000, 12_345)
-    ]
-    pieces = [f" w{number}".encode() for number in range(40)]
-    blocks = hear_blocks(StreamingEncoder(model.encoder, SPEC, 5))
-    results = [score(model, pieces, clips, hear, str.split, batch=2) for hear in (blocks, hear_masked(model, SPEC, 5))]
-    assert results[0] == results[1]
-    assert results[0]["all"].words == 6
-
-
-def test_clips_are_cut_where_live_streams_are() -> None:
-    skip_unless_cached("sample-two-cities")
-    spoken = np.concatenate(list(read_file(pull("sample-two-cities"))))[: 4 * 16_000]
-    silence = np.zeros(3 * 16_000, np.float32)
-    cut = utterance_cut()
-    assert cut(silence) == []
-    pieces = cut(np.concatenate([spoken, silence, spoken]))
-    assert len(pieces) == 2 * len(cut(spoken))
-    assert all(len(piece) <= len(spoken) + 16_000 for piece in pieces)
-    # A whole clip has no ends of utterances.
-    assert [len(piece) for piece in cut_where_quiet(np.concatenate([spoken, silence, spoken]))] == [11 * 16_000]
 
 
 def test_unknown_and_missing_keys_are_refused(tmp_path: Path) -> None:
