@@ -24,8 +24,7 @@ import torch
 
 from benchmarks.speakers import Labeller
 from engine.errors import EngineError
-from engine.models.moonshine import Moonshine
-from engine.models.moonshine_streaming import StreamingEncoder
+from engine.models.moonshine import Moonshine, StreamingEncoder
 from engine.weights.store import WeightsError, pull, resolve
 from engine.weights.windowed_models import load_speech_model, load_streaming_weights
 from realtime.bench.words import Normaliser, english_normaliser

@@ -17,8 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
-from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.moonshine_streaming import SAMPLES_PER_FRAME, RunningNorm, StreamingSpec
+from engine.models.moonshine import SAMPLES_PER_FRAME, Moonshine, MoonshineConfig, RunningNorm, StreamingSpec
 from engine.models.seq2seq import SAFE_STEPS
 from engine.models.smart_turn import SmartTurn
 from engine.models.whisper import Whisper, WhisperConfig

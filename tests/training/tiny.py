@@ -9,8 +9,7 @@ import numpy as np
 import soundfile
 import torch
 
-from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.moonshine_streaming import RunningNorm, StreamingSpec
+from engine.models.moonshine import Moonshine, MoonshineConfig, RunningNorm, StreamingSpec
 
 TINY = MoonshineConfig(
     width=16,

@@ -19,8 +19,7 @@ from torch.nn.functional import pad
 
 from engine.core.plan import SILENCE_ROW, DecodeTask
 from engine.messages import Item, Saved
-from engine.models.moonshine import Moonshine
-from engine.models.moonshine_streaming import EncoderState, StreamingEncoder
+from engine.models.moonshine import EncoderState, Moonshine, StreamingEncoder
 from engine.models.seq2seq import Encoded, SpeechModel, at_once
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab, audio_of
 from engine.runner.windowed.stability import POSITIONS_PER_SECOND, HypothesisToken, Policy, starts_word

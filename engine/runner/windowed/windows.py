@@ -21,9 +21,9 @@ from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
 from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
-from engine.models.traced_decoder import Decode
 from engine.runner.device import NotEnoughMemory, compute_on_threads, gib
 from engine.runner.windowed.decoder import (
+    Decode,
     DecoderBuffers,
     GreedyDecoder,
     Judgement,

@@ -27,8 +27,7 @@ from engine.client.link import Source
 from engine.client.stream import EngineStream
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Closed, Command, Feed, Item, Open, Output, TurnRule
-from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec
+from engine.models.moonshine import Moonshine, MoonshineConfig, RunningNorm, StreamingEncoder, StreamingSpec
 from engine.options import Keyword, keywords_text
 from engine.runner.base import Embedder, TurnDetector
 from engine.runner.bias import KeywordTree

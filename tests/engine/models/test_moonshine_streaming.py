@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.models.moonshine import Moonshine
-from engine.models.moonshine_streaming import (
+from engine.models.moonshine import (
     EncoderState,
+    Moonshine,
     StreamingEncoder,
     UntrainedBlock,
 )

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from engine.core.plan import DecodeTask
 from engine.messages import Item
-from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.moonshine_streaming import RunningNorm, StreamingEncoder, StreamingSpec
+from engine.models.moonshine import Moonshine, MoonshineConfig, RunningNorm, StreamingEncoder, StreamingSpec
 from engine.runner.windowed.encoders import LONG_FROM_ANCHOR, BlockEncoder, EncodedAudio
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION
 

@@ -21,8 +21,7 @@ from torch import Tensor
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Closed, Failed, Feed, Finish, Item, Open, Output, StreamState, Text
-from engine.models.moonshine import Moonshine
-from engine.models.moonshine_streaming import EncoderState, RunningNorm, StreamingEncoder, StreamingSpec
+from engine.models.moonshine import EncoderState, Moonshine, RunningNorm, StreamingEncoder, StreamingSpec
 from engine.runner.base import never
 from engine.runner.windowed.encoders import LONG_FROM_ANCHOR, REBUILT_AT_ONCE, BlockEncoder, WindowEncoder
 from engine.runner.windowed.memory import SAMPLES_PER_POSITION

@@ -15,8 +15,8 @@ from torch import nn
 
 from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.seq2seq import Encoded, SpeechModel, quantise_linears
-from engine.models.traced_decoder import compiled_decode
 from engine.models.whisper import Whisper, WhisperConfig
+from engine.runner.windowed.decoder import compiled_decode
 
 VOCABULARY = 40
 
@@ -56,9 +56,9 @@ def heard(model: SpeechModel, frames: list[int]) -> Encoded:
 
 READ_SIDE_BY_SIDE = """
 import threading, torch
-from engine.models.traced_decoder import compiled_decode
+from engine.runner.windowed.decoder import compiled_decode
 from engine.models.seq2seq import in_8_bits, allow_reader, reader
-from tests.engine.models import test_traced_decoder as models
+from tests.engine.runner.windowed import test_decoder_traced as models
 
 torch.set_num_threads(1)
 model, layer = models.in_8_bits(), in_8_bits(torch.randn(640, 320))
