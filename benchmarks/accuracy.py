@@ -58,8 +58,8 @@ from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.decoder import GreedyDecoder, Row
 from engine.server.loop import EngineLoop
 from engine.spec import Vocabulary
+from engine.weights.checkpoint import load_speech_model
 from engine.weights.store import WeightsError, pull, resolve
-from engine.weights.windowed_models import load_speech_model
 from realtime.bench.words import Normaliser, english_normaliser, word_errors
 from realtime.session.settings import Settings
 

@@ -48,8 +48,8 @@ from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
 from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
+from engine.weights.checkpoint import load_speech_model
 from engine.weights.store import resolve
-from engine.weights.windowed_models import load_speech_model
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 # Frames of ten that are text: 3.75 words a second, where people say two to three, of one token or two each.

@@ -58,9 +58,9 @@ from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
 from engine.runner.device import compute_on_one_thread
 from engine.server.speech_track import SpeechTrack
+from engine.weights.checkpoint import load_turn_detector
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import pull
-from engine.weights.windowed_models import load_turn_detector
 from realtime.bench.words import align
 
 SHORTEST_PAUSE_S = 0.25

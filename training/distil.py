@@ -27,7 +27,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from engine.models.moonshine import Moonshine, RunningNorm, StreamingSpec, frames_after
-from engine.weights.windowed_models import description, load_streaming_weights, pack_rows
+from engine.weights.checkpoint import description, load_streaming_weights, pack_rows
 from training.data import Speech, Utterance, augment, windows
 from training.model import (
     BlockPlan,

@@ -50,7 +50,7 @@ from engine.runner.windowed.stability import (
     steady,
     without_second_mark,
 )
-from engine.weights.windowed_models import load_turn_detector
+from engine.weights.checkpoint import load_turn_detector
 
 logger = logging.getLogger(__name__)
 

@@ -41,10 +41,9 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.runner.windowed.windows import DeviceWindows, HostWindows, one
 from engine.spec import ModelSpec, Vocabulary
-from engine.weights.checkpoint import BadCheckpoint
+from engine.weights.checkpoint import BadCheckpoint, load_speech_model, load_streaming_weights
 from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR
 from engine.weights.store import WeightsError, cached
-from engine.weights.windowed_models import load_speech_model, load_streaming_weights
 
 logger = logging.getLogger(__name__)
 

@@ -43,8 +43,7 @@ from engine.messages import Closed, Item, Labels, Output, Saved, Speech
 from engine.options import SPEAKERS
 from engine.runner.base import Background, Embedder, TurnDetector
 from engine.server.recent_audio import PART_SAMPLES, new_samples
-from engine.server.speaker_tracks import SpeakerTracks
-from engine.server.speakers import Samples
+from engine.server.speakers import Samples, SpeakerTracks
 from engine.server.turn_questions import AskedAudio, KeptAudio
 from engine.spec import ModelSpec
 

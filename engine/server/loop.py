@@ -70,7 +70,7 @@ from engine.server.background_process import BackgroundProcess, ProcessTracks, R
 from engine.server.metering import RebuildBudget, Shares, StepMeter, UploadBudget
 from engine.server.revisions import Revisions
 from engine.server.skipped_silence import SilenceSkipper
-from engine.server.speaker_tracks import SpeakerTracks
+from engine.server.speakers import SpeakerTracks
 from engine.server.speech import Listener, Target
 from engine.server.speech_track import GateSettings
 from engine.server.turn_questions import AskedAudio, KeptAudio, TurnQuestions

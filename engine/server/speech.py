@@ -29,7 +29,7 @@ from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, StreamError
 from engine.messages import Flush, Item, Open, Output, Saved, Speech, SpeechEnded, Text, TurnRule, Word
 from engine.runner.base import Detector
-from engine.server.speaker_tracks import SpeakerTracks
+from engine.server.speakers import SpeakerTracks
 from engine.server.speech_track import (
     DECISIONS,
     Begin,

@@ -30,8 +30,8 @@ from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_cpu, win
 from engine.runner.windowed.runner import WindowedRunner
 from engine.server.loop import EngineLoop
 from engine.server.speech_track import GateSettings
+from engine.weights.checkpoint import load_speech_model
 from engine.weights.store import resolve
-from engine.weights.windowed_models import load_speech_model
 from realtime.bench.words import edit_distance, normaliser
 
 POSITION_SAMPLES = 1280

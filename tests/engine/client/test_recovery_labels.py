@@ -22,7 +22,7 @@ from engine.server.loop import EngineLoop
 from tests.engine import fakes
 from tests.engine.client.test_recovery_rebuilding import PACKET, EngineDeath, block_ear, build_with, play, window_ear
 from tests.engine.server.test_skipped_silence import SETTINGS, SPEC
-from tests.engine.server.test_speaker_tracks import embedding_of
+from tests.engine.server.test_speakers_tracks import embedding_of
 
 ON = {SPEAKERS: speakers_text()}
 

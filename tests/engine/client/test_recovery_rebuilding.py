@@ -39,8 +39,8 @@ from engine.runner.windowed.windows import HostWindows
 from engine.server.loop import EngineLoop
 from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
+from engine.weights.checkpoint import load_speech_model
 from engine.weights.store import pull
-from engine.weights.windowed_models import load_speech_model
 from tests.cached_models import skip_unless_cached
 from tests.engine import fakes
 from tests.engine.server import test_skipped_silence as silence_cut

@@ -130,7 +130,7 @@ def test_published_weights_match_transformers(name: str) -> None:
     folder = cache_folder() / name
     if not folder.exists():
         pytest.skip(f"run `tickertape pull {name}` first")
-    from engine.weights.windowed_models import load_speech_model
+    from engine.weights.checkpoint import load_speech_model
 
     model, pieces = load_speech_model(folder)
     assert isinstance(model, Moonshine)

@@ -13,9 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import cache_folder
-from engine.weights.checkpoint import BadCheckpoint
+from engine.weights.checkpoint import BadCheckpoint, load_turn_detector
 from engine.weights.registry import TURN_DETECTOR, TURN_DETECTOR_FILE
-from engine.weights.windowed_models import load_turn_detector
 
 FILE = cache_folder() / TURN_DETECTOR / TURN_DETECTOR_FILE
 RECORDING = cache_folder() / "sample-two-cities" / "two_cities.wav"

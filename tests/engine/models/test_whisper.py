@@ -15,8 +15,7 @@ from transformers import WhisperConfig as ReferenceConfig
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from engine.models.whisper import Whisper, WhisperConfig, without_lone_frames
-from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.windowed_models import load_speech_model
+from engine.weights.checkpoint import BadCheckpoint, load_speech_model
 
 OPENAI_NAMES = [
     ("model.", ""),

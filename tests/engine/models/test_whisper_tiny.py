@@ -18,7 +18,7 @@ from engine.options import cache_folder
 from engine.runner.windowed.decoder import GreedyDecoder, Row, judge
 from engine.runner.windowed.runner import PromptTokenizer
 from engine.runner.windowed.stability import is_mark
-from engine.weights.windowed_models import load_speech_model
+from engine.weights.checkpoint import load_speech_model
 
 NAME = "whisper-tiny"
 VOICES = {

@@ -20,10 +20,9 @@ from engine.runner import load
 from engine.runner.background import BackgroundModel, SmartTurnDetector, SpeakerEmbedder
 from engine.runner.load import load_turns
 from engine.server.speakers import CutSettings
-from engine.weights.checkpoint import BadCheckpoint
+from engine.weights.checkpoint import BadCheckpoint, load_turn_detector
 from engine.weights.registry import REGISTRY, TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.store import WeightsError
-from engine.weights.windowed_models import load_turn_detector
 from tests.engine import fakes
 
 SPEAKER_WEIGHTS = cache_folder() / "speakers" / REGISTRY["speakers"].single_file

@@ -27,7 +27,7 @@ from engine.server.background_process import (
 )
 from engine.server.speakers import FRAME_SAMPLES, Samples
 from engine.server.turn_questions import TurnQuestions
-from tests.engine.server.test_speaker_tracks import (
+from tests.engine.server.test_speakers_tracks import (
     AUDIO,
     EXPECTED,
     ON,

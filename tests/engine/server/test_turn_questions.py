@@ -16,7 +16,7 @@ from engine.messages import Closed, Flushed, Item, Output, Saved, Speech, Text, 
 from engine.server.recent_audio import PART_SAMPLES
 from engine.server.speech_track import DECISIONS, SpeechTrack
 from engine.server.turn_questions import WAIT_MESSAGES, AskedAudio, KeptAudio, StreamQuestions, TurnQuestions
-from tests.engine.server.test_speaker_tracks import POSITION, SPEC
+from tests.engine.server.test_speakers_tracks import POSITION, SPEC
 from tests.engine.turn_detectors import WINDOW, Answers, answer_to
 
 FRAME = 512

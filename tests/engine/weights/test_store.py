@@ -22,8 +22,8 @@ from safetensors.numpy import load_file, save_file
 from engine.models.whisper import Whisper
 from engine.weights import registry as weight_sources
 from engine.weights import store as weights
+from engine.weights.checkpoint import load_speech_model
 from engine.weights.registry import REGISTRY, HubFile, PackageFile, Recipe, RegisteredModel, Remote, ShippedFile
-from engine.weights.windowed_models import load_speech_model
 from tests.onnx_files import WHISPER_CONFIG, whisper_files
 
 CONTENT = b"the weights of a very small model"

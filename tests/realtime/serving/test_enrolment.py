@@ -20,7 +20,7 @@ from realtime.serving.enrolment import SocketEnrolment
 from realtime.serving.enrolment import _voice as voice_of
 from realtime.session.core import SavedSession, Session
 from realtime.session.settings import INCLUDE_SPEAKERS, Settings
-from tests.engine.server.test_speaker_tracks import Embeddings, conversation, heard, loop_tracks
+from tests.engine.server.test_speakers_tracks import Embeddings, conversation, heard, loop_tracks
 from tests.waiting import until
 
 

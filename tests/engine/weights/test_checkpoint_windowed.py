@@ -10,8 +10,7 @@ from torch import Tensor
 
 from engine.models.moonshine import Moonshine
 from engine.models.seq2seq import Int8Linear
-from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.windowed_models import description, load_streaming_weights, pack_rows
+from engine.weights.checkpoint import BadCheckpoint, description, load_streaming_weights, pack_rows
 from tests.training.tiny import SPEC
 from tests.training.tiny import TINY as CONFIG
 
