@@ -16,7 +16,7 @@ from torch import Tensor
 
 from engine.core.scheduler import Limits, Scheduler
 from engine.host_memory import memory_to_plan_with
-from engine.models.operands import Heads
+from engine.models.layers import Heads
 from engine.models.voxtral_realtime import (
     FIRST_TEXT_TOKEN,
     STREAMING_PAD,

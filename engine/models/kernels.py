@@ -1,9 +1,10 @@
 """Triton kernels of Voxtral Realtime on CUDA: norm, gate, rotary positions with storing, and attention over pages.
 
-`layers.py` calls them for live steps and rebuilt chunks; each function computes the same as its namesake there. Reading
-the keys and values of each stream is most of a step's memory traffic, so the attention kernel keeps many loads in
-flight: one program per stream, key head and slice of the window, one page per iteration. A page is read whole, without
-masks, and the scores of rows outside the window are dropped; therefore pages must hold finite numbers only.
+`voxtral_realtime.py` calls them for live steps and rebuilt chunks; each function computes the same as its reference in
+`layers.py`. Reading the keys and values of each stream is most of a step's memory traffic, so the attention kernel
+keeps many loads in flight: one program per stream, key head and slice of the window, one page per iteration. A page is
+read whole, without masks, and the scores of rows outside the window are dropped; therefore pages must hold finite
+numbers only.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from engine.models.operands import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowScale, Span
+from engine.models.layers import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowScale, Span
 
 # Warps that keep the memory system busy: about eight per multiprocessor of the largest current GPUs.
 WANTED_WARPS = 1024

@@ -1,15 +1,14 @@
 """The layers of Voxtral Realtime as functions of tensors: norm, gate (SwiGLU), rotary positions, and paged attention.
 
-The layers of `voxtral_realtime.py` call them. On CUDA each element-wise function, and the attention of live steps and
-of chunks of rebuilt streams, is a Triton kernel (`kernels.py`). Elsewhere the torch code below is the implementation;
-the kernels are tested against it.
+This is the torch implementation, for a CPU and as the reference of the Triton kernels (`kernels.py`), which compute the
+same on CUDA; `voxtral_realtime.py` chooses between the two. The argument types of both come first: the shape of a
+layer's heads (`Heads`), the pages of keys and values (`KvPages`), and the rows that a call computes (`Span`).
 
-`PagedAttention.attend` is the one entry to attention. Keys and values are stored in pages, with one ring table per
-stream. A *row* is one encoder frame or one decoder token, numbered from the beginning of its stream without a restart.
-Block b = row // page_rows of a stream is in the page at index b % ring_pages of the stream's table. The pages belong to
-the runner (`engine/runner/frames/memory.py`); which page is whose is decided in `engine/core/caches.py`. A CPU, and the
-fixed silence before every stream (its opening, which is longer than a kernel takes), gather the ring and call torch's
-attention.
+Keys and values are stored in pages, with one ring table per stream. A *row* is one encoder frame or one decoder token,
+numbered from the beginning of its stream without a restart. Block b = row // page_rows of a stream is in the page at
+index b % ring_pages of the stream's table. The pages belong to the runner (`engine/runner/frames/memory.py`); which
+page is whose is decided in `engine/core/caches.py`. A CPU, and the fixed silence before every stream (its opening,
+which is longer than a kernel takes), gather the ring and call torch's attention (`attend_reference`).
 """
 
 from __future__ import annotations
@@ -20,21 +19,78 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
-from engine.models.operands import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowScale, Span
+FP8_MAX = 448.0
+# Avoids division by zero for a row of zeros; far below the scale of real keys and values.
+SMALLEST_SCALE = 1e-6
 
 
-def add_norm(
-    residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, scale: RowScale | None = None
-) -> tuple[Tensor, Tensor]:
-    """residual + delta, and its RMS norm times `weight` (and times `scale`), as a pair.
+@dataclass(frozen=True, slots=True)
+class Heads:
+    """Shape of one attention layer; `window` counts rows, the query's own included."""
 
-    residual, delta: [rows, width]; weight: [width].
+    queries: int
+    keys: int
+    dim: int
+    window: int
+
+    @property
+    def fused_width(self) -> int:
+        return (self.queries + 2 * self.keys) * self.dim
+
+
+@dataclass(frozen=True, slots=True)
+class KvPages:
+    """Key and value pages of one stack. With 8-bit storage every row of every head has its own scale.
+
+    data: [layers, pages, 2 (key, value), heads, page_rows, dim]; scales: [layers, pages, heads, page_rows, 2] or None,
+    so that both scales of a row are one 32-bit word.
     """
-    if residual.is_cuda:
-        from engine.models import kernels
 
-        return kernels.add_norm(residual, delta, weight, epsilon, scale)
-    return add_norm_reference(residual, delta, weight, epsilon, scale)
+    data: Tensor
+    scales: Tensor | None
+
+    @classmethod
+    def allocate(
+        cls, layers: int, pages: int, page_rows: int, heads: Heads, dtype: torch.dtype, device: torch.device | str
+    ) -> KvPages:
+        shape = (layers, pages, 2, heads.keys, page_rows, heads.dim)
+        scales = None
+        if dtype == torch.float8_e4m3fn:
+            scales = torch.zeros(layers, pages, heads.keys, page_rows, 2, dtype=torch.bfloat16, device=device)
+        return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
+
+    @property
+    def page_rows(self) -> int:
+        return self.data.shape[4]
+
+    def copy_pages(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy whole pages in every layer."""
+        self.data[:, targets] = self.data[:, sources]
+        if self.scales is not None:
+            self.scales[:, targets] = self.scales[:, sources]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The rows that one call computes: `rows` new ones for each stream, starting at row number `first`.
+
+    tables: [slots, ring_pages] int32; slots, first: [streams] int64; cosine, sine: [streams * rows, dim / 2].
+    """
+
+    tables: Tensor
+    slots: Tensor
+    first: Tensor
+    rows: int
+    cosine: Tensor
+    sine: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class RowScale:
+    """A factor per row: row i is multiplied by table[index[i]]. table: [kinds, width]; index: [rows]."""
+
+    table: Tensor
+    index: Tensor
 
 
 def add_norm_reference(
@@ -46,15 +102,6 @@ def add_norm_reference(
     if scale is not None:
         normed = normed * scale.table[scale.index].float()
     return total, normed.to(residual.dtype)
-
-
-def swiglu(gate_up: Tensor) -> Tensor:
-    """[rows, 2 * width], gate first -> silu(gate) * up, [rows, width]."""
-    if gate_up.is_cuda:
-        from engine.models import kernels
-
-        return kernels.swiglu(gate_up)
-    return swiglu_reference(gate_up)
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
@@ -83,24 +130,6 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     low, high = heads.float().chunk(2, dim=-1)
     cosine, sine = cosine[:, None], sine[:, None]
     return torch.cat([low * cosine - high * sine, high * cosine + low * sine], dim=-1).to(heads.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class PagedAttention:
-    """All attention layers of one stack during one call."""
-
-    heads: Heads
-    pages: KvPages
-    span: Span
-    use_kernels: bool
-
-    def attend(self, layer: int, fused: Tensor) -> Tensor:
-        """Rotate, store and attend: fused [streams * rows, q | k | v] -> [streams * rows, queries * dim]."""
-        if self.use_kernels:
-            from engine.models import kernels
-
-            return kernels.attend(fused, layer, self.pages, self.span, self.heads)
-        return attend_reference(fused, layer, self.pages, self.span, self.heads)
 
 
 def attend_reference(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> Tensor:

@@ -1,8 +1,8 @@
 """Voxtral Realtime, the frame-synchronous model: a causal audio encoder and decoder, one token per 80 ms.
 
-The frame-synchronous runner (`engine/runner/frames`) runs it. In this order: dimensions, weights, convolutions, one
-stack of layers, the model. The model holds only weights; attention state is in pages that the caller passes in with
-`PagedAttention`, so one model serves all streams.
+The frame-synchronous runner (`engine/runner/frames`) runs it. In this order: dimensions, weights, the layer functions
+(Triton kernels on CUDA, else `layers.py`), convolutions, one stack of layers, the model. The model holds only weights;
+attention state is in pages that the caller passes in with `PagedAttention`, so one model serves all streams.
 
 Time: one position (80 ms) = 8 mel frames = 4 encoder rows = 1 decoder row.
 """
@@ -17,9 +17,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import gelu, linear, pad
 
-from engine.models.layers import PagedAttention, add_norm, inverse_frequencies, swiglu
+from engine.models.layers import (
+    Heads,
+    KvPages,
+    RowScale,
+    Span,
+    add_norm_reference,
+    attend_reference,
+    inverse_frequencies,
+    swiglu_reference,
+)
 from engine.models.mel import HOP_SAMPLES, MelFrontEnd
-from engine.models.operands import Heads, RowScale
 
 ARCHITECTURE = "voxtral_realtime"
 BOS = 1
@@ -182,6 +190,50 @@ def _layer_shapes(stack: Stack) -> dict[str, tuple[int, ...]]:
 def weight_bytes(config: VoxtralConfig, dtype: torch.dtype) -> int:
     """Bytes of all weights in this type."""
     return sum(math.prod(shape) for shape in tensor_shapes(config).values()) * dtype.itemsize
+
+
+# The layer functions: Triton kernels on CUDA, torch code elsewhere.
+
+
+def add_norm(
+    residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, scale: RowScale | None = None
+) -> tuple[Tensor, Tensor]:
+    """residual + delta, and its RMS norm times `weight` (and times `scale`), as a pair.
+
+    residual, delta: [rows, width]; weight: [width].
+    """
+    if residual.is_cuda:
+        from engine.models import kernels
+
+        return kernels.add_norm(residual, delta, weight, epsilon, scale)
+    return add_norm_reference(residual, delta, weight, epsilon, scale)
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """[rows, 2 * width], gate first -> silu(gate) * up, [rows, width]."""
+    if gate_up.is_cuda:
+        from engine.models import kernels
+
+        return kernels.swiglu(gate_up)
+    return swiglu_reference(gate_up)
+
+
+@dataclass(frozen=True, slots=True)
+class PagedAttention:
+    """All attention layers of one stack during one call."""
+
+    heads: Heads
+    pages: KvPages
+    span: Span
+    use_kernels: bool
+
+    def attend(self, layer: int, fused: Tensor) -> Tensor:
+        """Rotate, store and attend: fused [streams * rows, q | k | v] -> [streams * rows, queries * dim]."""
+        if self.use_kernels:
+            from engine.models import kernels
+
+            return kernels.attend(fused, layer, self.pages, self.span, self.heads)
+        return attend_reference(fused, layer, self.pages, self.span, self.heads)
 
 
 @dataclass(frozen=True, slots=True)

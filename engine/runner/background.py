@@ -38,7 +38,7 @@ from engine.runner.base import Background, Embedder, EndedUtterance, Result, Rev
 from engine.runner.bias import KeywordTrees
 from engine.runner.device import Download, StepGraphs, give_way, staging
 from engine.runner.windowed.decoder import Decode, GreedyDecoder, Row
-from engine.runner.windowed.memory import SAMPLES_PER_POSITION
+from engine.runner.windowed.encoders import SAMPLES_PER_POSITION
 from engine.runner.windowed.stability import (
     HypothesisToken,
     Policy,

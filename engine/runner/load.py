@@ -36,10 +36,9 @@ from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, Voxtr
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
 from engine.runner.windowed.decoder import Decode, compiled_decode
 from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
-from engine.runner.windowed.memory import longest_window, plan_windows
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
-from engine.runner.windowed.windows import DeviceWindows, HostWindows, one
+from engine.runner.windowed.windows import DeviceWindows, HostWindows, longest_window, one, plan_windows
 from engine.spec import ModelSpec, Vocabulary
 from engine.weights.checkpoint import BadCheckpoint, load_speech_model, load_streaming_weights
 from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from engine.models.layers import inverse_frequencies, rotary_angles
-from engine.models.operands import Heads, KvPages, Span
+from engine.models.layers import Heads, KvPages, Span, inverse_frequencies, rotary_angles
 from engine.models.voxtral_realtime import voxtral_mini_4b
 from engine.runner.frames.memory import PAGE_ROWS
 

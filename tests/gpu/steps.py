@@ -14,8 +14,7 @@ from benchmarks.random_weights import random_tensors, random_voxtral
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Feed, Finish, Item, Open, Output
-from engine.models.layers import gather_ring
-from engine.models.operands import Span
+from engine.models.layers import Span, gather_ring
 from engine.models.silero import load_silero
 from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD, VoxtralRealtime, voxtral_mini_4b
 from engine.runner.base import SynchronousRunner, never

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor
 
 from engine.models.layers import (
+    KvPages,
+    RowScale,
     add_norm_reference,
     attend_reference,
     inverse_frequencies,
     rotary_angles,
     swiglu_reference,
 )
-from engine.models.operands import KvPages, RowScale
 from tests.engine.runner.frames.test_memory_parking import RESIDENT, STREAMS, tokens_of
 from tests.gpu.attention_inputs import attention_inputs, stacks
 from tests.gpu.steps import (

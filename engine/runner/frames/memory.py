@@ -27,12 +27,12 @@ from torch import Tensor
 from engine.core.plan import MoveTask
 from engine.core.scheduler import MOST_KEPT_FREE
 from engine.host_memory import available_memory
-from engine.models.layers import PagedAttention, rotary_angles
-from engine.models.operands import Heads, KvPages, Span
+from engine.models.layers import Heads, KvPages, Span, rotary_angles
 from engine.models.voxtral_realtime import (
     FLUSH_POSITIONS,
     LEFT_PAD_POSITIONS,
     MAX_DELAY_POSITIONS,
+    PagedAttention,
     VoxtralConfig,
     weight_bytes,
 )

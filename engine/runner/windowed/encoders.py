@@ -1,5 +1,6 @@
 """Encoders of windowed models: turn the audio of a stream's window into encoder output for the decoder.
 
+`AudioSlab` holds the audio of all streams on the device, one row per position; the scheduler assigns the rows.
 `WindowEncoder` encodes the whole window again in every pass, with the end of the last utterance before a short window;
 it serves all uploads, and live streams of Whisper and of Moonshine as published. `BlockEncoder` encodes each frame
 once, in blocks with bounded context; it serves live streams of models with a streaming encoder, on a CPU. Times are
@@ -13,16 +14,75 @@ from copy import copy
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from engine.core.plan import SILENCE_ROW, DecodeTask
+from engine.core.plan import SILENCE_ROW, DecodeTask, EncodeTask
 from engine.messages import Item, Saved
 from engine.models.moonshine import EncoderState, Moonshine, StreamingEncoder
 from engine.models.seq2seq import Encoded, SpeechModel, at_once
-from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab, audio_of
+from engine.runner.device import upload
 from engine.runner.windowed.stability import POSITIONS_PER_SECOND, HypothesisToken, Policy, starts_word
+
+SAMPLES_PER_POSITION = 1_280
+
+
+class AudioSlab:
+    """Audio of all streams, one row per position. Row 0 is silence and is never written."""
+
+    def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
+        # By numpy: it takes memory that the system clears when it is first used.
+        self.rows = torch.from_numpy(np.zeros((rows + 1, SAMPLES_PER_POSITION), np.float32)).to(device)
+        self._device = self.rows.device
+        # Rows with NaN or infinite values.
+        self._broken: set[int] = set()
+
+    def write(self, tasks: Sequence[EncodeTask]) -> None:
+        """Write the samples of the items in one copy."""
+        if not tasks:
+            return
+        samples = np.concatenate([_samples(task) for task in tasks])
+        rows = [row for task in tasks for row in task.rows]
+        for row, finite in zip(rows, np.isfinite(samples).all(axis=1).tolist(), strict=True):
+            (self._broken.discard if finite else self._broken.add)(row)
+        self.rows[upload(np.array(rows, np.int64), self._device)] = upload(samples, self._device)
+
+    def is_broken(self, task: DecodeTask) -> bool:
+        return bool(self._broken) and not self._broken.isdisjoint(task.rows)
+
+    def audio(self, task: DecodeTask) -> Tensor:
+        """[1, samples] of the task's whole window."""
+        return self.gather([task.rows])
+
+    def gather(self, windows: Sequence[Sequence[int]]) -> Tensor:
+        """[windows, samples]: the rows of each window, shorter ones padded with silence."""
+        length = max(map(len, windows))
+        rows = np.zeros((len(windows), length), np.int64)
+        for place, window in zip(rows, windows, strict=True):
+            place[: len(window)] = window
+        return self.rows[upload(rows, self._device)].view(len(windows), -1)
+
+
+def _samples(task: EncodeTask) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    samples: np.ndarray[tuple[int, int], np.dtype[np.float32]] = np.asarray(task.payload, np.float32)
+    samples = samples.reshape(-1, SAMPLES_PER_POSITION)
+    return samples if task.mask is None else samples[np.array(task.mask)]
+
+
+def audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:
+    """[1, samples] of positions [start, end); silence where there is no item."""
+    audio = torch.zeros(end - start, SAMPLES_PER_POSITION)
+    for item in items:
+        if item.payload is None:
+            continue
+        rows = torch.from_numpy(np.array(item.payload)).view(-1, SAMPLES_PER_POSITION)
+        for index, row in enumerate(rows):
+            place = item.offset + index - start
+            if 0 <= place < end - start and (item.mask is None or item.mask[index]):
+                audio[place] = row
+    return audio.view(1, -1)
 
 
 @dataclass(slots=True)

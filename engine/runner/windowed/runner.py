@@ -28,8 +28,7 @@ from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import Reviser, SynchronousRunner, never
 from engine.runner.bias import KeywordTrees, LazyTree, joined_pairs, single_bytes
 from engine.runner.windowed.decoder import LanguageState, Row
-from engine.runner.windowed.encoders import EncodedAudio, StreamEncoder
-from engine.runner.windowed.memory import SAMPLES_PER_POSITION
+from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, EncodedAudio, StreamEncoder
 from engine.runner.windowed.stability import (
     FAR_BACK,
     HypothesisToken,

@@ -10,8 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.models.layers import attend_reference, inverse_frequencies, pack, rotary_angles, rotate, unpack
-from engine.models.operands import FP8_MAX, Heads, KvPages, Span
+from engine.models.layers import (
+    FP8_MAX,
+    Heads,
+    KvPages,
+    Span,
+    attend_reference,
+    inverse_frequencies,
+    pack,
+    rotary_angles,
+    rotate,
+    unpack,
+)
 
 HEADS = Heads(queries=4, keys=2, dim=8, window=13)
 PAGE_ROWS = 4

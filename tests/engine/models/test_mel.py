@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from transformers import VoxtralRealtimeFeatureExtractor
 from transformers.audio_utils import mel_filter_bank
 
+from engine.models.layers import Heads
 from engine.models.mel import MelFrontEnd, slaney_filters
-from engine.models.operands import Heads
 from engine.models.voxtral_realtime import Stack, VoxtralConfig, VoxtralRealtime, tensor_shapes
 
 LOOK_BACK, STEP, LOOK_AHEAD = 680, 1280, 40

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
-from engine.models.operands import Heads
+from engine.models.layers import Heads
 from engine.models.voxtral_realtime import STREAMING_WORD, Stack, VoxtralConfig, VoxtralRealtime, tensor_shapes
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner

@@ -25,8 +25,7 @@ from engine.runner.windowed.decoder import (
     Row,
     judge,
 )
-from engine.runner.windowed.encoders import WindowEncoder
-from engine.runner.windowed.memory import SAMPLES_PER_POSITION
+from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, WindowEncoder
 from engine.runner.windowed.runner import SECONDS_WITH_TEXT, PromptTokenizer, WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows

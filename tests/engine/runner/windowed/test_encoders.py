@@ -14,8 +14,7 @@ from torch import Tensor
 from engine.core.plan import DecodeTask
 from engine.messages import Item
 from engine.models.moonshine import Moonshine, MoonshineConfig, RunningNorm, StreamingEncoder, StreamingSpec
-from engine.runner.windowed.encoders import LONG_FROM_ANCHOR, BlockEncoder, EncodedAudio
-from engine.runner.windowed.memory import SAMPLES_PER_POSITION
+from engine.runner.windowed.encoders import LONG_FROM_ANCHOR, SAMPLES_PER_POSITION, BlockEncoder, EncodedAudio
 
 BLOCK, LOOK_AHEAD = 26, 13
 SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=RunningNorm(0.0, -5.84, 75.0))

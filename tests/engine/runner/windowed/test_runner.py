@@ -20,8 +20,7 @@ from engine.models.seq2seq import Encoded
 from engine.runner import bias
 from engine.runner.bias import KeywordTree, KeywordTrees
 from engine.runner.windowed.decoder import DecodedToken, GreedyDecoder, Row
-from engine.runner.windowed.encoders import EncodedAudio, WindowEncoder
-from engine.runner.windowed.memory import SAMPLES_PER_POSITION, AudioSlab
+from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, AudioSlab, EncodedAudio, WindowEncoder
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import HypothesisToken, Policy, Progress
 from engine.runner.windowed.windows import HostWindows

@@ -23,8 +23,13 @@ from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Closed, Failed, Feed, Finish, Item, Open, Output, StreamState, Text
 from engine.models.moonshine import EncoderState, Moonshine, RunningNorm, StreamingEncoder, StreamingSpec
 from engine.runner.base import never
-from engine.runner.windowed.encoders import LONG_FROM_ANCHOR, REBUILT_AT_ONCE, BlockEncoder, WindowEncoder
-from engine.runner.windowed.memory import SAMPLES_PER_POSITION
+from engine.runner.windowed.encoders import (
+    LONG_FROM_ANCHOR,
+    REBUILT_AT_ONCE,
+    SAMPLES_PER_POSITION,
+    BlockEncoder,
+    WindowEncoder,
+)
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
