@@ -230,8 +230,8 @@ class BytePipe(ByteReader):
 
 
 class LibavSource:
-    """What libav reads like a file; subclasses remove tags or boxes. A fault ends the stream and is kept in `fault`,
-    because libav does not expect an exception from `read`."""
+    """The file object that libav reads; subclasses remove tags or boxes. A fault ends the stream and is kept in
+    `fault`, because libav does not expect an exception from `read`."""
 
     def __init__(self) -> None:
         self.fault: AudioError | None = None

@@ -1,8 +1,7 @@
 """Exception classes for audio that cannot be decoded. Their texts are safe to send to the client that sent the audio.
 
-Each has a stable `code` for programs. The decoders of this package raise them, and those about time, size and number of
-decoder processes come from `realtime/serving`; the gateway turns them into error events
-and HTTP errors.
+Each has a stable `code` for programs. The decoders of this package raise most of them; `realtime/serving` raises those
+about the time, size and number of decoder processes. The gateway turns them into error events and HTTP errors.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ SECONDS_FILE = "seconds"
 
 
 def wrong_python(version):
-    """What to do about a Python that is too old; empty if it is not."""
+    """The advice for a Python that is too old; empty if it is not."""
     if tuple(version[:2]) >= LEAST_PYTHON:
         return ""
     return (
@@ -48,7 +48,7 @@ def wants_cpu_torch(cpu_index):
 
 
 def announcement(machine, has_nvidia, cpu_torch):
-    """What is fetched, how much and why."""
+    """The lines that say which packages are fetched, how much that is, and why."""
     if machine == "x86_64" and not cpu_torch:
         why = "for the GPU of this machine" if has_nvidia else "because PyTorch's own index cannot be reached"
         size = f"about 3 GB (PyTorch with CUDA, {why}; it also runs on the CPU)"

@@ -38,7 +38,7 @@ _CLOSING = " \n\"')”’"
 
 
 class Words(Enum):
-    """What the last words of a turn tell about its end."""
+    """Evidence from the last words of a turn about its end."""
 
     NONE = auto()  # no words yet
     UNFINISHED = auto()  # a comma, or a word after which something follows

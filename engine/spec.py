@@ -1,4 +1,4 @@
-"""`ModelSpec`: facts about a model for all parts without torch (time steps, windows, caches), vocabulary, language
+"""`ModelSpec`: facts about a model for all code without torch (time steps, windows, caches), vocabulary, language
 codes.
 
 The runner provides it when it has loaded a model; the engine sends it to every gateway in its greeting. A model's time

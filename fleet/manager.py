@@ -434,7 +434,7 @@ class Manager:
         self._remember()
 
     def planned(self, engines: int | None = None) -> dict[str, Any]:
-        """What the next round would do with `engines` engines (None: as many as scaling wants); does nothing."""
+        """The actions of the next round with `engines` engines (None: as many as scaling wants); starts none."""
         decision = self._scaling()
         wanted = decision.scaling.wanted if engines is None else engines
         actions = reconcile(self._wanted(wanted), self._actual())

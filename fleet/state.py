@@ -1,8 +1,8 @@
 """Data types of a fleet: nodes and units, desired and actual state, actions, and the table of engines for gateways.
 
-A unit is one engine or gateway process. `fleet/manager.py` compares `ActualState` with `DesiredState`;
-`fleet/manager.py` performs the resulting `Action`s. Keepers write the table to a file that their gateway reads. This
-module has no state of its own.
+A unit is one engine or gateway process. `fleet/manager.py` compares `ActualState` with `DesiredState` and performs the
+resulting actions (`Start`, `DrainUnit`, `Forget`). Keepers write the table to a file that their gateway reads
+(`write_table`). This module has no state of its own.
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     write.add_argument("--out", type=Path, required=True)
     evaluate = commands.add_parser("evaluate", help="word errors on the clips of a manifest, on this processor")
     evaluate.add_argument("manifest", type=Path)
-    evaluate.add_argument("--weights", type=Path, help="a streaming encoder; without it the published one is heard")
+    evaluate.add_argument("--weights", type=Path, help="a streaming encoder; without it the published one is evaluated")
     evaluate.add_argument("--block", type=int, default=13, help="frames in a block")
     evaluate.add_argument("--int8", action="store_true", help="8-bit products, as the engine takes them")
     evaluate.add_argument("--utterances", action="store_true", help="cut clips as the speech gate cuts live streams")

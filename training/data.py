@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.nn.functional import interpolate, pad
 
 SAMPLE_RATE = 16_000
-# What is longer is cut: a window should hold more than one voice's one breath.
+# Longer utterances are cut, so that a window has more than one utterance.
 _LONGEST_UTTERANCE_SECONDS = 25
 _CUT_SECONDS = (4.0, 20.0)
 _SHORTEST_SAMPLES = 4_000
@@ -50,7 +50,7 @@ class Utterance:
 
 @dataclass(frozen=True, slots=True)
 class Speech:
-    """Whole files are kept back, the last of each corpus, so that no utterance is on both sides."""
+    """Utterances to train with and to validate with. Validation has whole files, the last ones of each corpus."""
 
     training: list[Utterance]
     validation: list[Utterance]
@@ -164,7 +164,7 @@ def _between(like: Tensor, low: float, high: float) -> Tensor:
 
 
 def _some(like: Tensor, share: float) -> Tensor:
-    """1 in this share of the rows, 0 in the others."""
+    """[batch, 1]: 1 in this share of the rows, 0 in the others."""
     return (torch.rand(like.shape[0], 1, device=like.device) < share).float()
 
 
@@ -177,15 +177,15 @@ def _loudness(x: Tensor) -> Tensor:
 
 
 def _scaled(x: Tensor, reference: Tensor, decibels: Tensor) -> Tensor:
-    """As loud as the reference, and so many decibels more."""
+    """`x` at the loudness of the reference plus `decibels`."""
     return x / _loudness(x) * _loudness(reference) * _gain(decibels)
 
 
-# What happens to the voice
+# The voice: speed, room, equaliser and band limit
 
 
 def _at_speed(x: Tensor, speed: float) -> Tensor:
-    """Pitch changes with it, as on a tape."""
+    """Change speed and pitch together, as a tape does."""
     if speed == 1.0:
         return x
     before = x.shape[1]
@@ -235,7 +235,7 @@ def _room(x: Tensor) -> Tensor:
     return response
 
 
-# What is heard beside it
+# Sounds beside the voice: noise and music
 
 
 def _coloured_noise(x: Tensor) -> Tensor:

@@ -80,12 +80,12 @@ class OptimiserConfig:
     weight_decay: float
     largest_gradient: float
     encoder_weight: float
-    # How much the frames that a block looks ahead to count: the share of blocks whose first frames the decoder hears as
-    # the block before had them, and the weight of their error.
+    # Training of look-ahead frames: the share of blocks whose first frames are the look-ahead results of the block
+    # before, and the weight of the look-ahead frames' error.
     ahead_share: float
-    # How much of the weights that training went on from is in the result: an average keeps what each hears best.
+    # Share of the starting weights in the averaged result.
     start_share: float
-    # Behind this share of the steps, products are rounded as the 8-bit layers of the engine round them.
+    # After this share of the steps, products are rounded as the 8-bit layers of the engine round them.
     int8_from: float
     seed: int
 
@@ -183,7 +183,7 @@ def prepare_lesson(teacher: Moonshine, utterances: list[Utterance], seconds: int
 
 
 def measured_norm(teacher: Moonshine, lesson: Lesson, frames: float) -> RunningNorm:
-    """The level to expect before anything was heard: that of augmented speech."""
+    """The prior of the running norm: the level of augmented speech."""
     with torch.no_grad():
         x = torch.tanh(teacher.encoder.conv1(augment(lesson.audio[:_VALIDATION_BATCH])[:, :, None]))
         mean = x.mean(dim=(1, 2))
@@ -203,7 +203,7 @@ class Distillation:
         settings = config.optimiser
         encoder: list[nn.Parameter] = []
         for name, parameter in self.student.encoder.named_parameters():
-            # The first convolution is the ear itself; it stays.
+            # The first convolution is not trained.
             if not name.startswith("conv1."):
                 parameter.requires_grad_(True)
                 encoder.append(parameter)
@@ -226,7 +226,7 @@ class Distillation:
         """Divergence of the texts' next tokens, and error of the encoder's output over its variance."""
         teacher, student = self.teacher, self.student
         inputs = texts[:, :-1]
-        # The first end token is the last thing said: what follows the token before it is asked, what follows it is not.
+        # The loss covers the predictions up to the first end token, not those after it.
         said = inputs != teacher.end_token
         with torch.autocast(audio.device.type, torch.bfloat16, enabled=audio.is_cuda):
             with torch.no_grad():
@@ -276,7 +276,7 @@ class Distillation:
 
     @torch.no_grad()
     def mix(self, start_share: float) -> None:
-        """Go back towards the weights that training went on from, by this share of the way."""
+        """Move the weights back towards those that training started from, by this share of the way."""
         for parameter, start in zip(self._trained, self._start, strict=True):
             parameter.lerp_(start, start_share)
 
@@ -288,8 +288,8 @@ class Distillation:
 
 
 def _told_early(heard: Tensor, ahead: Tensor, plan: BlockPlan, share: float) -> Tensor:
-    """Frames as the decoder hears them live, where it does not wait for the block they belong to: in this share of the
-    blocks the first ones are as the block before had them ahead."""
+    """Encoder output as the live decoder gets it, which does not wait for the block that a frame belongs to: in this
+    share of the blocks, the first frames are the look-ahead results of the block before."""
     blocks = int(plan.looking.max()) + 1 if len(plan.looking) else 0
     early = (torch.rand(heard.shape[0], blocks, device=heard.device) < share)[:, plan.looking, None]
     told = heard.clone()
@@ -298,7 +298,7 @@ def _told_early(heard: Tensor, ahead: Tensor, plan: BlockPlan, share: float) -> 
 
 
 def begin(teacher: Moonshine, lesson: Lesson, config: TrainingConfig, start: Path | None) -> Distillation:
-    """From the teacher's own weights, with the level of the lesson; or from those of a file, with its level."""
+    """Start from the teacher's weights with the level of the lesson, or from the weights and level of a file."""
     student = copy.deepcopy(teacher)
     if start is None:
         norm = measured_norm(teacher, lesson, config.mask.norm_frames)
@@ -310,8 +310,9 @@ def begin(teacher: Moonshine, lesson: Lesson, config: TrainingConfig, start: Pat
 def distil(
     teacher: Moonshine, speech: Speech, config: TrainingConfig, report: Report, start: Path | None = None
 ) -> Distillation:
-    """Prepare, train, and return what was trained. The same configuration gives the same draws. `start`: the file of a
-    streaming encoder to go on from, instead of the teacher's own."""
+    """Prepare the data, train, and return the trained run. The same configuration gives the same random draws.
+
+    `start`: the file of a streaming encoder to continue from, instead of the teacher's own weights."""
     data, settings = config.data, config.optimiser
     random.seed(settings.seed)
     torch.manual_seed(settings.seed)
@@ -353,13 +354,13 @@ def _spec(mask: MaskConfig, norm: RunningNorm) -> StreamingSpec:
     return StreamingSpec(blocks=mask.blocks, look_ahead=mask.look_ahead, left=mask.left, norm=norm)
 
 
-# Products that the engine takes with 8 bits lose nothing by being stored so. The third convolution is not one of them.
+# Matrices that the engine multiplies in 8 bits are stored in 8 bits without a further loss.
 _EIGHT_BIT = ("qkv_proj.weight", "o_proj.weight", "fc1.weight", "fc2.weight", "conv2.linear.weight", "cross_kv.weight")
 _HALF = "conv3.linear.weight"
 
 
 def trained_tensors(model: Moonshine) -> dict[str, Tensor]:
-    """All that differs from the published model: the encoder and the inputs of cross-attention."""
+    """The tensors that training changes: the encoder and the inputs of cross-attention."""
     tensors = model.state_dict()
     return {name: value.cpu() for name, value in tensors.items() if name.startswith(("encoder.", "cross_kv."))}
 

@@ -27,7 +27,7 @@ from realtime.bench.words import Normaliser, edit_distance
 from training.data import SAMPLE_RATE, read_recording
 from training.model import block_plan, encode_blocks, greedy_tokens, token_limit
 
-# Moonshine was made for at most half a minute. What is longer is cut in the quietest quarter of a second.
+# Moonshine takes at most half a minute. Longer audio is cut in its quietest quarter of a second.
 _LONGEST_SECONDS, _SHORTEST_SECONDS = 30, 20
 _QUIET_SAMPLES = SAMPLE_RATE // 4
 _OPEN_SECONDS = 2
@@ -56,7 +56,7 @@ class Count:
 
 
 def cut_where_quiet(samples: Samples) -> list[Samples]:
-    """A whole clip; only what is too long for the model is cut."""
+    """The clip as one piece; a clip that is too long for the model is cut."""
     pieces = []
     while len(samples) > _LONGEST_SECONDS * SAMPLE_RATE:
         first = _SHORTEST_SECONDS * SAMPLE_RATE
@@ -139,7 +139,7 @@ def hear_published(model: Moonshine) -> Hear:
 
 
 def hear_blocks(encoder: StreamingEncoder) -> Hear:
-    """Block by block, as the engine does it."""
+    """The streaming encoder block by block, as the engine runs it."""
 
     def hear(audio: list[Samples]) -> tuple[Tensor, list[int]]:
         rows = []
@@ -152,7 +152,7 @@ def hear_blocks(encoder: StreamingEncoder) -> Hear:
 
 
 def hear_masked(model: Moonshine, spec: StreamingSpec, block: int) -> Hear:
-    """The same in one masked pass, many pieces at a time: fast on a GPU."""
+    """The streaming encoder in one masked pass, many pieces at a time: fast on a GPU."""
     device = model.decoder.embed_tokens.weight.device
 
     @torch.no_grad()
@@ -167,7 +167,7 @@ def hear_masked(model: Moonshine, spec: StreamingSpec, block: int) -> Hear:
 
 
 def timed(hear: Hear, spent: list[float]) -> Hear:
-    """The same; processor seconds of each call are added to `spent`."""
+    """`hear`, with the processor seconds of each call added to `spent`."""
 
     def hear_timed(audio: list[Samples]) -> tuple[Tensor, list[int]]:
         began = time.process_time()

@@ -83,7 +83,7 @@ def _round(x: Tensor, steps: int) -> Tensor:
 
 
 class _Round(torch.autograd.Function):
-    """Rows rounded to so many steps to each side of zero; the gradient passes as if nothing had happened."""
+    """Rows rounded to `steps` steps on each side of zero; the gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, steps: int) -> Tensor:
@@ -185,7 +185,7 @@ def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None = Non
     return join_heads(mixed[..., :dim])
 
 
-# More than anybody says in a second, and what the engine allows.
+# More tokens than speech has in a second; the engine has the same limit.
 TOKENS_PER_SECOND = 6.5
 _CHECK_EVERY = 8
 

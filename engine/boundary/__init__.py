@@ -1,5 +1,5 @@
-"""What gateway and engine process share: message codec, ZeroMQ sockets, items, audio cache, replay log, crash record.
+"""Modules of both processes, gateway and engine: message codec, ZeroMQ sockets, items, audio cache, replay, crash
+record.
 
-Both processes import this package. It imports the root modules of `engine` and `audio`, nothing of `engine/client` or
-`engine/server`.
+It imports the root modules of `engine` and `audio`, nothing of `engine/client` or `engine/server`.
 """

@@ -142,7 +142,7 @@ class CrashSuspicion:
 
 @dataclass(frozen=True, slots=True)
 class EngineDeath:
-    """What a gateway knows about the end of an engine."""
+    """The facts that a gateway has about the death of an engine."""
 
     at: float
     # It ended by itself, not by a signal from outside.

@@ -1,9 +1,10 @@
 """The audio cache of a link, so that the same audio is not sent twice: `SenderCache` (gateway), `ReceiverCache`
 (engine).
 
-The sender keeps hashes and sizes, the receiver keeps the data. Both are LRU caches with the same capacity in bytes and
-see the same messages in the same order, so the sender knows what the receiver holds without asking. Within one message
-all items are touched before any is stored, so that a later item cannot evict an earlier one of the same message.
+A gateway has a sender for each engine (`EngineLink`), an engine has a receiver for each gateway (`Peer`). The sender
+keeps hashes and sizes, the receiver keeps the data. Both are LRU caches with the same capacity in bytes and see the
+same messages in the same order, so the sender knows what the receiver holds without asking. Within one message all
+items are touched before any is stored, so that a later item cannot evict an earlier one of the same message.
 
 If the two caches differ (one side lost its cache, or a message was lost), the receiver names the hashes it misses and
 the sender sends the data again. Any other difference only costs bandwidth. The cache of encoder output is another one:

@@ -245,7 +245,7 @@ def payload_bytes(item: Item) -> int:
 
 
 def complaint_about(item: Item, spec: ModelSpec) -> str | None:
-    """What is wrong with an item, or None. A key without data is allowed: the receiver may have the data cached."""
+    """The error in an item as text, or None. A key without data is allowed: the receiver may have the data cached."""
     offset, length, sample, samples = item.offset, item.length, item.sample, item.samples
     # Not isinstance: a bool is an int, too.
     whole = type(offset) is int and type(length) is int and type(sample) is int

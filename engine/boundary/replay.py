@@ -1,4 +1,4 @@
-"""What is kept of a stream, so that another engine can rebuild it.
+"""The replay of a stream: its recent audio, commands, tokens and state, from which another engine can rebuild it.
 
 `ReplayLog` has the recent commands of one stream in the order sent (audio items, flushes, changes of the turn rule). A
 gateway keeps a log per stream in case its engine is lost; an engine keeps one in case the gateway is lost, and gives it
@@ -177,7 +177,7 @@ def _earlier(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """All that a new engine is sent to rebuild a stream.
+    """The commands and state that a new engine gets to rebuild a stream.
 
     The new engine counts from zero: its count is the stream's count minus `positions` and `samples`.
     """
@@ -216,7 +216,7 @@ class Memory(Protocol):
         """Drop what no replay needs."""
 
     def replay(self, kept: ReplayLog) -> Replay:
-        """What to send to a new engine. All later text comes from that engine."""
+        """Make the replay for a new engine. All later text comes from that engine."""
 
     def on_text(self, text: Text) -> Text | None:
         """Record text from the engine; returns the part of it that is new, or None."""

@@ -160,7 +160,7 @@ class Source(Protocol):
 
 
 class SendQueue:
-    """What waits to be sent to one engine: live commands first, then replays in turns.
+    """Commands that wait to be sent to one engine: live commands first, then replays in turns.
 
     A live command leaves with the next batch, however much is being replayed. At most `REPLAY_WINDOW_BYTES` of replays
     are unacknowledged; the rest stays with the sources.

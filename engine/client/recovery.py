@@ -1,5 +1,5 @@
-"""Opens streams again on another engine: those whose engine was lost (`Recovery`), and those of draining engines, which
-migrate one by one (`Migrations`).
+"""Opens streams again on another engine, after their engine was lost (`Recovery`) or while it is drained
+(`Migrations`).
 
 Both are tasks of the supervisor, in the gateway's event loop. What a new engine is sent is decided in
 `engine/boundary/replay.py`.
@@ -9,10 +9,10 @@ suspects are known, waiting, being reopened by one task, on an engine, or ended.
 the reopening task change the state, and the task only while it is still the stream's registered task. A stream that
 gets no engine in time is ended with an error.
 
-`Migrations` checks the pool a few times per second. A stream migrates in a pause of speech if one comes soon, when the
-interruption is least noticed. A slot on the target is reserved first, with a placeholder stream; without one the stream
-stays. It is then reopened on the target as after the death of an engine and with the same words, and the old engine
-keeps it until the new one has all of it.
+`Migrations` checks the pool a few times per second, and moves the streams of draining engines one by one. A stream
+migrates in a pause of speech if one comes soon, when the interruption is least noticed. A slot on the target is
+reserved first, with a placeholder stream; without one the stream stays. It is then reopened on the target as after the
+death of an engine and with the same words, and the old engine keeps it until the new one has all of it.
 """
 
 from __future__ import annotations

@@ -439,7 +439,7 @@ class RunningNorm:
 
 @dataclass(frozen=True, slots=True)
 class StreamingSpec:
-    """What an encoder was trained for, and must be run with. Lengths are in frames of 24 ms."""
+    """The block sizes, context and norm that an encoder was trained with and must be run with, in frames of 24 ms."""
 
     blocks: tuple[int, ...]
     look_ahead: int

@@ -161,7 +161,7 @@ class DecoderState:
 
 @dataclass(slots=True)
 class DecoderPass:
-    """What every layer of one decoder call needs: positions of its tokens, caches, encoder output, causal mask."""
+    """Arguments of every layer in one decoder call: positions of its tokens, caches, encoder output, causal mask."""
 
     index: Tensor
     state: DecoderState

@@ -91,7 +91,7 @@ STAY, WAIT = -1, -2
 
 
 class Edge(NamedTuple):
-    """What a token does in a state of the tree."""
+    """The effect of a token in one state of the tree."""
 
     # Target state.
     node: int

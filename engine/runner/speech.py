@@ -1,5 +1,4 @@
-"""Speech detectors for many streams at once: run Silero (`engine/models/silero.py`) on batches of all streams' new
-audio.
+"""Speech detectors for many streams at once: they run Silero (`engine/models/silero.py`) on batches of new audio.
 
 The `Listener` of the engine loop (`engine/server/speech.py`) uses one of them; here are only probabilities, no
 decisions. `SpeechDetector` keeps the state of its streams on the host, wherever the model runs, so that it can be

@@ -201,7 +201,7 @@ class BackgroundProcess:
         # Audio that the turn detector judges.
         self.window_samples = window_samples
         self.recipes = recipes
-        # What the next message has: commands, and the audio that belongs to them.
+        # The next message: commands, and the audio that belongs to them.
         self._commands: list[Command] = []
         self._audio: list[Samples] = []
         self._out: SimpleQueue[tuple[list[Command], list[Samples]] | None] = SimpleQueue()

@@ -206,7 +206,7 @@ PROBE_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """What the next step contains: live streams or not, and how many positions of uploads (None: any number)."""
+    """The work of the next step: live streams or not, and how many positions of uploads (None: any number)."""
 
     live: bool = True
     upload_positions: int | None = None

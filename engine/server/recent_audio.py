@@ -1,11 +1,12 @@
-"""`RecentAudio`: the last audio of one stream in the engine, kept for the second pass, turn detector and speaker
+"""`RecentAudio`: the last seconds of one stream's audio in the engine, for second pass, turn detector and speaker
 labels.
 
-Each of these three keeps its own. (Audio that is kept to rebuild a stream is elsewhere:
-`engine/boundary/replay.py`.) Audio is kept in parts of one second, into which items are written one after the
-other, so that a turn is joined from few parts. Items without samples (declared silence, features) are kept as a length.
-Each part has the position of its first item, so that a saved state can tell from where on audio must be sent again.
-`cut` rounds to 16 bits: audio that a gateway kept with 16 bits and sends again gives the same samples.
+Each of these three (`revisions.py`, `turn_questions.py`, `speakers.py`) keeps its own for each stream. The audio that
+is kept to rebuild a stream is elsewhere: `engine/boundary/replay.py`. Audio is kept in parts of one second, into which
+items are written one after the other, so that a turn is joined from few parts. Items without samples (declared silence,
+features) are kept as a length. Each part has the position of its first item, so that a saved state can tell from where
+on audio must be sent again. `cut` rounds to 16 bits: audio that a gateway kept with 16 bits and sends again gives the
+same samples.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
-"""Better final texts: utterances of live streams are decoded again when they have ended.
+"""Second passes for finals (`Revisions`): decides which ended utterances of live streams are decoded again, and when.
 
-A `Revision` covers the audio between two flushes, or between a flush and the end of the stream. Audio that goes on for
+A part of the engine loop. It keeps the audio and the streamed words of each stream since its last revision, and sends
+the new words as `Revised`; `UtteranceReviser` (`engine/runner/background.py`) computes them on other threads. A
+`Revision` covers the audio between two flushes, or between a flush and the end of the stream. Audio that goes on for
 long without a flush is revised in parts, cut at the longest pause between two words, so a final never waits for more
-than one part. Which parts there are depends on the audio and the streamed words alone, and a `Reviser` computes each
-part elsewhere; when that is done depends on the load. Under load revisions are skipped, and the streamed words stay.
+than one part. The division into parts depends on the audio and the streamed words alone; the time of the result depends
+on the load. Under load revisions are skipped, and the streamed words stay.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ class Revision:
 
 @dataclass(slots=True)
 class RevisedStream:
-    """What is known of one stream since its last revision."""
+    """The audio and streamed words of one stream since its last revision."""
 
     options: Mapping[str, str]
     audio: RecentAudio = field(default_factory=RecentAudio)

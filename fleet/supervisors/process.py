@@ -1,8 +1,8 @@
 """Starts detached processes, and keeps a record of each on the node's disk. Used by keepers and for the head of Ray.
 
-A process outlives the one that started it; the record lets another keeper find it. Run as a program (`python -m
-fleet.supervisors.process LOG PROGRAM ...`) this module starts one process and prints its id: so the process is no child
-of the keeper, and a Ray worker that kills its children when it ends does not kill it.
+A process outlives the keeper that started it; with the record (`Records`) the next keeper finds it. Run as a program
+(`python -m fleet.supervisors.process LOG PROGRAM ...`) this module starts one process and prints its id. So the process
+is no child of the keeper, and a Ray worker that kills its children when it ends does not kill it.
 """
 
 from __future__ import annotations

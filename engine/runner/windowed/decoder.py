@@ -1,9 +1,10 @@
 """The decoder of windowed models: greedy decoding of a batch of windows, language detection, and fast decoder passes.
 
-Known text is read in one pass; then one token per row and pass until every row has stopped. A row has committed text
-and a draft, the hypothesis of its last pass. The draft only saves time: it is checked in the same pass as the committed
-text, and kept as far as the model would choose the same tokens again. If the only row of a batch says so, the rest of
-the draft is tried after a difference too, a few tokens in each pass (`DraftRest`).
+`windows.py` and the second pass (`engine/runner/background.py`) use it. Known text is read in one pass; then one token
+per row and pass until every row has stopped. A row has committed text and a draft, the hypothesis of its last pass. The
+draft only saves time: it is checked in the same pass as the committed text, and kept as far as the model would choose
+the same tokens again. If the only row of a batch says so, the rest of the draft is tried after a difference too, a few
+tokens in each pass (`DraftRest`).
 
 A decoder pass is `SpeechModel.decode`. On CUDA it is recorded as a graph (`RecordedDecoderBatch`). On a CPU it is
 traced with torch.jit (`compiled_decode`), so that it runs as one call without Python.

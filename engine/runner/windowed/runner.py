@@ -185,7 +185,7 @@ class WindowedRunner(SynchronousRunner):
         self._keywords = KeywordTrees(vocabulary)
         self._prompts = PromptTokenizer(vocabulary.pieces)
         self.slots: dict[int, _Slot] = {}
-        # What is read in pieces, by slot, the oldest first.
+        # Readings that are done in pieces, by slot, the oldest first.
         self._readings: dict[int, _Reading] = {}
         # Slots of streams that could not be opened, and why; and readings of single streams that failed in a row.
         self._unusable: dict[int, str] = {}

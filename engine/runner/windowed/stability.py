@@ -1,8 +1,10 @@
 """Decides which part of a windowed model's hypothesis is committed, and joins utterances to one text. No I/O.
 
-A windowed model reads the same audio again and again while a sentence grows. Text near the live edge still changes: a
-word may go on, and the model guesses how. Committed text is never taken back, so only whole words that attend to audio
-at a safe distance from the edge are committed. Times are positions of the stream, as floats.
+The windowed runner calls these functions after every pass, and the second pass uses some of them; the only state is the
+`UtteranceJoiner` and the `Progress` that the caller keeps. A windowed model reads the same audio again and again while
+a sentence grows. Text near the live edge still changes: a word may go on, and the model guesses how. Committed text is
+never taken back, so only whole words that attend to audio at a safe distance from the edge are committed. Times are
+positions of the stream, as floats.
 
 Between utterances, marks (punctuation) need care. A model puts a full stop at the end of an utterance, but a pause
 within a sentence sounds like its end until speech goes on. So marks after the last word stay open (pending). The next
