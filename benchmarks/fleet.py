@@ -301,7 +301,7 @@ class Fleet:
             await self.until_whole()
 
     async def stop(self) -> None:
-        from fleet.supervisors.process import Records, kill_family
+        from fleet.supervisors import Records, kill_family
 
         with contextlib.suppress(RuntimeError):
             await self.run("down", "--wait", "90")
@@ -398,7 +398,7 @@ async def lose_node(fleet: Fleet, status: Status) -> Mended:
 
 
 async def lose_head(away_s: float, fleet: Fleet, status: Status) -> Mended:
-    from fleet.supervisors.process import Records, kill_family
+    from fleet.supervisors import Records, kill_family
 
     record = Records(fleet.state / "cluster").read("head")
     assert record is not None

@@ -76,8 +76,7 @@ FLOORS: dict[str, set[str]] = {
         "realtime/workers",
     },
     "fleet": set(),
-    "fleet/supervisors": {"fleet"},
-    "fleet/cluster": {"fleet", "fleet/supervisors"},
+    "fleet/cluster": {"fleet"},
 }
 OPENINGS: dict[str, set[str]] = {
     # The one place in the gateway that starts an engine.
@@ -90,7 +89,7 @@ OPENINGS: dict[str, set[str]] = {
     "realtime/commands/engine.py": {"engine/server", "engine/boundary"},
     # The fleet, its engines and its gateways have one secret.
     "fleet/cluster/connect.py": {"engine"},
-    "fleet/supervisors/keeper.py": {"engine"},
+    "fleet/supervisors.py": {"engine"},
     # Files that an operator names are read by one rule.
     "fleet/plan.py": {"engine"},
     "realtime/config.py": {"engine"},

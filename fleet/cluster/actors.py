@@ -1,6 +1,6 @@
 """The Ray actors of a fleet: one around the manager on the head node, one around each keeper on its node.
 
-A keeper starts and watches one engine or gateway process on its node (`fleet/supervisors/`). `RayKeepers` is the
+A keeper starts and watches one engine or gateway process on its node (`fleet/supervisors.py`). `RayKeepers` is the
 manager's way to call them. Each actor has a thread that does its work; the decisions are in `fleet/manager.py`. Calls
 between actors carry only reports, tables of engines and orders, a few a second, independent of the load of the fleet.
 """
@@ -23,8 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan, plan_from
 from fleet.state import FleetError, Kind, Node, Table, Unit, write_whole
-from fleet.supervisors.keeper import EngineKeeper, GatewayKeeper, Keeper, Place
-from fleet.supervisors.process import Records
+from fleet.supervisors import EngineKeeper, GatewayKeeper, Keeper, Place, Records
 
 logger = logging.getLogger(__name__)
 EDGE = "tickertape_edge"

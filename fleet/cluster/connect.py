@@ -19,7 +19,7 @@ from typing import Any
 from engine.fleet_secret import cluster_token, fingerprint, make_secret
 from fleet.plan import FleetPlan
 from fleet.state import FleetError
-from fleet.supervisors.process import Record, Records, is_running, launch, send
+from fleet.supervisors import Record, Records, is_running, launch, send
 
 TESTED = "2.60"
 # Seconds that a node waits for a lost head. Ray's default of a minute is shorter than the boot of a machine.

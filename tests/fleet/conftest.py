@@ -12,8 +12,7 @@ import pytest
 from engine.fleet_secret import fingerprint, make_secret
 from fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from fleet.state import Kind, Node, Table, Unit
-from fleet.supervisors.keeper import EngineKeeper, GatewayKeeper, Keeper, Place
-from fleet.supervisors.process import Records
+from fleet.supervisors import EngineKeeper, GatewayKeeper, Keeper, Place, Records
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
 PATIENCE_S = 60.0

@@ -15,8 +15,7 @@ import pytest
 from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan
 from fleet.state import FleetError, Node
-from fleet.supervisors.keeper import GatewayKeeper
-from fleet.supervisors.process import Records, kill_family
+from fleet.supervisors import GatewayKeeper, Records, kill_family
 from tests.fleet.conftest import LocalCrew, until
 
 Told = dict[str, Any]

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fleet.supervisors.process import Record, Records, is_running, kill_family, start_ticks
+from fleet.supervisors import Record, Records, is_running, kill_family, start_ticks
 from tests.fleet.conftest import STAND_IN, two_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]

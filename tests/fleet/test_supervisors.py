@@ -18,10 +18,9 @@ from typing import Any
 
 import pytest
 
+from fleet import supervisors
 from fleet.plan import FleetPlan
-from fleet.supervisors import keeper as keeper_module
-from fleet.supervisors.keeper import GatewayKeeper, Keeper, Place
-from fleet.supervisors.process import Records, child_environment, start_ticks
+from fleet.supervisors import GatewayKeeper, Keeper, Place, Records, child_environment, start_ticks
 from tests.fleet.conftest import until
 
 Make = Callable[..., Keeper]
@@ -70,7 +69,7 @@ def test_a_low_priority_is_taken_off_and_a_high_one_stays(tmp_path: Path, given:
     program = [sys.executable, "-c", "import os; print(os.getpriority(os.PRIO_PROCESS, 0), flush=True)"]
     log = tmp_path / "log"
     subprocess.run(
-        [*nice, sys.executable, "-m", "fleet.supervisors.process", str(log), *program], check=True, capture_output=True
+        [*nice, sys.executable, "-m", "fleet.supervisors", str(log), *program], check=True, capture_output=True
     )
     until(lambda: log.read_text() == f"{has}\n", "the program's priority")
 
@@ -104,7 +103,7 @@ def test_a_process_that_dies_is_started_again(keeper_of: Make) -> None:
 def test_one_that_cannot_start_is_tried_more_and_more_slowly_and_says_why(
     keeper_of: Make, plan: FleetPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(keeper_module, "FIRST_WAIT_S", 0.01)
+    monkeypatch.setattr(supervisors, "FIRST_WAIT_S", 0.01)
     plan.secret_path.with_name("broken").touch()
     keeper = keeper_of()
     report = stepped(keeper, lambda report: report["restarts"] >= 2)
@@ -134,7 +133,7 @@ def test_one_that_does_not_end_in_time_is_killed(keeper_of: Make, plan: FleetPla
     keeper.drain()
     keeper.step()
     assert start_ticks(pid) is not None
-    now += keeper_module.GRACE_S
+    now += supervisors.GRACE_S
     stepped(keeper, lambda report: report["state"] == "ended")
     assert start_ticks(pid) is None
 
