@@ -42,6 +42,8 @@ from training.model import (
     token_limit,
 )
 
+# The configuration
+
 
 class BadConfig(Exception):
     """The configuration cannot be used; the text names the key."""
@@ -142,6 +144,8 @@ def _check(config: TrainingConfig, path: Path) -> None:
     if config.mask.look_ahead > min(config.mask.blocks):
         raise BadConfig(f"{path}: a block must not look further ahead than the next one reaches")
 
+
+# The run
 
 _TEACHER_SECONDS_PER_BATCH = 8_000
 _VALIDATION_SECONDS = 10
@@ -353,6 +357,8 @@ def _validated(run: Distillation, lesson: Lesson) -> str:
 def _spec(mask: MaskConfig, norm: RunningNorm) -> StreamingSpec:
     return StreamingSpec(blocks=mask.blocks, look_ahead=mask.look_ahead, left=mask.left, norm=norm)
 
+
+# The files
 
 # Matrices that the engine multiplies in 8 bits are stored in 8 bits without a further loss.
 _EIGHT_BIT = ("qkv_proj.weight", "o_proj.weight", "fc1.weight", "fc2.weight", "conv2.linear.weight", "cross_kv.weight")
