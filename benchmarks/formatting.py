@@ -15,7 +15,7 @@ from pathlib import Path
 
 from realtime.session.events import TimedWord
 from realtime.session.formatting import format_final
-from realtime.session.text_options import Formatting, make_formatting
+from realtime.session.formatting_options import Formatting, make_formatting
 
 CONTEXT = 3
 

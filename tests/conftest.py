@@ -7,6 +7,11 @@ from functools import cache
 
 import pytest
 from httpx._transports import default
+from hypothesis import settings
+
+# An example may take any time: on a busy machine it is not slow by its own fault.
+settings.register_profile("without deadlines", deadline=None)
+settings.load_profile("without deadlines")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -35,8 +35,7 @@ from realtime.client.wire_client import (
     realtime_url,
 )
 from realtime.commands import file_transcription
-from realtime.commands.file_transcription import FileFailed, read_pieces
-from realtime.commands.file_upload import warn_unsupported_options
+from realtime.commands.file_transcription import FileFailed, read_pieces, warn_unsupported_options
 from realtime.commands.terminal import (
     INTERRUPTED,
     KEY_VARIABLE,

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from realtime.commands.terminal import decimal, note, out, whole
-from realtime.commands.transcribe import add_model_options
-from realtime.commands.transcription_options import add_transcription_options
+from realtime.commands.transcription_options import add_model_options, add_transcription_options
 
 EPILOG = """\
 Examples:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.host_memory import available_memory, needed_memory
 from realtime.commands.terminal import FAILED, OK, out
-from realtime.commands.transcribe import add_model_options
+from realtime.commands.transcription_options import add_model_options
 
 if TYPE_CHECKING:
     from engine.client.client import EngineClient

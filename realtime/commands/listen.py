@@ -12,9 +12,9 @@ from contextlib import aclosing
 from typing import TYPE_CHECKING, Any
 
 from realtime.commands.terminal import decimal
-from realtime.commands.transcribe import add_model_options
 from realtime.commands.transcription_options import (
     add_caption_options,
+    add_model_options,
     add_transcription_options,
     check_caption_options,
 )

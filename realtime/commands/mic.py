@@ -1,22 +1,31 @@
 """`tickertape mic`: live captions of a microphone in the terminal.
 
-It joins the recorder of `microphone.py` to `captions.py`, which transcribes with a local engine or a server.
+It records with the first recorder found (sounddevice, arecord or parec); `captions.py` transcribes with a local engine
+or a server, and shows the text.
 """
 
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+import asyncio
+import contextlib
+import importlib
+import importlib.util
+import shutil
+import subprocess
+from collections.abc import AsyncIterator
+from typing import TYPE_CHECKING, Any, Protocol
 
-from realtime.commands.transcribe import add_model_options
+from realtime.commands.terminal import CommandFailed, check_server, out
 from realtime.commands.transcription_options import (
     add_caption_options,
+    add_model_options,
     add_transcription_options,
     check_caption_options,
 )
 
 if TYPE_CHECKING:
-    from realtime.commands.microphone import Recorder
+    from realtime.session.events import Samples
 
 EPILOG = """\
 Examples:
@@ -31,6 +40,13 @@ The audio is recorded with the Python package `sounddevice` if it is installed, 
 the command reconnects and resumes the session; two minutes of audio are kept meanwhile. Ctrl-C ends the recording and
 waits for the last text; twice stops at once. JSON is one line for each caption.
 """
+
+# Audio is recorded at the engine's rate, in chunks of this many samples (80 ms).
+RATE = 16_000
+CHUNK_SAMPLES = RATE * 80 // 1000
+CHUNK_BYTES = 2 * CHUNK_SAMPLES
+# Chunks (a minute of audio) that may wait for the reader; beyond that the oldest is dropped.
+MAX_WAITING = 750
 
 
 def add(commands: Any) -> None:
@@ -51,12 +67,9 @@ def add(commands: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    from realtime.commands import microphone
-    from realtime.commands.terminal import check_server, out
-
     check_caption_options(options)
     check_server(options.server)
-    recorder = microphone.find_recorder()
+    recorder = find_recorder()
     if options.list:
         out(recorder.devices())
         return 0
@@ -71,3 +84,111 @@ def _record(recorder: Recorder, options: argparse.Namespace) -> int:
         f"recording with {recorder.name}",
         lambda interrupt: captions.until(recorder.record(options.input), lambda: interrupt.ended),
     )
+
+
+class Recorder(Protocol):
+    name: str
+
+    def devices(self) -> str:
+        """A list of the microphones, as text."""
+
+    def record(self, device: str | None) -> AsyncIterator[Samples]:
+        """Chunks of 16 kHz mono. Raises CommandFailed."""
+
+
+def find_recorder() -> Recorder:
+    """The first recorder that is installed. Raises CommandFailed."""
+    if importlib.util.find_spec("sounddevice") is not None:
+        with contextlib.suppress(OSError):  # the package is there, PortAudio is not
+            return SoundDevice()
+    if shutil.which("arecord"):
+        rate = str(RATE)
+        listen = ["arecord", "--quiet", "--file-type", "raw", "--format", "S16_LE", "--channels", "1", "--rate", rate]
+        return Program(listen, "--device", ["arecord", "--list-pcms"])
+    if shutil.which("parec"):
+        listen = ["parec", "--raw", "--format=s16le", "--channels=1", f"--rate={RATE}", "--latency-msec=80"]
+        return Program(listen, "--device", ["pactl", "list", "short", "sources"])
+    raise CommandFailed(
+        "no recorder was found: install the Python package sounddevice (pip install sounddevice), or "
+        "arecord (in alsa-utils), or parec (in pulseaudio-utils)"
+    )
+
+
+class Program:
+    """A program that writes raw samples to its standard output."""
+
+    def __init__(self, listen: list[str], device_option: str, list_devices: list[str]) -> None:
+        self.name = listen[0]
+        self._listen = listen
+        self._device_option = device_option
+        self._list_devices = list_devices
+
+    def devices(self) -> str:
+        try:
+            done = subprocess.run(self._list_devices, capture_output=True, text=True, timeout=10)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            raise CommandFailed(f"{self._list_devices[0]} cannot list the microphones: {error}") from error
+        return done.stdout.strip() or f"{self.name} found no microphone"
+
+    async def record(self, device: str | None) -> AsyncIterator[Samples]:
+        import numpy as np
+
+        from audio.formats import PCM16_SCALE
+
+        chosen = [] if device is None else [f"{self._device_option}={device}"]
+        pipe = asyncio.subprocess.PIPE
+        process = await asyncio.create_subprocess_exec(*self._listen, *chosen, stdout=pipe, stderr=pipe)
+        assert process.stdout is not None and process.stderr is not None
+        try:
+            while True:
+                try:
+                    data = await process.stdout.readexactly(CHUNK_BYTES)
+                except asyncio.IncompleteReadError:
+                    said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+                    reason = said[-1] if said else "it ended without a message"
+                    raise CommandFailed(f"no sound from the microphone: {self.name} says: {reason}") from None
+                yield np.frombuffer(data, "<i2") * PCM16_SCALE
+        finally:
+            if process.returncode is None:
+                process.terminate()
+                await process.wait()
+
+
+class SoundDevice:
+    """The `sounddevice` package, which includes PortAudio."""
+
+    name = "sounddevice"
+
+    def __init__(self) -> None:
+        self._package: Any = importlib.import_module("sounddevice")
+
+    def devices(self) -> str:
+        return str(self._package.query_devices())
+
+    async def record(self, device: str | None) -> AsyncIterator[Samples]:
+        loop = asyncio.get_running_loop()
+        chunks: asyncio.Queue[Samples] = asyncio.Queue(MAX_WAITING)
+
+        def put(chunk: Samples) -> None:
+            if chunks.full():
+                chunks.get_nowait()
+            chunks.put_nowait(chunk)
+
+        def on_sound(samples: Any, frames: int, times: Any, status: Any) -> None:
+            loop.call_soon_threadsafe(put, samples[:, 0].copy())
+
+        chosen: int | str | None = int(device) if device is not None and device.isdigit() else device
+        try:
+            stream = self._package.InputStream(
+                samplerate=RATE,
+                channels=1,
+                dtype="float32",
+                blocksize=CHUNK_SAMPLES,
+                device=chosen,
+                callback=on_sound,
+            )
+        except (self._package.PortAudioError, ValueError) as error:
+            raise CommandFailed(f"the microphone cannot be opened: {error}; see `tickertape mic --list`") from error
+        with stream:
+            while True:
+                yield await chunks.get()

@@ -24,8 +24,7 @@ from realtime.commands.terminal import (
     out,
     shown_name,
 )
-from realtime.commands.transcription_options import add_transcription_options
-from realtime.config import ModelConfig
+from realtime.commands.transcription_options import add_model_options, add_transcription_options
 
 if TYPE_CHECKING:
     from realtime.commands.file_transcription import FileFailed
@@ -71,15 +70,6 @@ def add(commands: Any) -> None:
     add_model_options(parser)
     add_transcription_options(parser)
     parser.set_defaults(run=run)
-
-
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("model")
-    group.add_argument(
-        "--model", default=ModelConfig().name, help="a name from `tickertape models`, or a path to a checkpoint"
-    )
-    group.add_argument("--device", default=ModelConfig().device, choices=("auto", "cpu", "cuda"))
-    group.add_argument("--language", metavar="CODE", help="the spoken language, for models with several languages")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -152,8 +142,7 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
 
 def _send_all(files: list[Path], options: argparse.Namespace, formats: list[str]) -> int:
     """Transcribe files with a server; returns how many failed."""
-    from realtime.commands.file_transcription import FileFailed
-    from realtime.commands.file_upload import FileSender
+    from realtime.commands.file_transcription import FileFailed, FileSender
     from realtime.commands.transcription_options import TranscriptionOptions
 
     failed = 0

@@ -1,7 +1,7 @@
-"""Command-line options that several commands share: prompt, keywords and translation, and the output of captions.
+"""Command-line options that the transcribing commands share: model, prompt, keywords, translation, caption output.
 
-`TranscriptionOptions` turns them into engine options and names those that the model does not support. The options of a
-server's session are `realtime/session/settings.py`.
+The `add_...` functions describe them to argparse. `TranscriptionOptions` turns the given ones into engine options and
+names those that the model does not support. The options of a server's session are `realtime/session/settings.py`.
 """
 
 from __future__ import annotations
@@ -15,8 +15,19 @@ from engine.options import TRANSLATE
 from engine.spec import ModelSpec
 from realtime.commands.pull import model_name
 from realtime.commands.terminal import CommandFailed, UsageError, note
+from realtime.config import ModelConfig
 from realtime.errors import ClientFault
 from realtime.session.settings import NAME_RULE, PUBLISHED_NAME, Settings, listed_words
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """Options of the commands that load a model."""
+    group = parser.add_argument_group("model")
+    group.add_argument(
+        "--model", default=ModelConfig().name, help="a name from `tickertape models`, or a path to a checkpoint"
+    )
+    group.add_argument("--device", default=ModelConfig().device, choices=("auto", "cpu", "cuda"))
+    group.add_argument("--language", metavar="CODE", help="the spoken language, for models with several languages")
 
 
 def add_transcription_options(parser: argparse.ArgumentParser) -> None:

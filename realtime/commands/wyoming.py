@@ -11,7 +11,7 @@ import asyncio
 from typing import Any
 
 from realtime.commands.terminal import whole
-from realtime.commands.transcribe import add_model_options
+from realtime.commands.transcription_options import add_model_options
 
 EPILOG = """\
 Examples:

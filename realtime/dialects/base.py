@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import Annotated, Any, Literal, Protocol
 from uuid import uuid4
@@ -23,6 +23,7 @@ import msgspec
 
 from realtime.errors import ClientFault
 from realtime.session.events import Clear, Commit, Configure, End, ServerEvent
+from realtime.session.formatting import FinalFormatter
 from realtime.session.settings import Settings
 
 Json = dict[str, Any]
@@ -107,6 +108,8 @@ class SessionFacts:
     resume_seconds: int = 0
     # The longest silence that a client may declare in one event.
     gap_seconds: float = 24 * 3600.0
+    # Formats the finals of the session; its viewers and webhooks use the same one.
+    finals: FinalFormatter = field(default_factory=FinalFormatter)
 
 
 class Dialect(Protocol):

@@ -40,6 +40,7 @@ from realtime.session.events import (
     WordsLabelled,
 )
 from realtime.session.formatting import Hit, format_final, search_words, settled_words
+from realtime.session.formatting_options import REDACTED, Formatting, make_formatting
 from realtime.session.settings import (
     G711_RATE,
     MAX_RATE,
@@ -52,7 +53,6 @@ from realtime.session.settings import (
     TurnDetection,
     text_language,
 )
-from realtime.session.text_options import REDACTED, Formatting, make_formatting
 from realtime.session.words import languages_of, text_of
 from realtime.text_values import decimal_number, now_text, whole_number
 

@@ -24,6 +24,7 @@ from realtime.dialects.openai import (
     MAX_DELAY_MS,
     MAX_PROMPT,
 )
+from realtime.session.formatting_options import KINDS, MAX_TERMS
 from realtime.session.settings import (
     BETTER_FINALS,
     EAGER_EOT_THRESHOLDS,
@@ -38,7 +39,6 @@ from realtime.session.settings import (
     PUBLISHED_NAME,
     STREAMED_FINALS,
 )
-from realtime.session.text_options import KINDS, MAX_TERMS
 
 
 def one_of(values: Sequence[str]) -> Meta:

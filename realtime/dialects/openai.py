@@ -47,7 +47,8 @@ from realtime.session.events import (
     TimedOut,
     TimedWord,
 )
-from realtime.session.formatting import format_final, redacted_times, search_words
+from realtime.session.formatting import redacted_times, search_words
+from realtime.session.formatting_options import NO_FORMATTING, Formatting, make_formatting
 from realtime.session.settings import (
     BETTER_FINALS,
     G711_RATE,
@@ -67,7 +68,6 @@ from realtime.session.settings import (
     TurnDetection,
 )
 from realtime.session.speakers import letter_name, speaker_of
-from realtime.session.text_options import NO_FORMATTING, Formatting, make_formatting
 from realtime.session.words import languages_of, token_logprobs, word_fields
 
 # With these models, a client that does not set turn detection commits by itself.
@@ -688,7 +688,7 @@ class OpenAIDialect:
 
     def _completed(self, event: Completed, settings: Settings) -> Json:
         formatting = settings.formatting
-        final = format_final(event.transcript, event.words, formatting)
+        final = self.facts.finals.format(event.transcript, event.words, formatting)
         extra = self._extensions(final.words, settings)
         if formatting != NO_FORMATTING:
             extra |= formatted_fields(final.raw, event.words, formatting, self.facts.sample_rate)

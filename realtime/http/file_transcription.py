@@ -2,8 +2,8 @@
 
 `read_request` reads the options of a form, `Transcriber` feeds a file to an engine stream and collects a `Transcript`,
 and the functions below write it as JSON, text, subtitles or server-sent events. No session is involved. In the engine
-uploads have lower priority than live streams. The endpoints are in `transcription_routes.py`, and for Deepgram's
-clients in `transcription_routes.py`.
+uploads have lower priority than live streams. The endpoints are in `transcription_routes.py`, which also writes the
+answers to Deepgram's clients.
 """
 
 from __future__ import annotations
@@ -25,11 +25,10 @@ from engine.spec import NAMES, ModelSpec
 from realtime.dialects.base import decode_json, encode_json
 from realtime.dialects.openai import read_formatting
 from realtime.errors import ClientFault, Refusal
-from realtime.http.enrolment import read_references
 from realtime.http.long_responses import Entries, TextParts, json_pieces, text_pieces
-from realtime.http.upload_forms import MAX_FIELD_BYTES, REFERENCE_FIELDS, Form
+from realtime.http.upload_forms import MAX_FIELD_BYTES, MAX_REFERENCE_BYTES, REFERENCE_FIELDS, Form
 from realtime.serving.engine_api import EngineApi, StreamApi
-from realtime.serving.enrolment import Reference, enrolled
+from realtime.serving.enrolment import REFERENCES, Reference, base64_of, check_speaker_names, enrolled, refused
 from realtime.serving.isolated_decoder import decoded_file
 from realtime.session.events import Samples, TimedWord
 from realtime.session.formatting import (
@@ -41,10 +40,10 @@ from realtime.session.formatting import (
     search_words,
     sentence_parts,
 )
+from realtime.session.formatting_options import NO_FORMATTING, Formatting
 from realtime.session.redaction import RedactedStream
 from realtime.session.settings import Settings
 from realtime.session.speakers import SpeakerTimeline, letter_name
-from realtime.session.text_options import NO_FORMATTING, Formatting
 from realtime.session.words import (
     Subtitle,
     each_subtitle,
@@ -70,6 +69,8 @@ MAX_VALUE_CHARACTERS = 256
 MAX_FORMAT_CHARACTERS = 32 * 1024
 # Places in a file that are listed for one search term.
 MAX_HITS = 1000
+# OpenAI's field for the names of known speakers; `REFERENCES` is the one for their recordings, as data URLs.
+SPEAKER_NAMES = "known_speaker_names"
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,6 +192,20 @@ def read_request(form: Form, spec: ModelSpec, task: str | None) -> UploadRequest
     settings = _settings(form, spec, task, speakers)
     references = tuple(read_references(form)) if speakers else ()
     return UploadRequest(response_format, settings, stream, "word" in granularities, logprobs, references)
+
+
+def read_references(form: Form) -> list[Reference]:
+    """The names of known speakers and their recordings, which are not decoded here. Raises Refusal."""
+    names = form.texts(f"{SPEAKER_NAMES}[]", MAX_REFERENCE_BYTES) + form.texts(SPEAKER_NAMES, MAX_REFERENCE_BYTES)
+    urls = form.texts(f"{REFERENCES}[]", MAX_REFERENCE_BYTES) + form.texts(REFERENCES, MAX_REFERENCE_BYTES)
+    if len(names) != len(urls):
+        raise refused(
+            f"'{SPEAKER_NAMES}' has {len(names)} entries and '{REFERENCES}' {len(urls)}; send one recording for each "
+            "name.",
+            SPEAKER_NAMES,
+        )
+    check_speaker_names(names, SPEAKER_NAMES)
+    return [(name, base64_of(name, url)) for name, url in zip(names, urls, strict=True)]
 
 
 def _read_format(form: Form) -> Formatting:

@@ -20,8 +20,8 @@ import msgspec
 from realtime.errors import ClientFault
 from realtime.serving.signed_tokens import Revocation, Revocations
 from realtime.session.events import Cleared, Committed, Completed, Delta, ItemFailed, ServerEvent, TimedWord
-from realtime.session.formatting import format_final
-from realtime.session.text_options import NO_FORMATTING, Formatting
+from realtime.session.formatting import FinalFormatter
+from realtime.session.formatting_options import NO_FORMATTING, Formatting
 
 log = logging.getLogger("tickertape.viewers")
 
@@ -528,7 +528,14 @@ def owner_of(caller: str) -> str:
 class SessionPublication:
     """Publishes one session: under no name at first, then under one name at a time."""
 
-    def __init__(self, publisher: Publisher | None, caller: str, session: str, sample_rate: int) -> None:
+    def __init__(
+        self,
+        publisher: Publisher | None,
+        caller: str,
+        session: str,
+        sample_rate: int,
+        finals: FinalFormatter | None = None,
+    ) -> None:
         # Whether the client may change the name; one with a client secret has the name of its secret.
         self.may_change = True
         # None: publishing is off.
@@ -536,6 +543,7 @@ class SessionPublication:
         self._owner = owner_of(caller)
         self._session = session
         self._rate = sample_rate
+        self._finals = finals or FinalFormatter()
         self._key: Key | None = None
         self._is_over = False
         # Open turns, and whether the client or the server has ended them; clearing the audio drops the others.
@@ -603,7 +611,7 @@ class SessionPublication:
 
     def _line(self, event: Completed, formatting: Formatting) -> Line:
         start, end = round(event.start / self._rate, 2), round(event.end / self._rate, 2)
-        final = format_final(event.transcript, event.words, formatting)
+        final = self._finals.format(event.transcript, event.words, formatting)
         return Line(event.item_id, _cut(final.text), start, end, self._words(final.words))
 
     def _words(self, words: tuple[TimedWord, ...]) -> list[Word]:

@@ -230,9 +230,9 @@ class SessionFactory:
         )
         session = self._core(settings, item_ids)
         live = LiveSession(facts.session_id, session, dialect, self._engine, live_limits, self._metrics, self._clock)
-        live.publication = SessionPublication(self._publisher, caller, live.id, session.sample_rate)
+        live.publication = SessionPublication(self._publisher, caller, live.id, session.sample_rate, facts.finals)
         if self._webhooks is not None:
-            live.webhooks = self._webhooks.of_session(caller, live.id, session.sample_rate)
+            live.webhooks = self._webhooks.of_session(caller, live.id, session.sample_rate, facts.finals)
         inbox = Inbox(live, facts, caller, may_inject, self._enrolment)
         entry = OpenSession(live, inbox, caller, facts, item_ids, self._clock())
         if self._handoff_store is not None and self._config.session.resume_s:

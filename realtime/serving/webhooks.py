@@ -47,7 +47,7 @@ from realtime.serving.checked_fetch import Found, NotAllowed, check_addresses, c
 from realtime.serving.daemon_thread import in_thread
 from realtime.serving.metrics import Metrics
 from realtime.session.events import Completed, ServerEvent
-from realtime.session.formatting import format_final
+from realtime.session.formatting import FinalFormatter
 from realtime.session.settings import Settings
 from realtime.session.speakers import letter_name, speaker_of
 
@@ -317,7 +317,13 @@ class SessionWebhooks:
     """The webhooks of one session: those of its key, and the one that its client has named."""
 
     def __init__(
-        self, hub: Webhooks | None, account: Account | None, session: str, sample_rate: int, caller: str = ""
+        self,
+        hub: Webhooks | None,
+        account: Account | None,
+        session: str,
+        sample_rate: int,
+        caller: str = "",
+        finals: FinalFormatter | None = None,
     ) -> None:
         # Whether the client may change the URL; one with a client secret has the URL of its secret.
         self.may_change = True
@@ -326,6 +332,7 @@ class SessionWebhooks:
         self._session = session
         self._rate = sample_rate
         self._caller = caller
+        self._finals = finals or FinalFormatter()
         # The URLs of the key, and the one of the client.
         self._urls = () if self._place is None else self._place[1].urls
         self._url: str | None = None
@@ -353,7 +360,7 @@ class SessionWebhooks:
         """An event was sent to the client; its final text is sent, as the client has asked for it."""
         if not isinstance(event, Completed) or not self._all or not event.transcript.strip():
             return
-        final = format_final(event.transcript, event.words, settings.formatting)
+        final = self._finals.format(event.transcript, event.words, settings.formatting)
         data: dict[str, Any] = {
             "session_id": self._session,
             "item_id": event.item_id,
@@ -467,8 +474,10 @@ class Webhooks:
         account = self.account_of(caller)
         return None if account is None else shown_secret(account.secret)
 
-    def of_session(self, caller: str, session: str, sample_rate: int) -> SessionWebhooks:
-        return SessionWebhooks(self, self.account_of(caller), session, sample_rate, caller)
+    def of_session(
+        self, caller: str, session: str, sample_rate: int, finals: FinalFormatter | None = None
+    ) -> SessionWebhooks:
+        return SessionWebhooks(self, self.account_of(caller), session, sample_rate, caller, finals)
 
     def check(self, account: Account, url: str, caller: str) -> ClientFault | None:
         """The fault if this caller of this account may not name this URL now. If no place is free, the oldest URL that

@@ -1,9 +1,10 @@
 """Formatting of final text: numbers and dates in written form, profanity masks, replacements, search, paragraphs.
 
-`format_final` is a pure function of the words and the text of a final. The dialects call it when they write a final,
-and so do published sessions and webhooks; uploads use `format_words`. The options are in `text_options.py`. Deltas are
-never formatted. Words keep their times: a word that replaces several begins with the first and ends with the last of
-them. Redaction comes before (`redaction.py`), and formatting does not change a redacted word.
+`format_final` is a pure function of the words and the text of a final. Each session has a `FinalFormatter`, which
+keeps its newest final, so that the dialect, published sessions and webhooks share one result; uploads call
+`format_words`. The options are in `formatting_options.py`. Deltas are never formatted. Words keep their times: a word
+that replaces several begins with the first and ends with the last of them. Redaction comes before (`redaction.py`), and
+formatting does not change a redacted word.
 
 Words are matched with tables, without regular expressions, so the time for a word does not depend on the length of the
 client's lists.
@@ -20,10 +21,10 @@ from msgspec.structs import replace
 
 from realtime.session import english, european
 from realtime.session.english import WrittenForm, split_marks
+from realtime.session.european import RULES
 from realtime.session.events import TimedWord
-from realtime.session.number_words import RULES
+from realtime.session.formatting_options import Formatting, bare_word, words_of
 from realtime.session.redaction import Redactor, is_redacted
-from realtime.session.text_options import Formatting, bare_word, words_of
 from realtime.session.words import spelled, text_of
 
 # A final of more words stays as it was spoken, because a final is formatted within one step of the event loop. Turns
@@ -97,24 +98,26 @@ def _formatter_of(formatting: Formatting) -> _Formatter:
     return _Formatter(formatting)
 
 
-# The words, text and options of the newest final, and the final.
-_newest: tuple[tuple[TimedWord, ...], str, Formatting, Final] | None = None
+class FinalFormatter:
+    """Formats the finals of one session. The client, the viewers and the webhooks of a session ask for the same final
+    one after the other: the newest final is kept, and is formatted once for all of them."""
+
+    def __init__(self) -> None:
+        # Words, text and options of the newest final, and the result.
+        self._newest: tuple[tuple[TimedWord, ...], str, Formatting, Final] | None = None
+
+    def format(self, text: str, words: tuple[TimedWord, ...], formatting: Formatting) -> Final:
+        """As `format_final`. The same tuple of words with the same text and options is formatted once."""
+        if not formatting.changes_finals:
+            return format_final(text, words, formatting)
+        newest = self._newest
+        if newest is None or newest[0] is not words or newest[1] != text or newest[2] != formatting:
+            newest = self._newest = words, text, formatting, format_final(text, words, formatting)
+        return newest[3]
 
 
 def format_final(text: str, words: Sequence[TimedWord], formatting: Formatting) -> Final:
     """Format a final. Without a change, and with too many words, the text stays exactly as it is."""
-    global _newest
-    # The client, viewers and webhooks of a session ask for the same final one after the other: the work is done once.
-    newest = _newest
-    if newest is not None and newest[0] is words and newest[1] == text and newest[2] == formatting:
-        return newest[3]
-    final = _format_final(text, words, formatting)
-    if isinstance(words, tuple):
-        _newest = words, text, formatting, final
-    return final
-
-
-def _format_final(text: str, words: Sequence[TimedWord], formatting: Formatting) -> Final:
     if not formatting.changes_finals or not words or len(words) > MAX_FORMATTED_WORDS:
         return Final(text, tuple(words), text)
     parts = _formatter_of(formatting).parts(words)

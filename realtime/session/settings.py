@@ -31,7 +31,7 @@ from engine.options import (
 )
 from engine.spec import ModelSpec, language_code
 from realtime.errors import ClientFault
-from realtime.session.text_options import NO_FORMATTING, Formatting
+from realtime.session.formatting_options import NO_FORMATTING, Formatting
 
 MIN_RATE = 8_000
 MAX_RATE = 48_000

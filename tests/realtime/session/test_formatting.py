@@ -21,6 +21,7 @@ from realtime.session.events import Commit, Completed, Configure, TimedWord
 from realtime.session.formatting import (
     MAX_FINAL_HITS,
     MAX_FORMATTED_WORDS,
+    FinalFormatter,
     ends_sentence,
     format_final,
     format_words,
@@ -31,8 +32,8 @@ from realtime.session.formatting import (
     sentences_of,
     settled_words,
 )
+from realtime.session.formatting_options import MAX_TERM_CHARACTERS, MAX_TERMS, Formatting, make_formatting
 from realtime.session.settings import Settings
-from realtime.session.text_options import MAX_TERM_CHARACTERS, MAX_TERMS, Formatting, make_formatting
 from realtime.session.turns import MAX_FORMATTED_SECONDS, MAX_FORMATTED_TURN_WORDS
 from tests.realtime.session.test_core import RATE, Driver, append, counter, word
 
@@ -285,11 +286,13 @@ def test_no_words_are_read_again_and_again(said: str, language: str) -> None:
 
 def test_a_final_is_formatted_once_for_all_who_ask() -> None:
     said = "it took twenty five minutes"
-    words = tuple(timed(said))
-    final = format_final(said, words, SMART)
-    assert format_final(said, words, SMART) is final
-    assert format_final(said, words, Formatting()).text == said
-    assert format_final(said, tuple(timed(said, "de")), SMART).text == said
+    words, finals, others = tuple(timed(said)), FinalFormatter(), FinalFormatter()
+    final = finals.format(said, words, SMART)
+    # The final of another session in between changes nothing.
+    assert others.format(said, tuple(timed(said, "de")), SMART).text == said
+    assert finals.format(said, words, SMART) is final
+    assert finals.format(said, words, Formatting()).text == said
+    assert finals.format(said, tuple(timed(said, "de")), SMART).text == said
 
 
 def test_a_formatted_turn_of_very_fast_speech_is_ended_after_a_number_of_words() -> None:

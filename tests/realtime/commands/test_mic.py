@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from realtime import cli
-from realtime.commands import microphone
-from realtime.commands.microphone import CHUNK_SAMPLES, Program, find_recorder
+from realtime.commands import mic
+from realtime.commands.mic import CHUNK_SAMPLES, Program, find_recorder
 from realtime.commands.terminal import CommandFailed
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -21,7 +21,7 @@ def no_recorder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     """A machine with nothing to record with, but for what a test puts into this folder."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    monkeypatch.setattr(microphone.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(mic.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(shutil, "which", lambda name: str(folder / name) if (folder / name).exists() else None)
     monkeypatch.setenv("PATH", f"{folder}:/usr/bin:/bin")
     return folder

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from realtime.errors import Refusal
-from realtime.http.enrolment import read_references
-from realtime.http.file_transcription import read_request
+from realtime.http.file_transcription import read_references, read_request
 from realtime.http.upload_forms import Form
 from realtime.serving import enrolment
 from realtime.serving.enrolment import enrolled

@@ -1,11 +1,11 @@
-"""The stall guard: the audio that it keeps, and when it reports missing text."""
+"""The stall guard of the session core: the audio that it keeps, and when it reports missing text."""
 
 from __future__ import annotations
 
 import numpy as np
 
 from engine import messages
-from realtime.session.stall import StallGuard
+from realtime.session.core import StallGuard
 
 RATE = 16_000
 
