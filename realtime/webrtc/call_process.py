@@ -5,7 +5,7 @@
 The gateway (`realtime/serving/webrtc_calls.py`) starts this program once; it loads aiortc and forks a process for each
 call. All that a client sends besides HTTP is read in the process of its call: ICE, DTLS, SRTP, SCTP and Opus. The
 process has limits on memory, open files and CPU time, so a hostile client can end its own call and nothing else. `Call`
-owns the transports of one call, which the other modules of this folder implement.
+owns one call: its transports (`transports.py`) and its audio track (`opus_track.py`).
 
 `GatewaySocket` is the socket to the gateway; the format of its messages is `realtime/serving/media_processes.py`. It
 owns a bounded queue of outgoing messages: audio beyond the bound is dropped and reported as lost.
@@ -26,7 +26,7 @@ from contextlib import suppress
 from typing import Any, BinaryIO, cast
 
 import numpy as np
-from aiortc.rtcdtlstransport import RTCCertificate, RTCDtlsFingerprint, RTCDtlsParameters, RTCDtlsTransport
+from aiortc.rtcdtlstransport import RTCCertificate, RTCDtlsFingerprint, RTCDtlsParameters
 from aiortc.rtcsctptransport import RTCSctpCapabilities
 from numpy.typing import NDArray
 
@@ -47,10 +47,9 @@ from realtime.serving.media_processes import (
     ForkServer,
     set_bounds,
 )
-from realtime.webrtc.event_channel import BoundedSctp, EventChannel
-from realtime.webrtc.ice import IceLite, NoPort
 from realtime.webrtc.opus_track import Heard, Missing, OpusTrack
 from realtime.webrtc.sdp import BadOffer, Local, Offer, read_offer, write_answer
+from realtime.webrtc.transports import BoundedSctp, CallDtls, EventChannel, IceLite, NoPort
 
 # Bytes that wait for the gateway: 20 s of audio. Audio beyond it is dropped, and reported as lost when there is room.
 MAX_UNREAD_BYTES = 20 * 2 * MODEL_RATE
@@ -192,20 +191,6 @@ async def _serve(line: socket.socket) -> None:
         writing.cancel()
 
 
-class CallDtls(RTCDtlsTransport):
-    """aiortc's DTLS transport; RTP goes to the audio track of the call, and RTCP is dropped."""
-
-    track: OpusTrack
-    gateway: GatewaySocket
-
-    async def _handle_rtp_data(self, data: bytes, arrival_time_ms: int) -> None:
-        for heard in self.track.take(data):
-            self.gateway.tell_heard(heard)
-
-    async def _handle_rtcp_data(self, data: bytes) -> None:
-        """Reports of the sender are not needed: times come from RTP."""
-
-
 class Call:
     """One call from its offer to its end."""
 
@@ -240,7 +225,7 @@ class Call:
             return
         certificate = RTCCertificate.generateCertificate()
         dtls = CallDtls(cast(Any, ice), [certificate])
-        dtls.track, dtls.gateway = OpusTrack(offer.payload_type, time.monotonic), self._gateway
+        dtls.track, dtls.on_heard = OpusTrack(offer.payload_type, time.monotonic), self._gateway.tell_heard
         self._answer(offer, ice, certificate)
         tasks = [self.start(work) for work in (self._watch(ice, dtls), self._connect(offer, ice, dtls), self._read())]
         try:
