@@ -1,8 +1,8 @@
 """Opens the listening TCP sockets of a server, and raises its limit of open files.
 
-Called by `tickertape serve` and `realtime/app.py` at the start, before an engine is started. An address or port that
-cannot be used raises OSError with a sentence for the operator. The sockets of workers, which share one port, are opened
-in `realtime/workers`.
+`tickertape serve` and `realtime/app.py` call it at the start, before an engine is started; `realtime/workers/parent.py`
+opens the port that its workers share, with the same errors. An address or port that cannot be used raises OSError with
+a sentence for the operator. It imports nothing of the server, so that `tickertape serve` can check the port at once.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Used by the commands that take the address of a server, and by the load generator.
 
 `WireSession` connects, configures, appends audio and reads events. It does not reconnect: `resuming_session.py` does.
-`HttpServer` gets status pages and uploads files, with the standard library only. An upload may take hours, so it has no
+`HttpClient` gets status pages and uploads files, with the standard library only. An upload may take hours, so it has no
 timeout; TCP keepalive detects a dead server.
 """
 
@@ -314,7 +314,7 @@ class Form:
     on_sent: Callable[[int], None] = lambda sent: None
 
 
-class HttpServer:
+class HttpClient:
     """A server by its address: `host:port`, or the URL of its page, `/v1` or socket. Methods raise CannotConnect."""
 
     def __init__(self, url: str, key: str | None = None, trust: ssl.SSLContext | None = None) -> None:

@@ -1,8 +1,9 @@
-"""Runs live captions in the terminal: sends audio to a local engine or a server, and shows and saves the text.
+"""Live captions in the terminal: sends audio to a local engine or a server as it comes, and shows and saves the text.
 
-The shared part of `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live`; each of
-them brings its own source of audio. `Listener` takes the text, shows it (`transcripts.py`) and writes it to the output
-file (`transcripts.py`).
+`tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live` call `run` or `play_file`,
+each with its own source of audio. `CaptionOutput` takes the text, and owns the words that wait for their speakers and
+the gaps that are not shown yet; `CaptionView` and `TranscriptFile` (`transcripts.py`) show and save it. With a server
+the session is a `LastingSession` (`realtime/client/resuming_session.py`), which reconnects.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from realtime.client.wire_client import (
     DELTA,
     FAILED,
     CannotConnect,
-    HttpServer,
+    HttpClient,
     SessionOptions,
     is_expected,
     realtime_url,
@@ -76,7 +77,7 @@ class AudioClock:
         return 0.0 if self._began is None else max(self._time() - self._began, self.heard_s)
 
 
-class Listener:
+class CaptionOutput:
     """Takes the results: text goes to the terminal and to the file, problems to the line below the captions."""
 
     def __init__(
@@ -305,31 +306,31 @@ async def _through_engine(
         except ValueError as error:
             raise CommandFailed(str(error)) from error
         with CaptionView(Console(), show_words=options.words) as captions:
-            listener = Listener(captions, clock, file, transcription_options.speakers)
+            caption_output = CaptionOutput(captions, clock, file, transcription_options.speakers)
 
             async def listen() -> None:
                 async for output in stream:
-                    if listener.speakers is not None and isinstance(output, messages.Text):
-                        listener.wait_for_label(output.words)
-                    elif listener.speakers is not None and isinstance(output, messages.Labels | messages.Closed):
-                        listener.on_labels(output if isinstance(output, messages.Labels) else None)
+                    if caption_output.speakers is not None and isinstance(output, messages.Text):
+                        caption_output.wait_for_label(output.words)
+                    elif caption_output.speakers is not None and isinstance(output, messages.Labels | messages.Closed):
+                        caption_output.on_labels(output if isinstance(output, messages.Labels) else None)
                     elif isinstance(output, messages.Text):
-                        listener.on_text(output.delta, [_shown(word) for word in output.words])
+                        caption_output.on_text(output.delta, [_shown(word) for word in output.words])
                     elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                         raise EngineError(output.message)
 
             async def send(audio: Samples | int) -> None:
                 if isinstance(audio, int):
-                    listener.on_gap(clock.heard_s - audio / MODEL_RATE, clock.heard_s)
+                    caption_output.on_gap(clock.heard_s - audio / MODEL_RATE, clock.heard_s)
                     await stream.gap(audio)
                 else:
                     await stream.feed(audio)
 
             try:
                 feeding = _feed(sound, clock, captions, send, stream.finish)
-                await both(feeding, listen(), lambda: listener.last_news)
+                await both(feeding, listen(), lambda: caption_output.last_news)
             finally:
-                listener.show_gaps()
+                caption_output.show_gaps()
                 await stream.abort()
 
 
@@ -344,7 +345,7 @@ async def _through_server(
     transcription_options, key = TranscriptionOptions.of(options), os.environ.get(KEY_VARIABLE)
     try:
         if transcription_options.given():
-            await asyncio.to_thread(warn_unsupported_options, HttpServer(options.server, key), transcription_options)
+            await asyncio.to_thread(warn_unsupported_options, HttpClient(options.server, key), transcription_options)
         asked = SessionOptions(
             MODEL_RATE,
             TURNS,
@@ -360,26 +361,28 @@ async def _through_server(
         )
         session = LastingSession(realtime_url(options.server), key, asked)
         with CaptionView(Console(), show_words=options.words) as captions:
-            listener = Listener(captions, clock, file, transcription_options.speakers)
+            caption_output = CaptionOutput(captions, clock, file, transcription_options.speakers)
 
             async def send(samples: Samples | int) -> None:
                 if isinstance(samples, int):
-                    listener.on_gap(clock.heard_s - samples / MODEL_RATE, clock.heard_s)
+                    caption_output.on_gap(clock.heard_s - samples / MODEL_RATE, clock.heard_s)
                     return session.append_gap(samples)
                 if can_wait:
                     await session.wait_for_room(len(samples))
                 session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
                 if session.kept.lost:
-                    listener.trouble("sound", f"{session.kept.lost / MODEL_RATE:.0f} s of audio were lost meanwhile")
+                    caption_output.trouble(
+                        "sound", f"{session.kept.lost / MODEL_RATE:.0f} s of audio were lost meanwhile"
+                    )
 
             async def finish() -> None:
                 session.finish()
 
-            talking = session.run(listener.on_event, partial(listener.trouble, "line"))
+            talking = session.run(caption_output.on_event, partial(caption_output.trouble, "line"))
             try:
-                await both(_feed(sound, clock, captions, send, finish), talking, lambda: listener.last_news)
+                await both(_feed(sound, clock, captions, send, finish), talking, lambda: caption_output.last_news)
             finally:
-                listener.show_gaps()
+                caption_output.show_gaps()
     except CannotConnect as error:
         raise CommandFailed(str(error)) from error
 

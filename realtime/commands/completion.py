@@ -1,4 +1,8 @@
-"""`tickertape completion`: prints a completion script for bash, zsh or fish, generated from the argument parser."""
+"""`tickertape completion`: prints a completion script for bash, zsh or fish.
+
+The script is generated from the argument parser of `realtime/cli.py`, so it knows all commands, options and choices. It
+has no state, and starts nothing.
+"""
 
 from __future__ import annotations
 

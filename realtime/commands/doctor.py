@@ -238,7 +238,7 @@ async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> 
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeasuredLoad:
     """The engine's load with `streams` streams of continuous speech, and the text of the first one."""
 
     streams: int
@@ -253,7 +253,7 @@ class Measured:
         return int(USABLE_SHARE * self.streams / max(self.load, 1e-3))
 
 
-async def measure_load(client: EngineClient, sound: Path) -> Measured:
+async def measure_load(client: EngineClient, sound: Path) -> MeasuredLoad:
     """Play the recording into `STREAMS` streams and measure the engine's load."""
     import numpy as np
 
@@ -282,7 +282,7 @@ async def measure_load(client: EngineClient, sound: Path) -> Measured:
         await asyncio.gather(*tasks, return_exceptions=True)
         for stream in streams:
             await stream.abort()
-    return Measured(STREAMS, sum(loads) / len(loads), texts[0].strip(), cpu / MEASURED_S / STREAMS)
+    return MeasuredLoad(STREAMS, sum(loads) / len(loads), texts[0].strip(), cpu / MEASURED_S / STREAMS)
 
 
 async def _play(stream: EngineStream, audio: Samples) -> None:

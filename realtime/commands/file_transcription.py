@@ -55,7 +55,7 @@ from realtime.session.words import timed_word
 
 if TYPE_CHECKING:
     from engine.client.client import EngineClient
-    from realtime.client.wire_client import HttpAnswer, HttpServer
+    from realtime.client.wire_client import HttpAnswer, HttpClient
 
 READ_BYTES = 64 * 1024
 # Interval at which a waiting read checks whether it has to stop.
@@ -368,10 +368,10 @@ class FileSender:
     """Uploads files to a server. Raises CommandFailed if there is no server, or it refuses the key."""
 
     def __init__(self, url: str, model: str, transcription_options: TranscriptionOptions) -> None:
-        from realtime.client.wire_client import TRANSCRIPTIONS, TRANSLATIONS, CannotConnect, HttpServer
+        from realtime.client.wire_client import TRANSCRIPTIONS, TRANSLATIONS, CannotConnect, HttpClient
 
         try:
-            self._server = HttpServer(url, os.environ.get(KEY_VARIABLE))
+            self._server = HttpClient(url, os.environ.get(KEY_VARIABLE))
             answer = self._server.get("/v1/models")
         except CannotConnect as error:
             raise CommandFailed(str(error)) from error
@@ -445,7 +445,7 @@ def _opened(path: Path) -> Iterator[tuple[BinaryIO, int | None]]:
         yield file, os.fstat(file.fileno()).st_size if path.is_file() else None
 
 
-def warn_unsupported_options(server: HttpServer, transcription_options: TranscriptionOptions) -> None:
+def warn_unsupported_options(server: HttpClient, transcription_options: TranscriptionOptions) -> None:
     """Print a note about options that the server's model does not support. Raises CannotConnect."""
     _supported_options(server.get("/v1/models"), server.url, transcription_options)
 

@@ -178,11 +178,11 @@ def _of_documentation(name: str, cores: int | None) -> Engine:
 
 def _of_server(url: str) -> Engine:
     """The engine of a running server, by its `/capacity`. Raises CommandFailed if it has measured nothing yet."""
-    from realtime.client.wire_client import CannotConnect, HttpServer
+    from realtime.client.wire_client import CannotConnect, HttpClient
 
     check_server(url)
     try:
-        answer = HttpServer(url, os.environ.get(KEY_VARIABLE)).get("/capacity")
+        answer = HttpClient(url, os.environ.get(KEY_VARIABLE)).get("/capacity")
         return _engine_of(url, answer.json() if answer.status == 200 else {})
     except CannotConnect as error:
         raise CommandFailed(str(error)) from error

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, check_server, decimal, out, read_config
 
 if TYPE_CHECKING:
-    from realtime.client.wire_client import HttpServer
+    from realtime.client.wire_client import HttpClient
     from realtime.config import ServerConfig
 
 EPILOG = """\
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
     return OK
 
 
-def _say_whether_ready(server: HttpServer) -> int:
+def _say_whether_ready(server: HttpClient) -> int:
     from realtime.commands.status_view import readiness
 
     ready, word = readiness(server)
@@ -84,7 +84,7 @@ def _say_whether_ready(server: HttpServer) -> int:
     return OK if ready else FAILED
 
 
-def _print_json(server: HttpServer) -> int:
+def _print_json(server: HttpClient) -> int:
     import json
 
     from realtime.commands.status_view import look
@@ -93,14 +93,14 @@ def _print_json(server: HttpServer) -> int:
     return OK
 
 
-def _server(options: argparse.Namespace) -> HttpServer:
-    from realtime.client.wire_client import HttpServer
+def _server(options: argparse.Namespace) -> HttpClient:
+    from realtime.client.wire_client import HttpClient
 
     key = os.environ.get(KEY_VARIABLE)
     if options.url is not None:
-        return HttpServer(options.url, key)
+        return HttpClient(options.url, key)
     settings = read_config(options.config, {}).server
-    return HttpServer(own_url(settings), key, _own_trust(settings))
+    return HttpClient(own_url(settings), key, _own_trust(settings))
 
 
 def own_url(settings: ServerConfig) -> str:

@@ -18,7 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from realtime.client.wire_client import CannotConnect, HttpAnswer, HttpServer
+from realtime.client.wire_client import CannotConnect, HttpAnswer, HttpClient
 from realtime.commands.terminal import CommandFailed, harmless
 
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
@@ -108,13 +108,13 @@ class Snapshot:
         }
 
 
-def readiness(server: HttpServer) -> tuple[bool, str]:
+def readiness(server: HttpClient) -> tuple[bool, str]:
     """Whether the server takes sessions, and the name of its state. Raises CannotConnect and CommandFailed."""
     answer = server.get("/ready")
     return answer.status == 200, str(_object(server, "/ready", answer, 200, 503).get("status"))
 
 
-def look(server: HttpServer) -> Snapshot:
+def look(server: HttpClient) -> Snapshot:
     """The current state of the server. Raises CannotConnect if it does not answer, CommandFailed if the answer is
     invalid."""
     _, status = readiness(server)
@@ -158,7 +158,7 @@ def _is_capacity(given: Mapping[str, Any]) -> bool:
     return named and all(isinstance(number, int | float) and abs(number) < TOO_LARGE for number in numbers)
 
 
-def _object(server: HttpServer, path: str, answer: HttpAnswer, *statuses: int) -> dict[str, Any]:
+def _object(server: HttpClient, path: str, answer: HttpAnswer, *statuses: int) -> dict[str, Any]:
     try:
         body = answer.json() if answer.status in statuses else None
     except ValueError:
@@ -261,7 +261,7 @@ class StatusView:
         return latest if first is now else latest.since(getattr(first, name))
 
 
-def watch(server: HttpServer, interval_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
+def watch(server: HttpClient, interval_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
     """Show the status until interrupted. Raises CannotConnect or CommandFailed if the first snapshot fails."""
     console = Console()
     view = StatusView(server.url)
@@ -276,7 +276,7 @@ def watch(server: HttpServer, interval_s: float, sleep: Callable[[float], None] 
 
 
 def _print_lines(
-    server: HttpServer, view: StatusView, console: Console, interval_s: float, sleep: Callable[[float], None]
+    server: HttpClient, view: StatusView, console: Console, interval_s: float, sleep: Callable[[float], None]
 ) -> None:
     text = view.line(_clock())
     while True:
@@ -291,7 +291,7 @@ def _print_lines(
             text = f"{_clock()} no answer: {harmless(reason)}; trying again" if is_news else ""
 
 
-def _look_again(server: HttpServer, view: StatusView) -> tuple[str, bool] | None:
+def _look_again(server: HttpClient, view: StatusView) -> tuple[str, bool] | None:
     """Take a snapshot. Returns None, or the error and whether it is the first since the last answer."""
     try:
         view.saw(look(server), time.monotonic())

@@ -1,6 +1,8 @@
-"""Helpers of all commands: output, exit codes, exceptions, number options, reading the configuration, Ctrl-C.
+"""Helpers that all commands share: output and exit codes, number options, reading the configuration, Ctrl-C.
 
-`CommandFailed` and `UsageError` become one line on standard error and an exit code in `realtime/cli.py`.
+`CommandFailed` and `UsageError` become one line on standard error and an exit code in `realtime/cli.py`. Text that
+comes from files or servers is printed without control characters (`harmless`). `EndOnInterrupt` makes the first Ctrl-C
+end the input and the second one the command.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """`tickertape transcribe`: transcribes files to text, subtitles or JSON, with a local engine or with a server.
 
-This module checks the files and options and writes the results; `file_transcription.py` does the work, and with
-`--live` `captions.py`.
+This module checks the files and options before a model is loaded, and writes the results. `file_transcription.py`
+transcribes; with `--live` `captions.py` plays the file in real time instead.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from realtime.client.wire_client import (
     COMPLETED,
     FAILED,
     CannotConnect,
-    HttpServer,
+    HttpClient,
     SessionOptions,
     WireSession,
     is_expected,
@@ -151,7 +151,7 @@ class ServerBackend:
         """Ask the server for its model. Raises CommandFailed."""
         try:
             url = realtime_url(address)
-            answer = await asyncio.to_thread(HttpServer(address, os.environ.get(KEY_VARIABLE)).get, "/v1/models")
+            answer = await asyncio.to_thread(HttpClient(address, os.environ.get(KEY_VARIABLE)).get, "/v1/models")
             served: dict[str, Any] = answer.json()["data"][0]
         except CannotConnect as error:
             raise CommandFailed(str(error)) from error

@@ -1,9 +1,9 @@
-"""Authenticates callers by API key, client secret or Twilio's signature, and has `Context`, which all routes share.
+"""Authenticates callers by API key, client secret or Twilio's signature; `Context` has what all routes share.
 
-`Authenticator` knows the API keys as digests only; keys never appear in a log or a response. It also issues client
-secrets: short-lived keys for browsers, which are signed and not stored, and contain their owner, the initial settings
-of their sessions and their expiry time. `Context` holds the engine, the configuration, the metrics, the authenticator
-and the sessions.
+Every route that needs a caller asks the `Authenticator`. It owns the API keys as digests only; keys never appear in a
+log or a response. It also issues client secrets: short-lived keys for browsers, which are signed and not stored, and
+contain their owner, the initial settings of their sessions and their expiry time. `Context` holds the engine, the
+configuration, the metrics, the authenticator and the sessions.
 """
 
 from __future__ import annotations

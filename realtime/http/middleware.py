@@ -1,4 +1,4 @@
-"""ASGI middleware around all routes: the access log, and the protection of a server from other websites.
+"""ASGI middleware around all routes: the access log, and the checks of browsers' `Origin` and `Host` headers.
 
 `routes.py` puts both around the application.
 
@@ -7,14 +7,12 @@ logged, because they may contain keys and tokens. Bytes are counted for requests
 not pass through the middleware. Requests that are cut off before they are parsed, and upgrades that uvicorn's protocol
 class refuses, do not reach the application and have no line.
 
-The page of any website can make a browser send requests to any reachable address, this machine included. Two headers
-reveal that, and `BrowserRules` looks at them on a server without keys. `Origin` names the page's website: other origins
-than the server's own are refused unless they are listed (`server.allowed_origins`). `Host` is the name in the request's
-URL: a website can make its own name resolve to this machine, and the browser then treats the server as part of that
-website (DNS rebinding). Other programs send no `Origin`, and a name or address of this machine as `Host`.
-
-With keys neither check is needed, because a website does not know a key. Then all origins are allowed, unless some are
-listed.
+`BrowserRules` protect a server without keys from other websites, whose pages can make a browser send requests to any
+address that it reaches. `Origin` names the page's website: origins other than the server's own are refused unless they
+are listed (`server.allowed_origins`). `Host` is the name in the request's URL: a website can make its own name resolve
+to this machine, and the browser then treats the server as part of that website (DNS rebinding). Programs other than
+browsers send no `Origin`, and a name or address of this machine as `Host`. With keys neither check is needed, because a
+website does not know a key: then all origins are allowed, unless some are listed.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Routes for prepared audio: `render` cuts a file into items without transcribing it, `inject` puts items into caches.
 
 An item is audio for some positions of the model, with its hash. Items that were rendered on one server can be injected
-at another: they go into the caches of its engines, and streams with the same audio then send hashes instead of audio.
-The routes are off unless `server.inject` is set.
+at another: they go into the caches of its engines, and the gateway then sends hashes instead of audio for streams with
+the same audio. The routes are off unless `server.inject` is set; they own no state.
 """
 
 from __future__ import annotations

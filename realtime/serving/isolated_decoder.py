@@ -1,8 +1,9 @@
-"""Decodes audio files and container streams in separate processes: the gateway's side of `decoder_process.py`.
+"""Decodes audio files and container streams for the gateway, each in a process of its own.
 
-Audio that makes libav crash, hang or use too much memory ends its own process, and the caller gets an AudioError.
-`IsolatedDecoder` is one decoder, `decoded_file` decodes a whole file, and `begin_pulling` starts a process that pulls a
-stream from the network (`pulled_audio.py`).
+This is the gateway's side; the processes run `decoder_process.py`. Audio that makes libav crash, hang or use too much
+memory ends its own process, and the caller gets an AudioError. Uploads and speaker enrolment call `decoded_file`, which
+decodes a whole file. The inbox of a session holds an `IsolatedDecoder` for a live stream in a container.
+`begin_pulling` starts a process that pulls a stream from the network, for `pulled_audio.py`.
 """
 
 from __future__ import annotations

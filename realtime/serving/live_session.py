@@ -679,7 +679,9 @@ class LiveSession:
             case Measured(name, value):
                 self._metrics.measure(name, value)
                 if name == "stalls":
-                    log.warning("session %s: speech without text; starting a new engine stream", self.id)
+                    log.warning(
+                        "session %s: the engine reports speech and sends no text; starting a new engine stream", self.id
+                    )
             case Reanchor():
                 self.runner.restart_stream(effect)
                 self._start()

@@ -1,15 +1,16 @@
-"""Media processes of a gateway (decoders, pulled streams, WebRTC calls): their messages, and their fork server.
+"""The processes of a gateway for untrusted media (decoders, pulled streams, WebRTC calls): fork server and messages.
 
-The messages come first: kinds, layouts and limits, which both sides import.
+Two programs read what strangers send: the decoder program (`decoder_process.py`) and that of WebRTC calls
+(`realtime/webrtc/call_process.py`). Each loads its libraries once, and forks a process for each file, stream or call
+within milliseconds; a fork that crashes or hangs affects no other.
 
-`ForkServerClient` is the gateway's side. It runs one program, the decoder program or that of WebRTC calls, which forks
-a process for each file, stream or call within milliseconds. It starts the program at first use, and again if it has
-died. Engines have another fork server: `engine/client/fork_server.py`.
+- `ForkServerClient` runs in the gateway. It owns one program: starts it at first use, starts it again if it has died,
+  and sends it the orders for new processes.
+- `ForkServer` is the main loop of the programs, and never runs in the gateway. It takes the orders and forks.
+  `set_bounds` limits the memory and the open files of a fork.
+- The constants before them are the messages between the gateway and a fork: kinds, layouts and limits.
 
-`ForkServer` is the main loop of those programs (`decoder_process.py` and `realtime/webrtc/call_process.py`); it never
-runs in the gateway. It takes orders from the gateway, and forks a process for each. The program loads its libraries
-once, so a fork is fast, and a fork that crashes or hangs affects no other. `set_bounds` limits the memory and files of
-a fork.
+Engines have another fork server: `engine/client/fork_server.py`.
 """
 
 from __future__ import annotations

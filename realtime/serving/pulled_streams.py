@@ -161,14 +161,14 @@ class PulledStream:
                 else:
                     serving.cancel()
             if failure is not None:
-                log.info("stream %s failed: %s", self.id, failure)
+                log.info("pulled stream %s failed: %s", self.id, failure)
             self.set_status(ENDED if failure is None else FAILED, None if failure is None else str(failure))
         except* Exception:
-            log.exception("stream %s failed", self.id)
+            log.exception("pulled stream %s failed", self.id)
             self.set_status(FAILED, "internal error")
         finally:
             if self._has_lost_key:
-                log.info("stream %s has ended: %s", self.id, KEY_REMOVED)
+                log.info("pulled stream %s ended: %s", self.id, KEY_REMOVED)
                 self.set_status(FAILED, KEY_REMOVED)
             elif self.status not in (ENDED, FAILED):
                 self.set_status(ENDED, "deleted")
@@ -280,14 +280,14 @@ class PulledStreams:
                 check_url(kept.url, self._config.server.stream_hosts)
                 self._check_room(caller)
             except NotAllowed as error:
-                log.warning("stream %s does not go on: %s", kept.id, error)
+                log.warning("pulled stream %s is not continued after the restart: %s", kept.id, error)
                 continue
             except Refusal as refusal:
-                log.warning("stream %s does not go on: %s", kept.id, refusal.message)
+                log.warning("pulled stream %s is not continued after the restart: %s", kept.id, refusal.message)
                 continue
             self._start(PulledStream(kept.url, caller, settings, kept.created, kept))
         if self.by_id:
-            log.info("streams that go on after the restart: %d", len(self.by_id))
+            log.info("%d pulled streams continue after the restart", len(self.by_id))
 
     def begin(self, url: str, caller: Caller, settings: Settings) -> PulledStream:
         """Begin to pull a stream. Raises Refusal."""

@@ -1,8 +1,9 @@
 """Builds sessions, new ones and those adopted from another gateway: core, live session, inbox, handoff and ids.
 
-Only the registry calls `SessionFactory`. It also encodes a session's state for handoffs, and restores it when the
-session is adopted. `OpenSession` is the registry's entry for a session; `GatewayServices` are the objects that a
-gateway shares with other gateways, such as signer, quota and publisher.
+Only the registry (`registry.py`) calls `SessionFactory`, which owns no session. It also encodes a session's state for
+handoffs, and restores it when the session is adopted. `OpenSession` is the registry's entry for a session.
+`GatewayServices` are the objects that a gateway shares with other gateways, such as signer, quota and publisher;
+`realtime/app.py` makes them.
 """
 
 from __future__ import annotations

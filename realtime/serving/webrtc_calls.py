@@ -104,12 +104,12 @@ class CallLine:
         try:
             kind, content = await self._read()
         except (OSError, EOFError):
-            log.info("call: its process has ended without a reason")
+            log.info("a WebRTC call ended: its process stopped without giving a reason")
             return {"type": "websocket.disconnect", "code": 1006}
         if kind == MESSAGE:
             return {"type": "websocket.receive", "text": content.decode()}
         if kind == ENDED:
-            log.info("call ended: %s", content.decode())
+            log.info("a WebRTC call ended: %s", content.decode())
             return {"type": "websocket.disconnect", "code": 1000}
         return {"type": "websocket.receive", "bytes": kind + content}
 
@@ -318,7 +318,7 @@ class Calls:
                         raise Refusal(503, "server_shutting_down", "The server is restarting.", retry_after_s=5)
                     assert isinstance(entry.live.dialect, CallDialect)
                     call.line, line.dialect = line, entry.live.dialect
-                    log.info("session %s is the call %s", entry.live.id, call.id)
+                    log.info("session %s serves WebRTC call %s", entry.live.id, call.id)
                     call.answer.set_result(answer)
                     await self._serve(entry, CallInbox(entry.inbox, entry.live, entry.live.dialect), line)
                     await line.wait_for_end()
@@ -326,7 +326,7 @@ class Calls:
             if not call.answer.done():
                 call.answer.set_exception(refusal)
         except Exception:
-            log.exception("call %s failed", call.id)
+            log.exception("WebRTC call %s failed", call.id)
         finally:
             self.by_id.pop(call.id, None)
             if not call.answer.done():

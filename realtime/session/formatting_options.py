@@ -1,7 +1,8 @@
-"""The options for formatting and redacting the text of finals: the dataclass `Formatting`, and the check of its lists.
+"""The client's options for the text of finals: what is formatted, replaced, searched and redacted.
 
-Dialects and upload forms call `make_formatting` with the client's values; the result is a part of `Settings`. The rules
-that these options switch on are in `formatting.py` and `redaction.py`.
+`Formatting` is their dataclass, a part of a session's `Settings`; dialects and upload forms build it with
+`make_formatting`, which checks the lists that clients send. The rules that these options switch on are in
+`formatting.py` and `redaction.py`, which also use `words_of` and `bare_word` to compare words.
 """
 
 from __future__ import annotations

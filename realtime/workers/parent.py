@@ -251,7 +251,7 @@ class Parent:
             async for message in worker.line:
                 self._take(worker, message)
         except Exception:
-            log.exception("a message of worker %d failed; the worker is replaced", worker.number)
+            log.exception("a message of worker %d could not be handled; the worker is replaced", worker.number)
         finally:
             worker.line.send(Retire())
             worker.line.close()

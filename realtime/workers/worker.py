@@ -126,7 +126,7 @@ async def work(end: socket.socket) -> None:
                     take(message)
                 log.warning("the connection to the parent process has ended; this worker stops")
             except Exception:
-                log.exception("a message of the parent process failed; this worker stops and is replaced")
+                log.exception("a message of the parent process could not be handled; this worker stops and is replaced")
                 gateway.sessions.hands_over = True
             # A worker that does not hear its parent admits no session and cannot be stopped by it.
             server.server.should_exit = True

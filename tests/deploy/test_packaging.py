@@ -19,7 +19,7 @@ import pytest
 
 from deploy import install
 from engine.options import cache_folder
-from realtime.client.wire_client import HttpServer
+from realtime.client.wire_client import HttpClient
 from tests.deploy.services import ROOT, compose
 
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -106,14 +106,14 @@ def test_installed_command_works_before_anything_heavy_is_there(environment: Pat
 
 
 @contextmanager
-def serving(environment: Path, *arguments: str, **variables: str) -> Iterator[HttpServer]:
+def serving(environment: Path, *arguments: str, **variables: str) -> Iterator[HttpClient]:
     """The installed server; it must end without an error."""
     command = [str(environment / "bin" / "tickertape"), "serve", "--port", "0", *arguments]
     pipe = subprocess.PIPE
     process = subprocess.Popen(command, cwd=environment, env=PATH | variables, stdout=pipe, stderr=pipe, text=True)
     try:
         assert process.stdout is not None
-        yield HttpServer(process.stdout.readline().split()[-1])
+        yield HttpClient(process.stdout.readline().split()[-1])
     finally:
         process.terminate()
         _, said = process.communicate(timeout=60)

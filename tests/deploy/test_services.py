@@ -22,7 +22,7 @@ import pytest
 import yaml
 
 from engine.options import DEFAULT_MODEL, cache_folder
-from realtime.client.wire_client import CannotConnect, HttpServer
+from realtime.client.wire_client import CannotConnect, HttpClient
 from realtime.config import known_keys
 from tests.deploy.services import ROOT, Service, compose, interpolate, service
 
@@ -117,11 +117,11 @@ def test_service_comes_up_answers_and_drains(
     with container(service(name, keys | engine), root) as running:
         running.wait_until_healthy()
         url = f"http://127.0.0.1:{running.port}"
-        assert HttpServer(url).get("/ready").json() == {"status": "ready"}
-        assert HttpServer(url).get("/v1/models").status == (401 if keys else 200)
+        assert HttpClient(url).get("/ready").json() == {"status": "ready"}
+        assert HttpClient(url).get("/v1/models").status == (401 if keys else 200)
         assert asked_by_name(running.port, prometheus_target()) == 200
         if keys:
-            assert HttpServer(url, "another-long-secret").get("/v1/models").status == 200
+            assert HttpClient(url, "another-long-secret").get("/v1/models").status == 200
         code, said = running.stop()
         assert code == 0, said
         assert not running.is_healthy()
@@ -134,7 +134,7 @@ def test_service_loads_the_embedded_model(root: Path) -> None:
         pytest.skip("the embedded model is not here; `tickertape pull` fetches it")
     with container(service("server-gpu", {}), root) as running:
         running.wait_until_healthy()
-        models = HttpServer(f"http://127.0.0.1:{running.port}").get("/v1/models").json()
+        models = HttpClient(f"http://127.0.0.1:{running.port}").get("/v1/models").json()
         assert "moonshine" in json.dumps(models)
         code, said = running.stop()
         assert code == 0, said
@@ -206,7 +206,7 @@ def test_health_check_knows_port_and_certificate(engine: dict[str, str], root: P
     with container(described, root) as running:
         running.wait_until_healthy()
         with pytest.raises(CannotConnect):
-            HttpServer(f"http://127.0.0.1:{running.port}").get("/ready")
+            HttpClient(f"http://127.0.0.1:{running.port}").get("/ready")
         assert running.stop()[0] == 0
 
 
@@ -240,13 +240,13 @@ def test_unit_starts_says_ready_and_stopping(engine: dict[str, str], tmp_path: P
         os.close(writer)
         try:
             url = systemd.recv(4096).decode().partition("STATUS=listening on ")[2].strip()
-            assert HttpServer(url).get("/ready").status == 200
+            assert HttpClient(url).get("/ready").status == 200
             with os.fdopen(reader) as file:
                 assert file.read() == f"{url}\n"
             assert reload(described["ExecReload"], config, process.pid) == [0, 0]
             config.write_text("[server]\nprot = 1")
             assert reload(described["ExecReload"][:1], config, process.pid) == [2], "`systemctl reload` fails"
-            assert HttpServer(url).get("/ready").status == 200
+            assert HttpClient(url).get("/ready").status == 200
             process.send_signal(signal.SIGTERM)
             assert systemd.recv(4096).startswith(b"STOPPING=1\n")
             assert process.wait(STOP_S) == 0

@@ -7,21 +7,21 @@ import socket
 
 import pytest
 
-from realtime.client.wire_client import CannotConnect, FileUnreadable, Form, HttpAnswer, HttpServer, _head, realtime_url
+from realtime.client.wire_client import CannotConnect, FileUnreadable, Form, HttpAnswer, HttpClient, _head, realtime_url
 from tests.realtime.plain_server import answering, reply
 
 
 @pytest.mark.parametrize("url", ["ftp://host", "http://", "http://host:port", "http://host:99999", ""])
 def test_what_is_no_address_is_named(url: str) -> None:
     with pytest.raises(CannotConnect, match="write http://HOST:PORT"):
-        HttpServer(url)
+        HttpClient(url)
 
 
 @pytest.mark.parametrize(
     "url", ["http://exa mple", "http://[::1", "http://host/a b", "http://host/ü", "http://a..b", "http://" + "x" * 64]
 )
 def test_what_no_request_can_carry_is_no_address(url: str) -> None:
-    for use in (HttpServer, realtime_url):
+    for use in (HttpClient, realtime_url):
         with pytest.raises(CannotConnect, match="is not the address of a server; write http://HOST:PORT"):
             use(url)
 
@@ -31,22 +31,22 @@ def test_server_without_a_certificate_says_to_write_http() -> None:
         answering(lambda connection: reply(connection, "400 Bad Request", b"{}")) as url,
         pytest.raises(CannotConnect, match="does not speak TLS; write http://"),
     ):
-        HttpServer(url.replace("http://", "https://")).get("/health")
+        HttpClient(url.replace("http://", "https://")).get("/health")
 
 
 def test_nobody_there_says_what_to_start() -> None:
     with pytest.raises(CannotConnect, match="no server answers at http://127.0.0.1:9 .*tickertape serve"):
-        HttpServer("127.0.0.1:9").get("/ready")
+        HttpClient("127.0.0.1:9").get("/ready")
 
 
 def test_server_that_hangs_up_or_speaks_something_else_is_said() -> None:
     with answering(lambda connection: None) as url, pytest.raises(CannotConnect, match="broke off"):
-        HttpServer(url).get("/ready")
+        HttpClient(url).get("/ready")
     with (
         answering(lambda connection: connection.sendall(b"SSH-2.0-OpenSSH\r\n")) as url,
         pytest.raises(CannotConnect, match="broke off"),
     ):
-        HttpServer(url).get("/ready")
+        HttpClient(url).get("/ready")
 
 
 def test_an_answer_that_breaks_off_is_none() -> None:
@@ -55,7 +55,7 @@ def test_an_answer_that_breaks_off_is_none() -> None:
         connection.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\ntickertape_sessions 1\n")
 
     with answering(answer) as url, pytest.raises(CannotConnect, match="broke off"):
-        HttpServer(url).get("/metrics")
+        HttpClient(url).get("/metrics")
 
 
 def test_address_may_be_the_page_the_base_url_or_the_socket() -> None:
@@ -68,7 +68,7 @@ def test_address_may_be_the_page_the_base_url_or_the_socket() -> None:
     with answering(answer) as url:
         host = url.removeprefix("http://")
         for written in (host, f"{url}/", f"{url}/v1", f"ws://{host}/v1/realtime", f"{url}/behind/v1/"):
-            assert HttpServer(written).get("/ready").json() == {}
+            assert HttpClient(written).get("/ready").json() == {}
     assert paths == [b"/ready"] * 4 + [b"/behind/ready"]
 
 
@@ -80,7 +80,7 @@ def test_key_is_sent_and_never_shown() -> None:
         reply(connection, "401 Unauthorized", b'{"error": {"message": "Incorrect API key provided."}}')
 
     with answering(answer) as url:
-        refused = HttpServer(url.replace("http://", "http://user:pass@"), "a-long-secret")
+        refused = HttpClient(url.replace("http://", "http://user:pass@"), "a-long-secret")
         assert refused.get("/capacity").refusal == "refused with 401: Incorrect API key provided."
     assert b"Authorization: Bearer a-long-secret" in seen[0]
     assert "pass" not in refused.url
@@ -99,7 +99,7 @@ def test_refusal_in_the_middle_of_an_upload_is_what_is_reported() -> None:
     big = bytes(32 * 1024 * 1024)
     with answering(answer) as url:
         form = Form([("model", "default")], "a.wav", io.BytesIO(big), len(big))
-        assert HttpServer(url).upload(form).refusal == "refused with 413: The file is larger than 9 bytes."
+        assert HttpClient(url).upload(form).refusal == "refused with 413: The file is larger than 9 bytes."
 
 
 class Failing(io.BytesIO):
@@ -123,7 +123,7 @@ def test_file_that_fails_is_no_fault_of_the_server(file: io.BytesIO, size: int |
             pass
 
     with answering(answer) as url, pytest.raises(FileUnreadable, match=said):
-        HttpServer(url).upload(Form([], "a.wav", file, size))
+        HttpClient(url).upload(Form([], "a.wav", file, size))
 
 
 @pytest.mark.parametrize("size", [10, None])
@@ -138,7 +138,7 @@ def test_grown_file_is_sent_as_it_was_and_a_pipe_to_its_end(size: int | None) ->
     sent: list[int] = []
     with answering(answer) as url:
         form = Form([("prompt", 'say "ä"')], 'a"\r\nb.wav', io.BytesIO(b"0123456789MORE"), size, sent.append)
-        assert HttpServer(url).upload(form).json() == {"text": "ok"}
+        assert HttpClient(url).upload(form).json() == {"text": "ok"}
     assert (b"0123456789" in received, b"MORE" in received) == (True, size is None)
     assert 'say "ä"'.encode() in received and b'filename="a%22%0D%0Ab.wav"' in received
     assert sent[-1] == (10 if size else 14)

@@ -12,7 +12,7 @@ import pytest
 from engine.errors import EngineError
 from realtime import cli
 from realtime.commands import doctor, file_transcription
-from realtime.commands.doctor import Measured
+from realtime.commands.doctor import MeasuredLoad
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -63,7 +63,7 @@ def test_without_a_recording_streams_are_not_guessed(tmp_path: Path, capsys: pyt
 
 @pytest.mark.parametrize(("load", "expected"), [(0.2, 8), (0.8, 2), (1.0, 1), (0.0, 1600)])
 def test_streams_follow_from_the_load(load: float, expected: int) -> None:
-    assert Measured(streams=2, load=load, text="").expected == expected
+    assert MeasuredLoad(streams=2, load=load, text="").expected == expected
 
 
 @pytest.fixture

@@ -17,7 +17,7 @@ from rich.console import Console
 
 from realtime import cli
 from realtime.client import wire_client
-from realtime.client.wire_client import MAX_MESSAGE_CHARACTERS, CannotConnect, HttpServer
+from realtime.client.wire_client import MAX_MESSAGE_CHARACTERS, CannotConnect, HttpClient
 from realtime.commands import terminal
 from realtime.commands.status_view import Histogram, Snapshot, StatusView
 from realtime.commands.transcripts import CaptionView, ShownWord
@@ -135,7 +135,7 @@ def test_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
             pass
 
     with answering(flood) as url, pytest.raises(CannotConnect, match="more than 100000 bytes"):
-        HttpServer(url).get("/ready")
+        HttpClient(url).get("/ready")
 
 
 def test_answer_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -152,7 +152,7 @@ def test_answer_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
             pass
 
     with answering(drip) as url, pytest.raises(CannotConnect, match=r"did not answer within 0.3 s"):
-        HttpServer(url).get("/ready")
+        HttpClient(url).get("/ready")
 
 
 def test_reason_of_a_refusal_is_short(capsys: pytest.CaptureFixture[str]) -> None:

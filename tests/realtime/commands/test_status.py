@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from realtime import cli
-from realtime.client.wire_client import HttpServer
+from realtime.client.wire_client import HttpClient
 from realtime.commands import status_view
 from realtime.commands.status import own_url
 from realtime.commands.status_view import Histogram, Quantile, Snapshot, StatusView
@@ -131,7 +131,7 @@ def test_server_that_goes_away_is_said_once_and_waited_for(capsys: pytest.Captur
         port = int(url.rpartition(":")[2])
         sleep = looks(first.close, lambda: None, lambda: second.enter_context(server(port, state="starting")))
         with pytest.raises(KeyboardInterrupt):
-            status_view.watch(HttpServer(url), 1.0, sleep)
+            status_view.watch(HttpClient(url), 1.0, sleep)
     lines = [re.sub(r"^\d\d:\d\d:\d\d ", "", line) for line in capsys.readouterr().out.splitlines()]
     figures = "sessions=4 connected=3 speaking=2 free=3 load=0.50 lag_p95={} final_p95=n/a engines=1/2"
     assert lines[0] == f"ready {figures.format('0.46')}"

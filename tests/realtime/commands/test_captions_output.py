@@ -10,7 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from realtime.client.wire_client import COMPLETED, DELTA
-from realtime.commands.captions import AudioClock, Listener
+from realtime.commands.captions import AudioClock, CaptionOutput
 from realtime.commands.transcripts import CaptionView, TranscriptFile
 
 
@@ -22,7 +22,7 @@ async def test_last_word_of_a_turn_that_comes_with_its_completion_is_saved(tmp_p
     path = tmp_path / "talk.txt"
     file = TranscriptFile(path, "txt", words=False)
     with CaptionView(Console(file=io.StringIO())) as captions:
-        listener = Listener(captions, AudioClock(), file)
+        listener = CaptionOutput(captions, AudioClock(), file)
         listener.on_event({"type": DELTA, "delta": "One two.", "words": [word("One", 0.0, 0.5)]})
         listener.on_event({"type": COMPLETED, "words": [word("One", 0.0, 0.5), word("two.", 0.5, 1.0)]})
         listener.on_event({"type": DELTA, "delta": "Three.", "words": [word("Three.", 2.0, 2.5)]})
@@ -35,7 +35,7 @@ async def test_gap_is_marked_between_the_words_before_and_after_it(tmp_path: Pat
     path, shown = tmp_path / "talk.json", io.StringIO()
     file = TranscriptFile(path, "json", words=False)
     with CaptionView(Console(file=shown, width=200)) as captions:
-        listener = Listener(captions, AudioClock(), file)
+        listener = CaptionOutput(captions, AudioClock(), file)
         listener.on_event({"type": DELTA, "delta": "One", "words": [word("One", 0.0, 0.5)]})
         # The gap is known before the last word in front of it.
         listener.on_gap(1.0, 61.0)
