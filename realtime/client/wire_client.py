@@ -389,7 +389,8 @@ class HttpClient:
         most_bytes: int,
         most_s: float = math.inf,
     ) -> HttpAnswer:
-        """Send the request and read the answer, of at most so many bytes and seconds. A server may be any program."""
+        """Send the request and read the answer. Raises CannotConnect for an answer of more than `most_bytes`, or one
+        that takes longer than `most_s`: the other side may be any program."""
         deadline = time.monotonic() + most_s
         try:
             try:

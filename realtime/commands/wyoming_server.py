@@ -111,6 +111,8 @@ class LocalBackend:
 
 
 class _LocalUtterance:
+    """An utterance as a stream of the engine in this process."""
+
     def __init__(self, stream: StreamApi) -> None:
         self._stream = stream
         self._said: list[str] = []
@@ -173,6 +175,8 @@ class ServerBackend:
 
 
 class _ServerUtterance:
+    """An utterance as a session of a running server."""
+
     def __init__(self, session: WireSession, stack: AsyncExitStack) -> None:
         self._session = session
         self._stack = stack

@@ -282,7 +282,9 @@ class WebSocketRoutes:
         """Serve sessions over `line`: the socket of a client, or that to the process of a WebRTC call."""
         receive, send, _ = line
         if self.sessions.standstill is not None:
-            line = self.sessions.standstill.guard(*line, lambda: not any(entry.is_let_go for entry in entrance.entries))
+            line = self.sessions.standstill.guard(
+                *line, lambda: not any(entry.is_released for entry in entrance.entries)
+            )
         connection = Connection(live, inbox, *line, self._fair_turns)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))

@@ -201,7 +201,7 @@ class Inbox:
         # The client has ended its audio; audio that it sends after that is ignored.
         self._ended = False
         # The client left within a message, so samples are missing: input is ignored until it resumes.
-        self._let_go = False
+        self._ignores_input = False
         # Audio of appends that arrived together; it is decoded in one call to save time.
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -219,7 +219,7 @@ class Inbox:
         """
         self.settle()
         self._long = self._mistake = None
-        self._let_go = False
+        self._ignores_input = False
         self._intake = self._intake.for_new_socket()
 
     def settle_all(self) -> None:
@@ -238,7 +238,9 @@ class Inbox:
     def take_now(self, text: str) -> bool:
         """Fast path for a short append of raw samples. Returns False, with nothing done, for any other message and if
         other audio is pending; `take` then has to handle the message."""
-        plain = self._live.dialect.has_appends and self._intake.takes_anything and not (self._ended or self._let_go)
+        plain = (
+            self._live.dialect.has_appends and self._intake.takes_anything and not (self._ended or self._ignores_input)
+        )
         if not plain or self._pending or len(text) > min(self._control_bytes, PIECE_BYTES):
             return False
         audio = audio_of_append(text)
@@ -252,7 +254,7 @@ class Inbox:
         `more`: another message has already arrived, so audio may be held back to be joined with it. The rest of a
         long message is dropped when the client is `gone`: a few bytes of a container can be hours of audio.
         """
-        if self._let_go:
+        if self._ignores_input:
             return False
         raw = text if text is not None else data or b""
         is_audio = text is None and self._live.session.settings.format.binary
@@ -279,7 +281,7 @@ class Inbox:
 
     async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
         """Handle the next part of a long message, as `take` does a whole one."""
-        if self._let_go:
+        if self._ignores_input:
             return False
         self.settle()
         return await self._answering(self._part(part, gone))
@@ -486,7 +488,7 @@ class Inbox:
         view = memoryview(data)
         for start in range(0, len(data), FED_BYTES):
             if gone():
-                self._let_go = True
+                self._ignores_input = True
                 return
             piece = view[start : start + FED_BYTES]
             if self._intake.container is not None:
@@ -501,7 +503,7 @@ class Inbox:
         async with aclosing(self._intake.unpack(data)) as steps:
             async for append in steps:
                 if gone():
-                    self._let_go = True
+                    self._ignores_input = True
                     return
                 self._live.submit(append)
                 await self._live.room()

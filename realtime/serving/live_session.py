@@ -264,7 +264,7 @@ class StreamRunner:
         # Session samples: where the stream began, and up to where audio was fed.
         self._base, self._fed = 0, 0
         # Of an adopted stream: outstanding flushes that the core knows, and later ones that it does not know.
-        self._known_flushes, self._strange_flushes = 0, 0
+        self._known_flushes, self._unknown_flushes = 0, 0
 
     @property
     def full(self) -> bool:
@@ -305,7 +305,7 @@ class StreamRunner:
         self.settings, self._opened = saved.engine_settings, saved.streams_opened
         self.stream, self._runs_out = adopted.stream, saved.runs_out
         known = len(self.session.marks)
-        self._known_flushes, self._strange_flushes = known, max(0, adopted.flushes - known)
+        self._known_flushes, self._unknown_flushes = known, max(0, adopted.flushes - known)
         self._base, self._fed = self.session.engine_start, saved.fed
         if adopted.stream is not None:
             self._fed = self.session.engine_start + adopted.goes_on_at
@@ -449,7 +449,7 @@ class StreamRunner:
             raise OptionsRefused(str(error)) from error
         self.stream = stream
         self._fed = self._base = base
-        self._known_flushes = self._strange_flushes = 0
+        self._known_flushes = self._unknown_flushes = 0
         self._submit(EngineSwitched(base))
         self._listen_to(stream, group)
 
@@ -478,20 +478,20 @@ class StreamRunner:
         if self._runs_out and isinstance(output, messages.Closed):
             # The end of this stream and not of the session: the next stream continues from here.
             self._submit(EngineSwitched(self._fed))
-        elif not (isinstance(output, messages.Flushed) and self._is_strange_flush()):
+        elif not (isinstance(output, messages.Flushed) and self._is_unknown_flush()):
             self._submit(output)
         if self.session.closed:
             self.queue.wake()
 
-    def _is_strange_flush(self) -> bool:
+    def _is_unknown_flush(self) -> bool:
         """Whether this answer is for a flush of the previous owner that the core does not know. Answers come in order:
         first those to flushes that the core knows, then the unknown ones."""
-        if not self._strange_flushes:
+        if not self._unknown_flushes:
             return False
         if self._known_flushes:
             self._known_flushes -= 1
             return False
-        self._strange_flushes -= 1
+        self._unknown_flushes -= 1
         return True
 
     async def _abort_current(self) -> None:
@@ -759,7 +759,7 @@ class LiveSession:
             return Gap(rest, event.source_samples, event.source_ms)
         return Append(rest, event.source_samples, event.source_ms)
 
-    def let_go(self, is_fenced: bool) -> None:
+    def release(self, is_fenced: bool) -> None:
         """End the session here without ending its engine stream: another process continues it. Without an await: an
         output that came meanwhile would end the task, and with it the stream.
 

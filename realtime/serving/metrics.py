@@ -290,11 +290,13 @@ class _Sample(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Family(msgspec.Struct, array_like=True, frozen=True):
+    """A metric with its samples, as a worker reports it to the parent."""
+
     name: str
     text: str
     kind: str
     # Every process sees the same values, as for engine metrics.
-    seen_alike: bool
+    is_shared: bool
     samples: list[_Sample]
 
 
@@ -305,8 +307,8 @@ _decoder = msgspec.json.Decoder(list[_Family])
 def report(metrics: Iterable[tuple[Metric, bool]]) -> msgspec.Raw:
     """The metrics of a process for `Totals.add_report`. Each comes with a flag: every process sees the same values."""
     families = [
-        _Family(metric.name, metric.documentation, metric.type, seen_alike, _samples(metric))
-        for metric, seen_alike in metrics
+        _Family(metric.name, metric.documentation, metric.type, is_shared, _samples(metric))
+        for metric, is_shared in metrics
     ]
     return msgspec.Raw(_encoder.encode(families))
 
@@ -337,7 +339,7 @@ class Totals:
         # Values by sample key, of each running process and of all ended processes together.
         self._living: dict[int, dict[str, float]] = {}
         self._ended: dict[str, float] = {}
-        # The highest value shown so far of each counter that all processes see alike.
+        # The highest value shown so far of each counter whose value is the same in all processes.
         self._highest: dict[str, float] = {}
 
     def __len__(self) -> int:
@@ -358,7 +360,7 @@ class Totals:
         """A process has ended: add its counters to the sums."""
         for key, value in self._living.pop(process, {}).items():
             family = self._families[key.partition(_BETWEEN)[0]]
-            if family.kind != "gauge" and not family.seen_alike:
+            if family.kind != "gauge" and not family.is_shared:
                 self._ended[key] = self._ended.get(key, 0.0) + value
 
     def exposition(self) -> bytes:
@@ -377,7 +379,7 @@ class Totals:
         for key, value in sums.items():
             name, sample, *labels = key.split(_BETWEEN)
             family = self._families[name]
-            if family.seen_alike:
+            if family.is_shared:
                 value = highest[key]
                 if family.kind != "gauge":
                     self._highest[key] = value = max(value, self._highest.get(key, 0.0))

@@ -400,7 +400,7 @@ class Sessions:
         return False
 
     def _save_and_release(self, entry: OpenSession, hangup: Hangup) -> None:
-        """Save a session for the last time and let it go. Without an await: it must not change after the last save."""
+        """Save a session for the last time and release it. Without an await: it must not change after the last save."""
         handoff = entry.live.handoff
         assert handoff is not None
         entry.inbox.settle_all()
@@ -421,8 +421,8 @@ class Sessions:
         entry.live.publication.close(moves=True)
         entry.live.webhooks.close(0.0, moves=True)
         self._remove(entry)
-        entry.is_let_go = True
-        entry.live.let_go(is_fenced)
+        entry.is_released = True
+        entry.live.release(is_fenced)
         leaving = asyncio.create_task(self._finish_release(entry, hangup), name=f"leave {entry.live.id}")
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
@@ -435,7 +435,7 @@ class Sessions:
         except Exception:
             log.exception("the last save of session %s failed; the session is released nevertheless", entry.live.id)
         finally:
-            # Whatever happens to the save: the client must not stay on a socket that nothing serves.
+            # Also if the save has failed: the client must not stay on a socket that nothing serves.
             if entry.connection is not None:
                 entry.connection.hang_up(hangup)
             await entry.live.close()

@@ -113,7 +113,7 @@ class OpenSession:
     # Sequence number of the last frame in the saved handoff.
     handed_off: int = 0
     # The session was left to another process: this one sends nothing of it any more.
-    is_let_go: bool = False
+    is_released: bool = False
 
     def count_audio(self, metrics: Metrics) -> None:
         """Add the audio since the last call to the metrics.

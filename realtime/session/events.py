@@ -203,6 +203,8 @@ class Delta:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
+    """A turn has ended with this final text. `start` and `end` are the samples of the turn."""
+
     item_id: str
     transcript: str
     words: tuple[TimedWord, ...]

@@ -68,6 +68,8 @@ MAX_FINAL_WORDS = 1000
 
 
 class TurnState(Enum):
+    """Where a turn is between its first audio and its end; `TURN_MOVES` has the allowed transitions."""
+
     OPEN = auto()
     COMMITTED = auto()
     COMPLETED = auto()
@@ -75,7 +77,6 @@ class TurnState(Enum):
     CLEARED = auto()
 
 
-# Allowed transitions.
 TURN_MOVES: dict[TurnState, frozenset[TurnState]] = {
     TurnState.OPEN: frozenset({TurnState.COMMITTED, TurnState.CLEARED}),
     TurnState.COMMITTED: frozenset({TurnState.COMPLETED, TurnState.FAILED}),

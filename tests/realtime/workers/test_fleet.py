@@ -220,7 +220,7 @@ async def test_a_stream_that_is_handed_off_is_not_ended_by_what_it_says_before_t
         monkeypatch.setattr(EngineStream, "abort", abort)
         draining = asyncio.create_task(group.drain_gateway())
         async with asyncio.timeout(PATIENCE_S):
-            await fakes.until(lambda: entry.is_let_go)
+            await fakes.until(lambda: entry.is_released)
         # As an output does.
         entry.live.runner.queue.wake()
         for _ in range(50):

@@ -203,15 +203,15 @@ def test_nothing_is_told_of_a_session_that_was_let_go() -> None:
         gateway = client.socket.gateway
         (entry,) = gateway.sessions.entries.values()
         # As if the words were under way when it was let go.
-        entry.is_let_go, told = True, len(client.events)
+        entry.is_released, told = True, len(client.events)
         fleet.run(3.0)
         assert len(client.events) == told
-        entry.is_let_go = False
+        entry.is_released = False
         gateway.stop(2.5)
         fleet.run(0.5)
         client.leave(1)
         fleet.until(lambda: len(gateway.sessions) == 0, 30)
-        assert entry.is_let_go
+        assert entry.is_released
 
 
 @pytest.mark.parametrize("seconds", [3.0, 20.0])
