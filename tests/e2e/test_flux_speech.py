@@ -10,7 +10,7 @@ from engine.weights.store import pull
 from tests.cached_models import skip_unless_cached
 from tests.e2e.raw_client import raw_client
 from tests.e2e.test_deepgram_client import rest
-from tests.realtime.dialects.test_flux import Wire
+from tests.realtime.dialects.test_deepgram_flux import Wire
 from tests.web.conftest import server_process
 
 NEEDED = ("moonshine-tiny", "sample-two-cities")
