@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from typing import Any
 
 import httpx
 import pytest
 
+from realtime.session import formatting
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import raw_client
 from tests.e2e.test_deepgram_client import listen, rest, text_of
@@ -128,6 +130,30 @@ async def test_openai_sessions_are_formatted_at_the_final(serve: Serve) -> None:
             events = await events_until(connection, COMPLETED)
     assert "$25" in events[-1].transcript and "twenty five dollars" in events[-1].raw_transcript
     assert "twenty five" in "".join(event.delta for event in events if event.type == DELTA)
+
+
+async def test_a_published_final_is_formatted_once_although_other_sessions_have_finals_too(
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    formatted: list[Any] = []
+
+    def counted(text: str, words: Any, options: Any) -> formatting.Final:
+        formatted.append(words)
+        return format_final(text, words, options)
+
+    format_final = formatting.format_final
+    monkeypatch.setattr(formatting, "format_final", counted)
+
+    async def speak(client: Any, name: str) -> None:
+        async with client.realtime.connect(extra_query={"intent": "transcription"}) as connection:
+            await connection.session.update(session={**update(format={"smart": True}), "publish": name})
+            await send_audio(connection, tone(3.0, 24_000) + silence(1.0, 24_000))
+            done = (await events_until(connection, COMPLETED))[-1]
+            assert "$25" in done.transcript
+
+    async with serve(FakeEngine(words=MONEY)) as running, client_for(running.base_url) as client:
+        await asyncio.gather(*(speak(client, f"talk{number}") for number in range(3)))
+    assert len(formatted) == len({id(words) for words in formatted}) == 3
 
 
 async def test_no_event_of_an_openai_session_has_the_digits(serve: Serve) -> None:
