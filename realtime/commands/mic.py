@@ -11,7 +11,6 @@ import asyncio
 import contextlib
 import importlib
 import importlib.util
-import shutil
 import subprocess
 from collections.abc import AsyncIterator
 from typing import TYPE_CHECKING, Any, Protocol
@@ -98,6 +97,8 @@ class Recorder(Protocol):
 
 def find_recorder() -> Recorder:
     """The first recorder that is installed. Raises CommandFailed."""
+    import shutil
+
     if importlib.util.find_spec("sounddevice") is not None:
         with contextlib.suppress(OSError):  # the package is there, PortAudio is not
             return SoundDevice()
