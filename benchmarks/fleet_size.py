@@ -46,7 +46,7 @@ from benchmarks.measuring import (
     until,
     write_json,
 )
-from benchmarks.servers import Child, free_port, is_ready
+from benchmarks.servers import Child, free_port, wait_until_ready
 from benchmarks.sounds import pcm16, speech
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
@@ -273,10 +273,7 @@ async def measure_sessions(sessions: int, seconds: float) -> Figures:
         command += ["--engine-table", str(folder / "table.json"), "--fleet-secret-file", str(folder / "secret")]
         gateways = [Child("gateway", [*command, "--port", str(port)], folder / f"{port}.log") for port in ports]
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                for port in ports:
-                    while not await asyncio.to_thread(is_ready, f"http://127.0.0.1:{port}/ready"):  # noqa: ASYNC110
-                        await asyncio.sleep(0.2)
+            wait_until_ready([f"http://127.0.0.1:{port}/ready" for port in ports], *gateways)
             _wait_for(pipe, "the engine")
             return await _speak_and_resume(pipe, engine_pid, gateways, ports, sessions, seconds)
         finally:

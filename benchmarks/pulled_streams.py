@@ -37,7 +37,6 @@ from functools import partial
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import numpy as np
@@ -46,7 +45,7 @@ from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, sleep_unt
 from benchmarks.measuring import RunFailed, parser_of, run_command, show, until
 from benchmarks.recordings import joined_sessions, load_audio, read_manifest, sample_speech
 from benchmarks.scoring import Word, plain_words
-from benchmarks.servers import Child, Server, add_server_options, free_port, use_default_model
+from benchmarks.servers import Child, Server, add_server_options, free_port, program, use_default_model
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice, write_wav
 from realtime.bench.words import align
 from realtime.client.wire_client import DELTA
@@ -115,13 +114,6 @@ class Source:
         command = [program("ffmpeg"), "-nostdin", "-v", "error", "-re", "-ss", f"{position:.3f}", "-i", str(self.coded)]
         log = self.coded.with_name(f"{self.name}-encoder.log")
         self._encoder = Child(f"{self.name} encoder", [*command, "-c", "copy", *self.target], log)
-
-
-def program(name: str) -> str:
-    found = which(name) or which(name, path="/usr/sbin")
-    if found is None:
-        raise RunFailed(f"{name} is not installed")
-    return found
 
 
 @contextmanager
