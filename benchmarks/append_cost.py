@@ -27,6 +27,9 @@ from typing import Any
 
 import numpy as np
 import uvloop
+from websockets.client import ClientProtocol
+from websockets.frames import Frame, Opcode
+from websockets.uri import parse_uri
 
 from benchmarks.engines import engine_client, null_loop
 from benchmarks.measuring import parser_of, private_bytes, run_command, spawned
@@ -69,26 +72,20 @@ CASES = (Case(16_000, 80), Case(24_000, 50))
 # The process of the clients
 
 
-def text_frame(text: str) -> bytes:
-    """A masked WebSocket frame. The cost of unmasking does not depend on the value of the mask."""
-    data, mask = text.encode(), bytes((1, 2, 3, 4))
-    key = np.resize(np.frombuffer(mask, np.uint8), len(data))
-    head = bytes((0x81, 0x80 | len(data))) if len(data) < 126 else bytes((0x81, 0xFE)) + len(data).to_bytes(2)
-    return head + mask + (np.frombuffer(data, np.uint8) ^ key).tobytes()
+def text_frame(body: dict[str, Any]) -> bytes:
+    return Frame(Opcode.TEXT, json.dumps(body).encode()).serialize(mask=True)
 
 
 def connected(port: int, case: Case) -> socket.socket:
     line = socket.create_connection(("127.0.0.1", port))
     line.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    key = base64.b64encode(os.urandom(16)).decode()
-    line.sendall(
-        f"GET /v1/realtime HTTP/1.1\r\nHost: localhost\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
-        f"Sec-WebSocket-Key: {key}\r\nSec-WebSocket-Version: 13\r\n\r\n".encode()
-    )
+    protocol = ClientProtocol(parse_uri(f"ws://localhost:{port}/v1/realtime"))
+    protocol.send_request(protocol.connect())
+    line.sendall(b"".join(protocol.data_to_send()))
     assert line.recv(65536).startswith(b"HTTP/1.1 101")
     audio = {"format": {"type": "audio/pcm", "rate": case.rate}, "turn_detection": {"type": "server_vad"}}
     session = {"type": "transcription", "audio": {"input": audio}, "include": INCLUDE}
-    line.sendall(text_frame(json.dumps({"type": "session.update", "session": session})))
+    line.sendall(text_frame({"type": "session.update", "session": session}))
     return line
 
 
@@ -96,7 +93,7 @@ def run_clients(port: int, case: Case, sessions: int, orders: Connection) -> Non
     """Sends one slice for each number that it is given, and reads all answers."""
     noise = np.random.default_rng(1).integers(-8000, 8000, (POOL, case.samples)).astype("<i2")
     pool = [
-        text_frame(json.dumps({"type": "input_audio_buffer.append", "audio": base64.b64encode(row.tobytes()).decode()}))
+        text_frame({"type": "input_audio_buffer.append", "audio": base64.b64encode(row.tobytes()).decode()})
         for row in noise
     ]
     lines = [connected(port, case) for _ in range(sessions)]

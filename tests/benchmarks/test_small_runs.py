@@ -33,6 +33,7 @@ RUNS = {
     "server_capacity": ["2 sessions, 24 kHz, appends of 50 ms", "lag p99", "gateway us per append", "delay s p95"],
     "accuracy": ["wer", "emission delay p50", "File is", "Live is"],
     "keywords": ["rare found", "other errors", "made up"],
+    "formatting": ["changes in 1 texts"],
     "languages": ["told right by length", "wer told"],
     "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
     "uploads": ["delay p50", "beside live", "same words"],
@@ -54,6 +55,7 @@ RUNS = {
 }
 NEED_WEIGHTS = {
     **dict.fromkeys(("accuracy", "keywords", "languages", "start", "uploads"), (SAMPLE, "moonshine-tiny")),
+    "formatting": (SAMPLE,),
     "speakers": ("speakers",),
     "turns": (SAMPLE, "moonshine-tiny", TURN_DETECTOR),
 }
