@@ -203,6 +203,12 @@ class Server:
             told: dict[str, Any] = json.load(answer)
         return told
 
+    def counter(self, name: str) -> float:
+        """A counter of the first gateway's metrics."""
+        with urllib.request.urlopen(self.http(0, "/metrics"), timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"tickertape_{name}_total"))
+
     def cpu_seconds(self) -> dict[str, float]:
         """Processor seconds of the engine, and of each process of the gateways."""
         pids = [pid for gateway in self.gateways for pid in with_descendants(gateway.pid)]

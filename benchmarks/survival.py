@@ -230,6 +230,16 @@ def play_server(
     return found
 
 
+def server_figures(server: Server) -> Figures:
+    """Since the server's start: streams that were rebuilt on a new engine, and seconds until they were (mean)."""
+    recovered = server.counter("engine_streams_recovered")
+    return {
+        "streams_recovered": round(recovered),
+        "recovery_s_mean": server.counter("engine_recovery_seconds") / recovered if recovered else None,
+        "gateway_bytes": sum(map(private_bytes, with_descendants(server.gateways[0].pid))),
+    }
+
+
 def lose_in_server(options: argparse.Namespace) -> list[Figures]:
     """`survival server`."""
     if options.small:
@@ -255,8 +265,7 @@ def lose_in_server(options: argparse.Namespace) -> list[Figures]:
         for kind in [kind for kind, times in options.kinds for _ in range(times)]:
             outcomes, *plain = play_server(server, nginx, groups, kind, options)
             references = references or [outcome["text"] for outcome in outcomes]
-            held = sum(map(private_bytes, with_descendants(server.gateways[0].pid)))
-            results.append({"kind": kind, **summary(outcomes, references), "gateway_bytes": held})
+            results.append({"kind": kind, **summary(outcomes, references), **server_figures(server)})
             print(row(results[-1]), flush=True)
             if plain:
                 results[-1]["plain"] = plain_summary(plain[0])
