@@ -207,7 +207,7 @@ class SessionPlayer(Player):
     def take(self, output: Output, now: float) -> None:
         super().take(output, now)
         if not isinstance(output, messages.StreamState):
-            self._handle(output, now)
+            self._handle(output, now)  # type: ignore[arg-type]
 
     def _handle(self, event: Event, now: float) -> None:
         for effect in self._core.handle(event, now):

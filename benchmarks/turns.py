@@ -29,7 +29,6 @@ from benchmarks.measuring import parser_of, percentiles, run_command, show
 from benchmarks.playing import Played, Run, warm_loop
 from benchmarks.recordings import (
     SMALL_MODEL,
-    BadManifest,
     add_manifest,
     exit_status,
     load_audio,
@@ -48,6 +47,7 @@ from engine.server.speech_track import SpeechTrack
 from engine.weights.checkpoint import load_turn_detector
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import pull
+from realtime.bench.clients import BadManifest
 from realtime.bench.words import align
 
 SHORTEST_PAUSE_S = 0.25
