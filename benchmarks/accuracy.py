@@ -1,13 +1,12 @@
 """Word error rate, delay and processor time of a windowed model, on recordings with known words.
 
     python -m benchmarks.accuracy MANIFEST [--file] [--live] [--model NAME] [--kind KIND] [--limit N] [--streams N]
-                                  [--joined [--rounds N]] [--pause SECONDS] [--json FILE]
+                                  [--joined ROUNDS] [--pause SECONDS] [--json FILE]
 
 Without options: the weights alone, on whole clips, greedy. --live adds the real engine in the same run, fed at the pace
 of a microphone in simulated time, so that the difference is the cost of live transcription. --file adds the real
-engine with the recordings as uploads, --streams of them at a time. --joined plays all clips as one long session per
-stream; --rounds repeats them, so that early and late error rates are for the same words.
-Exit status: 0 done, 1 the engine failed, 2 the manifest or the model cannot be used.
+engine with the recordings as uploads, --streams of them at a time. --joined plays all clips as one long live session
+per stream, ROUNDS times over, so that early and late error rates are for the same words.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.measuring import parser_of, percentiles, positive, show, write_json
+from benchmarks.measuring import parser_of, percentiles, positive, run_command, show
 from benchmarks.playing import PAUSE_SECONDS, Cost, Played, Run, warm_loop
 from benchmarks.recordings import (
     SMALL_MODEL,
@@ -47,14 +46,12 @@ from benchmarks.scoring import (
     right_words,
     times_to_final,
 )
-from benchmarks.sounds import SAMPLE_RATE, Samples, utterances
+from benchmarks.sounds import SAMPLE_RATE, Samples, speech_probabilities, utterances
 from engine.core.stream import Detokenizer
 from engine.models.seq2seq import Encoded, SpeechModel
-from engine.models.silero import load_silero
 from engine.options import DEFAULT_MODEL, Keyword
 from engine.runner.bias import KeywordTree, Spelling
 from engine.runner.device import compute_on_one_thread
-from engine.runner.speech import SpeechDetector
 from engine.runner.windowed.decoder import GreedyDecoder, Row
 from engine.server.loop import EngineLoop
 from engine.spec import Vocabulary
@@ -91,19 +88,18 @@ class OfflineTranscriber:
     # More than is said in a second; a model that repeats itself stops here.
     TOKENS_PER_SECOND = 6.5
 
-    def __init__(self, model: SpeechModel, pieces: list[bytes], detector: SpeechDetector) -> None:
+    def __init__(self, model: SpeechModel, pieces: list[bytes]) -> None:
         self._model = model
         self._decoder = GreedyDecoder(model)
         self._vocabulary = Vocabulary(pieces)
         self._spelling = Spelling(self._vocabulary)
-        self._detector = detector
 
     @classmethod
     def load(cls, model: str) -> OfflineTranscriber:
         """With the weights as the engine runs them."""
         weights, pieces = load_speech_model(resolve(model))
         weights.quantise()
-        return cls(weights, pieces, SpeechDetector(load_silero(), max_streams=1))
+        return cls(weights, pieces)
 
     @torch.inference_mode()
     def encode(self, samples: Samples) -> list[Piece]:
@@ -131,16 +127,13 @@ class OfflineTranscriber:
     def _cut(self, samples: Samples) -> list[Samples]:
         if len(samples) <= self.LONGEST_PIECE:
             return [samples]
-        self._detector.open("offline")
-        heard = self._detector.detect([("offline", samples)])[0]
-        self._detector.close("offline")
+        probabilities, frame = speech_probabilities(samples)
         # The quietest quarter of a second: the mean of the probabilities around each frame.
-        calm = np.convolve(heard.probabilities, np.full(8, 1 / 8), mode="same")
+        calm = np.convolve(probabilities, np.full(8, 1 / 8), mode="same")
         pieces, start = [], 0
         while len(samples) - start > self.LONGEST_PIECE:
-            first = (start + self.SHORTEST_PIECE) // heard.frame_samples
-            last = (start + self.LONGEST_PIECE) // heard.frame_samples
-            end = int(first + calm[first:last].argmin()) * heard.frame_samples
+            first, last = (start + self.SHORTEST_PIECE) // frame, (start + self.LONGEST_PIECE) // frame
+            end = int(first + calm[first:last].argmin()) * frame
             pieces.append(samples[start:end])
             start = end
         return [*pieces, samples[start:]]
@@ -161,9 +154,6 @@ def accuracy(transcripts: Sequence[Transcript], normalise: Normaliser) -> Figure
             "words": total.words,
             "wer": total.rate,
             "wer_interval": bootstrap_interval(errors),
-            "substitutions": total.substitutions,
-            "deletions": total.deletions,
-            "insertions": total.insertions,
         }
     if silent:
         inserted = {clip.path.name: text for clip, text in silent if normalise(text)}
@@ -279,16 +269,19 @@ def through_the_engine(
         done = loop.revisions
         looks = {"revised": done.done, "not_revised": done.skipped, "words_revised": done.words_changed}
         figures["finals"] = finals_of(finished, normalise) | looks
-    if options.rounds > 1:
-        figures["rounds"] = rounds_of(finished, options.rounds, run.costs, normalise)
+    if live and options.joined:
+        figures["rounds"] = rounds_of(finished, options.joined, run.costs, normalise)
     heard = sum(played.seconds for played in finished)
     return figures | {"streams": options.streams, "cpu_per_audio_second": run.clock.cpu_seconds / heard}
 
 
-def measure(options: argparse.Namespace) -> None:
+def measure(options: argparse.Namespace) -> Figures:
+    if options.threads == 1:
+        compute_on_one_thread()
+    else:
+        torch.set_num_threads(options.threads)
     with manifest_of(options) as manifest:
-        report = figures_of(read_manifest(manifest, options.kind, options.limit), options)
-    write_json(options, report)
+        return figures_of(read_manifest(manifest, options.kind, options.limit), options)
 
 
 def figures_of(clips: list[Clip], options: argparse.Namespace) -> Figures:
@@ -314,7 +307,7 @@ def figures_of(clips: list[Clip], options: argparse.Namespace) -> Figures:
     if options.live:
         sessions = one_session_per_clip(clips, options.pause)
         if options.joined:
-            sessions = joined_sessions(clips, options.streams, options.pause, options.rounds)
+            sessions = joined_sessions(clips, options.streams, options.pause, options.joined)
         report["live"] = through_the_engine(loop, True, sessions, options, normalise)
         show(f"Live: {options.streams} stream(s) in simulated time", report["live"])
     for what in ("file", "live"):
@@ -345,21 +338,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--kind", help="only recordings of this kind")
     parser.add_argument("--limit", type=positive, help="only the first N recordings")
     parser.add_argument("--streams", type=positive, default=1, help="live sessions or files at the same time")
-    parser.add_argument("--joined", action="store_true", help="with --live: all clips as one long session per stream")
-    parser.add_argument("--rounds", type=positive, default=1, help="with --joined: how often the clips are played")
+    parser.add_argument("--joined", type=positive, metavar="ROUNDS", help="one long session per stream, so often")
     parser.add_argument("--pause", type=float, default=PAUSE_SECONDS, help="seconds of silence after each recording")
     parser.add_argument("--threads", type=positive, default=1, help="threads of torch")
-    options = parser.parse_args(arguments)
-    if options.small:
-        options.live = options.file = True
-        options.model = SMALL_MODEL
-    if options.rounds > 1 and not options.joined:
-        parser.error("--rounds needs --joined")
-    if options.threads == 1:
-        compute_on_one_thread()
-    else:
-        torch.set_num_threads(options.threads)
-    return exit_status(lambda: measure(options))
+    return exit_status(lambda: run_command(parser, arguments, measure, live=True, file=True, model=SMALL_MODEL))
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ sent without waiting; one piece of each stream is sent in turn.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import io
 import os
@@ -74,24 +75,21 @@ async def measure_file(seconds: float, rounds: int) -> Figures:
     with tempfile.TemporaryFile() as opened:
         file = cast(BinaryIO, opened)
         file.write(opus("ogg", seconds))
-        threads, whole, first_samples, held = [], [], [], 0
+        threads, processes, held = [], [], 0
         for number in range(rounds + 1):
             began = time.perf_counter()
             file.seek(0)
             await asyncio.to_thread(lambda: sum(map(len, read_upload(file))))
             threads.append(1000 * (time.perf_counter() - began))
-            began, first = time.perf_counter(), 0.0
+            began = time.perf_counter()
             async for _ in decoded_file(file):
-                first = first or 1000 * (time.perf_counter() - began)
                 if number == 0:
                     held = max([held, *map(private_bytes, decoder_processes()[1])])
-            whole.append(1000 * (time.perf_counter() - began))
-            first_samples.append(first)
+            processes.append(1000 * (time.perf_counter() - began))
     return {
         "thread_ms": statistics.median(threads[1:]),
-        "process_ms": statistics.median(whole[1:]),
-        "first_round_ms": whole[0],
-        "until_first_samples_ms": statistics.median(first_samples[1:]),
+        "process_ms": statistics.median(processes[1:]),
+        "first_round_ms": processes[0],
         "process_mib": held / MIB,
     }
 
@@ -115,41 +113,38 @@ async def measure_live(sends: list[Send], pieces: list[bytes]) -> Figures:
     }
 
 
-async def on_thread(decoder: ContainerDecoder, piece: bytes) -> None:
-    for _ in decoder.decode(piece):
-        pass
-
-
-async def in_process(stream: ContainerStream, piece: bytes) -> None:
-    async for _ in stream.decode(piece):
-        pass
-
-
-async def measure(streams: int, small: bool) -> Figures:
+async def measure(options: argparse.Namespace) -> Figures:
     report: Figures = {}
-    for seconds, rounds in ((3, 1),) if small else ((3, 15), (60, 7), (600, 2)):
-        name = f"a file of {seconds} s"
-        report[name] = await measure_file(seconds, rounds)
-        show(name, report[name])
+    for seconds, rounds in ((3, 1),) if options.small else ((3, 15), (60, 7), (600, 2)):
+        report[f"a file of {seconds} s"] = await measure_file(seconds, rounds)
     report["program_mib"] = private_bytes(decoder_processes()[0]) / MIB
-    seconds = 2 if small else 20
+    seconds = 2 if options.small else 20
     data = opus("webm", seconds)
     size = round(len(data) / seconds * PIECE_S)
     pieces = [data[start : start + size] for start in range(0, len(data), size)]
-    decoders, isolated = [ContainerDecoder() for _ in range(streams)], [ContainerStream() for _ in range(streams)]
-    threads, processes = [partial(on_thread, one) for one in decoders], [partial(in_process, one) for one in isolated]
-    for name, sends in (("thread", threads), ("process", processes)):
-        report[f"{streams} live streams, a {name} each"] = await measure_live(sends, pieces)
-    for each in (*decoders, *isolated):
-        each.close()
-    show("Live streams, and the memory of the program that forks", dict(list(report.items())[-3:]))
+    threads, processes = ([kind() for _ in range(options.streams)] for kind in (ContainerDecoder, ContainerStream))
+
+    async def on_thread(decoder: ContainerDecoder, piece: bytes) -> None:
+        for _ in decoder.decode(piece):
+            pass
+
+    async def in_process(stream: ContainerStream, piece: bytes) -> None:
+        async for _ in stream.decode(piece):
+            pass
+
+    for name, send, streams in (("thread", on_thread, threads), ("process", in_process, processes)):
+        sends = [partial(send, stream) for stream in streams]
+        report[f"{options.streams} live streams, a {name} each"] = await measure_live(sends, pieces)
+    for stream in (*threads, *processes):
+        stream.close()
+    show("Decoders on threads and in processes", report)
     return report
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--streams", type=int, default=16)
-    run_command(parser, arguments, lambda options: asyncio.run(measure(options.streams, options.small)), streams=2)
+    run_command(parser, arguments, lambda options: asyncio.run(measure(options)), streams=2)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,13 +38,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from benchmarks.measuring import is_at_most, parser_of, percentiles, row, show, write_json
+from benchmarks.measuring import RunFailed, is_at_most, parser_of, percentiles, row, run_command, show
 from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, voxtral_runner, windowed_runner
 from benchmarks.sounds import Samples, speech
 from benchmarks.step_cost import Bench as HostBench
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Limits, Scheduler
-from engine.messages import Abort, Dead, Feed, Item, Open, Output, Speech, Text
+from engine.messages import Abort, Dead, Feed, Item, Open, Output
 from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never
 from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
@@ -119,22 +119,21 @@ class Watch:
     def __init__(self, runner: Any, detector: Any) -> None:
         self._tasks: list[DecodeTask] = []
         self._device_ms = 0.0
-        # For each pass on the device a function that returns its duration: since the last launch, and by launch.
-        self._passes: list[Callable[[], float]] = []
-        self._launched: deque[list[Callable[[], float]]] = deque()
-        if isinstance(runner, VoxtralRunner):
-            self._time_calls(runner._graphs or runner.passes, "run" if runner._graphs else "batch")
-            launch = runner.launch
+        # For each pass on the device its beginning and end: since the last launch, and by launch.
+        self._passes: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
+        self._launched: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque()
+        if not torch.cuda.is_available() or not isinstance(runner, VoxtralRunner):
+            return
+        self._time_calls(runner._graphs or runner.passes, "run" if runner._graphs else "batch")
+        launch = runner.launch
 
-            def launch_and_note(
-                plan: StepPlan, time_is_up: Callable[[], bool] = never
-            ) -> Callable[[], list[DecodeResult]]:
-                answers = launch(plan, time_is_up)
-                self._launched.append(self._passes[:])
-                self._passes.clear()
-                return answers
+        def launch_and_note(plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
+            answers = launch(plan, time_is_up)
+            self._launched.append(self._passes[:])
+            self._passes.clear()
+            return answers
 
-            runner.launch = launch_and_note  # type: ignore[method-assign]
+        runner.launch = launch_and_note  # type: ignore[method-assign]
         if isinstance(detector, DeviceSpeechDetector) and detector._graphs is not None:
             self._time_calls(detector._graphs, "run")
 
@@ -145,7 +144,7 @@ class Watch:
         def note_and_commit(plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
             self._tasks += plan.decode
             if self._launched:
-                self._device_ms += sum(milliseconds() for milliseconds in self._launched.popleft())
+                self._device_ms += sum(begin.elapsed_time(end) for begin, end in self._launched.popleft())
             return commit(plan, results)
 
         scheduler.commit = note_and_commit  # type: ignore[method-assign]
@@ -158,20 +157,14 @@ class Watch:
     def _time_calls(self, owner: Any, name: str) -> None:
         call = getattr(owner, name)
 
-        def on_the_device(count: int) -> None:
+        def timed(count: int) -> None:
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             call(count)
             end.record()
-            self._passes.append(lambda: float(begin.elapsed_time(end)))
+            self._passes.append((begin, end))
 
-        def on_the_cpu(count: int) -> None:
-            began = time.perf_counter()
-            call(count)
-            took = 1000 * (time.perf_counter() - began)
-            self._passes.append(lambda: took)
-
-        setattr(owner, name, on_the_device if torch.cuda.is_available() else on_the_cpu)
+        setattr(owner, name, timed)
 
 
 class Step(NamedTuple):
@@ -181,52 +174,32 @@ class Step(NamedTuple):
     submit: float
     speech: float
     plan: float
-    execute: float
     commit: float
     device: float
     tasks: int
 
 
+@dataclass
 class Trace:
     """The measurements of one point."""
 
-    def __init__(self) -> None:
-        # Milliseconds: when each frame was answered, and its lag.
-        self.lags: list[tuple[float, float]] = []
-        self.steps: list[Step] = []
-        self.feed_ns = self.idle_ns = 0
-        self.words = self.frames = self.frames_with_speech = 0
-        self.late_frames = 0
-
-    def note(self, outputs: list[Output]) -> None:
-        for output in outputs:
-            if isinstance(output, Dead):
-                raise RuntimeError(output.message)
-            if isinstance(output, Text):
-                self.words += len(output.words)
-            elif isinstance(output, Speech):
-                self.frames += len(output.probabilities)
-                self.frames_with_speech += sum(probability >= 0.5 for probability in output.probabilities)
+    # Milliseconds: when each frame was answered, and its lag.
+    lags: list[tuple[float, float]] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    feed_ns: int = 0
+    late_frames: int = 0
 
 
 class Bench:
     """An engine whose points are measured one after the other."""
 
-    def __init__(
-        self,
-        runner: VoxtralRunner | WindowedRunner,
-        limits: Limits,
-        options: argparse.Namespace,
-        rows_of_tokens: list[int] | None = None,
-    ) -> None:
+    def __init__(self, runner: VoxtralRunner | WindowedRunner, limits: Limits, options: argparse.Namespace) -> None:
         self._windowed = isinstance(runner, WindowedRunner)
         self._detector = None if options.no_detector else load_detector(runner, limits.max_streams)
         self._watch = Watch(runner, self._detector)
         self._runner, self._limits, self._spec = runner, limits, runner.spec
         self._sound = speech(options.audio)
         self._settle_s = options.settle if self._windowed or options.small else SETTLE_S
-        # For each token that a batch of windows decodes one by one: the number of rows.
-        self._rows_of_tokens = [] if rows_of_tokens is None else rows_of_tokens
         if isinstance(runner, VoxtralRunner):
             # Streams begin with a full window, as in most of their life.
             start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
@@ -249,7 +222,7 @@ class Bench:
         trace = self._play(loop, traffic, seconds)
         loop.submit([Abort(name) for name in traffic.names], 0)
         finish_steps(loop)
-        return point_of(trace, streams, seconds, self._windowed, len(self._rows_of_tokens))
+        return point_of(trace, streams, seconds, self._windowed)
 
     def _play(self, loop: EngineLoop, traffic: Traffic, seconds: float) -> Trace:
         """In real time: feed due audio, step, record. Nothing counts until all streams have settled."""
@@ -257,31 +230,29 @@ class Bench:
         counts_from = traffic.joined_ns + self._settle_s * 1e9
         began = time.perf_counter_ns()
         while (elapsed := time.perf_counter_ns() - began) < counts_from + seconds * 1e9:
-            counts = elapsed >= counts_from
             feeds = traffic.due(elapsed)
             step_began = time.perf_counter_ns()
             loop.submit(feeds, elapsed)
             submitted = time.perf_counter_ns()
             if not loop.has_work():
                 time.sleep(max(0, traffic.next_arrival() - elapsed) / 1e9)
-                trace.idle_ns += (time.perf_counter_ns() - submitted) * counts
                 continue
             result = loop.step()
             now = time.perf_counter_ns()
             tasks, device_ms = self._watch.look()
-            if not counts:
-                self._rows_of_tokens.clear()
+            dead = [output for output in result.outputs if isinstance(output, Dead)] if result else []
+            if dead:
+                raise RunFailed(dead[0].message)
+            if elapsed < counts_from:
                 continue
             trace.feed_ns += step_began - began - elapsed
-            trace.note([] if result is None else result.outputs)
             for task in tasks:
                 for position in range(task.start, task.end):
                     lag_ns = now - began - traffic.arrival(index_of[task.stream], position)
                     trace.lags.append(((now - began) / 1e6, lag_ns / 1e6))
             times = loop.meter.times
-            parts = (times.speech_ns, times.plan_ns, times.execute_ns, times.commit_ns)
-            nanoseconds = (now - step_began, submitted - step_began, *parts)
-            trace.steps.append(Step(*[each / 1e6 for each in nanoseconds], device=device_ms, tasks=len(tasks)))
+            spent = (now - step_began, submitted - step_began, times.speech_ns, times.plan_ns, times.commit_ns)
+            trace.steps.append(Step(*[each / 1e6 for each in spent], device=device_ms, tasks=len(tasks)))
             if self._windowed and trace.lags and trace.lags[-1][1] > HOPELESS_LAG_MS:
                 break
         waiting = sum(stream.available - stream.computed for stream in loop.scheduler.streams.values())
@@ -294,11 +265,11 @@ def finish_steps(loop: EngineLoop) -> None:
         loop.step()
 
 
-def point_of(trace: Trace, streams: int, seconds: float, windowed: bool, tokens: int = 0) -> Point:
+def point_of(trace: Trace, streams: int, seconds: float, windowed: bool) -> Point:
     """Times in milliseconds; shares are of all the time, but for the host's, which is what the device did not do of the
-    steps, and speech, which is the share of frames with speech."""
+    steps."""
     if not trace.lags:
-        raise RuntimeError("no speech in that time: play for longer, or another recording")
+        raise RunFailed("no speech in that time: play for longer, or another recording")
     lags, half = [lag for _, lag in trace.lags], (trace.lags[0][0] + trace.lags[-1][0]) / 2
     steps, answering = trace.steps, [step for step in trace.steps if step.tasks]
     device, whole = sum(step.device for step in steps), sum(step.whole for step in steps)
@@ -307,8 +278,6 @@ def point_of(trace: Trace, streams: int, seconds: float, windowed: bool, tokens:
         "streams": streams,
         "seconds": seconds,
         "holds": False,
-        "steps": len(steps),
-        **percentiles("batch", [step.tasks for step in answering], 50),
         **percentiles("lag", lags, 50, 95, 99),
         "lag_p95_late": percentiles("lag", [lag for at, lag in trace.lags if at >= half], 95)["lag_p95"],
         "lag_max": max(lags),
@@ -317,18 +286,11 @@ def point_of(trace: Trace, streams: int, seconds: float, windowed: bool, tokens:
         "device_share": device / 1000 / seconds,
         "host_share": max(0.0, 1 - device / whole),
         "feed_share": trace.feed_ns / 1e9 / seconds,
-        "idle_share": trace.idle_ns / 1e9 / seconds,
-        "speech_share": trace.frames_with_speech / max(1, trace.frames),
         "late_frames": trace.late_frames,
         "passes_per_second": sum(step.tasks for step in steps) / seconds,
-        # Tokens that a batch of windows decoded one by one, for each pass.
-        "tokens_one_by_one": tokens / max(1, len(answering)),
-        "words_per_stream_second": trace.words / seconds / streams,
-        **percentiles("plan_commit", [step.plan + step.commit for step in steps], 99),
     }
-    for part in ("submit", "speech", "plan", "execute", "commit"):
-        spent = [getattr(step, part) for step in steps]
-        point |= percentiles(part, spent, 50) | {f"{part}_time_share": sum(spent) / 1000 / seconds}
+    for part in ("submit", "speech", "plan", "commit"):
+        point |= percentiles(part, [getattr(step, part) for step in steps], 50)
     if windowed:
         point["holds"] = all(is_at_most(point[name], MAX_WINDOWED_LAG_MS) for name in ("lag_p95", "lag_p95_late"))
     else:
@@ -436,38 +398,51 @@ def transformers_step_ms(history: int = 200, steps: int = 30) -> float:
 # The command
 
 
-def start_voxtral(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
+def start(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
+    """The engine, and what its start shows."""
     if options.reference:
         report["transformers_step_ms"] = transformers_step_ms()
         gc.collect()
         torch.cuda.empty_cache()
     began = time.perf_counter()
-    runner = voxtral_runner(options.kv, options.window, options.max_streams, options.small)
-    memory = runner.memory
-    report |= {"model": runner.spec.name, "room_for": memory.streams, "free_gib": free_memory(runner.device) / GIB}
-    report["start_s"] = time.perf_counter() - began
-    report["steps"] = step_times(runner, [size for size in options.sizes if size <= memory.streams])
+    runner: VoxtralRunner | WindowedRunner
+    if options.whisper or options.model:
+        runner, limits = windowed_runner(options.whisper, options.model, options.max_streams, options.small)
+        if not options.small:
+            runner.warm_up()
+        memory = runner.windows._memory  # type: ignore[attr-defined]
+        report["memory"] = asdict(memory) | {"total_gib": memory.total_bytes / GIB}
+    else:
+        runner = voxtral_runner(options.kv, options.window, options.max_streams, options.small)
+        limits = frames_limits(runner.memory)
+        report["steps"] = step_times(runner, [size for size in options.sizes if size <= limits.max_streams])
+    report |= {"model": runner.spec.name, "room_for": limits.max_streams, "start_s": time.perf_counter() - began}
     calm_collector()
     report["plan_commit_512_ms"] = plan_commit_ms(512, 5 if options.small else 60)
-    bench = Bench(runner, frames_limits(memory), options)
-    report["free_with_detector_gib"] = free_memory(runner.device) / GIB
+    bench = Bench(runner, limits, options)
+    report["free_gib"] = free_memory(require_device("cpu" if options.small else "cuda")) / GIB
     return bench
 
 
-def start_windowed(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
-    began = time.perf_counter()
-    counts: list[int] = []
-    runner, limits = windowed_runner(options.whisper, options.model, options.max_streams, counts, options.small)
-    if not options.small:
-        runner.warm_up()
-    bench = Bench(runner, limits, options, counts)
-    memory = runner.windows._memory  # type: ignore[attr-defined]
-    device = require_device("cpu" if options.small else "cuda")
-    report |= {"model": runner.spec.name, "memory": asdict(memory) | {"total_gib": memory.total_bytes / GIB}}
-    report |= {"room_for": memory.streams, "free_gib": free_memory(device) / GIB}
-    report["start_s"] = time.perf_counter() - began
-    calm_collector()
-    return bench
+def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    if options.small:
+        compute_on_one_thread()
+    report: dict[str, Any] = {"device": "cpu" if options.small else torch.cuda.get_device_name()}
+    bench = start(options, report)
+    show("Engine alone", report)
+
+    def measure(streams: int, seconds: float) -> Point:
+        point = bench.measure(streams, seconds)
+        print(f"engine alone, {row(point)}", flush=True)
+        return point
+
+    wanted = [streams for streams in options.streams if streams <= report["room_for"]]
+    points = [measure(streams, options.seconds) for streams in wanted]
+    if options.bisect:
+        points += search(measure, points, options.seconds, options.bisect, report["room_for"])
+    held = [point["streams"] for point in points if point["holds"] and point["seconds"] >= options.seconds]
+    print(f"largest N that holds for {options.seconds:.0f} s: {max(held, default=0)}")
+    return {"arguments": vars(options), **report, "points": points}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -483,33 +458,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--settle", type=float, default=10.0, help="windowed: seconds before counting begins")
     parser.add_argument("--kv", choices=sorted(KV_TYPES), default="bf16", help="Voxtral: keys and values")
     parser.add_argument("--window", type=int, default=1024, help="Voxtral: decoder window in tokens")
-    parser.add_argument(
-        "--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="Voxtral: batches timed alone"
-    )
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="Voxtral: batches alone")
     parser.add_argument("--reference", action="store_true", help="Voxtral: time transformers on this machine first")
     parser.add_argument("--no-detector", action="store_true", help="Voxtral: leave speech detection out")
     parser.add_argument("--one-by-one", action="store_true", help="Voxtral: steps that do not overlap")
-    options = parser.parse_args(arguments)
-    if options.small:
-        options.streams, options.seconds, options.sizes, options.max_streams = [2], 3.0, [], 2
-        options.settle = 0.0
-        compute_on_one_thread()
-    report: dict[str, Any] = {"device": "cpu" if options.small else torch.cuda.get_device_name()}
-    bench = (start_windowed if options.whisper or options.model else start_voxtral)(options, report)
-    show("Engine alone", report)
-
-    def measure(streams: int, seconds: float) -> Point:
-        point = bench.measure(streams, seconds)
-        print(f"engine alone, {row(point)}", flush=True)
-        return point
-
-    wanted = [streams for streams in options.streams if streams <= report["room_for"]]
-    points = [measure(streams, options.seconds) for streams in wanted]
-    if options.bisect:
-        points += search(measure, points, options.seconds, options.bisect, report["room_for"])
-    held = [point["streams"] for point in points if point["holds"] and point["seconds"] >= options.seconds]
-    print(f"largest N that holds for {options.seconds:.0f} s: {max(held, default=0)}")
-    write_json(options, {"arguments": vars(options), **report, "points": points})
+    run_command(parser, arguments, measure_all, streams=[2], seconds=3.0, sizes=[], max_streams=2, settle=0.0)
 
 
 if __name__ == "__main__":

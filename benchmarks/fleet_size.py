@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -46,7 +46,7 @@ from benchmarks.measuring import (
     until,
     write_json,
 )
-from benchmarks.servers import Child, free_port, is_ready
+from benchmarks.servers import Child, free_port, wait_until_ready
 from benchmarks.sounds import pcm16, speech
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
@@ -69,6 +69,12 @@ SESSIONS_PER_WORKER = 140
 PATIENCE_S = 400.0
 
 Figures = dict[str, Any]
+# Title and figures of each size.
+Found = Iterator[tuple[str, Figures]]
+
+
+def sizes_of(options: argparse.Namespace) -> list[int]:
+    return sorted({max(2, options.machines // share) for share in (10, 5, 2, 1)})
 
 
 # The manager
@@ -152,7 +158,7 @@ class AnsweringKeepers:
         del self.units[name]
 
 
-def measure_manager(machines: int, rounds: int) -> Figures:
+def one_manager(machines: int, rounds: int) -> Figures:
     """One engine and one gateway on each machine; then one machine is lost."""
     keepers = AnsweringKeepers(machines)
     plan = FleetPlan(engine=EnginePlan(machines, machines, gpus=1.0), gateway=GatewayPlan(machines))
@@ -166,20 +172,23 @@ def measure_manager(machines: int, rounds: int) -> Figures:
         manager.step()
         json.dumps(manager.status())
     spent = time.process_time() - began - keepers.spent_s
-    rest = {"to_keepers_bytes": keepers.bytes_out / rounds, "from_keepers_bytes": keepers.bytes_in / rounds}
+    figures = {
+        "calls_per_round": 2 * machines,
+        "round_cpu_ms": 1000 * spent / rounds,
+        "to_keepers_bytes": keepers.bytes_out / rounds,
+        "from_keepers_bytes": keepers.bytes_in / rounds,
+        "table_bytes": len(pickle.dumps(next(iter(keepers.tables.values())))),
+    }
     assert not keepers.tables_sent, "a fleet at rest sends no tables"
     keepers.there.pop()
     for _ in range(5):
         manager.step()
-    table = len(pickle.dumps(next(iter(keepers.tables.values()))))
-    return {
-        "calls_per_round": 2 * machines,
-        "round_cpu_ms": 1000 * spent / rounds,
-        **rest,
-        "table_bytes": table,
-        "tables_sent_after_a_loss": keepers.tables_sent,
-        "table_bytes_sent_after_a_loss": keepers.tables_sent * table,
-    }
+    return figures | {"tables_sent_after_a_loss": keepers.tables_sent}
+
+
+def measure_manager(options: argparse.Namespace) -> Found:
+    for size in [*sizes_of(options), 2 * options.machines]:
+        yield f"manager, {size} machines", one_manager(size, 3 if options.small else 20)
 
 
 # Links
@@ -232,7 +241,7 @@ def _wait_for(pipe: Connection, what: str) -> Any:
     return pipe.recv()
 
 
-def measure_links(engines: int, gateways: int, seconds: float) -> Figures:
+def linked(engines: int, gateways: int, seconds: float) -> Figures:
     """Processor time of both sides while nothing is spoken."""
     ports, pids = [free_port() for _ in range(engines)], []
     with ExitStack() as stack:
@@ -255,10 +264,17 @@ def measure_links(engines: int, gateways: int, seconds: float) -> Figures:
     }
 
 
+def measure_links(options: argparse.Namespace) -> Found:
+    smallest, *_, largest = sizes_of(options)
+    for size in (smallest,) if options.small else (smallest, largest):
+        yield f"links, {size} engines at 1 gateway", linked(size, 1, options.seconds)
+        yield f"links, 1 engine at {size} gateways", linked(1, size, options.seconds)
+
+
 # Sessions
 
 
-async def measure_sessions(sessions: int, seconds: float) -> Figures:
+async def spoken(sessions: int, seconds: float) -> Figures:
     """Sessions speak at one gateway for some seconds; then it is killed, and they resume at the other one."""
     engine_port, ports = free_port(), [free_port(), free_port()]
     with (
@@ -273,10 +289,7 @@ async def measure_sessions(sessions: int, seconds: float) -> Figures:
         command += ["--engine-table", str(folder / "table.json"), "--fleet-secret-file", str(folder / "secret")]
         gateways = [Child("gateway", [*command, "--port", str(port)], folder / f"{port}.log") for port in ports]
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                for port in ports:
-                    while not await asyncio.to_thread(is_ready, f"http://127.0.0.1:{port}/ready"):  # noqa: ASYNC110
-                        await asyncio.sleep(0.2)
+            wait_until_ready([f"http://127.0.0.1:{port}/ready" for port in ports], *gateways)
             _wait_for(pipe, "the engine")
             return await _speak_and_resume(pipe, engine_pid, gateways, ports, sessions, seconds)
         finally:
@@ -325,6 +338,13 @@ async def _speak_and_resume(
     }
 
 
+def measure_sessions(options: argparse.Namespace) -> Found:
+    for size in map(int, options.spoken.split(",")):
+        found = asyncio.run(spoken(size, options.seconds))
+        options.adoption_ms = found["adopting_gateway_cpu_ms_per_session"]
+        yield f"sessions, {size}", found
+
+
 # Published names
 
 
@@ -340,7 +360,7 @@ class CountingReader:
         self.heard += isinstance(update, Added)
 
 
-async def measure_names(gateways: int, updates: int) -> Figures:
+async def published(gateways: int, updates: int) -> Figures:
     """One session whose words are read at all gateways, in one process; and the links of a fleet at rest."""
     entries = [GatewayEntry(f"g{number}", f"tcp://127.0.0.1:{free_port()}") for number in range(gateways)]
     names = [FleetNames(entry.name, SECRET, 30.0) for entry in entries]
@@ -373,6 +393,12 @@ async def measure_names(gateways: int, updates: int) -> Figures:
         "messages_per_update": messages,
         "cpu_us_per_update_and_gateway": 1e6 * spent / updates / gateways,
     }
+
+
+def measure_names(options: argparse.Namespace) -> Found:
+    # All of them are in this process, with all their sockets.
+    for size in sizes_of(options)[:2]:
+        yield f"names, {size} gateways", asyncio.run(published(size, 100 if options.small else 500))
 
 
 # Clients that come back
@@ -413,6 +439,15 @@ def herd(clients: int, gateways: int, resumes_per_s: float, is_spread: bool, see
     }
 
 
+def measure_herds(options: argparse.Namespace) -> Found:
+    machines, each = options.machines, options.sessions // options.machines
+    rate = -(-each // SESSIONS_PER_WORKER) * 1000 / max(options.adoption_ms, 0.1)
+    for how in ("in step", "spread"):
+        yield f"herd, one of {machines} machines is lost, {how}", herd(each, machines - 1, rate, how == "spread")
+        everyone = herd(options.sessions, machines, rate, how == "spread")
+        yield f"herd, all clients of {machines} machines, {how}", everyone
+
+
 # Ray
 
 
@@ -445,62 +480,23 @@ def _call_actors(counts: Sequence[int], rounds: int, result: Connection) -> None
     result.send(found)
 
 
-# The command
-
-
-Found = Iterator[tuple[str, Figures]]
-
-
-def sizes_of(options: argparse.Namespace) -> list[int]:
-    return sorted({max(2, options.machines // share) for share in (10, 5, 2, 1)})
-
-
-def manager(options: argparse.Namespace) -> Found:
-    for size in [*sizes_of(options), 2 * options.machines]:
-        yield f"manager, {size} machines", measure_manager(size, 3 if options.small else 20)
-
-
-def links(options: argparse.Namespace) -> Found:
-    smallest, *_, largest = sizes_of(options)
-    for size in (smallest,) if options.small else (smallest, largest):
-        yield f"links, {size} engines at 1 gateway", measure_links(size, 1, options.seconds)
-    for size in () if options.small else (smallest, largest):
-        yield f"links, 1 engine at {size} gateways", measure_links(1, size, options.seconds)
-
-
-def sessions(options: argparse.Namespace) -> Found:
-    for size in map(int, options.spoken.split(",")):
-        found = asyncio.run(measure_sessions(size, options.seconds))
-        options.adoption_ms = found["adopting_gateway_cpu_ms_per_session"]
-        yield f"sessions, {size}", found
-
-
-def names(options: argparse.Namespace) -> Found:
-    # All of them are in this process, with all their sockets.
-    for size in sizes_of(options)[:2]:
-        yield f"names, {size} gateways", asyncio.run(measure_names(size, 100 if options.small else 500))
-
-
-def herds(options: argparse.Namespace) -> Found:
-    machines, per_machine = options.machines, options.sessions // options.machines
-    rate = -(-per_machine // SESSIONS_PER_WORKER) * 1000 / max(options.adoption_ms, 0.1)
-    for how in ("in step", "spread"):
-        lost = herd(per_machine, machines - 1, rate, how == "spread")
-        yield f"herd, one of {machines} machines is lost, {how}", lost
-        yield (
-            f"herd, all clients of {machines} machines, {how}",
-            herd(options.sessions, machines, rate, how == "spread"),
-        )
-
-
-def calls(options: argparse.Namespace) -> Found:
+def measure_calls(options: argparse.Namespace) -> Found:
     counts, rounds = ((2,), 3) if options.small else ((2, 4, 8, 16), 20)
     with spawned(_call_actors, counts, rounds) as (pipe, _):
         for count, found in _wait_for(pipe, "Ray").items():
             yield f"ray, {count} actors", found
 
 
-PARTS = {"manager": manager, "links": links, "sessions": sessions, "names": names, "herd": herds, "ray": calls}
+# The command
+
+PARTS: dict[str, Callable[[argparse.Namespace], Found]] = {
+    "manager": measure_manager,
+    "links": measure_links,
+    "sessions": measure_sessions,
+    "names": measure_names,
+    "herd": measure_herds,
+    "ray": measure_calls,
+}
 
 
 def measure(options: argparse.Namespace) -> Figures:

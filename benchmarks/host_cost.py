@@ -1,6 +1,6 @@
 """What the engine's one thread spends on each 80 ms of a served session, without the model and the detector.
 
-    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--profile FILE]
+    python -m benchmarks.host_cost [--streams 600] [--gateways 6] [--rounds 60] [--silent-every 1]
 
 Everything between the socket and the runner is real: codec, caches, handoffs, the loop with overlapping steps, skipped
 silence, scheduler, numbered answers. Runner and detector answer at once, and messages are made before the measurement.
@@ -14,15 +14,13 @@ from __future__ import annotations
 import argparse
 import time
 from collections import Counter, deque
-from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from benchmarks.engines import SPEC, NullDetector, NullRunner, room_for
-from benchmarks.measuring import Profile, parser_of, run_command
+from benchmarks.measuring import parser_of, run_command
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.items import hash_payload
@@ -165,15 +163,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     calm_collector()
     for _ in range(60 if options.silent_every else 10):  # silence is skipped only after some seconds
         bench.round()
-    profile = Profile(within="EngineHost.tick")
-    with profile.running() if options.profile else nullcontext():
-        rounds = sorted(bench.round() for _ in range(options.rounds))
+    rounds = sorted(bench.round() for _ in range(options.rounds))
     # The lower end, because other work on the machine can only add to it.
     each = rounds[len(rounds) // 10] / options.streams / 1e3
     print(f"{options.streams} streams, {STEPS} steps in 80 ms: {each:.1f} us an item ({len(rounds)} rounds)")
-    if options.profile:
-        profile.show(each, "us")
-        profile.write(options.profile)
     return {"streams": options.streams, "us_per_item": each}
 
 
@@ -183,7 +176,6 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--gateways", type=int, default=6)
     parser.add_argument("--rounds", type=int, default=60, help="rounds of 80 ms that are counted")
     parser.add_argument("--silent-every", type=int, default=0, help="one of N streams has no speech; 0: all have")
-    parser.add_argument("--profile", type=Path, help="split the figure by folder, and write the stacks here")
     run_command(parser, arguments, measure, streams=12, gateways=2, rounds=10)
 
 

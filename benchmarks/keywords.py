@@ -21,10 +21,11 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from benchmarks.accuracy import SPELLING_TABLE, OfflineTranscriber
-from benchmarks.measuring import parser_of, show, write_json
-from benchmarks.playing import PAUSE_SECONDS, Run, warm_loop
+from benchmarks.measuring import parser_of, run_command, show
+from benchmarks.playing import transcribed, warm_loop
 from benchmarks.recordings import (
     SMALL_MODEL,
     Clip,
@@ -32,7 +33,6 @@ from benchmarks.recordings import (
     exit_status,
     load_audio,
     manifest_of,
-    one_session_per_clip,
     read_manifest,
 )
 from engine.options import DEFAULT_MODEL, Keyword, keywords_text
@@ -154,23 +154,17 @@ def live(clips: Sequence[Clip], model: str) -> Transcribe:
     loop = warm_loop(model, streams=1)
 
     def transcribe(lists: Sequence[Words]) -> list[str]:
-        sessions = one_session_per_clip(clips, PAUSE_SECONDS)
-        options = {
-            session.name: {"keywords": keywords_text(map(Keyword, words))} if words else {}
-            for session, words in zip(sessions, lists, strict=True)
-        }
-        played = Run(loop, streams=1, options=options).play(sessions)
-        texts = {run.session.name: run.emissions.text for run in played}
-        return [texts[session.name] for session in sessions]
+        options = [{"keywords": keywords_text(map(Keyword, words))} if words else {} for words in lists]
+        return [played.emissions.text for played in transcribed(loop, clips, options, live=True, at_once=1)]
 
     return transcribe
 
 
-def run(options: argparse.Namespace) -> None:
+def compare(options: argparse.Namespace) -> dict[str, Any]:
     if options.small:
         # Without the real table: a table of three words; all other words of the sample are rare.
         table = Table(frozenset({"best", "worst", "times"}), frozenset({"best", "worst", "times", "wisdom"}))
-        normalise, options.model = english_normaliser({}), SMALL_MODEL
+        normalise = english_normaliser({})
     else:
         table = Table.read(pull("english-frequency"))
         normalise = english_normaliser(json.loads(pull(SPELLING_TABLE).read_text()))
@@ -184,7 +178,7 @@ def run(options: argparse.Namespace) -> None:
     parts = {"all": slice(None), "the first half": slice(half), "the second half": slice(half, None)}
     report = {title: {name: total(counts[part]) for name, counts in figures.items()} for title, part in parts.items()}
     show(f"{len(clips)} recordings with rare words, {'live' if options.live else 'offline'}, {options.model}", report)
-    write_json(options, report)
+    return report
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -193,9 +187,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", default=DEFAULT_MODEL, help="a name that `tickertape pull` knows, or a folder")
     parser.add_argument("--live", action="store_true", help="through the real engine, not on whole clips")
     parser.add_argument("--limit", type=int, help="only the first N recordings that have rare words")
-    options = parser.parse_args(arguments)
     compute_on_one_thread()
-    return exit_status(lambda: run(options))
+    return exit_status(lambda: run_command(parser, arguments, compare, model=SMALL_MODEL))
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Helpers of all benchmarks: common options, printed figures, JSON files, percentiles, cost of processes, profiles."""
+"""Helpers of all benchmarks: common options, printed figures, JSON files, percentiles, cost of processes."""
 
 from __future__ import annotations
 
@@ -7,13 +7,10 @@ import asyncio
 import json
 import multiprocessing
 import os
-import signal
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from realtime.bench.statistics import percentile
@@ -168,55 +165,3 @@ def private_bytes(pid: int) -> int:
 def resident_bytes() -> int:
     """Memory of this process."""
     return int(read_process("self", "statm").split()[1]) * os.sysconf("SC_PAGESIZE")
-
-
-# Profile
-
-
-class Profile:
-    """Looks at the stack for every millisecond of processor time and counts which folder's code runs. With `within`,
-    only while a function of this name runs."""
-
-    def __init__(self, within: str = "") -> None:
-        self._within = within
-        self._folders: Counter[str] = Counter()
-        self._stacks: Counter[str] = Counter()
-
-    @contextmanager
-    def running(self) -> Iterator[None]:
-        signal.signal(signal.SIGPROF, self._look)
-        signal.setitimer(signal.ITIMER_PROF, 0.001, 0.001)
-        try:
-            yield
-        finally:
-            signal.setitimer(signal.ITIMER_PROF, 0)
-
-    def show(self, cost: float, unit: str) -> None:
-        """Split a cost by folder. C code counts for the Python code that called it."""
-        total = max(1, self._folders.total())
-        for folder, count in self._folders.most_common():
-            print(f"  {cost * count / total:7.1f} {unit}  {folder}")
-
-    def write(self, path: Path) -> None:
-        """Collapsed stacks, one a line, as flame graph tools read them."""
-        path.write_text("".join(f"{stack} {count}\n" for stack, count in self._stacks.items()))
-
-    def _look(self, number: int, frame: FrameType | None) -> None:
-        stack = []
-        file = frame.f_code.co_filename if frame else ""
-        while frame is not None:
-            stack.append(f"{frame.f_code.co_qualname} ({frame.f_code.co_filename}:{frame.f_lineno})")
-            frame = frame.f_back
-        if not any(self._within in entry for entry in stack):
-            return
-        self._stacks[";".join(reversed(stack))] += 1
-        self._folders[_folder_of(file)] += 1
-
-
-def _folder_of(file: str) -> str:
-    """`engine/client` of ours, a package of others, a module of Python's own."""
-    if "site-packages/" in file:
-        return file.partition("site-packages/")[2].split("/")[0]
-    if file.startswith(f"{ROOT}/"):
-        return "/".join(file[len(str(ROOT)) + 1 :].split("/")[:-1][:2])
-    return "/".join(file.split("/")[-2:])

@@ -12,7 +12,7 @@ import atexit
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.measuring import RunFailed, resident_bytes
-from benchmarks.recordings import Part, Session
+from benchmarks.recordings import Clip, Part, Session, one_session_per_clip
 from benchmarks.scoring import Emissions, Word
 from benchmarks.sounds import SAMPLE_RATE
 from engine import messages
@@ -130,7 +130,7 @@ class Player:
         session: Session,
         spec: ModelSpec,
         starts_at: float,
-        options: dict[str, str],
+        options: Mapping[str, str],
         live: bool = True,
         turns: TurnRule | None = None,
     ) -> None:
@@ -159,12 +159,12 @@ class Player:
     def take(self, output: Output, now: float) -> None:
         self.played.take(output, now - self.starts_at)
 
-    def _make_commands(self, options: dict[str, str], turns: TurnRule | None) -> Iterator[Command | None]:
+    def _make_commands(self, options: Mapping[str, str], turns: TurnRule | None) -> Iterator[Command | None]:
         """A command for each piece of audio, or None where a piece completes no item."""
         name, samples, spec = self.played.session.name, self._samples, self._spec
         cutter, size = make_cutter(spec), PACKET_SAMPLES if self._live else PIECE_SAMPLES
         self.next_at = self.starts_at + min(size, len(samples)) / SAMPLE_RATE
-        yield messages.Open(name, self._live, options=options, turns=turns)
+        yield messages.Open(name, self._live, options=dict(options), turns=turns)
         for start in range(0, len(samples), size):
             items = prepare(cutter, cutter.cut(samples[start : start + size]), spec)
             if start + size >= len(samples):
@@ -207,7 +207,7 @@ class SessionPlayer(Player):
     def take(self, output: Output, now: float) -> None:
         super().take(output, now)
         if not isinstance(output, messages.StreamState):
-            self._handle(output, now)
+            self._handle(output, now)  # type: ignore[arg-type]
 
     def _handle(self, event: Event, now: float) -> None:
         for effect in self._core.handle(event, now):
@@ -227,7 +227,7 @@ class Run:
         loop: EngineLoop,
         streams: int = 0,
         uploads: int = 0,
-        options: Mapping[str, dict[str, str]] | None = None,
+        options: Mapping[str, Mapping[str, str]] | None = None,
         turns: TurnRule | None = None,
         settings: Settings | None = None,
     ) -> None:
@@ -315,3 +315,14 @@ class Run:
                 self._done.append(player.played)
                 del players[player.played.session.name]
                 progress(player.played)
+
+
+def transcribed(
+    loop: EngineLoop, clips: Sequence[Clip], options: Sequence[Mapping[str, str]], live: bool, at_once: int
+) -> list[Played]:
+    """Each clip in a session of its own, with its options of the model, as by a microphone or as an upload."""
+    sessions = one_session_per_clip(clips, PAUSE_SECONDS if live else 0.0)
+    by_name = {session.name: one for session, one in zip(sessions, options, strict=True)}
+    run = Run(loop, at_once, at_once, by_name)
+    played = {one.session.name: one for one in (run.play(live=sessions) if live else run.play(uploads=sessions))}
+    return [played[session.name] for session in sessions]

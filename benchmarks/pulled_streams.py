@@ -30,14 +30,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
-from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import takewhile
 from pathlib import Path
-from shutil import which
 from typing import Any
 
 import numpy as np
@@ -46,7 +42,7 @@ from benchmarks.clients import PLAIN_SESSION, PacedClient, appends_of, sleep_unt
 from benchmarks.measuring import RunFailed, parser_of, run_command, show, until
 from benchmarks.recordings import joined_sessions, load_audio, read_manifest, sample_speech
 from benchmarks.scoring import Word, plain_words
-from benchmarks.servers import Child, Server, add_server_options, free_port, use_default_model
+from benchmarks.servers import Child, Server, add_server_options, free_port, program, use_default_model
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, voice, write_wav
 from realtime.bench.words import align
 from realtime.client.wire_client import DELTA
@@ -117,47 +113,27 @@ class Source:
         self._encoder = Child(f"{self.name} encoder", [*command, "-c", "copy", *self.target], log)
 
 
-def program(name: str) -> str:
-    found = which(name) or which(name, path="/usr/sbin")
-    if found is None:
-        raise RunFailed(f"{name} is not installed")
-    return found
-
-
-@contextmanager
-def hls(coded: Path, segment_s: int) -> Iterator[Source]:
-    folder = coded.with_name("hls")
+def hls(coded: Path, segment_s: int, children: list[Child]) -> Source:
+    """Served by Python's web server."""
+    folder, port = coded.with_name("hls"), free_port()
     folder.mkdir()
-
-    class Handler(SimpleHTTPRequestHandler):
-        def log_message(self, *_: object) -> None:
-            pass
-
-    web = ThreadingHTTPServer(("127.0.0.1", 0), partial(Handler, directory=str(folder)))
-    threading.Thread(target=web.serve_forever, daemon=True).start()
+    web = [sys.executable, "-m", "http.server", "--bind", "127.0.0.1", "--directory", str(folder), str(port)]
+    children.append(Child("web server", web, coded.with_name("web.log")))
     target = ["-f", "hls", "-hls_time", str(segment_s), "-hls_list_size", "6"]
     target += ["-hls_flags", "append_list+delete_segments+omit_endlist", str(folder / "live.m3u8")]
-    try:
-        yield Source("hls", f"http://127.0.0.1:{web.server_port}/live.m3u8", target, coded)
-    finally:
-        web.shutdown()
-        web.server_close()
+    return Source("hls", f"http://127.0.0.1:{port}/live.m3u8", target, coded)
 
 
-@contextmanager
-def rtmp(coded: Path) -> Iterator[Source]:
+def rtmp(coded: Path, children: list[Child]) -> Source:
+    """Served by nginx with its RTMP module."""
     folder, port = coded.parent, free_port()
     server = f"rtmp {{ server {{ listen 127.0.0.1:{port}; application live {{ live on; }} }} }}"
     config = folder / "rtmp.conf"
     config.write_text(f"load_module {RTMP_MODULE}; daemon off; pid {folder}/pid; events {{}} {server}\n")
     command = [program("nginx"), "-p", str(folder), "-e", "stderr", "-c", str(config)]
-    nginx = Child("nginx", command, folder / "nginx.log")
+    children.append(Child("nginx", command, folder / "nginx.log"))
     url = f"rtmp://127.0.0.1:{port}/live/studio"
-    try:
-        yield Source("rtmp", url, ["-f", "flv", url], coded)
-        nginx.check()
-    finally:
-        nginx.stop()
+    return Source("rtmp", url, ["-f", "flv", url], coded)
 
 
 class Listener:
@@ -420,16 +396,13 @@ async def play(
     if options.small:
         ends = began + SMALL_S
 
-    def moment(share: float) -> float:
-        return began + share * (ends - began)
-
     async def interrupt(source: Source) -> None:
         for share in INTERRUPTED_AT[source.name]:
-            await sleep_until(moment(share))
+            await sleep_until(began + share * (ends - began))
             await source.interrupt(options.away)
 
     async def kill() -> Span:
-        await sleep_until(moment(KILLED_AT))
+        await sleep_until(began + KILLED_AT * (ends - began))
         killed_at = time.monotonic()
         await asyncio.to_thread(server.replace_gateways, LISTENS, PULLS)
         print(f"gateways killed, and ready again after {time.monotonic() - killed_at:.1f} s", flush=True)
@@ -461,15 +434,17 @@ def figures_of(options: argparse.Namespace, folder: Path) -> Figures:
     pulls = folder / "pulls.toml"
     pulls.write_text(f'[server]\nstream_hosts = ["127.0.0.1"]\nstream_file = "{folder / "streams.json"}"\n')
     flags = {LISTENS: ["--config", str(config)], PULLS: ["--config", str(pulls), "--workers", "1"]}
-    with ExitStack() as stack:
-        sources = [stack.enter_context(hls(coded, options.segment))]
+    sources, children = list[Source](), list[Child]()
+    try:
+        sources.append(hls(coded, options.segment, children))
         if RTMP_MODULE.exists() or not options.small:
-            sources.append(stack.enter_context(rtmp(coded)))
-        for source in sources:
-            stack.callback(source.stop)
-        server = stack.enter_context(Server(options, counts_streams_only=True, own_flags=flags))
-        pullers, calm, killed = asyncio.run(play(server, sources, sound, options))
-        file = transcribed(coded, server.http(CALM, ""))
+            sources.append(rtmp(coded, children))
+        with Server(options, counts_streams_only=True, own_flags=flags) as server:
+            pullers, calm, killed = asyncio.run(play(server, sources, sound, options))
+            file = transcribed(coded, server.http(CALM, ""))
+    finally:
+        for running in (*sources, *children):
+            running.stop()
     reference, other = (told(client.events) for client in calm)
     between = compare(reference, other)
     return {

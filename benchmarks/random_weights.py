@@ -208,44 +208,33 @@ class ScriptedSpeaker(DecoderBatch):
         return DecodedToken(token + TOKENS if peak + self._spacing >= row.frames else token, SURE, peak)
 
 
-def count_tokens(windows: DeviceWindows, counts: list[int], script_of: Whisper | None) -> None:
-    """`counts` gets an entry, the number of rows, for each token that a batch decodes one by one. With a model to make
-    a script for, live streams say what the script has."""
+def follow_script(windows: DeviceWindows, model: Whisper) -> None:
+    """Live streams say what the script has."""
     decoder = windows.decoder
-    passes = decoder._passes
+    passes, spacing = decoder._passes, 16_000 / model.samples_per_frame / TOKENS_PER_SECOND
 
-    def counted(rows: list[Row], decoder_batch_for: Callable[[int], DecoderBatch]) -> Iterator[None]:
-        def scripted(text: int) -> DecoderBatch:
-            speaker = decoder_batch_for(text)
-            if script_of is None:
-                return speaker
-            spacing = 16_000 / script_of.samples_per_frame / TOKENS_PER_SECOND
-            return ScriptedSpeaker(speaker, rows, spacing, script_of.end_token)
+    def scripted(rows: list[Row], decoder_batch_for: Callable[[int], DecoderBatch]) -> Iterator[None]:
+        return passes(rows, lambda text: ScriptedSpeaker(decoder_batch_for(text), rows, spacing, model.end_token))
 
-        for _ in passes(rows, scripted):
-            counts.append(len(rows))
-            yield
-
-    decoder._passes = counted  # type: ignore[method-assign]
+    decoder._passes = scripted  # type: ignore[method-assign]
 
 
 def windowed_runner(
-    size: str | None, model: str | None, max_streams: int | None, counts: list[int], small: bool
+    size: str | None, model: str | None, max_streams: int | None, small: bool
 ) -> tuple[WindowedRunner, Limits]:
-    """Whisper of this size with random weights and scripted tokens, or a model with its real weights; see
-    `count_tokens` for `counts`."""
+    """Whisper of this size with random weights and scripted tokens, or a model with its real weights."""
     device = require_device("cpu" if small else "cuda")
     dtype, room = DEVICE_DTYPE if device.type == "cuda" else torch.float32, free_memory(device)
     found, pieces = random_whisper(size, device) if size else load_speech_model(resolve(model or ""))
     name = Path(model).name if model else f"whisper-{size}"
     runner, limits = windowed_on_device(name, found, pieces, device, dtype, room, max_streams)
-    windows = runner.windows
-    assert isinstance(windows, DeviceWindows)
-    count_tokens(windows, counts, found if isinstance(found, Whisper) and size else None)
+    if isinstance(found, Whisper) and size:
+        assert isinstance(runner.windows, DeviceWindows)
+        follow_script(runner.windows, found)
     return runner, limits
 
 
 def whisper_loop(size: str, max_streams: int | None, small: bool) -> EngineLoop:
-    runner, limits = windowed_runner(size, None, max_streams, [], small)
+    runner, limits = windowed_runner(size, None, max_streams, small)
     scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
     return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), GateSettings())

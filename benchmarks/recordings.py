@@ -25,9 +25,9 @@ from benchmarks.measuring import RunFailed
 from benchmarks.sounds import SAMPLE_RATE, Samples, write_wav
 from engine.errors import EngineError
 from engine.weights.store import pull
-from realtime.bench.clients import BadManifest, read_recordings
-from realtime.bench.clients import Recording as Clip
+from realtime.bench.clients import BadManifest, Recording, read_recordings
 
+Clip = Recording
 # The model of small runs.
 SMALL_MODEL = "moonshine-tiny"
 # The recording that `tickertape pull` fetches, and the words of its beginning.

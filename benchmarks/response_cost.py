@@ -47,9 +47,8 @@ def transcript(hours: float) -> Transcript:
 
 def formats() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
     def verbose(made: Transcript) -> Iterable[bytes]:
-        return write_answer(made, UploadRequest("verbose_json", Settings(), stream=False, words=True, logprobs=False))[
-            0
-        ]
+        request = UploadRequest("verbose_json", Settings(), stream=False, words=True, logprobs=False)
+        return write_answer(made, request)[0]
 
     def deepgram(made: Transcript, **query: str) -> Iterable[bytes]:
         return transcription_routes.write_listen_answer(made, read_file_query(query), "model", "id", "sha256")
@@ -64,10 +63,8 @@ def formats() -> dict[str, Callable[[Transcript], Iterable[bytes]]]:
 
     return {
         "verbose_json with words": verbose,
-        "deepgram": deepgram,
         "deepgram, smart_format and utterances": partial(deepgram, smart_format="true", utterances="true"),
         "deepgram, formatted": formatted,
-        "deepgram, one utterance": partial(deepgram, utterances="true", utt_split="3600"),
     }
 
 

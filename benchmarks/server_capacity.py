@@ -17,13 +17,15 @@ not sure. A load holds if 95 % of the turns have their final text at most 1.5 s 
 of the queries of the server the latest stream has at most 1.5 s of audio without a pass. With --null there is no
 model: that measures the cost of gateways.
 
-Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
+Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE[:VIEWERS]]]]. With viewers the first session is
+published, and they read it meanwhile, half over server-sent events and half over sockets (`benchmarks/viewers.py`).
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,9 +33,11 @@ from typing import Any
 import numpy as np
 
 from benchmarks.clients import ClientProcesses, Findings, Schedule, play_lags
-from benchmarks.measuring import is_at_most, parser_of, percentiles, show, write_json
+from benchmarks.measuring import is_at_most, parser_of, percentiles, run_command, show, spawned, write_json
+from benchmarks.recordings import sample_path
 from benchmarks.servers import Server, add_server_options
-from benchmarks.sounds import SAMPLE_RATE, speech, utterances
+from benchmarks.sounds import SAMPLE_RATE, speech, speech_probabilities, utterances
+from benchmarks.viewers import viewer_figures, watch_session
 
 SETTLE_S = 3.0
 ASK_EVERY_S = 0.5
@@ -55,15 +59,17 @@ class Load:
     rate: int = SAMPLE_RATE
     append_ms: int = 80
     silent: float = 0.0
+    viewers: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]"""
-        return cls(*(kind(part) for kind, part in zip((int, int, int, float), text.split(":"), strict=False)))
+        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE[:VIEWERS]]]]"""
+        return cls(*(kind(part) for kind, part in zip((int, int, int, float, int), text.split(":"), strict=False)))
 
     def __str__(self) -> str:
         silent = f", each silent for {self.silent:.0%} of the time" if self.silent else ""
-        return f"{self.sessions} sessions, {self.rate // 1000} kHz, appends of {self.append_ms} ms{silent}"
+        viewers = f", {self.viewers} viewers" if self.viewers else ""
+        return f"{self.sessions} sessions, {self.rate // 1000} kHz, appends of {self.append_ms} ms{silent}{viewers}"
 
 
 def spans_of_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, float]]:
@@ -73,35 +79,33 @@ def spans_of_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, f
     seconds = len(sound) / SAMPLE_RATE
     if everywhere:
         return [(0.0, seconds)]
-    from engine.models.silero import FRAME_SAMPLES, load_silero
-    from engine.runner.speech import SpeechDetector
-
-    detector = SpeechDetector(load_silero(), 1)
-    detector.open("sound")
-    # The detector has seen the end before the beginning, as for clients that play the audio in a loop.
-    detector.detect([("sound", sound[-2 * SAMPLE_RATE :])])
-    (found,) = detector.detect([("sound", sound)])
-    spans = utterances(found.probabilities, FRAME_SAMPLES / SAMPLE_RATE)
-    return [(start, min(end, seconds)) for start, end in spans]
+    # The detector has heard the audio before, as for clients that play it in a loop.
+    probabilities, frame = speech_probabilities(np.concatenate([sound, sound]))
+    spans = utterances(probabilities, frame / SAMPLE_RATE)
+    return [(max(0.0, start - seconds), end - seconds) for start, end in spans if end > seconds]
 
 
 def measure(server: Server, load: Load, options: argparse.Namespace, spans: list[tuple[float, float]]) -> Result:
     windowed = is_windowed(options)
-    with ClientProcesses(
-        play_lags,
-        load.sessions,
-        options.clients,
-        urls=server.urls,
-        recording=options.audio,
-        rate=load.rate,
-        append_ms=load.append_ms,
-        delay_ms=0 if windowed else VOXTRAL_DELAY_MS,
-        language="en" if windowed else None,
-        silent_share=load.silent,
-        speakers=options.speakers,
-        semantic=options.semantic,
-        speech=spans,
-    ) as clients:
+    orders = {
+        "urls": server.urls,
+        "recording": options.audio,
+        "rate": load.rate,
+        "append_ms": load.append_ms,
+        "delay_ms": 0 if windowed else VOXTRAL_DELAY_MS,
+        "language": "en" if windowed else None,
+        "silent_share": load.silent,
+        "speakers": options.speakers,
+        "semantic": options.semantic,
+        "publish": load.viewers > 0,
+        "speech": spans,
+    }
+    with ExitStack() as stack:
+        clients = stack.enter_context(ClientProcesses(play_lags, load.sessions, options.clients, **orders))
+        viewers = None
+        if load.viewers:
+            viewers, _ = stack.enter_context(spawned(watch_session, server.urls[0], load.viewers))
+            viewers.recv()  # all of them are connected
         begins, join_s = time.monotonic() + 0.5, load.sessions / options.joins_per_second
         counts_from = begins + join_s + (0.5 if options.small else SETTLE_S)
         schedule = Schedule(begins, join_s, counts_from, counts_from + options.seconds)
@@ -111,9 +115,13 @@ def measure(server: Server, load: Load, options: argparse.Namespace, spans: list
         capacities = watch(server, schedule.counts_until)
         after = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
         findings = clients.findings()
+        cores = {name: (after[name] - before.get(name, 0.0)) / options.seconds for name in after}
+        result = summary(load, options.seconds, findings, cores, capacities)
+        if viewers is not None:
+            viewers.send("stop")
+            result["viewers"] = viewer_figures(viewers.recv(), [one for found in findings for one in found.arrivals])
     server.check()
-    cores = {name: (after[name] - before.get(name, 0.0)) / options.seconds for name in after}
-    return summary(load, options.seconds, findings, cores, capacities)
+    return result
 
 
 def is_windowed(options: argparse.Namespace) -> bool:
@@ -184,6 +192,23 @@ def holds(result: Result, windowed: bool) -> bool:
     return is_whole and in_time and result["growth_per_min"] <= MAX_GROWTH_MS_PER_MIN
 
 
+def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+    if options.model and options.audio is None:
+        options.audio = sample_path()
+    report: dict[str, Any] = {"arguments": vars(options), "results": []}
+    windowed, began = is_windowed(options), time.monotonic()
+    spans = spans_of_speech(options.audio, options.null or windowed)
+    with Server(options, counts_streams_only=options.small) as server:
+        print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
+        for load in map(Load.parse, options.sessions):
+            result = measure(server, load, options, spans)
+            report["results"].append(result)
+            outcome = "holds" if holds(result, windowed) else "FAILS"
+            show(f"Whole server, {load}, {options.seconds:.0f} s: {outcome}", result)
+            write_json(options, report)
+    return report
+
+
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sessions", nargs="+", default=["600"], metavar="LOAD", help="see above")
@@ -191,20 +216,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--speakers", action="store_true", help="sessions ask for speaker labels")
     parser.add_argument("--semantic", action="store_true", help="turns end by semantic_vad, with the turn detector")
     add_server_options(parser)
-    options = parser.parse_args(arguments)
-    if options.small:
-        # A tiny Voxtral on the CPU, unless another model is asked for.
-        options.sessions, options.seconds, options.clients = ["2:24000:50:0.2"], 1.5, 1
-        options.max_streams, options.workers = 4, 1
-    windowed, results = is_windowed(options), list[Result]()
-    spans, began = spans_of_speech(options.audio, options.null or windowed), time.monotonic()
-    with Server(options, counts_streams_only=options.small) as server:
-        print(f"ready after {time.monotonic() - began:.0f} s", flush=True)
-        for load in map(Load.parse, options.sessions):
-            results.append(measure(server, load, options, spans))
-            outcome = "holds" if holds(results[-1], windowed) else "FAILS"
-            show(f"Whole server, {load}, {options.seconds:.0f} s: {outcome}", results[-1])
-            write_json(options, {"arguments": vars(options), "results": results})
+    # A small run has a tiny Voxtral on the CPU, unless another model is asked for.
+    small = {"sessions": ["2:24000:50:0.2:4"], "seconds": 1.5, "clients": 1, "max_streams": 4, "workers": 1}
+    run_command(parser, arguments, measure_all, **small)
 
 
 if __name__ == "__main__":

@@ -32,9 +32,7 @@ NGINX_EXAMPLE = ROOT / "deploy/proxies/nginx.conf"
 def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--model", help="real weights: a name that `tickertape pull` knows, or a path")
     parser.add_argument("--voxtral", action="store_true", help="a Voxtral Realtime with random weights")
-    parser.add_argument(
-        "--whisper", metavar="SIZE", help="Whisper of this size with random weights and scripted tokens"
-    )
+    parser.add_argument("--whisper", metavar="SIZE", help="a Whisper of this size with random weights")
     parser.add_argument("--null", action="store_true", help="no model: measures the cost of the gateways")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
@@ -60,20 +58,37 @@ def is_ready(url: str) -> bool:
         return False
 
 
+def wait_until_ready(urls: Sequence[str], *children: Child) -> None:
+    """Until all `/ready` answer. Raises RunFailed if a process ends before, or after `READY_S`."""
+    deadline = time.monotonic() + READY_S
+    for url in urls:
+        while not is_ready(url):
+            for child in children:
+                child.check()
+            if time.monotonic() > deadline:
+                raise RunFailed(f"{url} was not ready within {READY_S:.0f} s")
+            time.sleep(0.1)
+
+
+def program(name: str) -> str:
+    found = shutil.which(name) or shutil.which(name, path="/usr/sbin")
+    if found is None:
+        raise RunFailed(f"{name} is not installed")
+    return found
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return int(server.getsockname()[1])
+
+
 class Child:
     """A process with its descendants; they are ended together."""
 
-    def __init__(
-        self,
-        name: str,
-        command: list[str],
-        log: Path,
-        cwd: Path | None = None,
-        env: Mapping[str, str] | None = None,
-    ) -> None:
+    def __init__(self, name: str, command: list[str], log: Path, **settings: Any) -> None:
+        """`settings` are those of `Popen`: `cwd`, `env`."""
         self.name = name
-        self._command, self._log = command, log
-        self._cwd, self._env = cwd, env
+        self._command, self._log, self._settings = command, log, settings
         self.start()
 
     def start(self) -> None:
@@ -81,7 +96,7 @@ class Child:
         # Its own process group, so that workers and forked engines are ended with it.
         with self._log.open("a") as file:
             self._process = subprocess.Popen(
-                self._command, start_new_session=True, stdout=file, stderr=file, cwd=self._cwd, env=self._env
+                self._command, start_new_session=True, stdout=file, stderr=file, **self._settings
             )
         self.pid = self._process.pid
 
@@ -178,16 +193,7 @@ class Server:
         self._wait_until_ready()
 
     def _wait_until_ready(self) -> None:
-        until = time.monotonic() + READY_S
-        waiting = list(range(len(self.urls)))
-        while waiting:
-            self.check()
-            if time.monotonic() > until:
-                raise RunFailed(f"the server was not ready within {READY_S:.0f} s")
-            if is_ready(self.http(waiting[0], "/ready")):
-                waiting.pop(0)
-            else:
-                time.sleep(0.1)
+        wait_until_ready([self.http(number, "/ready") for number in range(len(self.urls))], *self._children)
 
     def http(self, gateway: int, path: str) -> str:
         return self.urls[gateway].replace("ws", "http", 1).partition("/v1")[0] + path
@@ -196,6 +202,12 @@ class Server:
         with urllib.request.urlopen(self.http(0, "/capacity"), timeout=5) as answer:
             told: dict[str, Any] = json.load(answer)
         return told
+
+    def counter(self, name: str) -> float:
+        """A counter of the first gateway's metrics."""
+        with urllib.request.urlopen(self.http(0, "/metrics"), timeout=5) as answer:
+            lines = answer.read().decode().splitlines()
+        return sum(float(line.split()[-1]) for line in lines if line.startswith(f"tickertape_{name}_total"))
 
     def cpu_seconds(self) -> dict[str, float]:
         """Processor seconds of the engine, and of each process of the gateways."""
@@ -219,13 +231,6 @@ class Server:
         signal.signal(signal.SIGTERM, self._on_term)
 
 
-def nginx_program() -> str:
-    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
-    if program is None:
-        raise RunFailed("nginx is not installed")
-    return program
-
-
 class Nginx:
     """The machine's nginx with our example before the first gateway of a server; a context manager that stops it."""
 
@@ -236,21 +241,13 @@ class Nginx:
         gateway = server.http(0, "").removeprefix("http://")
         text = NGINX_EXAMPLE.read_text().replace("8080", str(port)).replace("127.0.0.1:8000", gateway)
         (folder / "nginx.conf").write_text(text)
-        self._command = [nginx_program(), "-p", str(folder), "-c", str(folder / "nginx.conf")]
+        self._command = [program("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf")]
         self._directives = f"pid {folder}/pid; error_log stderr;"
         self._child = Child("nginx", [*self._command, "-g", f"daemon off; {self._directives}"], folder / "log")
+        wait_until_ready([f"http://localhost:{port}/ready"], self._child)
 
     def __enter__(self) -> Nginx:
-        deadline = time.monotonic() + READY_S
-        while True:
-            self._child.check()
-            try:
-                with urllib.request.urlopen(self.url.replace("ws", "http", 1).replace("/v1/realtime", "/ready")):
-                    return self
-            except OSError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.05)
+        return self
 
     def __exit__(self, *_: object) -> None:
         self._child.stop()
@@ -259,8 +256,3 @@ class Nginx:
     def reload(self) -> None:
         self._child.check()
         subprocess.run([*self._command, "-g", self._directives, "-s", "reload"], check=True, capture_output=True)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])

@@ -1,4 +1,4 @@
-"""Audio for load tests, with numpy only: WAV files, resampling, and synthetic voices that a detector takes for speech.
+"""Audio for load tests: WAV files, resampling, synthetic voices that a detector takes for speech, and that detector.
 
 Recordings of people are in `benchmarks/recordings.py`.
 """
@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import wave
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,6 +71,23 @@ def resampled(samples: Samples, rate: int, wanted: int) -> Samples:
 
 def pcm16(samples: Samples) -> bytes:
     return (np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes()
+
+
+@cache
+def _detector() -> Any:
+    # Here, because others need numpy only.
+    from engine.models.silero import load_silero
+    from engine.runner.speech import SpeechDetector
+
+    return SpeechDetector(load_silero(), max_streams=1)
+
+
+def speech_probabilities(samples: Samples) -> tuple[list[float], int]:
+    """How likely each frame is speech, by the engine's detector; and the samples of a frame."""
+    _detector().open("sound")
+    (found,) = _detector().detect([("sound", samples)])
+    _detector().close("sound")
+    return found.probabilities, found.frame_samples
 
 
 def utterances(

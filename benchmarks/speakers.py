@@ -35,9 +35,9 @@ from numpy.typing import NDArray
 from benchmarks.conversations import COLUMNS_PER_SECOND, Conversation, mixed, stretches
 from benchmarks.measuring import parser_of, percentiles, run_command, show
 from benchmarks.recordings import add_manifest, exit_status, load_audio, manifest_entries
-from benchmarks.sounds import SAMPLE_RATE, Samples, voice
+from benchmarks.sounds import SAMPLE_RATE, Samples, speech_probabilities, voice
 from engine.models.campplus import load_campplus, traced
-from engine.models.silero import CONTEXT_SAMPLES, FRAME_SAMPLES, STATE_SIZE, load_silero
+from engine.models.silero import FRAME_SAMPLES
 from engine.runner.device import compute_on_one_thread
 from engine.server.speakers import CutSettings, Label, Piece, PieceCutter, SpeakerLabels, rounded
 from engine.server.speech_track import voiced_frames
@@ -78,14 +78,13 @@ class Labeller:
     """A stream with speaker labels, without an engine around it."""
 
     def __init__(self, weights: Path) -> None:
-        self._detector = load_silero()
         self._model = traced(load_campplus(weights), CutSettings().piece_frames * FRAME_SAMPLES)
 
     @torch.inference_mode()
     def label(self, samples: Samples) -> Labelled:
         samples = samples[: len(samples) // FRAME_SAMPLES * FRAME_SAMPLES]
         frames = samples.reshape(-1, FRAME_SAMPLES)
-        probabilities = self._probabilities(samples)
+        probabilities, _ = speech_probabilities(samples)
         began = time.process_time()
         cutter, labels = PieceCutter(), SpeakerLabels()
         found: list[Label] = []
@@ -106,26 +105,12 @@ class Labeller:
         """The pieces of a recording, and their embeddings of length 1."""
         samples = samples[: len(samples) // FRAME_SAMPLES * FRAME_SAMPLES]
         cutter = PieceCutter(settings)
-        found = cutter.feed(samples.reshape(-1, FRAME_SAMPLES), voiced_frames(self._probabilities(samples)))
+        found = cutter.feed(samples.reshape(-1, FRAME_SAMPLES), voiced_frames(speech_probabilities(samples)[0]))
         return [(piece, self._embedding(audio)) for piece, audio in found + cutter.end()]
 
     def _embedding(self, audio: Samples) -> Samples:
         embedding: Samples = self._model(torch.from_numpy(audio)[None])[0].numpy()
         return embedding
-
-    def _probabilities(self, samples: Samples) -> list[float]:
-        count = len(samples) // FRAME_SAMPLES
-        padded = torch.from_numpy(np.concatenate([np.zeros(CONTEXT_SAMPLES, np.float32), samples]))
-        if not count:
-            return []
-        gates = self._detector.encode(padded.unfold(0, CONTEXT_SAMPLES + FRAME_SAMPLES, FRAME_SAMPLES))
-        hidden = cell = torch.zeros(1, STATE_SIZE)
-        found = []
-        for number in range(count):
-            hidden, cell = self._detector.step(gates[number : number + 1], hidden, cell)
-            found.append(self._detector.probability(hidden))
-        probabilities: list[float] = torch.cat(found).tolist()
-        return probabilities
 
 
 # Scores

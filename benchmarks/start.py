@@ -20,21 +20,26 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import ROOT, RunFailed, parser_of, run_command, show
+from benchmarks.clients import PacedClient, appends_of
+from benchmarks.measuring import ROOT, RunFailed, parser_of, run_command, show, until
 from benchmarks.recordings import SMALL_MODEL, sample_speech
-from benchmarks.servers import READY_S, Child, free_port, is_ready
+from benchmarks.servers import READY_S, Child, free_port, wait_until_ready
 from benchmarks.sounds import SAMPLE_RATE, pcm16, write_wav
 from engine.options import DEFAULT_MODEL
-from realtime.client.wire_client import DELTA, CannotConnect, SessionOptions, WireSession, open_session
+from realtime.client.wire_client import DELTA, CannotConnect
 
 SPEECH_SECONDS = 10.0
 # Before the first word of the recording; the client speaks as soon as its socket opens.
 SILENCE_SECONDS = 1.1
-APPEND_SECONDS = 0.05
 RETRY_S = 0.05
+
+# By group and part, seconds.
+Run = dict[str, dict[str, float]]
 
 # Run in a new process; prints seconds as JSON.
 GATEWAY_IMPORTS = """
@@ -67,60 +72,58 @@ def environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
+class CaptionClient(PacedClient):
+    """Speaks from the moment at which its session begins until its first words come."""
+
+    first_at = 0.0
+
+    def __init__(self, url: str, speech: bytes) -> None:
+        super().__init__(url, takewhile(lambda _: not self.first_at, appends_of(speech)))
+
+    def take(self, event: dict[str, Any]) -> None:
+        if event["type"] == DELTA and event["delta"].strip():
+            self.first_at = self.first_at or time.monotonic()
+
+    async def _speak(self) -> None:
+        await until(lambda: self.begun > 0)
+        await super()._speak()
+
+
 async def served(tree: Path, model: str, speech: bytes, folder: Path) -> dict[str, float]:
     """Seconds since `serve` was called: until it is ready, until a client's socket opens, until its first words."""
     port = free_port()
     command = [sys.executable, "-m", "realtime.cli", "serve", "--model", model, "--port", str(port)]
-    began = time.perf_counter()
+    began = time.monotonic()
     server = Child("serve", command, folder / "serve.log", cwd=tree, env=environment())
     try:
-        async with asyncio.timeout(READY_S):
-            ready = asyncio.create_task(_ready(server, port))
-            opened, caption = await _first_caption(port, speech)
-            return {
-                "ready": await ready - began,
-                "socket_open": opened - began,
-                "first_caption": caption - began,
-            }
-    except TimeoutError as error:
-        raise RunFailed(f"no caption within {READY_S:.0f} s:\n{server.said()[-2000:]}") from error
+        ready = asyncio.create_task(asyncio.to_thread(_ready, server, port))
+        client = await _first_caption(f"ws://127.0.0.1:{port}/v1/realtime", speech)
+        return {
+            "ready": await ready - began,
+            "socket_open": client.began_at - began,
+            "first_caption": client.first_at - began,
+        }
     finally:
         await asyncio.to_thread(server.stop)
 
 
-async def _ready(server: Child, port: int) -> float:
-    while True:
-        server.check()
-        if await asyncio.to_thread(is_ready, f"http://127.0.0.1:{port}/ready"):
-            return time.perf_counter()
-        await asyncio.sleep(RETRY_S)
+def _ready(server: Child, port: int) -> float:
+    wait_until_ready([f"http://127.0.0.1:{port}/ready"], server)
+    return time.monotonic()
 
 
-async def _first_caption(port: int, speech: bytes) -> tuple[float, float]:
-    """When the socket opened, and when the first words came."""
-    url = f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription"
-    while True:
-        try:
-            async with open_session(url) as session:
-                opened = time.perf_counter()
-                await session.configure(SessionOptions(SAMPLE_RATE, {"type": "server_vad"}))
-                sending = asyncio.create_task(_speak(session, speech, opened))
-                try:
-                    async for event in session.events():
-                        if event["type"] == DELTA and event["delta"].strip():
-                            return opened, time.perf_counter()
-                finally:
-                    sending.cancel()
-                raise RunFailed("the socket was closed before a caption came")
-        except CannotConnect:
-            await asyncio.sleep(RETRY_S)
-
-
-async def _speak(session: WireSession, speech: bytes, began: float) -> None:
-    size = round(APPEND_SECONDS * SAMPLE_RATE) * 2
-    for number, start in enumerate(range(0, len(speech), size), 1):
-        await asyncio.sleep(began + number * APPEND_SECONDS - time.perf_counter())
-        await session.append(speech[start : start + size])
+async def _first_caption(url: str, speech: bytes) -> CaptionClient:
+    async with asyncio.timeout(READY_S):
+        while True:
+            client = CaptionClient(url, speech)
+            try:
+                await client.speak(hangs_up=True)
+            except CannotConnect:
+                await asyncio.sleep(RETRY_S)
+                continue
+            if not client.first_at:
+                raise RunFailed("the session ended before a caption came")
+            return client
 
 
 def transcribed(tree: Path, model: str, file: Path) -> dict[str, float]:
@@ -152,53 +155,43 @@ def parts(tree: Path, model: str) -> dict[str, float]:
     return figures
 
 
-def one_run(tree: Path, model: str, speech: bytes, folder: Path) -> dict[str, dict[str, float]]:
+def one_run(tree: Path, model: str, speech: bytes, folder: Path) -> Run:
     return {
-        "serve": asyncio.run(served(tree, model, speech, folder)),
-        "transcribe": transcribed(tree, model, folder / "speech.wav"),
-        "parts": parts(tree, model),
+        "serve, s": asyncio.run(served(tree, model, speech, folder)),
+        "transcribe of 10 s, s": transcribed(tree, model, folder / "speech.wav"),
+        "parts, s": parts(tree, model),
     }
 
 
-def summary(runs: list[dict[str, dict[str, float]]]) -> dict[str, Any]:
-    """The best and the median of every figure."""
+def summary(runs: list[Run], of: Callable[[list[float]], float]) -> Run:
+    """The best or the median of every figure."""
     return {
-        name: {
-            "best": {part: min(run[group][part] for run in runs) for part in runs[0][group]},
-            "median": {part: statistics.median(run[group][part] for run in runs) for part in runs[0][group]},
-        }
-        for group, name in (("serve", "serve, s"), ("transcribe", "transcribe of 10 s, s"), ("parts", "parts, s"))
-    }
-
-
-def ratios(ours: dict[str, Any], theirs: dict[str, Any]) -> dict[str, Any]:
-    """This checkout's best times as shares of the other's."""
-    return {
-        f"{name.removesuffix(', s')}, ratio": {
-            part: best / theirs[name]["best"][part] for part, best in figures["best"].items()
-        }
-        for name, figures in ours.items()
+        group: {part: of([run[group][part] for run in runs]) for part in figures} for group, figures in runs[0].items()
     }
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     trees = {"here": ROOT} | ({"there": options.against.resolve()} if options.against else {})
-    runs: dict[str, list[dict[str, dict[str, float]]]] = {name: [] for name in trees}
+    runs: dict[str, list[Run]] = {name: [] for name in trees}
     spoken = 3.0 if options.small else SPEECH_SECONDS
     sound = sample_speech(SILENCE_SECONDS + spoken)[round(SILENCE_SECONDS * SAMPLE_RATE) :]
     with tempfile.TemporaryDirectory(prefix="start-") as made:
-        folder = Path(made)
-        write_wav(folder / "speech.wav", sound)
+        write_wav(Path(made) / "speech.wav", sound)
         for number in range(options.runs + (not options.small)):
             for name, tree in trees.items():
-                figures = one_run(tree, options.model, pcm16(sound), folder)
+                figures = one_run(tree, options.model, pcm16(sound), Path(made))
                 # The first start of several compiles modules and reads files into memory.
                 if number or options.small:
                     runs[name].append(figures)
-    summaries = {name: summary(of_tree) for name, of_tree in runs.items()}
-    report: dict[str, Any] = {"load_average": os.getloadavg()[0], **summaries["here"]}
-    if "there" in summaries:
-        report |= {"the other checkout": summaries["there"]} | ratios(summaries["here"], summaries["there"])
+    best = {name: summary(of_tree, min) for name, of_tree in runs.items()}
+    report: dict[str, Any] = {"load_average": os.getloadavg()[0]}
+    for name, of_tree in runs.items():
+        report[name] = {"best": best[name], "median": summary(of_tree, statistics.median)}
+    if options.against:
+        report["ratio of the best"] = {
+            group: {part: seconds / best["there"][group][part] for part, seconds in figures.items()}
+            for group, figures in best["here"].items()
+        }
     show(f"Start of {options.model}, {options.runs} runs", report)
     return report | {"runs": runs}
 

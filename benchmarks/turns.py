@@ -1,6 +1,6 @@
 """Ends of turns: wrong cuts and delays of four end-of-turn rules at the pauses of recordings with known words.
 
-    python -m benchmarks.turns MANIFEST [--model NAME] [--heard FILE] [--fit] [--json FILE]
+    python -m benchmarks.turns MANIFEST [--model NAME] [--json FILE]
 
 Every pause of at least 250 ms is labelled by the reference: inside a sentence, or at its end. A rule that ends the turn
 inside a sentence before the speaker goes on has cut it wrongly. At the end of a sentence the silence is continued (with
@@ -8,31 +8,27 @@ the sound of the pause), and the delay from the end of the last word to the end 
 arrival times come from the engine, played at the pace of a microphone with a flush 200 ms after speech fell.
 
 A reference without punctuation is left out, unless its style (`...-nonnative`, `...-spelled`) says that it is one
-sentence. Half of the speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half. --heard
-keeps the engine's output in a file, for a second run. --fit prints the weights of the score, fitted on the first half.
-
-Exit status: 0 done, 1 the engine failed, 2 the manifest or a model cannot be used.
+sentence. Half of the speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half. The
+weights of the product's rule are fitted by `training/turn_weights.py`.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.measuring import parser_of, percentiles, show, write_json
-from benchmarks.playing import Run, warm_loop
+from benchmarks.measuring import parser_of, percentiles, run_command, show
+from benchmarks.playing import Played, Run, warm_loop
 from benchmarks.recordings import (
     SMALL_MODEL,
-    BadManifest,
     add_manifest,
     exit_status,
     load_audio,
@@ -40,19 +36,9 @@ from benchmarks.recordings import (
     manifest_of,
     sound_session,
 )
+from benchmarks.scoring import plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples
-from engine.end_of_turn import (
-    ASK_AGAIN_MS,
-    ASK_MS,
-    EAGERNESS,
-    MOST_QUESTIONS,
-    Ask,
-    Eagerness,
-    End,
-    Judge,
-    Words,
-    tell,
-)
+from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, EAGERNESS, MOST_QUESTIONS, Ask, Eagerness, End, Judge
 from engine.messages import SpeechPaused, SpeechResumed, TurnRule
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
@@ -61,12 +47,13 @@ from engine.server.speech_track import SpeechTrack
 from engine.weights.checkpoint import load_turn_detector
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import pull
+from realtime.bench.clients import BadManifest
 from realtime.bench.words import align
 
 SHORTEST_PAUSE_S = 0.25
 # Styles whose recordings are one sentence each, though their references have no punctuation.
 ONE_SENTENCE = ("nonnative", "spelled")
-THRESHOLD, MIN_SPEECH_MS = 0.5, 64
+THRESHOLD, MIN_SPEECH_SAMPLES = 0.5, 64 * SAMPLE_RATE // 1000
 # Sound after the end of a recording, and the longest silence that a rule may wait for.
 TAIL_S, LONGEST_S = 1.5, 10.0
 WRONG_SHARE = 0.05
@@ -84,20 +71,6 @@ class Source:
     audio: Samples
     reference: str
     marks: bool
-
-
-@dataclass(slots=True)
-class Heard:
-    """What the engine made of a recording. Times are seconds."""
-
-    id: str
-    seconds: float
-    frame: float
-    p: list[float]
-    words: list[tuple[str, float, float]]
-    text: str
-    ends: list[int]
-    moments: list[float]
 
 
 @dataclass(slots=True)
@@ -137,8 +110,7 @@ def room_tone(audio: Samples, samples: int) -> Samples:
 
 
 def _repeated(sound: Samples, samples: int) -> Samples:
-    both = np.concatenate((sound[::-1], sound))
-    return np.resize(both, samples).astype(np.float32)
+    return np.resize(np.concatenate((sound[::-1], sound)), samples).astype(np.float32)
 
 
 def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
@@ -147,13 +119,13 @@ def manifest_sources(path: Path, one_sentence: bool = False) -> list[Source]:
     for entry in manifest_entries(path):
         text = str(entry.get("text", ""))
         marks = any(mark in text for mark in SENTENCE_MARKS)
-        if entry.get("kind", "clips") != "clips" or not text:
-            continue
-        if not marks and not one_sentence and not str(entry.get("style", "")).endswith(ONE_SENTENCE):
-            continue
-        name = str(entry.get("id", Path(entry["path"]).stem))
-        audio = load_audio(path.parent / entry["path"])
-        found.append(Source(name, str(entry.get("speaker", name)), audio, text, marks))
+        is_known = marks or one_sentence or str(entry.get("style", "")).endswith(ONE_SENTENCE)
+        if text and is_known and entry.get("kind", "clips") == "clips":
+            name = str(entry.get("id", Path(entry["path"]).stem))
+            audio = load_audio(path.parent / entry["path"])
+            found.append(Source(name, str(entry.get("speaker", name)), audio, text, marks))
+    if not found:
+        raise BadManifest(f"{path} has no recording whose sentences are known")
     return found
 
 
@@ -161,84 +133,61 @@ def with_tail(source: Source) -> Samples:
     return np.concatenate((source.audio, room_tone(source.audio, round(TAIL_S * SAMPLE_RATE))))
 
 
-# The output of the engine
-
-
-def listen(sources: Sequence[Source], model: str, kept: Path | None) -> dict[str, Heard]:
-    """Play every recording to the engine, except those that are in the file."""
-    known: dict[str, Heard] = {}
-    if kept is not None and kept.exists():
-        known = {row["id"]: Heard(**row) for row in map(json.loads, kept.read_text().splitlines())}
-    missing = [source for source in sources if source.name not in known]
-    if not missing:
-        return known
+def cases_in(sources: Sequence[Source], model: str) -> list[PauseCase]:
+    """The labelled pauses of all recordings, each played to the engine."""
     loop = warm_loop(model, 2)
-    rule = TurnRule(THRESHOLD, MIN_SPEECH_MS * SAMPLE_RATE // 1000, ASK_MS * SAMPLE_RATE // 1000)
-    for source in missing:
+    rule = TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, ASK_MS * SAMPLE_RATE // 1000)
+    cases = []
+    for source in sources:
         (played,) = Run(loop, streams=1, turns=rule).play([sound_session(source.name, with_tail(source))])
-        said = played.emissions
-        heard = Heard(
-            source.name,
-            played.seconds,
-            played.frame_seconds,
-            [round(p, 3) for p in played.probabilities],
-            [(word.text, word.start, word.end) for word in said.words],
-            said.text,
-            said.ends,
-            said.moments,
-        )
-        known[source.name] = heard
-        if kept is not None:
-            with kept.open("a") as out:
-                out.write(json.dumps(asdict(heard)) + "\n")
-    return known
+        cases += cases_of(source, played)
+    return cases
 
 
 # Pauses and their labels
 
 
-def silences(heard: Heard) -> list[tuple[float, float]]:
+def silences(played: Played) -> list[tuple[float, float]]:
     """Where speech fell and where it rose again, for every silence that is long enough; the last one is endless."""
-    frame = round(heard.frame * SAMPLE_RATE)
-    track = SpeechTrack(TurnRule(THRESHOLD, MIN_SPEECH_MS * SAMPLE_RATE // 1000, 1 << 40))
+    track = SpeechTrack(TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, 1 << 40))
     found: list[tuple[float, float]] = []
-    fell: int | None = None
-    for event in track.hear(heard.p, frame):
+    fell: float | None = None
+    for event in track.hear(played.probabilities, round(played.frame_seconds * SAMPLE_RATE)):
         if isinstance(event, SpeechPaused):
-            fell = event.sample
+            fell = event.sample / SAMPLE_RATE
         elif isinstance(event, SpeechResumed) and fell is not None:
-            found.append((fell / SAMPLE_RATE, event.sample / SAMPLE_RATE))
+            found.append((fell, event.sample / SAMPLE_RATE))
             fell = None
     if fell is not None:
-        found.append((fell / SAMPLE_RATE, heard.seconds))
+        found.append((fell, played.seconds))
     return [(start, end) for start, end in found if end - start >= SHORTEST_PAUSE_S]
 
 
 def _bare(word: str) -> str:
-    return "".join(letter for letter in word.lower() if letter.isalnum())
+    return "".join(plain_words(word))
 
 
-def cases_of(source: Source, heard: Heard) -> list[PauseCase]:
+def cases_of(source: Source, played: Played) -> list[PauseCase]:
     """The labelled pauses of a recording; a pause whose words do not match the reference is left out."""
-    reference = source.reference.split()
+    reference, words = source.reference.split(), played.emissions.words
     # Both neighbours of a pause must be words of the reference that follow each other.
-    pairs = align([_bare(word) for word in reference], [_bare(text) for text, _, _ in heard.words])
+    pairs = align([_bare(word) for word in reference], [_bare(word.text) for word in words])
     place = {j: i for i, j in pairs if i is not None and j is not None}
-    right = {j: i for j, i in place.items() if _bare(reference[i]) == _bare(heard.words[j][0])}
+    right = {j: i for j, i in place.items() if _bare(reference[i]) == _bare(words[j].text)}
     found = []
     turn_start = 0
-    for fell, rose in silences(heard):
-        before = [number for number, (_, start, _) in enumerate(heard.words) if start < fell - 0.02]
+    for fell, rose in silences(played):
+        before = [number for number, word in enumerate(words) if word.start < fell - 0.02]
         if not before:
             continue
         last = before[-1]
-        final = last == len(heard.words) - 1 and rose >= heard.seconds - 0.1
-        label = _label(source, reference, right, place, last, final)
-        if label is None:
+        final = last == len(words) - 1 and rose >= played.seconds - 0.1
+        is_end = _label(source, reference, right, place, last, final)
+        if is_end is None:
             continue
-        silence, texts = None if label else rose - fell, _texts(heard, turn_start, last)
-        found.append(PauseCase(source, fell, silence, rose - fell, heard.words[last][2], texts))
-        if label:
+        silence, texts = None if is_end else rose - fell, _texts(played, turn_start, last)
+        found.append(PauseCase(source, fell, silence, rose - fell, words[last].end, texts))
+        if is_end:
             # A turn that ended begins a new text.
             turn_start = last + 1
     return found
@@ -260,20 +209,17 @@ def _label(
     return reference[right[last]].rstrip("\"')").endswith(SENTENCE_MARKS)
 
 
-def _texts(heard: Heard, first: int, last: int) -> list[tuple[float, str]]:
+def _texts(played: Played, first: int, last: int) -> list[tuple[float, str]]:
     """The text of the words from `first` to `last`, by the moment at which each part of it came."""
+    said = played.emissions
     cursor = start = 0
-    for number, (text, _, _) in enumerate(heard.words[: last + 1]):
-        at = heard.text.find(text, cursor)
-        at = cursor if at < 0 else at
+    for number, word in enumerate(said.words[: last + 1]):
+        at = max(cursor, said.text.find(word.text, cursor))
         if number == first:
             start = at
-        cursor = at + len(text)
-    return [
-        (moment, heard.text[start : min(end, cursor)])
-        for end, moment in zip(heard.ends, heard.moments, strict=True)
-        if end > start
-    ]
+        cursor = at + len(word.text)
+    pieces = zip(said.ends, said.moments, strict=True)
+    return [(moment, said.text[start : min(end, cursor)]) for end, moment in pieces if end > start]
 
 
 def ask_detector(cases: Iterable[PauseCase], detector: SmartTurn) -> float:
@@ -295,6 +241,16 @@ def ask_detector(cases: Iterable[PauseCase], detector: SmartTurn) -> float:
     return spent / max(asked, 1)
 
 
+def labelled_cases(options: argparse.Namespace) -> tuple[list[PauseCase], float]:
+    """The pauses of the manifest with the detector's answers, and the processor seconds a question."""
+    with manifest_of(options) as path:
+        sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
+    detector = load_turn_detector(pull(TURN_DETECTOR))
+    detector.quantise()
+    cases = cases_in(sources, options.model)
+    return cases, ask_detector(cases, detector)
+
+
 # Rules: the seconds of silence after which each ends the turn, if the silence lasts
 
 Rule = Callable[[PauseCase], float]
@@ -308,10 +264,8 @@ def learnt_rule(threshold: float, timeout_s: float = 3.0) -> Rule:
     """The detector alone: the first answer above a threshold, or a timeout."""
 
     def end(case: PauseCase) -> float:
-        for number, answer in enumerate(case.answers):
-            if answer >= threshold:
-                return (ASK_MS + ASK_AGAIN_MS * number) / 1000
-        return timeout_s
+        sure = [number for number, answer in enumerate(case.answers) if answer >= threshold]
+        return (ASK_MS + ASK_AGAIN_MS * sure[0]) / 1000 if sure else timeout_s
 
     return end
 
@@ -358,9 +312,11 @@ FAMILIES: dict[str, tuple[Rule, list[tuple[float, Rule]]]] = {
         judged_rule(_MEDIUM, learnt=True),
         [(at, judged_rule(replace(_MEDIUM, threshold=float(at)), learnt=True)) for at in _THRESHOLDS],
     ),
+    "fused, high": (judged_rule(EAGERNESS["high"], learnt=True), []),
+    "fused, low": (judged_rule(EAGERNESS["low"], learnt=True), []),
 }
 # The rules that need the detector.
-ASKING = ("learnt", "fused")
+ASKING = ("learnt", "fused", "fused, high", "fused, low")
 
 
 def wrong_cuts(rule: Rule, cases: Sequence[PauseCase]) -> tuple[int, int]:
@@ -394,11 +350,11 @@ def figures_of(rule: Rule, cases: Sequence[PauseCase], question_s: float, speech
     }
 
 
-def compare(cases: Sequence[PauseCase], question_s: float) -> Figures:
+def measure(options: argparse.Namespace) -> Figures:
     """Every rule at its chosen setting, and at the setting that has 5 % wrong cuts on the first half of speakers."""
-    first = [case for case in cases if case.calibrates]
-    second = [case for case in cases if not case.calibrates]
-    spoken = {case.source.name: len(case.source.audio) / SAMPLE_RATE for case in second}
+    cases, question_s = labelled_cases(options)
+    first, second = ([case for case in cases if case.calibrates is half] for half in (True, False))
+    spoken_s = sum({case.source.name: len(case.source.audio) / SAMPLE_RATE for case in second}.values())
     found: Figures = {
         "pauses": {
             "inside_sentences": sum(case.silence is not None for case in second),
@@ -411,80 +367,21 @@ def compare(cases: Sequence[PauseCase], question_s: float) -> Figures:
     }
     for name, (chosen, others) in FAMILIES.items():
         cost = question_s if name in ASKING else 0.0
-        found[name] = figures_of(chosen, second, cost, sum(spoken.values()))
+        found[name] = figures_of(chosen, second, cost, spoken_s)
         fitting = [(at, rule) for at, rule in others if wrong_share(rule, first) <= WRONG_SHARE]
         if fitting:
             at, rule = fitting[0]
-            at_5_percent = figures_of(rule, second, cost, sum(spoken.values()))
-            found[name]["at_5_percent"] = {"setting": float(at), **at_5_percent}
-    return found
-
-
-# The weights of the score
-
-# Recordings of single sentences have more ends than speech has: there a speaker pauses a few times in a turn.
-ENDS_SHARE = 2 / 7
-_MOMENTS_S = (0.2, 0.3, 0.45, 0.6, 0.8, 1.0, 1.3, 1.7, 2.2, 3.0, 4.0)
-
-
-def fit(cases: Sequence[PauseCase], detector: bool) -> Figures:
-    """Logistic regression: at each moment of a pause that still lasts, whether it is an end. A pause counts once, and
-    ends and others count as if `ENDS_SHARE` of all pauses were ends."""
-    rows, labels, weights = [], [], []
-    ends = sum(case.silence is None for case in cases)
-    counts = {
-        True: ENDS_SHARE * len(cases) / max(ends, 1),
-        False: (1 - ENDS_SHARE) * len(cases) / max(len(cases) - ends, 1),
-    }
-    for case in cases:
-        moments = [at for at in _MOMENTS_S if case.silence is None or at <= case.silence]
-        for at in moments:
-            told = tell(case.text(case.fell + at))
-            asked = min(int((at * 1000 - ASK_MS) // ASK_AGAIN_MS), len(case.answers) - 1)
-            sure = min(max(case.answers[asked], 0.001), 0.999)
-            odds = np.log(sure / (1 - sure)) if detector else 0.0
-            rows.append([1.0, odds, *(float(told is kind) for kind in Words), np.log(at * 1000 / ASK_MS)])
-            labels.append(float(case.silence is None))
-            weights.append(counts[case.silence is None] / len(moments))
-    x, y, weight = np.array(rows), np.array(labels), np.array(weights)
-    solution, penalty = np.zeros(x.shape[1]), np.full(x.shape[1], 0.3)
-    penalty[0] = 1e-6
-    for _ in range(50):
-        p = 1 / (1 + np.exp(-x @ solution))
-        gradient = x.T @ (weight * (p - y)) + penalty * solution
-        hessian = (x * (weight * p * (1 - p))[:, None]).T @ x + np.diag(penalty)
-        solution = solution - np.linalg.solve(hessian, gradient)
-    bias, odds, none, unfinished, open_, finished, growth = solution.round(2).tolist()
-    return {"bias": bias, "detector": odds, "words": (none, unfinished, open_, finished), "growth": growth}
-
-
-def run(options: argparse.Namespace) -> None:
-    with manifest_of(options) as path:
-        sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
-    if not sources:
-        raise BadManifest(f"{path} has no recording whose sentences are known")
-    detector = load_turn_detector(pull(TURN_DETECTOR))
-    detector.quantise()
-    heard = listen(sources, SMALL_MODEL if options.small else options.model, options.heard)
-    cases = [case for source in sources for case in cases_of(source, heard[source.name])]
-    found = compare(cases, ask_detector(cases, detector))
+            found[name]["at_5_percent"] = {"setting": float(at), **figures_of(rule, second, cost, spoken_s)}
     show("Ends of turns", found)
-    if options.fit:
-        first = [case for case in cases if case.calibrates]
-        found["fit"] = {"FUSED": fit(first, True), "WORDS_ONLY": fit(first, False)}
-        show("Weights, fitted on the first half of speakers", found["fit"])
-    write_json(options, found)
+    return found
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = parser_of(__doc__)
     add_manifest(parser)
     parser.add_argument("--model", default=DEFAULT_MODEL, help="the model whose words are read")
-    parser.add_argument("--heard", type=Path, help="file with what the engine said; missing recordings are added")
-    parser.add_argument("--fit", action="store_true", help="print the weights of the score")
-    options = parser.parse_args(arguments)
     compute_on_one_thread()
-    return exit_status(lambda: run(options))
+    return exit_status(lambda: run_command(parser, arguments, measure, model=SMALL_MODEL))
 
 
 if __name__ == "__main__":

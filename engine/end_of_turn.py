@@ -74,7 +74,7 @@ class Weights:
     growth: float
 
 
-# Fitted with `fit` of benchmarks/turns.py; docs/turns.md says on what.
+# Fitted with training/turn_weights.py; docs/turns.md says on what.
 FUSED = Weights(bias=-3.17, detector=0.3, words=(-0.56, -0.05, 0.06, 0.55), growth=2.82)
 # Before the first answer, and without a detector. Words that are neither finished nor unfinished count at most as much
 # as finished ones.

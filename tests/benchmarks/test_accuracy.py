@@ -85,7 +85,7 @@ def test_a_model_that_does_not_exist(
 @pytest.mark.parametrize(
     "arguments",
     [
-        ["--live", "--rounds", "2"],
+        ["--live", "--joined", "0"],
         ["--live", "--streams", "0"],
         ["--limit", "x"],
     ],

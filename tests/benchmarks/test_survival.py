@@ -9,8 +9,7 @@ import pytest
 
 from benchmarks import fleet
 from benchmarks.clients import summary
-from benchmarks.survival import SERVER_LOSSES, differing_finals, kinds_of
-from engine.messages import Word
+from benchmarks.survival import SERVER_LOSSES, kinds_of
 
 
 def outcome(text: str, **changes: Any) -> dict[str, Any]:
@@ -33,20 +32,6 @@ def test_outcomes_are_summed_up_and_texts_compared_word_by_word() -> None:
 
 def test_kinds_are_names_with_numbers_behind() -> None:
     assert kinds_of(["calm", "worker"])("calm:2,worker") == [("calm", 2), ("worker", 1)]
-    with pytest.raises(ArgumentTypeError, match="unknown: engine; known: calm, worker, restart, reload"):
-        kinds_of(list(SERVER_LOSSES))("engine:3")
+    with pytest.raises(ArgumentTypeError, match="unknown: node; known: calm, engine, worker, restart, reload"):
+        kinds_of(list(SERVER_LOSSES))("node:3")
     assert {kind for kind, _ in kinds_of(fleet.KINDS)(fleet.DEFAULT_KINDS)} == set(fleet.KINDS)
-
-
-def test_finals_are_compared_where_both_runs_decoded_them_again() -> None:
-    def words(text: str) -> list[Word]:
-        return [Word(word, 0, 0, []) for word in text.split()]
-
-    calm = {(0, 9): words("In short,"), (9, 20): words("the period"), (20, 30): None, (40, 50): None}
-    killed = {(0, 9): words("in short"), (9, 20): words("the periods"), (20, 30): words("was")}
-    assert differing_finals([calm], [killed]) == {
-        "final_parts_in_both_runs": 2,
-        "final_parts_in_one_run_only": 1,
-        "words_of_final_parts": 4,
-        "words_of_final_parts_changed": 1,
-    }

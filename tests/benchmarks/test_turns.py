@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.recordings import BadManifest
+from benchmarks.playing import Played
+from benchmarks.recordings import BadManifest, sound_session
+from benchmarks.scoring import Word
 from benchmarks.turns import (
-    Heard,
     PauseCase,
     Source,
     cases_of,
@@ -32,16 +33,15 @@ def source(reference: str, marks: bool = True) -> Source:
     return Source("clip", "speaker", np.zeros(16_000, np.float32), reference, marks)
 
 
-def heard(words: list[tuple[str, float, float]], speech: list[tuple[float, float]], seconds: float) -> Heard:
+def heard(words: list[tuple[str, float, float]], speech: list[tuple[float, float]], seconds: float) -> Played:
     """Words come 0.3 s after they ended; speech is loud where it says so."""
     frames = [number * FRAME_S for number in range(int(seconds / FRAME_S))]
     loud = [0.9 if any(start <= at < end for start, end in speech) else 0.05 for at in frames]
-    text, ends, moments = "", [], []
-    for word, _, end in words:
-        text += f" {word}"
-        ends.append(len(text))
-        moments.append(end + 0.3)
-    return Heard("clip", seconds, FRAME_S, loud, words, text, ends, moments)
+    played = Played(sound_session("clip", np.zeros(1, np.float32)), [], seconds)
+    played.probabilities, played.frame_seconds = loud, FRAME_S
+    for word, start, end in words:
+        played.emissions.add(end + 0.3, f" {word}", [Word(word, start, end)])
+    return played
 
 
 TWO_SENTENCES = heard(
@@ -104,7 +104,8 @@ def test_the_product_rule_asks_only_while_the_pause_lasts() -> None:
 def test_references_without_sentences_are_left_out(tmp_path: Path) -> None:
     manifest = tmp_path / "manifest.jsonl"
     manifest.write_text(json.dumps({"path": "none.wav", "text": "no marks here", "seconds": 1.0, "style": "read"}))
-    assert manifest_sources(manifest) == []
+    with pytest.raises(BadManifest, match="no recording whose sentences are known"):
+        manifest_sources(manifest)
     with pytest.raises(BadManifest):
         manifest_sources(tmp_path / "nowhere")
 

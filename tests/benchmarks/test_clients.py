@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from benchmarks.plain_clients import PlainSession, plain_summary
+from benchmarks.clients import PlainSession, plain_summary
 
 
 def test_sessions_that_ended_without_being_told_are_seen() -> None:
