@@ -191,8 +191,8 @@ class AuthConfig:
     twilio_auth_token: Secret = Secret()
 
     def __post_init__(self) -> None:
-        """Convert plain texts to `Secret`."""
-        object.__setattr__(self, "keys", tuple(_as_secret(key) for key in self.keys))
+        """Convert plain texts to `Secret`. A key that is listed twice is one key: shares depend on their number."""
+        object.__setattr__(self, "keys", tuple(dict.fromkeys(_as_secret(key) for key in self.keys)))
         object.__setattr__(self, "secret", _as_secret(self.secret))
         object.__setattr__(self, "twilio_auth_token", _as_secret(self.twilio_auth_token))
 
@@ -239,12 +239,13 @@ class LimitsConfig:
     streams: int = 8
     # Bytes of items that all inject requests together may hold in memory.
     inject_bytes: int = 16 * 1024 * 1024
-    # Files transcribed at once, and files that may wait; further ones are refused.
+    # Files transcribed at once, and files that may wait; further ones are refused. One of several keys has half.
     uploads: int = 4
     uploads_waiting: int = 16
     # Bytes that all uploaded files together may take on disk (TMPDIR) until they are transcribed.
     spool_bytes: int = 4 * 1024 * 1024 * 1024
-    # Connections that may read published sessions; further ones are refused. 0: sessions cannot be published.
+    # Connections that may read published sessions; further ones are refused. One of several keys has at most half of
+    # them. 0: sessions cannot be published.
     viewers: int = 2000
 
 

@@ -30,6 +30,7 @@ from realtime.http.upload_forms import MAX_FIELD_BYTES, MAX_REFERENCE_BYTES, REF
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.enrolment import REFERENCES, Reference, base64_of, check_speaker_names, enrolled, refused
 from realtime.serving.isolated_decoder import decoded_file
+from realtime.serving.quota import FairPlaces
 from realtime.session.events import Samples, TimedWord
 from realtime.session.formatting import (
     Hit,
@@ -272,15 +273,17 @@ def _field(form: Form, name: str, most: int = MAX_VALUE_CHARACTERS) -> str:
 
 
 class Transcriber:
-    """Transcribes files, at most `at_once` at the same time."""
+    """Transcribes files: as many at the same time as there are places."""
 
-    def __init__(self, engine: EngineApi, at_once: int) -> None:
+    def __init__(self, engine: EngineApi, places: FairPlaces) -> None:
         self._engine = engine
-        self._places = asyncio.Semaphore(at_once)
+        self._places = places
 
-    async def deltas(self, file: BinaryIO, request: UploadRequest, transcript: Transcript) -> AsyncGenerator[str]:
+    async def deltas(
+        self, file: BinaryIO, caller: str, request: UploadRequest, transcript: Transcript
+    ) -> AsyncGenerator[str]:
         """The text of a file as it arrives; `transcript` is complete at the end. Raises Refusal."""
-        async with self._places, self._stream(await self._enrolled(request, transcript)) as stream:
+        async with self._places.place(caller), self._stream(await self._enrolled(request, transcript)) as stream:
             # A file that is not audio fails at its first piece, before the response has begun.
             feeding = asyncio.create_task(self._feed(file, stream, transcript), name=f"feed {stream.id}")
             try:

@@ -118,10 +118,10 @@ class PrepareRoutes:
     async def render(self, request: Request) -> Response:
         """Answer with the items of a file: positions, hashes, what is cached, and the cost of a transcription.
         `?data=false` leaves out the data of the items."""
-        self._context.caller_of(request)
+        caller = self._context.caller_of(request)
         self._check_allowed("Rendering is not enabled", "render_not_allowed")
         with_data = request.query_params.get("data") != "false"
-        upload = await self._forms.open(request)
+        upload = await self._forms.open(request, caller)
         held = _Held(self)
         try:
             samples = await self._decode(upload.file, held)

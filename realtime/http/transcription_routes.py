@@ -82,6 +82,7 @@ from realtime.http.openapi import EVENTS, JSON, UPLOADED, Operation, Parameter, 
 from realtime.http.upload_forms import FormReader, Upload, client_gone
 from realtime.http.websocket_routes import LISTEN_PARAMETERS, check_once
 from realtime.http.websocket_routes import Flag as ListenFlag
+from realtime.serving.quota import FairPlaces
 from realtime.session.formatting import paragraph_end, sentences_of
 from realtime.session.settings import AudioFormat, Settings
 from realtime.text_values import now_text
@@ -186,7 +187,8 @@ class UploadRoutes:
         self._context = context
         self._forms = forms
         self._limits = context.limits
-        self._transcriber = Transcriber(context.engine, self._limits.uploads)
+        places = FairPlaces(self._limits.uploads, lambda: len(context.config.auth.keys))
+        self._transcriber = Transcriber(context.engine, places)
 
     @described(_operation("Transcribe a file"))
     async def transcriptions(self, request: Request) -> Response:
@@ -198,8 +200,7 @@ class UploadRoutes:
         return await self._take(request, TRANSLATE)
 
     async def _take(self, request: Request, task: str | None) -> Response:
-        self._context.caller_of(request)
-        upload = await self._forms.open(request)
+        upload = await self._forms.open(request, self._context.caller_of(request))
         async with self.answering(upload):
             return await self._answer(upload, request, task)
 
@@ -220,7 +221,7 @@ class UploadRoutes:
         wanted = read_request(upload.form, self._context.engine.spec, task)
         if wanted.stream:
             transcript = self._new_transcript()
-            deltas = self._watched(self._transcriber.deltas(file, wanted, transcript), request)
+            deltas = self._watched(self._transcriber.deltas(file, upload.caller, wanted, transcript), request)
             return await self._stream(deltas, transcript, upload, wanted)
         transcript = await self.transcript(upload, wanted, request)
         pieces, media_type = write_answer(transcript, wanted)
@@ -229,7 +230,7 @@ class UploadRoutes:
     async def transcript(self, upload: Upload, wanted: UploadRequest, request: Request) -> Transcript:
         """Transcribe the whole file, then release it. Raises Refusal."""
         transcript = self._new_transcript()
-        deltas = self._watched(self._transcriber.deltas(upload.file, wanted, transcript), request)
+        deltas = self._watched(self._transcriber.deltas(upload.file, upload.caller, wanted, transcript), request)
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
@@ -427,7 +428,7 @@ class ListenRoute:
         )
     )
     async def transcribe(self, request: Request) -> Response:
-        self._context.caller_of(request)
+        caller = self._context.caller_of(request)
         check_once(request.query_params, READ_ONCE)
         query = read_file_query(request.query_params, request.query_params.multi_items())
         taken = query.settings.in_force(self._context.engine.spec)
@@ -435,7 +436,7 @@ class ListenRoute:
             text = "The server does not fetch files; send the audio itself as the body instead of a 'url'."
             raise Refusal(400, "url_not_supported", text)
         head = b"" if query.format is None else _wav_head(query.format)
-        upload = await self._forms.open_body(request, head)
+        upload = await self._forms.open_body(request, caller, head)
         async with self._uploads.answering(upload):
             return await self._answer(upload, query, taken, request, len(head))
 

@@ -24,9 +24,10 @@ from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
 
-from realtime.config import LimitsConfig
+from realtime.config import Config
 from realtime.errors import Refusal, storage_refusal
 from realtime.http.authentication import Context
+from realtime.serving.quota import Caller, SharedCount, places_of_one_key
 
 # Enough for all keywords that a stream may have, and all other fields.
 MAX_FIELDS = 600
@@ -217,51 +218,70 @@ class Spool:
     When a limit is reached, further uploads are refused with a Retry-After.
     """
 
-    def __init__(self, limits: LimitsConfig) -> None:
-        self.uploads = 0
+    def __init__(self, config: Config) -> None:
         # Called with the seconds that an upload took, when it has left.
         self.on_left: Callable[[float], None] = lambda seconds: None
-        self.bytes = 0
+        limits = config.limits
+
+        def count(what: str, most: Callable[[], int], largest: Callable[[], int] = lambda: 1) -> SharedCount:
+            """One key's share is at least what a single upload may take."""
+            return SharedCount(most, lambda: max(places_of_one_key(most(), len(config.auth.keys)), largest()), what)
+
+        self._uploads = count("files at once", lambda: limits.uploads + limits.uploads_waiting)
+        self._bytes = count("bytes of files", lambda: limits.spool_bytes, lambda: limits.upload_bytes)
         # Memory of the text fields, and of those with recordings of speakers.
-        self.text_bytes = 0
-        self.reference_bytes = 0
-        self._limits = limits
+        self._text_bytes = count("bytes of text fields", lambda: MAX_FORMS_BYTES)
+        self._reference_bytes = count("bytes of speakers' recordings", lambda: MAX_ALL_REFERENCES_BYTES)
 
-    def enter(self) -> None:
-        if self.uploads >= self._limits.uploads + self._limits.uploads_waiting:
-            raise _busy("Too many files are waiting")
-        self.uploads += 1
+    @property
+    def uploads(self) -> int:
+        return self._uploads.taken.total()
 
-    def reserve(self, size: int) -> None:
-        if self.bytes + size > self._limits.spool_bytes:
-            raise _busy("The waiting files take all of the space for uploads")
-        self.bytes += size
+    @property
+    def bytes(self) -> int:
+        return self._bytes.taken.total()
 
-    def take_text(self, size: int) -> None:
-        if self.text_bytes + size > MAX_FORMS_BYTES:
-            raise _busy(f"The forms of other requests take all of the {MAX_FORMS_BYTES} bytes for text fields")
-        self.text_bytes += size
+    @property
+    def text_bytes(self) -> int:
+        return self._text_bytes.taken.total()
 
-    def take_reference(self, size: int) -> None:
-        if self.reference_bytes + size > MAX_ALL_REFERENCES_BYTES:
-            raise _busy(f"The recordings of speakers take all of their {MAX_ALL_REFERENCES_BYTES} bytes")
-        self.reference_bytes += size
+    @property
+    def reference_bytes(self) -> int:
+        return self._reference_bytes.taken.total()
 
-    def give_back(self, size: int, text_size: int, reference_size: int) -> None:
-        self.bytes -= size
-        self.text_bytes -= text_size
-        self.reference_bytes -= reference_size
+    def enter(self, caller: str) -> None:
+        _check(self._uploads.take(caller))
 
-    def leave(self, seconds: float) -> None:
-        self.uploads -= 1
+    def reserve(self, caller: str, size: int) -> None:
+        _check(self._bytes.take(caller, size))
+
+    def take_text(self, caller: str, size: int) -> None:
+        _check(self._text_bytes.take(caller, size))
+
+    def take_reference(self, caller: str, size: int) -> None:
+        _check(self._reference_bytes.take(caller, size))
+
+    def give_back(self, caller: str, size: int, text_size: int, reference_size: int) -> None:
+        self._bytes.give_back(caller, size)
+        self._text_bytes.give_back(caller, text_size)
+        self._reference_bytes.give_back(caller, reference_size)
+
+    def leave(self, caller: str, seconds: float) -> None:
+        self._uploads.give_back(caller)
         self.on_left(seconds)
+
+
+def _check(reason: str | None) -> None:
+    if reason is not None:
+        raise Refusal(503, "server_busy", f"{reason}; try again.", retry_after_s=RETRY_AFTER_S, kind="server_error")
 
 
 class Upload:
     """One upload: its form, its file (on disk if it is large), and its share of the spool. Close it after use."""
 
-    def __init__(self, spool: Spool, most_bytes: int) -> None:
-        spool.enter()
+    def __init__(self, spool: Spool, most_bytes: int, caller: str) -> None:
+        spool.enter(caller)
+        self.caller = caller
         self._began = time.monotonic()
         self.form = Form()
         self._file = UploadFile(cast(BinaryIO, SpooledTemporaryFile(max_size=IN_MEMORY_BYTES)))
@@ -287,7 +307,7 @@ class Upload:
             if self._bytes + size > self._most_bytes:
                 raise too_large(self._most_bytes)
             if self._spool is not None:
-                self._spool.reserve(size)
+                self._spool.reserve(self.caller, size)
                 self._bytes += size
             return message
 
@@ -302,7 +322,7 @@ class Upload:
             text = f"The form's text fields take more than {MAX_FORM_BYTES} bytes; send fewer fields, or shorter ones."
             raise Refusal(413, "form_too_large", text)
         if self._spool is not None:
-            self._spool.take_text(size)
+            self._spool.take_text(self.caller, size)
             self._text_bytes += size
 
     def _hold_reference(self, size: int) -> None:
@@ -310,7 +330,7 @@ class Upload:
             text = f"The recordings of speakers take more than {MAX_REFERENCES_BYTES} bytes; send shorter ones."
             raise Refusal(413, "form_too_large", text)
         if self._spool is not None:
-            self._spool.take_reference(size)
+            self._spool.take_reference(self.caller, size)
             self._reference_bytes += size
 
     async def write(self, data: bytes) -> None:
@@ -330,11 +350,11 @@ class Upload:
         """Release everything; the counts before the first await. May be called twice."""
         spool, self._spool = self._spool, None
         if spool is not None:
-            spool.leave(time.monotonic() - self._began)
+            spool.leave(self.caller, time.monotonic() - self._began)
             await self._let_go(spool)
 
     async def _let_go(self, spool: Spool) -> None:
-        spool.give_back(self._bytes, self._text_bytes, self._reference_bytes)
+        spool.give_back(self.caller, self._bytes, self._text_bytes, self._reference_bytes)
         self._bytes = self._text_bytes = self._reference_bytes = 0
         self.form = Form()
         # On a full disk the last flush fails; the file is deleted nevertheless.
@@ -346,7 +366,7 @@ class FormReader:
     """Receives multipart forms, and bodies that are a file, within the limits for uploads."""
 
     def __init__(self, context: Context) -> None:
-        self.spool = Spool(context.limits)
+        self.spool = Spool(context.config)
         self.spool.on_left = context.metrics.upload_seconds.observe
         context.metrics.uploads_in_progress.set_function(lambda: self.spool.uploads)
         self._context = context
@@ -355,18 +375,18 @@ class FormReader:
         # Choose the folder now: if the disk is full later, the library would choose another one.
         gettempdir()
 
-    async def open(self, request: Request) -> Upload:
+    async def open(self, request: Request, caller: Caller) -> Upload:
         """Receive the form of a request. Raises Refusal as early as possible."""
-        async with self._arriving(request) as (upload, counted):
+        async with self._arriving(request, caller) as (upload, counted):
             content_type = request.headers.get("content-type", "")
             if not content_type.startswith("multipart/form-data"):
                 raise Refusal(400, "invalid_form", "Send the file as multipart/form-data, in the field 'file'.")
             await _read_form(counted, FormParser(content_type, upload.hold_text), upload)
         return upload
 
-    async def open_body(self, request: Request, head: bytes) -> Upload:
+    async def open_body(self, request: Request, caller: Caller, head: bytes) -> Upload:
         """Receive a body that is the file itself; `head` is written before it. Raises Refusal as early as possible."""
-        async with self._arriving(request) as (upload, counted):
+        async with self._arriving(request, caller) as (upload, counted):
             upload.form.file_field = b"file"
             await upload.write(head)
             async for piece in counted.stream():
@@ -384,7 +404,7 @@ class FormReader:
             raise too_large(self._limits.upload_bytes)
 
     @asynccontextmanager
-    async def _arriving(self, request: Request) -> AsyncIterator[tuple[Upload, Request]]:
+    async def _arriving(self, request: Request, caller: Caller) -> AsyncIterator[tuple[Upload, Request]]:
         """An upload, and the request with counted bytes. The upload is closed if it fails or does not arrive in time.
 
         Refusals are counted in the metrics by their code.
@@ -392,7 +412,7 @@ class FormReader:
         upload: Upload | None = None
         try:
             self._check(request)
-            upload = Upload(self.spool, self._limits.upload_bytes)
+            upload = Upload(self.spool, self._limits.upload_bytes, caller.name)
             async with asyncio.timeout(self._limits.upload_s):
                 yield upload, Request(request.scope, upload.counted(request.receive))
         except BaseException as error:
@@ -459,7 +479,3 @@ def too_large(most_bytes: int) -> Refusal:
 
 def client_gone() -> Refusal:
     return Refusal(499, GONE, "The client left before its file was transcribed.")
-
-
-def _busy(reason: str) -> Refusal:
-    return Refusal(503, "server_busy", f"{reason}; try again.", retry_after_s=RETRY_AFTER_S, kind="server_error")

@@ -32,6 +32,7 @@ from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Codes, Operation, Par
 from realtime.http.websocket_routes import check_once, refusal_response
 from realtime.serving.caption_segments import CaptionSegments
 from realtime.serving.publishing import Key, Publisher, owner_of
+from realtime.serving.quota import places_of_one_key
 from realtime.serving.signed_tokens import DEFAULT_LINK_S, LINK_PREFIX, MAX_LINK_S, MIN_LINK_S, Link, ViewerLinks
 from realtime.serving.uvicorn_protocols import EXTENSION, SocketExtras, ViewerLine
 from realtime.serving.viewers import RESTARTING, Audience, Framing, Message, Viewer
@@ -204,8 +205,8 @@ class ViewerRoutes:
     def _segments(self, request: Request) -> CaptionSegments:
         """The captions of a name; from the first request on they are made. Raises Refusal."""
         key, _ = self._reads(request)
-        if key not in self._audience.channels and len(self._audience) + self._audience.players >= self._most:
-            raise self._full()
+        if key not in self._audience.channels:
+            self._check_place(key[0])
         return self._audience.captions(key)
 
     # Who may read
@@ -213,20 +214,20 @@ class ViewerRoutes:
     @contextlib.contextmanager
     def _admitted(self, connection: HTTPConnection) -> Iterator[tuple[Key, Link | None]]:
         """A place for a viewer: the name that it reads, with its owner, and the link it came with. Raises Refusal."""
-        admitted = self._reads(connection)
-        if len(self._audience) + self._audience.players >= self._most or self._audience.is_closing:
-            raise self._full()
-        with self._audience.place():
-            yield admitted
+        (owner, name), link = self._reads(connection)
+        self._check_place(owner)
+        with self._audience.place(owner):
+            yield (owner, name), link
 
-    @property
-    def _most(self) -> int:
-        return self._context.limits.viewers
-
-    def _full(self) -> Refusal:
-        self._context.metrics.refused.labels("viewers").inc()
-        text = "The server has no room for more viewers; try again."
-        return Refusal(503, "too_many_viewers", text, retry_after_s=10, kind="server_error")
+    def _check_place(self, owner: str) -> None:
+        """Raises Refusal if the server, or the owner of the session, has as many viewers as it may have."""
+        config = self._context.config
+        most = config.limits.viewers
+        share = places_of_one_key(most, len(config.auth.keys))
+        if self._audience.is_closing or not self._audience.has_place(owner, most, share):
+            self._context.metrics.refused.labels("viewers").inc()
+            text = "The server has no room for more viewers; try again."
+            raise Refusal(503, "too_many_viewers", text, retry_after_s=10, kind="server_error")
 
     def _reads(self, connection: HTTPConnection) -> tuple[Key, Link | None]:
         self._check_on()

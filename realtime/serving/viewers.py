@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import Enum, auto
@@ -355,27 +356,34 @@ class Audience:
     def __init__(self, publisher: Publisher, metrics: Metrics) -> None:
         self.channels: dict[Key, Channel] = {}
         self.is_closing = False
-        # Published names that HLS players read; each takes a place.
-        self.players = 0
+        # Places of viewers, and published names that HLS players read, each of which takes a place: by owner.
+        self.places: Counter[str] = Counter()
+        self.players: Counter[str] = Counter()
         self.publisher = publisher
         self._metrics = metrics
-        self._places = 0
         publisher.reader = self
 
     def __len__(self) -> int:
         """Places that are taken by viewers."""
-        return self._places
+        return self.places.total()
+
+    def has_place(self, owner: str, most: int, share: int) -> bool:
+        """Whether a viewer of this owner's sessions gets one of `most` places, of which one owner has `share`."""
+        of_owner = self.places[owner] + self.players[owner]
+        return len(self) + self.players.total() < most and of_owner < share
 
     @contextmanager
-    def place(self) -> Iterator[None]:
+    def place(self, owner: str) -> Iterator[None]:
         """Take a place for the length of the block; the caller has checked that there is one."""
-        self._places += 1
-        self._metrics.viewers.set(self._places)
+        self.places[owner] += 1
+        self._metrics.viewers.set(len(self))
         try:
             yield
         finally:
-            self._places -= 1
-            self._metrics.viewers.set(self._places)
+            self.places[owner] -= 1
+            if not self.places[owner]:
+                del self.places[owner]
+            self._metrics.viewers.set(len(self))
 
     def join(self, key: Key, viewer: Viewer) -> Channel:
         channel = self.follow(key)
@@ -405,7 +413,7 @@ class Audience:
         is_new = channel.segments is None
         segments = channel.captions()
         if is_new and channel.transcript.is_live:
-            self.players += 1
+            self.players[key[0]] += 1
         elif is_new:
             awaited = [
                 other
@@ -444,8 +452,10 @@ class Audience:
             keeps_alive = now - kept_alive >= KEEPALIVE_S
             if keeps_alive:
                 kept_alive = now
-            self.players = sum(
-                channel.wanted_until > now and channel.transcript.is_live for channel in self.channels.values()
+            self.players = Counter(
+                channel.key[0]
+                for channel in self.channels.values()
+                if channel.wanted_until > now and channel.transcript.is_live
             )
             await self._tick(now, keeps_alive)
 

@@ -83,6 +83,35 @@ async def test_files_that_wait_are_bounded_and_the_next_is_told_when_to_come_bac
         assert (await waiting).status_code == 200
 
 
+async def test_one_of_several_keys_leaves_half_of_the_places_for_files_to_others(
+    serve: Serve, spools: list[Spool]
+) -> None:
+    engine = FakeEngine()
+    engine.feed_delay_s = 1.0
+    mine, other = ({"Authorization": f"Bearer key-{name}-of-two"} for name in "ab")
+    auth = {"keys": ("key-a-of-two", "key-b-of-two")}
+    async with (
+        serve(engine, limits={"uploads": 2, "uploads_waiting": 4}, auth=auth) as running,
+        httpx.AsyncClient(timeout=60) as http,
+    ):
+        url, listen = f"{running.base_url}/audio/transcriptions", f"{running.base_url}/listen"
+        held = [asyncio.create_task(http.post(url, files=file(60.0), headers=mine)) for _ in range(3)]
+        await until(lambda: spools[0].uploads == 3)
+        for response in (
+            await http.post(url, files=file(), headers=mine),
+            await http.post(listen, content=wav(1.0), headers={**mine, "Content-Type": "audio/wav"}),
+        ):
+            assert response.status_code == 503 and int(response.headers["Retry-After"]) > 0
+            assert "One of several keys may have 3 files at once" in response.text
+        await until(lambda: bool(engine.active))
+        # One file of the first key runs, and two wait: they keep no place from the file of another key.
+        response = await http.post(url, files=file(0.1), headers=other)
+        assert response.status_code == 200, response.text
+        assert len(engine.active) == 1 and not any(task.done() for task in held)
+        for task in held:
+            task.cancel()
+
+
 async def test_bytes_of_all_files_together_are_bounded(serve: Serve, spools: list[Spool]) -> None:
     async with serve(limits={"spool_bytes": 100_000}) as running, httpx.AsyncClient() as http:
         url = f"{running.base_url}/audio/transcriptions"

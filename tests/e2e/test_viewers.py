@@ -445,7 +445,7 @@ async def test_players_of_names_without_a_speaker_take_no_places(serve: Serve, m
         for number in range(40):
             answer = await http.get(f"/sessions/n{number}/captions.m3u8", headers=BEARER)
             assert answer.status_code == 200
-            assert audience.players == 0 and len(audience.channels) <= viewers.MAX_AWAITED_NAMES
+            assert not audience.players and len(audience.channels) <= viewers.MAX_AWAITED_NAMES
         # The names that were asked for last are those that wait for their speaker.
         assert audience.channels.keys() == {
             (key, f"n{number}") for key, _ in audience.channels for number in range(40 - viewers.MAX_AWAITED_NAMES, 40)
@@ -469,7 +469,7 @@ async def test_players_of_published_names_are_bounded_and_forgotten(
             await publish(await stack.enter_async_context(greeted_client(running.ws)), f"n{number}")
         for number in range(3):
             statuses.append((await http.get(f"/sessions/n{number}/captions.m3u8")).status_code)
-            assert audience.players <= 2
+            assert audience.players.total() <= 2
         # A slow machine may have forgotten the first one already.
         assert statuses[:2] == [200, 200] and statuses[2] in (200, 503)
         await until_so(lambda: not audience.channels and not audience.players)
@@ -555,6 +555,39 @@ async def test_viewers_beyond_the_limit_are_refused_and_places_become_free(serve
         async with stream_viewer(running.port, "talk") as third:
             await third.event()
         assert running.metric("refused_total", reason="viewers") == 8
+
+
+async def test_one_of_several_keys_leaves_half_of_the_places_to_the_viewers_of_others(serve: Serve) -> None:
+    async with (
+        serve(limits={"viewers": 4}, auth={"keys": (KEY, OTHER)}) as running,
+        contextlib.AsyncExitStack() as stack,
+        httpx.AsyncClient(trust_env=False, verify=False, base_url=running.base_url) as http,
+    ):
+        links = {key: (await link(running, key=key))["token"] for key in (KEY, OTHER)}
+        for _ in range(2):
+            await (await stack.enter_async_context(socket_viewer(running.port, "talk", links[KEY]))).event()
+        # With a link, with the key, and a player of another name: all are viewers of one key.
+        assert await refusal(running, "talk", links[KEY]) == (503, "too_many_viewers")
+        assert await refusal(running, "other", headers=BEARER) == (503, "too_many_viewers")
+        assert (await http.get("/sessions/other/captions.m3u8", headers=BEARER)).status_code == 503
+        for _ in range(2):
+            await (await stack.enter_async_context(socket_viewer(running.port, "talk", links[OTHER]))).event()
+
+
+async def test_players_count_as_viewers_of_their_key(serve: Serve) -> None:
+    bearers = {key: {"Authorization": f"Bearer {key}"} for key in (KEY, OTHER)}
+    async with (
+        serve(limits={"viewers": 4}, auth={"keys": (KEY, OTHER)}) as running,
+        contextlib.AsyncExitStack() as stack,
+        httpx.AsyncClient(trust_env=False, verify=False, base_url=running.base_url) as http,
+    ):
+        for key, names in ((KEY, "abc"), (OTHER, "a")):
+            for name in names:
+                client = await stack.enter_async_context(greeted_client(running.ws, additional_headers=bearers[key]))
+                await publish(client, name)
+        statuses = [(await http.get(f"/sessions/{name}/captions.m3u8", headers=BEARER)).status_code for name in "abc"]
+        assert statuses == [200, 200, 503]
+        assert (await http.get("/sessions/a/captions.m3u8", headers=bearers[OTHER])).status_code == 200
 
 
 async def test_one_encoding_for_all_viewers(serve: Serve, monkeypatch: pytest.MonkeyPatch) -> None:

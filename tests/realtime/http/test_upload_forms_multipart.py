@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from realtime.config import Config
 from realtime.errors import Refusal
 from realtime.http.upload_forms import (
     MAX_FIELD_BYTES,
@@ -119,8 +120,8 @@ def test_what_a_form_holds_is_what_it_counts(letters: str) -> None:
 
 
 async def test_texts_of_one_form_and_of_all_forms_are_bounded_and_given_back() -> None:
-    spool = Spool(LIMITS)
-    upload = Upload(spool, 100)
+    spool = Spool(Config(limits=LIMITS))
+    upload = Upload(spool, 100, "a")
     with pytest.raises(Refusal, match=str(MAX_FORM_BYTES)) as refused:
         for _ in range(2):
             upload.hold_text(MAX_FORM_BYTES // 2 + 1)
@@ -128,8 +129,8 @@ async def test_texts_of_one_form_and_of_all_forms_are_bounded_and_given_back() -
     await upload.let_file_go()
     assert (spool.text_bytes, spool.uploads) == (0, 1), "its answer is on its way"
     await upload.close()
-    spool.take_text(MAX_FORMS_BYTES)
-    other = Upload(spool, 100)
+    spool.take_text("b", MAX_FORMS_BYTES)
+    other = Upload(spool, 100, "a")
     with pytest.raises(Refusal, match=str(MAX_FORMS_BYTES)) as refused:
         other.hold_text(1)
     assert refused.value.status == 503 and refused.value.retry_after_s
