@@ -157,7 +157,7 @@ async def claims_of_one_name(target: Target) -> None:
 
 @attack()
 async def a_crowd_of_viewers(target: Target) -> None:
-    """Many more viewers of one key than there are places, over both ways: 503, and viewers of another key still come."""
+    """Many more viewers of one key than there are places, over both ways: 503, and those of another key come."""
     heads = f"Authorization: Bearer {target.key}\r\n"
     key = f"Sec-WebSocket-Key: {'A' * 22}==\r\n"
 
