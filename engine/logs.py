@@ -37,13 +37,18 @@ LONGEST_REPEATED = 300
 # Prefix of the second and later lines of one event, such as a stack trace.
 CONTINUED = "    | "
 
-# Control characters, Unicode line separators, marks that change the direction of text, and surrogates.
+# Control characters, Unicode line separators, what changes the direction of text, and surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+# The same without U+200E and U+200F, which Hebrew and Arabic texts contain. Such a mark has the effect of a letter that
+# is not seen: unlike an override or an embedding it turns no letters around.
+_UNPRINTABLE_IN_TEXT = re.compile(_UNPRINTABLE.pattern.replace("\u200e\u200f", ""))
 
 
-def printable(text: str) -> str:
-    """The text in one line, with control characters and direction marks escaped."""
-    return _UNPRINTABLE.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+def printable(text: str, marks: bool = False) -> str:
+    """The text in one line, with control characters and direction marks escaped; `marks`: left-to-right and
+    right-to-left marks stay."""
+    pattern = _UNPRINTABLE_IN_TEXT if marks else _UNPRINTABLE
+    return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
 class LineFormatter(logging.Formatter):

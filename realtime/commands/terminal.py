@@ -46,8 +46,8 @@ class UsageError(Exception):
 
 def harmless(text: str) -> str:
     """A text that may be another's, such as a server's words or a file's name, without what would control a terminal.
-    Line ends and tabs stay."""
-    return "\n".join("\t".join(map(printable, line.split("\t"))) for line in text.split("\n"))
+    Line ends and tabs stay, and the marks of Hebrew and Arabic text."""
+    return "\n".join("\t".join(printable(part, marks=True) for part in line.split("\t")) for line in text.split("\n"))
 
 
 def out(text: str, end: str = "\n") -> None:

@@ -83,6 +83,18 @@ def test_result_is_made_harmless_for_a_terminal_and_left_alone_in_a_pipe(
     assert shown.startswith("one\r\n\t\\x1b]0;mine") and harmless(shown)
 
 
+def test_marks_of_hebrew_and_arabic_text_stay_and_what_turns_letters_around_does_not() -> None:
+    said = "\u200f\u05e9\u05dc\u05d5\u05dd, C++\u200e (\u0645\u0631\u062d\u0628\u0627\u061c)"
+    file = io.StringIO()
+    view = CaptionView(Console(file=file, width=500, force_terminal=False), show_words=False)
+    with view:
+        view.add(said, [ShownWord(said, 0.0, 1.0)], 1.0)
+        view.end_turn()
+    assert said in file.getvalue()
+    for turns in map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))):
+        assert terminal.harmless(f"a{turns}b") == f"a\\u{ord(turns):x}b"
+
+
 def test_transcript_of_a_server_is_one_or_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "a.wav"
     file.write_bytes(b"RIFF")
