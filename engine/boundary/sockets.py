@@ -143,8 +143,9 @@ REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROT
 # Broken handshakes in a row that count as a refusal. One alone may come from an engine that is just ending.
 REFUSALS_BELIEVED = 2
 WHY_REFUSED = "the two sides have different fleet secrets, or only one of them has a secret"
-# Refusals are logged at most this often.
+# Refusals are logged at most this often, and this many are read at a time.
 REFUSAL_SAID_SECONDS = 10.0
+REFUSALS_READ_AT_ONCE = 500
 
 
 # A connection whose handshake takes longer is closed. An engine answers ZeroMQ's authentication requests between two
@@ -379,6 +380,20 @@ class GatewaySocket:
         self._socket.close(linger=0 if last is None else 200)
 
 
+def _monitor_of_refusals(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
+    """A socket that receives an event for each refused handshake of `socket`.
+
+    ZeroMQ's thread waits while a monitor is full, and serves no connection meanwhile: strangers could stop all links of
+    an engine that is in a long step. So this monitor is never full; an event has about a hundred bytes.
+    """
+    address = f"inproc://refusals-{socket.fileno()}"
+    monitor = context.socket(zmq.PAIR)
+    monitor.rcvhwm = 0
+    socket.monitor(address, REFUSED)
+    monitor.connect(address)
+    return monitor
+
+
 class EngineSocket:
     """The engine's socket: blocking, used by one thread; every message comes with the name of its gateway."""
 
@@ -406,7 +421,7 @@ class EngineSocket:
         self._socket.linger = 500
         self._socket.handshake_ivl = handshake_ms
         _set_options(self._socket)
-        self._monitor = self._socket.get_monitor_socket(REFUSED)
+        self._monitor = _monitor_of_refusals(context, self._socket)
         self._refusal_said_at = float("-inf")
         self._poller = zmq.Poller()
         for socket in (
@@ -442,8 +457,9 @@ class EngineSocket:
         return self._socket in ready
 
     def _note_refusals(self) -> None:
-        while self._monitor.poll(0):
-            recv_monitor_message(self._monitor)
+        with suppress(zmq.Again):
+            for _ in range(REFUSALS_READ_AT_ONCE):
+                self._monitor.recv_multipart(zmq.NOBLOCK)
         now = time.monotonic()
         if now - self._refusal_said_at > REFUSAL_SAID_SECONDS:
             self._refusal_said_at = now

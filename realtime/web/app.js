@@ -357,6 +357,10 @@ addEventListener("pagehide", () => {
   sounds.flush();
 });
 refresh();
+if (preferences.unreadable) showProblem("Some choices for this page could not be read, and are as at first.", "page", true);
 const head = await keeper.start(() => !studio.recording && !transcript.entries.length);
 if (head) showRestored(head);
-if (keeper.works) sounds.prune(new Set((await keeper.archive.heads()).map(({ id }) => id)));
+if (keeper.works) {
+  const heads = await keeper.archive.heads().catch(() => null);
+  if (heads) sounds.prune(new Set(heads.map(({ id }) => id)));
+}

@@ -2,39 +2,42 @@
 //
 // A transcript's number is the time it began, so the keys of turns are sorted by age, over all transcripts.
 
+import { answer, done, isTime, openDatabase, readAll } from "./database.js";
+
 const NAME = "tickertape";
 const TURNS = "turns";
 const HEADS = "transcripts";
 // Of all transcripts together; beyond these the oldest go.
 const MOST_TURNS = 20_000;
 const MOST_TRANSCRIPTS = 100;
+// Longer texts, and more words of a turn, come from nobody who speaks.
+const MOST_LETTERS = 200_000;
+const MOST_WORDS = 20_000;
+const STATES = ["open", "done", "cut", "note"];
 
 export class Archive {
   // `makeRoom()` may free other storage of the page, and resolves to whether it has.
   constructor({ turns = MOST_TURNS, transcripts = MOST_TRANSCRIPTS, makeRoom = async () => false } = {}) {
     this.most = { turns, transcripts };
     this.makeRoom = makeRoom;
+    // Called when something that was kept cannot be read, and was deleted.
+    this.onUnreadable = () => {};
   }
 
   // Raises where the browser keeps nothing for this page.
   async open() {
-    const request = indexedDB.open(NAME, 1);
-    request.onupgradeneeded = () => {
-      request.result.createObjectStore(HEADS, { keyPath: "id" });
-      request.result.createObjectStore(TURNS, { keyPath: ["id", "number"] });
-    };
-    this.database = await answer(request);
-    // Another window with a newer page wants to change the database: it goes first.
-    this.database.onversionchange = () => this.database.close();
+    this.database = await openDatabase(NAME, { [HEADS]: "id", [TURNS]: ["id", "number"] });
   }
 
   // What there is, newest first: `{id, title, name, seconds, updated}`.
   async heads() {
-    return (await answer(this.#store(HEADS).getAll())).reverse();
+    const { onUnreadable } = this;
+    return (await readAll(this.database, [HEADS], mendedHead, { onUnreadable })).reverse();
   }
 
   async turns(id) {
-    return answer(this.#store(TURNS).getAll(allOf(id)));
+    const { onUnreadable } = this;
+    return readAll(this.database, [TURNS], mendedTurn, { range: allOf(id), onUnreadable });
   }
 
   // All or nothing. When there is no room, `makeRoom` makes some, or the oldest transcripts do.
@@ -103,17 +106,36 @@ function allOf(id) {
   return IDBKeyRange.bound([id], [id, []]);
 }
 
-function answer(request) {
-  return new Promise((resolve, reject) => {
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
-    request.onblocked = () => reject(new DOMException("in use by an older page", "InvalidStateError"));
-  });
+// What can be used of the head of a transcript; null if that is nothing. Its number is a time.
+function mendedHead(head) {
+  if (!isTime(head?.id)) return null;
+  const text = (value) => (isText(value) ? value : "");
+  return { ...head, title: text(head.title), name: text(head.name), seconds: isTime(head.seconds) ? head.seconds : 0 };
 }
 
-function done(transaction) {
-  return new Promise((resolve, reject) => {
-    transaction.oncomplete = () => resolve();
-    transaction.onabort = () => reject(transaction.error);
-  });
+// What can be used of a turn: at least its text and its place.
+function mendedTurn(turn) {
+  const { number, text, start, end, heard, sure, state, words, ...rest } = turn ?? {};
+  if (!Number.isInteger(number) || !isText(text) || !isTime(start)) return null;
+  const known = STATES.includes(state) ? state : "cut";
+  return {
+    ...rest,
+    number,
+    text,
+    start,
+    end: isTime(end) ? end : known === "open" ? null : start,
+    state: known,
+    words: Array.isArray(words) ? words.filter(isWord).slice(0, MOST_WORDS) : [],
+    ...(isText(heard) && { heard }),
+    ...(Number.isFinite(sure) && { sure }),
+  };
+}
+
+function isWord(value) {
+  const { word, start, end, speaker = "", heard = "", confidence } = value ?? {};
+  return isTime(start) && isTime(end) && [word, speaker ?? "", heard].every(isText) && Number.isFinite(confidence ?? 0);
+}
+
+function isText(value) {
+  return typeof value === "string" && value.length <= MOST_LETTERS;
 }

@@ -16,6 +16,7 @@ export class Keeper extends EventTarget {
     super();
     Object.assign(this, { archive, transcript });
     this.works = false;
+    archive.onUnreadable = () => this.#tellUnreadable();
     this.opened = archive.open().then(
       () => {
         this.works = true;
@@ -182,6 +183,13 @@ export class Keeper extends EventTarget {
     const { entries, name } = this.transcript;
     const title = entries.find((entry) => entry.text && entry.state !== "note")?.text.trim().slice(0, 120) ?? "";
     return { id, title, name, seconds: this.transcript.seconds, updated: Date.now() };
+  }
+
+  #tellUnreadable() {
+    if (this.toldUnreadable) return;
+    this.toldUnreadable = true;
+    const text = "Some captions that this browser kept could not be read, and were removed.";
+    this.dispatchEvent(Object.assign(new Event("problem"), { text }));
   }
 
   #failed(error) {

@@ -6,12 +6,23 @@ const DEFAULTS = {
   theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", eagerness: "", language: "", keywords: "",
   speakers: true, keepSound: false,
 };
+// What may be chosen, beside the type of the default.
+const MOST_LETTERS = 20_000;
+const ALLOWED = {
+  theme: (value) => ["", "dark", "light"].includes(value),
+  size: (value) => value >= 0.5 && value <= 2,
+  overlay: (value) => value >= 1 && value <= 20,
+  eagerness: (value) => ["", "low", "medium", "high"].includes(value),
+};
 
 export class Preferences {
   constructor() {
     this.key = read(() => sessionStorage.getItem(KEY)) ?? "";
-    const stored = read(() => JSON.parse(localStorage.getItem(CHOICES)));
-    this.choices = { ...DEFAULTS, ...stored };
+    const { known, unreadable } = readChoices(read(() => localStorage.getItem(CHOICES)) ?? null);
+    this.choices = { ...DEFAULTS, ...known };
+    // Something that was kept cannot be read. It is replaced now, so that this is told once.
+    this.unreadable = unreadable;
+    if (unreadable) this.#keep();
     // What the server's model can be told: some of language, keywords, prompt, speakers.
     this.options = [];
     // Codes of the languages that it has.
@@ -28,8 +39,12 @@ export class Preferences {
 
   set(name, value) {
     this.choices[name] = value;
-    read(() => localStorage.setItem(CHOICES, JSON.stringify(this.choices)));
+    this.#keep();
     this.apply();
+  }
+
+  #keep() {
+    read(() => localStorage.setItem(CHOICES, JSON.stringify(this.choices)));
   }
 
   // Asks the server what its model can be told. One that is starting does not know yet.
@@ -90,6 +105,21 @@ export class Preferences {
     if (this.choices.theme) root.dataset.theme = this.choices.theme;
     root.style.setProperty("--caption-scale", this.choices.size);
   }
+}
+
+// The choices that a kept text has, and whether it has some that cannot be read. Those of other versions are left out.
+function readChoices(text) {
+  const found = text === null ? null : read(() => JSON.parse(text));
+  if (found === null) return { known: {}, unreadable: false };
+  if (typeof found !== "object" || Array.isArray(found)) return { known: {}, unreadable: true };
+  const ours = Object.entries(found).filter(([name]) => Object.hasOwn(DEFAULTS, name));
+  const known = ours.filter(([name, value]) => isChoice(name, value));
+  return { known: Object.fromEntries(known), unreadable: known.length < ours.length };
+}
+
+function isChoice(name, value) {
+  if (typeof value !== typeof DEFAULTS[name] || value.length > MOST_LETTERS) return false;
+  return ALLOWED[name]?.(value) ?? true;
 }
 
 // Storage may be switched off; the page then forgets, and works.

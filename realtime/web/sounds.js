@@ -1,6 +1,8 @@
 // The sound of transcripts, where somebody wants it kept: in a database of its own in this browser, and never more than a
 // bound. The oldest goes first, also when the browser has no room left.
 
+import { answer, done, isTime, openDatabase, readAll } from "./database.js";
+
 const NAME = "tickertape-sound";
 const SOUND = "sound";
 const SPANS = "spans";
@@ -22,12 +24,7 @@ export class Sounds extends EventTarget {
 
   async #open() {
     try {
-      const request = indexedDB.open(NAME, 1);
-      request.onupgradeneeded = () => {
-        for (const store of [SOUND, SPANS]) request.result.createObjectStore(store, { keyPath: ["id", "start"] });
-      };
-      this.database = await answer(request);
-      this.database.onversionchange = () => this.database.close();
+      this.database = await openDatabase(NAME, { [SOUND]: ["id", "start"], [SPANS]: ["id", "start"] });
       this.works = true;
       await this.#count();
     } catch {
@@ -165,15 +162,12 @@ export class Sounds extends EventTarget {
   async #change(requests) {
     const transaction = this.database.transaction([SOUND, SPANS], "readwrite", { durability: "relaxed" });
     requests(transaction);
-    await new Promise((resolve, reject) => {
-      transaction.oncomplete = () => resolve();
-      transaction.onabort = () => reject(transaction.error);
-    });
+    await done(transaction);
     await this.#count();
   }
 
   async #count() {
-    this.spans = await answer(this.database.transaction(SPANS).objectStore(SPANS).getAll());
+    this.spans = await readAll(this.database, [SPANS, SOUND], (span) => (isSpan(span) ? span : null));
     this.dispatchEvent(new Event("changed"));
   }
 
@@ -184,12 +178,8 @@ export class Sounds extends EventTarget {
   }
 }
 
-function answer(request) {
-  return new Promise((resolve, reject) => {
-    request.onsuccess = () => resolve(request.result);
-    request.onerror = () => reject(request.error);
-    request.onblocked = () => reject(new DOMException("in use by an older page", "InvalidStateError"));
-  });
+function isSpan({ id, start, end, bytes, rate }) {
+  return [id, start, end, bytes].every(isTime) && (rate === undefined || (Number.isFinite(rate) && rate > 0));
 }
 
 function joined(pieces) {

@@ -11,7 +11,8 @@ class CuttableLine:
     """Forwards tcp from `address` to a port of this machine. While cut, it passes nothing and keeps both ends open."""
 
     def __init__(self, port: int) -> None:
-        self.heard = bytearray()
+        # All bytes, and those of the side that connected and of the other one.
+        self.heard, self.sent, self.answered = bytearray(), bytearray(), bytearray()
         self.address = ""
         self._port = port
         self._open = asyncio.Event()
@@ -31,7 +32,7 @@ class CuttableLine:
         with suppress(OSError):
             there, back = await asyncio.open_connection("127.0.0.1", self._port)
             self._writers.append(back)
-            for way in (self._copy(reader, back), self._copy(there, writer)):
+            for way in (self._copy(reader, back, self.sent), self._copy(there, writer, self.answered)):
                 self._tasks.append(asyncio.create_task(way))
 
     async def close(self) -> None:
@@ -43,11 +44,12 @@ class CuttableLine:
             with suppress(OSError):
                 await writer.wait_closed()
 
-    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _copy(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, record: bytearray) -> None:
         with suppress(OSError):
             while data := await reader.read(65536):
                 await self._open.wait()
                 self.heard += data
+                record += data
                 writer.write(data)
                 await writer.drain()
         writer.close()
