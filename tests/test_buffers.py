@@ -33,6 +33,7 @@ NO_BOUNDING_CONSTANTS = {
     "engine.boundary.crash_suspects.RECORD_BYTES": "a file of fixed size",
     "engine.boundary.items.KEY_BYTES": "the length of a hash",
     "engine.boundary.sockets.MAX_SOCKETS": "a limit of ZeroMQ that is lifted",
+    "engine.boundary.sockets.REFUSALS_READ_AT_ONCE": "how much is read at once",
     "engine.boundary.sockets.CURVE_BYTES": "what encryption adds to a frame",
     "engine.client.link.PLACE_BYTES": "the size of an entry of a message",
     "engine.client.supervisor.MAX_BACKOFF_S": "a time to wait",
