@@ -62,6 +62,9 @@ LEAST = {
     "webhooks.queue_bytes": (4096, "every webhook would be dropped"),
     "webrtc.connect_s": (1.0, "no call would ever connect"),
 }
+# The largest number of any setting. Products of a larger one, such as samples of a number of seconds, would overflow, and
+# every session would fail with it.
+LARGEST = 10**15
 # Longest text of a wrong value in an error.
 SHOWN_CHARACTERS = 80
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -449,7 +452,7 @@ def check(config: Config) -> None:
     if config.fleet.secret_file and auth.secret:
         raise ConfigError("auth.secret and fleet.secret_file both set the secret for tokens: set one of them")
     for section in fields(config):
-        _check_not_negative(section.name, getattr(config, section.name))
+        _check_numbers(section.name, getattr(config, section.name))
 
 
 def _check_keys(auth: AuthConfig) -> None:
@@ -702,11 +705,13 @@ def known_keys() -> list[str]:
     ]
 
 
-def _check_not_negative(section: str, values: Any) -> None:
+def _check_numbers(section: str, values: Any) -> None:
     for key in fields(values):
         value = getattr(values, key.name)
         if isinstance(value, int | float) and value < 0:
             raise ConfigError(f"{section}.{key.name} cannot be negative, but is {shown(value)}")
+        if isinstance(value, int | float) and value > LARGEST:
+            raise ConfigError(f"{section}.{key.name} must be at most {LARGEST:g}, not {shown(value)}")
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:

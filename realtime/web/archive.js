@@ -115,8 +115,9 @@ function mendedHead(head) {
 
 // What can be used of a turn: at least its text and its place.
 function mendedTurn(turn) {
-  const { number, text, start, end, heard, sure, state, words, ...rest } = turn ?? {};
-  if (!Number.isInteger(number) || !isText(text) || !isTime(start)) return null;
+  const { number, text, end, heard, sure, state, words, ...rest } = turn ?? {};
+  if (!Number.isInteger(number) || !isText(text)) return null;
+  const start = isTime(rest.start) ? rest.start : 0;
   const known = STATES.includes(state) ? state : "cut";
   return {
     ...rest,

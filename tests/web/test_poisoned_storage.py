@@ -25,7 +25,7 @@ POISONED_CHOICES = [
     json.dumps({"keywords": "word, " * 300_000, "size": 1e9, "announce": "no", "__proto__": {"key": "x"}}),
 ]
 # Turns of a transcript. Texts of those at the beginning can be read.
-READ = ["no words", "words that are none", "a state that is none", "odd extras"]
+READ = ["no words", "no times", "words that are none", "a state that is none", "odd extras"]
 POISONED_TURNS: list[dict[str, Any]] = [
     {"number": 1, "text": "no words", "state": "done", "start": 1, "end": 2},
     {"number": 2, "text": {"is": "none"}, "state": "done", "start": 1, "end": 2, "words": []},
