@@ -23,7 +23,13 @@ from uuid import uuid4
 
 from engine.boundary.crash_suspects import CrashRecord, StreamInStep
 from engine.boundary.sockets import check_address
-from engine.client.fork_server import MODEL_MODULES, interrupt_blocked, set_preload
+from engine.client.fork_server import (
+    MODEL_MODULES,
+    interrupt_blocked,
+    make_private,
+    replace_if_unreachable,
+    set_preload,
+)
 from engine.errors import EngineDead
 from engine.options import EngineConfig
 
@@ -139,7 +145,7 @@ class EngineProcess:
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
         # Set first, so that `stop` works even if the caller gives up waiting.
         self._process = process
-        self._starting = asyncio.create_task(asyncio.to_thread(_start, process))
+        self._starting = asyncio.create_task(asyncio.to_thread(self._start, process))
         try:
             await asyncio.shield(self._starting)
         except (OSError, EOFError, RuntimeError) as error:
@@ -149,6 +155,17 @@ class EngineProcess:
                 f"the engine process cannot be started ({reason}); raise the limits of the server's user on processes "
                 "and open files (ulimit -u, ulimit -n)"
             ) from error
+
+    def _start(self, process: BaseProcess) -> None:
+        """Start the process, and the fork server too if it does not run yet. The folders of both may have been deleted,
+        for example with all old files in /tmp."""
+        make_private(Path(self._folder.name))
+        if not self._record_path.exists():
+            self._record.close()
+            self._record = CrashRecord.at(self._record_path)
+        with interrupt_blocked():
+            replace_if_unreachable()
+            process.start()
 
     async def exited(self) -> str:
         assert self._process is not None, "start it first"
@@ -207,12 +224,6 @@ def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
     from engine.server.main import run_child
 
     run_child(address, build, warm, record_path)
-
-
-def _start(process: BaseProcess) -> None:
-    """Start the process, and the fork server too if it does not run yet."""
-    with interrupt_blocked():
-        process.start()
 
 
 async def _end_of(process: BaseProcess) -> None:

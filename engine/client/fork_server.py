@@ -8,11 +8,14 @@ that takes time.
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
+import os
 import signal
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from multiprocessing import forkserver, resource_tracker
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker, util
+from pathlib import Path
 
 # Modules that the fork server imports; they must not touch an accelerator when they are imported.
 SERVER_MODULES = ("engine.server.fast_import", "engine.client.engine_handles")
@@ -29,6 +32,28 @@ def start_fork_server(preload: Sequence[str] = MODEL_MODULES) -> None:
 def set_preload(preload: Sequence[str]) -> None:
     """Have the fork server import these modules beside the engine's own, if it does not run yet."""
     multiprocessing.set_forkserver_preload([*SERVER_MODULES, *preload])
+
+
+def replace_if_unreachable() -> None:
+    """Have another fork server started if the socket of this one was deleted. Raises OSError.
+
+    The old one ends with the last process that was forked from it.
+    """
+    server = forkserver._forkserver  # type: ignore[attr-defined]
+    with server._lock:
+        if server._forkserver_pid is None or os.path.exists(server._forkserver_address):
+            return
+        os.close(server._forkserver_alive_fd)
+        server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
+    make_private(Path(util.get_temp_dir()))
+
+
+def make_private(folder: Path) -> None:
+    """Create a folder for this user alone, if it does not exist. Raises OSError if it belongs to somebody else."""
+    with suppress(FileExistsError):
+        folder.mkdir(mode=0o700, parents=True)
+    if folder.stat().st_uid != os.geteuid():
+        raise PermissionError(errno.EACCES, f"{folder} belongs to another user; delete it")
 
 
 @contextmanager

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import multiprocessing
+import multiprocessing.util
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -148,6 +150,30 @@ async def test_the_folder_of_the_socket_is_removed() -> None:
     async with fakes.running(engine):
         assert await asyncio.to_thread(folder.exists)
     assert not await asyncio.to_thread(folder.exists)
+
+
+async def test_an_engine_starts_again_when_its_folder_and_that_of_the_fork_server_were_deleted() -> None:
+    """As by `rm -r /tmp/*`, or by a program that removes old files there."""
+    engine = fakes.process(fakes.build)
+    async with fakes.running(engine) as client:
+        folder = Path(engine.address.removeprefix("ipc://")).parent
+        for deleted in (folder, Path(multiprocessing.util.get_temp_dir())):
+            await asyncio.to_thread(shutil.rmtree, deleted)
+        assert engine.pid is not None
+        os.kill(engine.pid, signal.SIGKILL)
+        await until(lambda: client.metrics().restarts)
+        transcript = await fakes.transcribe(client, "a", fakes.speech(2, 1))
+        assert isinstance(transcript.last, Closed) and transcript.words
+        assert await asyncio.to_thread(lambda: folder.stat().st_mode & 0o777) == 0o700
+
+
+async def test_a_folder_of_somebody_else_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = fakes.process(fakes.build)
+    monkeypatch.setattr(os, "geteuid", lambda: 12345)
+    with pytest.raises(EngineDead, match="belongs to another user; delete it"):
+        await engine.start()
+    monkeypatch.undo()
+    await engine.stop()
 
 
 GATEWAY = """
