@@ -62,8 +62,8 @@ LEAST = {
     "webhooks.queue_bytes": (4096, "every webhook would be dropped"),
     "webrtc.connect_s": (1.0, "no call would ever connect"),
 }
-# The largest number of any setting. Products of a larger one, such as samples of a number of seconds, would overflow, and
-# every session would fail with it.
+# The largest number of any setting. Products of a larger one, such as the samples of seconds, would overflow, and every
+# session would fail.
 LARGEST = 10**15
 # Longest text of a wrong value in an error.
 SHOWN_CHARACTERS = 80
