@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker, util
 from pathlib import Path
+from typing import Any
 
 # Modules that the fork server imports; they must not touch an accelerator when they are imported.
 SERVER_MODULES = ("engine.server.fast_import", "engine.client.engine_handles")
@@ -39,7 +40,7 @@ def replace_if_unreachable() -> None:
 
     The old one ends with the last process that was forked from it.
     """
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = forkserver._forkserver
     with server._lock:
         if server._forkserver_pid is None or os.path.exists(server._forkserver_address):
             return
