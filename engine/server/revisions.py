@@ -58,10 +58,12 @@ PLACES_FOR_OTHERS = 2
 # A revision is given up after this time, because a client waits for its final; while the speaker goes on, none does.
 PATIENCE_SECONDS = 0.9
 UNHURRIED_SECONDS = 5.0
-# The weight of the newest revision in the measured pace. With each revision that is skipped because of the pace, the
-# pace counts for less, so that another one is tried when the load may be over.
-NEWEST_SHARE = 0.3
-FORGOTTEN_WHEN_SKIPPED = 0.8
+# The weight of the newest revision in the measured pace and its mean deviation. A revision is begun if it will be in
+# time at a pace that is slower by so many deviations. With each one that is skipped for that, both count for less, so
+# that another one is tried when the load may be over.
+NEWEST_SHARE = 0.25
+DEVIATIONS = 3
+FORGOTTEN_WHEN_SKIPPED = 0.85
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +257,9 @@ class Revisions:
         self._clock = clock
         self._end_failed = end_failed
         self._streams: dict[str, RevisedStream] = {}
-        # Measured seconds until a revision is done, per second of the audio that was waiting with it.
-        self._pace = 0.0
+        # Measured seconds until a revision is done, per second of the audio that was waiting with it, and how much
+        # single ones deviate from that.
+        self._pace = self._deviation = 0.0
         # Revisions that were done, that were skipped because of the load, and words that differ from the streamed ones.
         self.done = 0
         self.skipped = 0
@@ -372,9 +375,11 @@ class Revisions:
         if waiting >= MOST_WAITING - (PLACES_FOR_OTHERS if stream.waiting else 0):
             self.skipped += 1
             return False
-        if self._pace * (self._waiting_seconds() + revision.seconds) > patience:
+        expected = self._pace + DEVIATIONS * self._deviation
+        if expected * (self._waiting_seconds() + revision.seconds) > patience:
             self.skipped += 1
             self._pace *= FORGOTTEN_WHEN_SKIPPED
+            self._deviation *= FORGOTTEN_WHEN_SKIPPED
             return False
         stream.waiting.append(revision)
         self._submit(revision, stream, patience)
@@ -405,9 +410,13 @@ class Revisions:
         revision.give_up_ns = revision.begun_ns + int(patience * 1e9)
         revision.queued_seconds = self._waiting_seconds()
 
-    def _measure_pace(self, revision: Revision) -> float:
-        """Seconds for a second of audio that this revision took, or took at least."""
-        return (self._clock() - revision.begun_ns) / 1e9 / max(revision.queued_seconds, 0.1)
+    def _measure_pace(self, revision: Revision) -> None:
+        """A revision was done, or was given up after this time."""
+        found = (self._clock() - revision.begun_ns) / 1e9 / max(revision.queued_seconds, 0.1)
+        if not self._pace:
+            self._pace, self._deviation = found, found / 4
+        self._deviation += NEWEST_SHARE * (abs(found - self._pace) - self._deviation)
+        self._pace += NEWEST_SHARE * (found - self._pace)
 
     def _finished(self, name: str, stream: RevisedStream) -> Iterator[Output]:
         while stream.waiting:
@@ -417,11 +426,11 @@ class Revisions:
             elif revision.result.done():
                 words = self._words(name, revision)
                 self.done += 1
-                self._pace += (NEWEST_SHARE if self._pace else 1.0) * (self._measure_pace(revision) - self._pace)
+                self._measure_pace(revision)
             elif self._clock() > revision.give_up_ns:
                 revision.result.cancel()
                 words = None
-                self._pace = max(self._pace, self._measure_pace(revision))
+                self._measure_pace(revision)
                 self.skipped += 1
             else:
                 return

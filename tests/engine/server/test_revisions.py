@@ -177,7 +177,7 @@ def test_a_revision_that_would_come_late_is_not_begun_and_another_is_tried_later
         bench.step()
         return any(output.is_revised for output in told if isinstance(output, Flushed))
 
-    assert ends(1, 0.3 * PATIENCE_SECONDS) and ends(2, 3 * PATIENCE_SECONDS)
+    assert ends(1, 0.1 * PATIENCE_SECONDS) and ends(2, 3 * PATIENCE_SECONDS)
     skipped = [ends(tag, 0.0) for tag in range(3, 20)]
     assert not skipped[0] and True in skipped, "the load may be over"
     assert bench.revisions.skipped == skipped.count(False)
