@@ -56,14 +56,13 @@ SURE = 0.7
 MOST_WAITING = 6
 PLACES_FOR_OTHERS = 2
 # A revision is given up after this time, because a client waits for its final; while the speaker goes on, none does.
-PATIENCE_SECONDS = 0.9
+# On a machine that is busy, by the pace of the last revisions, clients wait for less.
+PATIENCE_SECONDS = 1.3
 UNHURRIED_SECONDS = 5.0
-# The weight of the newest revision in the measured pace and its mean deviation. A revision is begun if it will be in
-# time at a pace that is slower by so many deviations. With each one that is skipped for that, both count for less, so
-# that another one is tried when the load may be over.
+# The weight of the newest revision in the measured pace. One in PROBE_EVERY revisions that would be late is begun all
+# the same, because the load may be over.
 NEWEST_SHARE = 0.25
-DEVIATIONS = 3
-FORGOTTEN_WHEN_SKIPPED = 0.85
+PROBE_EVERY = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,9 +256,11 @@ class Revisions:
         self._clock = clock
         self._end_failed = end_failed
         self._streams: dict[str, RevisedStream] = {}
-        # Measured seconds until a revision is done, per second of the audio that was waiting with it, and how much
-        # single ones deviate from that.
-        self._pace = self._deviation = 0.0
+        # Measured seconds until a revision is done, per second of the audio that was waiting with it: of the last ones,
+        # and the least so far.
+        self._pace = self._best_pace = 0.0
+        # Revisions that were not begun because of the pace.
+        self._late = 0
         # Revisions that were done, that were skipped because of the load, and words that differ from the streamed ones.
         self.done = 0
         self.skipped = 0
@@ -375,11 +376,10 @@ class Revisions:
         if waiting >= MOST_WAITING - (PLACES_FOR_OTHERS if stream.waiting else 0):
             self.skipped += 1
             return False
-        expected = self._pace + DEVIATIONS * self._deviation
-        if expected * (self._waiting_seconds() + revision.seconds) > patience:
+        if self._pace:
+            patience *= self._best_pace / self._pace
+        if self._would_be_late(revision, patience):
             self.skipped += 1
-            self._pace *= FORGOTTEN_WHEN_SKIPPED
-            self._deviation *= FORGOTTEN_WHEN_SKIPPED
             return False
         stream.waiting.append(revision)
         self._submit(revision, stream, patience)
@@ -410,13 +410,17 @@ class Revisions:
         revision.give_up_ns = revision.begun_ns + int(patience * 1e9)
         revision.queued_seconds = self._waiting_seconds()
 
+    def _would_be_late(self, revision: Revision, patience: float) -> bool:
+        if self._pace * (self._waiting_seconds() + revision.seconds) <= patience:
+            return False
+        self._late += 1
+        return self._late % PROBE_EVERY != 0
+
     def _measure_pace(self, revision: Revision) -> None:
         """A revision was done, or was given up after this time."""
         found = (self._clock() - revision.begun_ns) / 1e9 / max(revision.queued_seconds, 0.1)
-        if not self._pace:
-            self._pace, self._deviation = found, found / 4
-        self._deviation += NEWEST_SHARE * (abs(found - self._pace) - self._deviation)
-        self._pace += NEWEST_SHARE * (found - self._pace)
+        self._pace += (NEWEST_SHARE if self._pace else 1.0) * (found - self._pace)
+        self._best_pace = min(self._best_pace or self._pace, self._pace)
 
     def _finished(self, name: str, stream: RevisedStream) -> Iterator[Output]:
         while stream.waiting:
