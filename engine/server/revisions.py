@@ -3,9 +3,10 @@
 A part of the engine loop. It keeps the audio and the streamed words of each stream since its last revision, and sends
 the new words as `Revised`; `UtteranceReviser` (`engine/runner/background.py`) computes them on other threads. A
 `Revision` covers the audio between two flushes, or between a flush and the end of the stream. Audio that goes on for
-long without a flush is revised in parts, cut at the longest pause between two words, so a final never waits for more
-than one part. The division into parts depends on the audio and the streamed words alone; the time of the result depends
-on the load. Under load revisions are skipped, and the streamed words stay.
+long without a flush is revised in parts while the speaker goes on, cut at pauses between words, so that little is left
+to do at the flush. The division into parts depends on the audio and the streamed words alone; the time of the result
+depends on the load. A revision that would not be ready in time, by the pace of the last ones, is not begun: the
+streamed words stay, and the final comes at once.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from itertools import pairwise
 
 import numpy as np
 
@@ -36,13 +38,15 @@ SAMPLE_RATE = 16_000
 MARGIN_SAMPLES = SAMPLE_RATE
 # Audio that is kept while it has no words: they come some time after they are spoken, more so under load.
 UNHEARD_SAMPLES = 8 * SAMPLE_RATE
-# Audio without a flush that is revised before its end, and the least length of such a part.
-LONG_SAMPLES = 20 * SAMPLE_RATE
+# Audio without a flush is cut at the first pause of PAUSE_SAMPLES between two words after SHORTEST_PART_SAMPLES, or
+# after LONG_SAMPLES at the longest pause.
 SHORTEST_PART_SAMPLES = 8 * SAMPLE_RATE
+PAUSE_SAMPLES = 3 * SAMPLE_RATE // 10
+LONG_SAMPLES = 20 * SAMPLE_RATE
 # Longest audio of one revision; the model was trained on half a minute.
 MOST_SAMPLES = 28 * SAMPLE_RATE
-# A part shorter than SHORT_SAMPLES is decoded together with the part before it, if that is no longer than
-# MOST_CONTEXT_SAMPLES and ends at most NEAR_SAMPLES before: a few words alone are often misheard.
+# A part shorter than SHORT_SAMPLES is decoded together with the end of the part before it, at most MOST_CONTEXT_SAMPLES
+# of it, if that is at most NEAR_SAMPLES before: a few words alone are often misheard.
 SHORT_SAMPLES = 5 * SAMPLE_RATE
 MOST_CONTEXT_SAMPLES = 8 * SAMPLE_RATE
 NEAR_SAMPLES = 3 * SAMPLE_RATE
@@ -53,9 +57,14 @@ SURE = 0.7
 # audio faster than it is spoken does not take them all.
 MOST_WAITING = 6
 PLACES_FOR_OTHERS = 2
-# A revision is given up after this time, and a part of the length of its audio: a client waits for its final.
-PATIENCE_SECONDS = 1.0
-PATIENCE_PER_SECOND = 0.1
+# A revision is given up after this time, because a client waits for its final; while the speaker goes on, none does.
+# On a machine that is busy, by the pace of the last revisions, clients wait for less.
+PATIENCE_SECONDS = 1.3
+UNHURRIED_SECONDS = 5.0
+# The weight of the newest revision in the measured pace. One in PROBE_EVERY revisions that would be late is begun all
+# the same, because the load may be over.
+NEWEST_SHARE = 0.25
+PROBE_EVERY = 6
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +88,11 @@ class Revision:
     draft: list[int]
     # The part before, as context: where its audio begins, and its tokens.
     context: tuple[int, list[int]] | None = None
+    begun_ns: int = 0
     give_up_ns: int = 0
+    # Seconds of audio of all revisions that waited when it was begun, its own included.
+    queued_seconds: float = 0.0
+    # None: nothing is decoded, and the words stay.
     result: Future[list[TimedToken]] | None = None
 
     def save(self) -> Saved:
@@ -100,6 +113,11 @@ class Revision:
     @property
     def needs_from(self) -> int:
         return self.audio[0] if self.context is None else self.context[0]
+
+    @property
+    def seconds(self) -> float:
+        """The length of the audio that is decoded."""
+        return (self.audio[1] - self.needs_from) / SAMPLE_RATE
 
 
 @dataclass(slots=True)
@@ -153,14 +171,17 @@ class RevisedStream:
         return bool(self.words) and self.audio.end - self.words[-1].end > LONG_SAMPLES
 
     def long_part(self) -> int | None:
-        """The sample at which audio that goes on for long is cut: in the longest pause between two words."""
-        if not self.words or self.words[-1].end - self._from() < LONG_SAMPLES:
+        """The sample at which audio that goes on is cut, in a pause between two words; None: not yet."""
+        if not self.words:
             return None
         earliest, best, cut = self._from() + SHORTEST_PART_SAMPLES, -1, None
-        for before, after in zip(self.words, self.words[1:], strict=False):
-            if before.end >= earliest and after.start - before.end >= best:
-                best, cut = after.start - before.end, (before.end + after.start) // 2
-        return cut
+        for before, after in pairwise(self.words):
+            pause = after.start - before.end
+            if before.end >= earliest and pause >= best:
+                best, cut = pause, (before.end + after.start) // 2
+                if pause >= PAUSE_SAMPLES:
+                    return cut
+        return cut if self.words[-1].end - self._from() >= LONG_SAMPLES else None
 
     def part_until(self, end: int) -> tuple[Revision, float] | None:
         """End a part at this sample. Returns what to decode again, and the probability of its least probable word; None
@@ -176,8 +197,7 @@ class RevisedStream:
         context = None
         if self.previous is not None and audio[1] - audio[0] < SHORT_SAMPLES and self._is_near(words[0].start):
             context = self.previous[0], self.previous[2]
-        is_short = audio[1] - audio[0] <= MOST_CONTEXT_SAMPLES
-        self.previous = (*audio, draft) if is_short else None
+        self.previous = _end_of_part(words, audio, draft)
         return Revision(start, end, audio, draft, context), min(word.confidence for word in words)
 
     def _from(self) -> int:
@@ -203,6 +223,22 @@ class RevisedStream:
         self.waiting.extend(map(Revision.resumed, saved["waiting"]))
 
 
+def _end_of_part(
+    words: list[StreamedWord], audio: tuple[int, int], draft: list[int]
+) -> tuple[int, int, list[int]] | None:
+    """The audio and the tokens at the end of a part that may be context for the next one: all of it, or what follows
+    the longest pause between two words near its end; None if there is none."""
+    if audio[1] - audio[0] <= MOST_CONTEXT_SAMPLES:
+        return *audio, draft
+    best, found, tokens = -1, None, 0
+    for before, after in pairwise(words):
+        tokens += before.tokens
+        pause = after.start - before.end
+        if audio[1] - before.end <= MOST_CONTEXT_SAMPLES and pause >= best:
+            best, found = pause, ((before.end + after.start) // 2, audio[1], draft[tokens:])
+    return found
+
+
 class Revisions:
     """The revisions of all streams that ask for them. `end_failed` ends one stream with an error."""
 
@@ -222,6 +258,11 @@ class Revisions:
         self._clock = clock
         self._end_failed = end_failed
         self._streams: dict[str, RevisedStream] = {}
+        # Measured seconds until a revision is done, per second of the audio that was waiting with it: of the last ones,
+        # and the least so far.
+        self._pace = self._best_pace = 0.0
+        # Revisions that were not begun because of the pace.
+        self._late = 0
         # Revisions that were done, that were skipped because of the load, and words that differ from the streamed ones.
         self.done = 0
         self.skipped = 0
@@ -255,7 +296,8 @@ class Revisions:
             stream.resume(saved)
             stream.add_audio(items, self._spec)
             for one in stream.waiting:
-                self._submit(one, stream)
+                if one.draft:
+                    self._submit(one, stream, PATIENCE_SECONDS)
 
     def kept_samples(self, name: str) -> int:
         """Samples of audio that are kept of a stream."""
@@ -293,7 +335,7 @@ class Revisions:
         for name, stream in list(self._streams.items()):
             try:
                 if stream.is_silent:
-                    self._begin(stream, stream.words[-1].end + MARGIN_SAMPLES)
+                    self._begin(stream, stream.words[-1].end + MARGIN_SAMPLES, UNHURRIED_SECONDS)
                 outputs += self._finished(name, stream)
             except Exception as error:
                 self._end_failed(name, error)
@@ -304,33 +346,61 @@ class Revisions:
             stream.add_text(output)
             cut = stream.long_part()
             if cut is not None:
-                self._begin(stream, cut)
+                self._begin(stream, cut, UNHURRIED_SECONDS)
         elif isinstance(output, Flushed):
-            output.is_revised = self._begin(stream, output.sample)
+            self._hurry(stream)
+            begun = self._begin(stream, output.sample, PATIENCE_SECONDS)
+            output.is_revised = begun or self._waits(stream, output.sample)
             if output.tag in stream.borders:
                 stream.borders, stream.previous = set(), None
         elif isinstance(output, Closed):
-            self._begin(stream, max(output.sample, stream.audio.end))
+            self._hurry(stream)
+            self._begin(stream, max(output.sample, stream.audio.end), PATIENCE_SECONDS)
             stream.closed = output if stream.waiting else None
         return stream.closed is output
 
-    def _begin(self, stream: RevisedStream, end: int) -> bool:
-        """Decode the part up to this sample again, if that is worthwhile and there is time. Returns whether."""
+    def _hurry(self, stream: RevisedStream) -> None:
+        """A client waits for the final from now on."""
+        latest = self._clock() + int(PATIENCE_SECONDS * 1e9)
+        for revision in stream.waiting:
+            revision.give_up_ns = min(revision.give_up_ns, latest)
+
+    def _begin(self, stream: RevisedStream, end: int, patience: float) -> bool:
+        """Decode the part up to this sample again, if that is worthwhile and will be done in `patience` seconds.
+        Returns whether."""
         found = stream.part_until(end)
         if found is None:
             return False
         revision, confidence = found
         if confidence >= SURE or revision.audio[1] - revision.audio[0] > MOST_SAMPLES:
             return False
-        waiting = sum(len(other.waiting) for other in self._streams.values())
+        waiting = sum(one.result is not None for other in self._streams.values() for one in other.waiting)
         if waiting >= MOST_WAITING - (PLACES_FOR_OTHERS if stream.waiting else 0):
             self.skipped += 1
             return False
-        self._submit(revision, stream)
+        if self._pace:
+            patience *= self._best_pace / self._pace
+        if self._would_be_late(revision, patience):
+            self.skipped += 1
+            return False
         stream.waiting.append(revision)
+        self._submit(revision, stream, patience)
         return True
 
-    def _submit(self, revision: Revision, stream: RevisedStream) -> None:
+    def _waits(self, stream: RevisedStream, end: int) -> bool:
+        """The part up to this sample keeps its words: if parts before it are being decoded, its turn waits for them."""
+        if not stream.waiting:
+            return False
+        if stream.waiting[-1].result is None:
+            stream.waiting.pop()
+        stream.waiting.append(Revision(end, end, (end, end), []))
+        return True
+
+    def _waiting_seconds(self) -> float:
+        """Seconds of audio that wait for the reviser or are being decoded by it."""
+        return sum(one.seconds for stream in self._streams.values() for one in stream.waiting)
+
+    def _submit(self, revision: Revision, stream: RevisedStream, patience: float) -> None:
         assert self._reviser is not None
         first, said = revision.audio[0], list[int]()
         if revision.context is not None:
@@ -338,19 +408,35 @@ class Revisions:
         samples = stream.audio.cut(first, revision.audio[1])
         utterance = EndedUtterance(samples, revision.draft, stream.options, revision.audio[0] - first, said)
         revision.result = self._reviser.submit(utterance)
-        seconds = PATIENCE_SECONDS + PATIENCE_PER_SECOND * len(samples) / SAMPLE_RATE
-        revision.give_up_ns = self._clock() + int(seconds * 1e9)
+        revision.begun_ns = self._clock()
+        revision.give_up_ns = revision.begun_ns + int(patience * 1e9)
+        revision.queued_seconds = self._waiting_seconds()
+
+    def _would_be_late(self, revision: Revision, patience: float) -> bool:
+        if self._pace * (self._waiting_seconds() + revision.seconds) <= patience:
+            return False
+        self._late += 1
+        return self._late % PROBE_EVERY != 0
+
+    def _measure_pace(self, revision: Revision) -> None:
+        """A revision was done, or was given up after this time."""
+        found = (self._clock() - revision.begun_ns) / 1e9 / max(revision.queued_seconds, 0.1)
+        self._pace += (NEWEST_SHARE if self._pace else 1.0) * (found - self._pace)
+        self._best_pace = min(self._best_pace or self._pace, self._pace)
 
     def _finished(self, name: str, stream: RevisedStream) -> Iterator[Output]:
         while stream.waiting:
             revision = stream.waiting[0]
-            assert revision.result is not None
-            if revision.result.done():
+            if revision.result is None:
+                words = None
+            elif revision.result.done():
                 words = self._words(name, revision)
                 self.done += 1
+                self._measure_pace(revision)
             elif self._clock() > revision.give_up_ns:
                 revision.result.cancel()
                 words = None
+                self._measure_pace(revision)
                 self.skipped += 1
             else:
                 return

@@ -21,6 +21,7 @@ from engine.server.revisions import (
     MOST_WAITING,
     PATIENCE_SECONDS,
     PLACES_FOR_OTHERS,
+    PROBE_EVERY,
     UNHEARD_SAMPLES,
     Revisions,
 )
@@ -153,24 +154,114 @@ def test_a_client_that_sends_much_at_once_leaves_places_for_the_others() -> None
         )
         return any(output.is_revised for output in told if isinstance(output, Flushed))
 
-    hasty = [ends("hasty", tag) for tag in range(1, MOST_WAITING + 2)]
-    assert hasty == [True] * (MOST_WAITING - PLACES_FOR_OTHERS) + [False] * (PLACES_FOR_OTHERS + 1)
+    # The later turns wait for the earlier ones, and keep their words.
+    assert all(ends("hasty", tag) for tag in range(1, 20 * MOST_WAITING))
+    assert len(bench.reviser.asked) == MOST_WAITING - PLACES_FOR_OTHERS
+    state, _ = bench.revisions.save("hasty")
+    assert len(state["revisions"]["waiting"]) == MOST_WAITING - PLACES_FOR_OTHERS + 1
     assert ends("calm", 1) and ends("quiet", 1)
+    assert len(bench.reviser.asked) == MOST_WAITING
 
 
-def test_long_speech_is_decoded_again_in_parts_at_its_longest_pause() -> None:
+def test_a_revision_that_would_come_late_is_not_begun_and_another_is_tried_later() -> None:
+    bench = Bench()
+
+    def ends(tag: int, seconds: float) -> bool:
+        """One utterance of 4 s; the reviser takes so long for it."""
+        start = 4.0 * (tag - 1)
+        bench.revisions.add_audio("s", audio(4.0, start))
+        told = bench.step(said("one", start + 1.5, start + 2, 0), Flushed("s", tag, int(start + 3) * RATE))
+        bench.now += int(seconds * 1e9)
+        for _, answer in bench.reviser.asked:
+            if not answer.done():
+                answer.set_result([])
+        bench.step()
+        return any(output.is_revised for output in told if isinstance(output, Flushed))
+
+    assert all(ends(tag, 0.2 * PATIENCE_SECONDS) for tag in range(1, 4))
+    # A busy machine: late ones are given up, and soon none is begun.
+    while ends(len(bench.reviser.asked) + 1, 4 * PATIENCE_SECONDS):
+        pass
+    first = len(bench.reviser.asked) + 2
+    begun = [ends(tag, 0.0) for tag in range(first, first + 20 * PROBE_EVERY)]
+    assert begun.index(True) == PROBE_EVERY - 2, "the load may be over"
+    assert begun[-1], "and it is"
+    assert bench.revisions.skipped == begun.count(False) + 1
+
+
+def test_a_turn_waits_for_parts_before_its_last_one_that_keeps_its_words() -> None:
+    bench = Bench()
+    for second in range(12):
+        bench.revisions.add_audio("s", audio(1.0, second))
+        bench.step(said("one", second + (0.5 if second == 9 else 0.1), second + 0.9, 0))
+    ((_, first),) = bench.reviser.asked
+    # All that is left is sure.
+    bench.step(Text("s", " two", [Word("two", 12 * RATE, 12 * RATE + 800, [(b" two", -0.001)])], [1]))
+    bench.revisions._streams["s"].words = bench.revisions._streams["s"].words[-1:]
+    (flushed,) = bench.step(Flushed("s", 1, 13 * RATE))
+    assert isinstance(flushed, Flushed) and flushed.is_revised and len(bench.reviser.asked) == 1
+    state, _ = bench.revisions.save("s")
+    other = Bench()
+    other.revisions.resume("s", state["revisions"], audio(13.0))
+    assert len(other.reviser.asked) == 1
+    for made in (bench, other):
+        made.reviser.asked[0][1].set_result([TimedToken(0, 0.0, 1.0, -0.1)])
+        early, last = made.step()
+        assert isinstance(early, Revised) and early.words and isinstance(last, Revised)
+        assert (last.end, last.words) == (13 * RATE, None)
+        assert (made.revisions.done, made.revisions.skipped) == (1, 0)
+
+
+def test_a_part_that_waits_is_given_up_when_a_client_has_waited_for_its_final() -> None:
+    bench = Bench()
+    for second in range(12):
+        bench.revisions.add_audio("s", audio(1.0, second))
+        bench.step(said("one", second + (0.5 if second == 9 else 0.1), second + 0.9, 0))
+    bench.now = int(1.5 * PATIENCE_SECONDS * 1e9)
+    assert bench.step() == [] and bench.revisions.is_waiting, "nobody waits while the speaker goes on"
+    bench.step(Flushed("s", 1, 12 * RATE))
+    bench.now = int(3 * PATIENCE_SECONDS * 1e9)
+    assert [output.words for output in bench.step() if isinstance(output, Revised)] == [None, None]
+
+
+def test_a_short_part_after_a_long_one_is_decoded_together_with_its_last_words() -> None:
+    bench = Bench()
+    bench.revisions.add_audio("s", audio(14.0))
+    for second in range(11):
+        # The longest pause near the end of the part is before the seventh word.
+        bench.step(said("one", second + (0.2 if second == 6 else 0.1), second + 0.9, second % 3))
+    bench.step(Flushed("s", 1, 11 * RATE))
+    bench.step(said("two", 12.0, 12.5, 1))
+    bench.step(Flushed("s", 2, 13 * RATE))
+    (long, _), (short, _) = bench.reviser.asked
+    assert list(long.draft) == [second % 3 for second in range(11)] and not long.said
+    assert list(short.said) == [second % 3 for second in range(6, 11)] and list(short.draft) == [1]
+    assert short.start == int(11 * RATE) - int(6.05 * RATE)
+
+
+def test_speech_that_goes_on_is_decoded_again_in_parts_at_pauses() -> None:
+    bench = Bench()
+    for second in range(24):
+        bench.revisions.add_audio("s", audio(1.0, second))
+        # Pauses before the words of these seconds.
+        bench.step(said("one", second + (0.3 if second in (4, 9, 18) else 0.1), second + 0.9, 0))
+    lengths = [len(utterance.draft) for utterance, _ in bench.reviser.asked]
+    assert lengths == [9, 9]
+
+
+def test_speech_without_pauses_is_decoded_again_in_parts_at_its_longest_pause() -> None:
     bench = Bench()
     made: list[Output] = []
     for second in range(24):
         bench.revisions.add_audio("s", audio(1.0, second))
-        # A longer pause before the word of the 13th second.
-        start = second + (0.5 if second == 13 else 0.1)
+        # A longer break before the word of the 13th second, which is no pause.
+        start = second + (0.15 if second == 13 else 0.1)
         made += bench.step(said("one", start, second + 0.9, 0))
     ((utterance, _),) = bench.reviser.asked
-    assert len(utterance.samples) == int(13.2 * RATE) and list(utterance.draft) == [0] * 13
+    assert len(utterance.samples) == int(13.025 * RATE) and list(utterance.draft) == [0] * 13
     bench.reviser.asked[0][1].set_result([TimedToken(0, 0.0, 1.0, -0.1)])
     (revised,) = bench.step()
-    assert isinstance(revised, Revised) and (revised.start, revised.end) == (0, int(13.2 * RATE))
+    assert isinstance(revised, Revised) and (revised.start, revised.end) == (0, int(13.025 * RATE))
 
 
 @settings(deadline=None)
