@@ -67,6 +67,9 @@ NEWEST_SHARE = 0.25
 PROBE_EVERY = 6
 
 
+_MARKS = (b".", b",", b"?", b"!", b";", b":")
+
+
 @dataclass(frozen=True, slots=True)
 class StreamedWord:
     """A word as it was streamed: its samples, the number of its tokens, and its probability."""
@@ -88,6 +91,8 @@ class Revision:
     draft: list[int]
     # The part before, as context: where its audio begins, and its tokens.
     context: tuple[int, list[int]] | None = None
+    # Whether the speaker went on: the end of the part need not be the end of a sentence.
+    goes_on: bool = False
     begun_ns: int = 0
     give_up_ns: int = 0
     # Seconds of audio of all revisions that waited when it was begun, its own included.
@@ -102,13 +107,15 @@ class Revision:
             "audio": list(self.audio),
             "draft": list(self.draft),
             "context": self.context,
+            "goes_on": self.goes_on,
         }
 
     @classmethod
     def resumed(cls, saved: Saved) -> Revision:
         (first, last), context = saved["audio"], saved["context"]
         before = None if context is None else (context[0], list(context[1]))
-        return cls(saved["start"], saved["end"], (first, last), list(saved["draft"]), before)
+        goes_on = bool(saved["goes_on"])
+        return cls(saved["start"], saved["end"], (first, last), list(saved["draft"]), before, goes_on)
 
     @property
     def needs_from(self) -> int:
@@ -346,7 +353,7 @@ class Revisions:
             stream.add_text(output)
             cut = stream.long_part()
             if cut is not None:
-                self._begin(stream, cut, UNHURRIED_SECONDS)
+                self._begin(stream, cut, UNHURRIED_SECONDS, goes_on=True)
         elif isinstance(output, Flushed):
             self._hurry(stream)
             begun = self._begin(stream, output.sample, PATIENCE_SECONDS)
@@ -365,13 +372,14 @@ class Revisions:
         for revision in stream.waiting:
             revision.give_up_ns = min(revision.give_up_ns, latest)
 
-    def _begin(self, stream: RevisedStream, end: int, patience: float) -> bool:
+    def _begin(self, stream: RevisedStream, end: int, patience: float, *, goes_on: bool = False) -> bool:
         """Decode the part up to this sample again, if that is worthwhile and will be done in `patience` seconds.
         Returns whether."""
         found = stream.part_until(end)
         if found is None:
             return False
         revision, confidence = found
+        revision.goes_on = goes_on
         if confidence >= SURE or revision.audio[1] - revision.audio[0] > MOST_SAMPLES:
             return False
         waiting = sum(one.result is not None for other in self._streams.values() for one in other.waiting)
@@ -454,6 +462,9 @@ class Revisions:
         except Exception as error:
             logger.error("stream %s: a final could not be revised", name, exc_info=error)
             return None
+        if revision.goes_on and tokens and self._is_mark(tokens[-1].token) and not self._is_mark(revision.draft[-1]):
+            # A text that is decoded to its end gets a full stop; the streamed words know that it went on.
+            tokens = tokens[:-1]
         rate, first = self._spec.samples_per_position, revision.needs_from
         words = words_of(tokens, self._vocabulary, lambda position: first + round(position * rate))
         if self._listener is not None:
@@ -461,6 +472,9 @@ class Revisions:
         if words:
             self.words_changed += self._difference(revision.draft, [timed.token for timed in tokens])
         return words or None
+
+    def _is_mark(self, token: int) -> bool:
+        return self._vocabulary.pieces[token] in _MARKS
 
     def _difference(self, draft: list[int], tokens: list[int]) -> int:
         """The number of words that differ between two texts."""

@@ -249,6 +249,24 @@ def test_speech_that_goes_on_is_decoded_again_in_parts_at_pauses() -> None:
     assert lengths == [9, 9]
 
 
+@pytest.mark.parametrize(("streamed", "final"), [((0,), "two"), ((0, 3), "two.")])
+def test_a_part_after_which_the_speaker_went_on_gets_no_full_stop(streamed: tuple[int, ...], final: str) -> None:
+    bench = Bench()
+    for second in range(12):
+        bench.revisions.add_audio("s", audio(1.0, second))
+        tokens = streamed if second == 8 else (0,)
+        bench.step(said("one", second + (0.5 if second == 9 else 0.1), second + 0.9, *tokens))
+    state, _ = bench.revisions.save("s")
+    other = Bench()
+    other.revisions.resume("s", state["revisions"], audio(12.0))
+    for made in (bench, other):
+        ((_, answer),) = made.reviser.asked
+        answer.set_result([TimedToken(1, 1.0, 2.0, -0.1), TimedToken(3, 2.0, 2.0, -0.1)])
+        (revised,) = made.step()
+        assert isinstance(revised, Revised) and revised.words is not None
+        assert [word.text for word in revised.words] == [final]
+
+
 def test_speech_without_pauses_is_decoded_again_in_parts_at_its_longest_pause() -> None:
     bench = Bench()
     made: list[Output] = []
