@@ -58,8 +58,7 @@ SURE = 0.7
 MOST_WAITING = 6
 PLACES_FOR_OTHERS = 2
 # A revision is given up after this time, because a client waits for its final; while the speaker goes on, none does.
-# On a machine that is busy, by the pace of the last revisions, clients wait for less.
-PATIENCE_SECONDS = 1.3
+PATIENCE_SECONDS = 0.9
 UNHURRIED_SECONDS = 5.0
 # The weight of the newest revision in the measured pace. One in PROBE_EVERY revisions that would be late is begun all
 # the same, because the load may be over.
@@ -265,9 +264,8 @@ class Revisions:
         self._clock = clock
         self._end_failed = end_failed
         self._streams: dict[str, RevisedStream] = {}
-        # Measured seconds until a revision is done, per second of the audio that was waiting with it: of the last ones,
-        # and the least so far.
-        self._pace = self._best_pace = 0.0
+        # Measured seconds until a revision is done, per second of the audio that was waiting with it.
+        self._pace = 0.0
         # Revisions that were not begun because of the pace.
         self._late = 0
         # Revisions that were done, that were skipped because of the load, and words that differ from the streamed ones.
@@ -386,8 +384,6 @@ class Revisions:
         if waiting >= MOST_WAITING - (PLACES_FOR_OTHERS if stream.waiting else 0):
             self.skipped += 1
             return False
-        if self._pace:
-            patience *= self._best_pace / self._pace
         if self._would_be_late(revision, patience):
             self.skipped += 1
             return False
@@ -430,7 +426,6 @@ class Revisions:
         """A revision was done, or was given up after this time."""
         found = (self._clock() - revision.begun_ns) / 1e9 / max(revision.queued_seconds, 0.1)
         self._pace += (NEWEST_SHARE if self._pace else 1.0) * (found - self._pace)
-        self._best_pace = min(self._best_pace or self._pace, self._pace)
 
     def _finished(self, name: str, stream: RevisedStream) -> Iterator[Output]:
         while stream.waiting:
