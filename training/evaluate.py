@@ -1,4 +1,4 @@
-"""Word errors of an encoder with greedy decoding, on the clips of a manifest, without a server.
+"""Word errors of an encoder with greedy decoding, on the clips of a manifest: `python -m training evaluate`.
 
 A manifest is JSON lines with `path` (relative to the manifest), `text`, and `kind` and `style` for grouping. Clips are
 decoded whole, or cut into utterances by the speech detector and gate of the engine (`utterance_cut`). A `Hear` function

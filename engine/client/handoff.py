@@ -3,8 +3,10 @@
 A handoff lets a client continue its session at another gateway, for instance after its own was restarted. Each gateway
 stores the state of its sessions on the engines (`engine/server/handoff.py`): on the engine that runs the session's
 stream or, while it has none, on any. `HandoffClient`, a part of `EngineClient`, asks all engines for a session and
-adopts it with its stream. What the state contains is decided in `realtime/serving/handoff.py`. A session has an owner
-number that rises with every adoption; engines refuse commands with a lower number and tell their sender so (`Fenced`).
+adopts it with its stream. It keeps the questions and adoptions under way and the sessions that have ended; the sessions
+themselves belong to the gateway's registry, which it asks through a callback (`Owned`). What the state contains is
+decided in `realtime/serving/handoff.py`. A session has an owner number that rises with every adoption; engines refuse
+commands with a lower number and tell their sender so (`Fenced`).
 """
 
 from __future__ import annotations

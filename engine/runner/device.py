@@ -1,5 +1,8 @@
 """Helpers of all runners for the device that a model runs on: choice, free memory, transfers, CUDA graphs, CPU threads.
 
+`StepGraphs` records a step as CUDA graphs for some batch sizes (`batch_sizes`), and `give_way` lowers the priority of a
+thread whose work may wait. None of them keeps state of streams.
+
 A host that runs ahead of its device must neither wait for it by accident nor overwrite memory that the device has yet
 to read. So each transfer allocates its own host memory: on CUDA it is pinned, and torch reuses it only when the
 transfer is over.

@@ -1,11 +1,13 @@
-"""ASGI middleware around all routes: the access log, and the checks of browsers' `Origin` and `Host` headers.
+"""ASGI middleware around all routes: bounds on requests, the access log, and the rules for browsers (CORS, `Origin`,
+`Host`).
 
-`routes.py` puts both around the application.
+`routes.py` puts all of them around the application; none keeps state between requests. `RequestGuard` refuses requests
+with too many query parameters, and `Cors` answers for the origins that are allowed.
 
 `AccessLog` (`server.access_log`) logs every request and every socket when it ends. The query and the headers are not
 logged, because they may contain keys and tokens. Bytes are counted for requests only, because the events of a socket do
-not pass through the middleware. Requests that are cut off before they are parsed, and upgrades that uvicorn's protocol
-class refuses, do not reach the application and have no line.
+not pass through the middleware. Requests that are cut off before they are parsed do not reach the application and have
+no line, and neither have upgrades that uvicorn's protocol class refuses.
 
 `BrowserRules` protect a server without keys from other websites, whose pages can make a browser send requests to any
 address that it reaches. `Origin` names the page's website: origins other than the server's own are refused unless they

@@ -1,6 +1,7 @@
 """Memory of `VoxtralRunner`: pages of keys and values on the device, parked streams in host memory, and how many fit.
 
-A part of the frame-synchronous runner. `plan_memory` computes how many streams fit. The scheduler decides which stream
+A part of the frame-synchronous runner. `plan_memory` computes how many streams fit, and `voxtral_spec` makes the
+`ModelSpec` of a checkpoint, which the gateways get. The scheduler decides which stream
 has which page (`engine/core/caches.py`), and which streams are parked (`engine/core/scheduler.py`).
 
 `StackCache` has the pages. The scheduler assigns pages [0, pages) and slots [0, streams). Higher numbers belong to no
