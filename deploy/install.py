@@ -140,4 +140,8 @@ def main(arguments):
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        print("stopped; the same command continues with what was fetched", file=sys.stderr)
+        sys.exit(130)

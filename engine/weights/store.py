@@ -110,11 +110,12 @@ def pull(name: str, report: Report = log.info, *, fresh: bool = False) -> Path:
     failures: list[str] = []
     unreachable: set[str] = set()
     for recipe in entry.recipes:
+        others = "; trying the next source" if recipe is not entry.recipes[-1] else ""
         try:
             _build(recipe, folder, report, unreachable)
         except _SourceFailed as error:
             failures.append(str(error))
-            report(f"{name}: {error}; trying the next source")
+            report(f"{name}: {error}{others}")
             continue
         except Exception as error:
             # safetensors has an error class of its own for a file that it cannot write.

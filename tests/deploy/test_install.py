@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -102,6 +103,19 @@ def test_uv_that_cannot_be_fetched_leaves_pip(
     monkeypatch.setattr(install.subprocess, "call", Runs("uv>=0.9").call)
     assert install.find_uv("") is None and "continuing with pip" in capsys.readouterr().out
     assert install.find_uv("pip") is None
+
+
+def test_an_interrupted_installation_ends_with_one_line(tmp_path: Path) -> None:
+    """The interrupt comes while another program installs: here, while it looks for one."""
+    program = (
+        "import runpy, shutil, sys\n"
+        "def interrupt(*_):\n    raise KeyboardInterrupt\n"
+        "shutil.which = interrupt\n"
+        "sys.argv = ['install.py', sys.argv[1], '--cpu-index', '']\n"
+        f"runpy.run_path({str(ROOT / 'deploy/install.py')!r}, run_name='__main__')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program, str(tmp_path)], capture_output=True, text=True, check=False)
+    assert done.returncode == 130 and done.stderr.startswith("stopped; the same command"), done.stderr
 
 
 def test_make_demo_hands_the_seconds_of_the_installation_to_the_demo_once(tmp_path: Path) -> None:
