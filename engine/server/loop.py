@@ -180,7 +180,13 @@ class EngineLoop:
                 self._questions,
             )
         self.revisions = Revisions(
-            scheduler.spec, runner.vocabulary, runner.reviser, self.listener, clock, self._end_failed_stream
+            scheduler.spec,
+            runner.vocabulary,
+            runner.reviser,
+            self.listener,
+            clock,
+            self._computed_until,
+            self._end_failed_stream,
         )
         # Streams of windowed models are rebuilt from saved states, those of frame-synchronous models from their tokens.
         self._states: StreamStates | None = None
@@ -439,6 +445,11 @@ class EngineLoop:
         stream, late = self.scheduler.streams[name], self._speakers.waiting_from(name)
         computed = stream.computed if late is None else min(stream.computed, stream.clock.position_at(late))
         return self.silence_skipper.gateway_count(name, computed)
+
+    def _computed_until(self, name: str) -> int:
+        """The sample up to which the model has computed a stream; 0 if it has ended."""
+        stream = self.scheduler.streams.get(name)
+        return 0 if stream is None else stream.clock.sample_at(stream.computed)
 
     # Commands.
 

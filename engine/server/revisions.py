@@ -171,10 +171,10 @@ class RevisedStream:
         self.audio.drop_before(self.needs_from)
         return self.audio.position
 
-    @property
-    def is_silent(self) -> bool:
-        """Whether a long silence has followed the last word: its audio need not be kept for a flush."""
-        return bool(self.words) and self.audio.end - self.words[-1].end > LONG_SAMPLES
+    def is_silent(self, computed: int) -> bool:
+        """Whether a long silence has followed the last word: its audio need not be kept for a flush. The model has
+        computed the audio before sample `computed`; what was received may be far ahead of that."""
+        return bool(self.words) and computed - self.words[-1].end > LONG_SAMPLES
 
     def long_part(self) -> int | None:
         """The sample at which audio that goes on is cut, in a pause between two words; None: not yet."""
@@ -183,6 +183,8 @@ class RevisedStream:
         earliest, best, cut = self._from() + SHORTEST_PART_SAMPLES, -1, None
         for before, after in pairwise(self.words):
             pause = after.start - before.end
+            if cut is not None and before.end - self._from() > LONG_SAMPLES:
+                break
             if before.end >= earliest and pause >= best:
                 best, cut = pause, (before.end + after.start) // 2
                 if pause >= PAUSE_SAMPLES:
@@ -246,7 +248,8 @@ def _end_of_part(
 
 
 class Revisions:
-    """The revisions of all streams that ask for them. `end_failed` ends one stream with an error."""
+    """The revisions of all streams that ask for them. `computed` returns the sample up to which the model has computed
+    a stream; `end_failed` ends one stream with an error."""
 
     def __init__(
         self,
@@ -255,9 +258,11 @@ class Revisions:
         reviser: Reviser | None,
         listener: Listener | None,
         clock: Callable[[], int],
+        computed: Callable[[str], int],
         end_failed: Callable[[str, Exception], None],
     ) -> None:
         self._spec = spec
+        self._computed = computed
         self._vocabulary = vocabulary
         self._reviser = reviser
         self._listener = listener
@@ -301,7 +306,7 @@ class Revisions:
             stream.resume(saved)
             stream.add_audio(items, self._spec)
             for one in stream.waiting:
-                if one.draft:
+                if one.seconds:
                     self._submit(one, stream, PATIENCE_SECONDS)
 
     def kept_samples(self, name: str) -> int:
@@ -339,7 +344,7 @@ class Revisions:
                 outputs.remove(output)
         for name, stream in list(self._streams.items()):
             try:
-                if stream.is_silent:
+                if stream.is_silent(self._computed(name)):
                     self._begin(stream, stream.words[-1].end + MARGIN_SAMPLES, UNHURRIED_SECONDS)
                 outputs += self._finished(name, stream)
             except Exception as error:
@@ -349,8 +354,7 @@ class Revisions:
         """Take an output of the stream. Returns whether it is kept back until the last revision is done."""
         if isinstance(output, Text):
             stream.add_text(output)
-            cut = stream.long_part()
-            if cut is not None:
+            while (cut := stream.long_part()) is not None:
                 self._begin(stream, cut, UNHURRIED_SECONDS, goes_on=True)
         elif isinstance(output, Flushed):
             self._hurry(stream)
@@ -378,7 +382,11 @@ class Revisions:
             return False
         revision, confidence = found
         revision.goes_on = goes_on
-        if confidence >= SURE or revision.audio[1] - revision.audio[0] > MOST_SAMPLES:
+        if confidence >= SURE:
+            return False
+        if revision.audio[1] - revision.audio[0] > MOST_SAMPLES or revision.needs_from < stream.audio.start:
+            # Too long for the model, or its words came so late that its audio was dropped.
+            self.skipped += 1
             return False
         waiting = sum(one.result is not None for other in self._streams.values() for one in other.waiting)
         if waiting >= MOST_WAITING - (PLACES_FOR_OTHERS if stream.waiting else 0):
@@ -417,6 +425,8 @@ class Revisions:
         revision.queued_seconds = self._waiting_seconds()
 
     def _would_be_late(self, revision: Revision, patience: float) -> bool:
+        if revision.goes_on and self._waiting_seconds():
+            return True  # finals for which clients wait go first
         if self._pace * (self._waiting_seconds() + revision.seconds) <= patience:
             return False
         self._late += 1
@@ -457,7 +467,8 @@ class Revisions:
         except Exception as error:
             logger.error("stream %s: a final could not be revised", name, exc_info=error)
             return None
-        if revision.goes_on and tokens and self._is_mark(tokens[-1].token) and not self._is_mark(revision.draft[-1]):
+        last = [timed.token for timed in tokens[-1:]]
+        if revision.goes_on and self._is_mark(last) and not self._is_mark(revision.draft[-1:]):
             # A text that is decoded to its end gets a full stop; the streamed words know that it went on.
             tokens = tokens[:-1]
         rate, first = self._spec.samples_per_position, revision.needs_from
@@ -468,8 +479,9 @@ class Revisions:
             self.words_changed += self._difference(revision.draft, [timed.token for timed in tokens])
         return words or None
 
-    def _is_mark(self, token: int) -> bool:
-        return self._vocabulary.pieces[token] in _MARKS
+    def _is_mark(self, tokens: list[int]) -> bool:
+        """Whether this is a punctuation mark, and not another token or none."""
+        return any(self._vocabulary.pieces[token] in _MARKS for token in tokens)
 
     def _difference(self, draft: list[int], tokens: list[int]) -> int:
         """The number of words that differ between two texts."""

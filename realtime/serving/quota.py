@@ -97,10 +97,17 @@ class FairPlaces:
         finally:
             self._leave(caller, mine)
 
+    @property
+    def callers(self) -> int:
+        """The callers that hold a place or wait for one."""
+        return len(self._taken.keys() | self._waiting.keys())
+
     def _leave(self, caller: str, mine: asyncio.Future[None]) -> None:
         queue = self._waiting.get(caller, deque())
         if not mine.cancelled():
             self._taken[caller] -= 1
+            if not self._taken[caller]:
+                del self._taken[caller]
         elif mine in queue:
             queue.remove(mine)
             if not queue:

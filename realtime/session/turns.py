@@ -175,6 +175,8 @@ class Turns:
         # The ends of revisions that the engine has announced, those that came, and the end of the last final word.
         self._awaited: list[int] = []
         self._revised: deque[RevisedPart] = deque()
+        # The end of the last part that the engine has revised or given up.
+        self._revised_until = 0
         self._said_until = 0
         # Set if text is redacted; and the digits at the end of the last complete turn.
         self.redactor: Redactor | None = None
@@ -273,6 +275,7 @@ class Turns:
         turn = self.current or Turn("", start)
         self.current = None
         self._stray.clear()
+        self._drop_revised_in_open_turn(turn.start)
         turn.move(TurnState.CLEARED)
         turn.end, turn.flushed = end, True
         self.ended.append(turn)
@@ -280,9 +283,15 @@ class Turns:
     def drop_current(self) -> None:
         """Drop the open turn; all its text has arrived."""
         if self.current is not None:
+            self._drop_revised_in_open_turn(self.current.start)
             self.current.move(TurnState.CLEARED)
         self.current = None
         self._stray.clear()
+
+    def _drop_revised_in_open_turn(self, start: int) -> None:
+        """The open turn, which begins at this sample, is dropped: nobody reads its revised words."""
+        while self._revised and self._revised[-1].start >= start:
+            self._revised.pop()
 
     def current_text(self) -> str:
         """The last pieces of the open turn's text, sent or not; enough to judge whether a sentence is complete."""
@@ -370,6 +379,7 @@ class Turns:
 
     def revise(self, start: int, end: int, words: list[TimedWord] | None) -> None:
         """The engine has revised the words between two samples; None: it gave up."""
+        self._revised_until = max(self._revised_until, end)
         self._awaited = [awaited for awaited in self._awaited if awaited > end]
         known = any(part.start < end and start < part.end for part in self._revised)
         if words is not None and not known and self._needs(end):
@@ -385,6 +395,9 @@ class Turns:
         return any(turn is not None and turn.start - self._stray_samples < end for turn in turns)
 
     def _awaits_revision(self, turn: Turn) -> bool:
+        """Whether words of this turn may still be revised: the engine revises a stream in order."""
+        if turn.end is not None and self._revised_until >= turn.end:
+            return False
         return any(end > turn.start for end in self._awaited)
 
     def newly_labelled(self, now: float) -> list[ServerEvent]:

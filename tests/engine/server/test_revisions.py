@@ -50,10 +50,21 @@ class Bench:
         self.reviser, self.now = FakeReviser(), 0
         self.failed: list[str] = []
         self.revisions = Revisions(
-            SPEC, Vocabulary(PIECES), self.reviser, None, lambda: self.now, lambda name, error: self.failed.append(name)
+            SPEC,
+            Vocabulary(PIECES),
+            self.reviser,
+            None,
+            lambda: self.now,
+            self.computed,
+            lambda name, error: self.failed.append(name),
         )
+        # Seconds of audio that the model has not computed.
+        self.behind = 0.0
         for name in streams or ("s",):
             self.revisions.open(name, {REVISED: "yes", "keywords": "a\t1"}, live=True)
+
+    def computed(self, name: str) -> int:
+        return self.revisions._streams[name].audio.end - int(self.behind * RATE)
 
     def step(self, *outputs: Output) -> list[Output]:
         made = list(outputs)
@@ -226,10 +237,11 @@ def test_a_part_that_waits_is_given_up_when_a_client_has_waited_for_its_final() 
 
 def test_a_short_part_after_a_long_one_is_decoded_together_with_its_last_words() -> None:
     bench = Bench()
-    bench.revisions.add_audio("s", audio(14.0))
     for second in range(11):
+        bench.revisions.add_audio("s", audio(1.0, second))
         # The longest pause near the end of the part is before the seventh word.
         bench.step(said("one", second + (0.2 if second == 6 else 0.1), second + 0.9, second % 3))
+    bench.revisions.add_audio("s", audio(3.0, 11))
     bench.step(Flushed("s", 1, 11 * RATE))
     bench.step(said("two", 12.0, 12.5, 1))
     bench.step(Flushed("s", 2, 13 * RATE))
@@ -239,12 +251,58 @@ def test_a_short_part_after_a_long_one_is_decoded_together_with_its_last_words()
     assert short.start == int(11 * RATE) - int(6.05 * RATE)
 
 
+def test_a_client_that_sends_far_ahead_of_its_words_has_no_slices_decoded_again() -> None:
+    bench = Bench()
+    bench.revisions.add_audio("s", audio(60.0))
+    for second in range(10):
+        bench.behind = 58.0 - second
+        bench.step(said("one", second + 0.1, second + 0.9, 0))
+    assert not bench.reviser.asked
+    # Its audio was dropped before the words came.
+    (flushed,) = bench.step(Flushed("s", 1, 10 * RATE))
+    assert isinstance(flushed, Flushed) and not flushed.is_revised and bench.revisions.skipped == 1
+    assert not bench.reviser.asked
+
+
+def test_parts_of_speech_that_goes_on_leave_the_reviser_to_finals() -> None:
+    names = [f"s{number}" for number in range(4)]
+    bench = Bench(*names)
+    for name in names:
+        for second in range(12):
+            bench.revisions.add_audio(name, audio(1.0, second))
+            bench.step(said("one", second + (0.5 if second == 9 else 0.1), second + 0.9, 0, stream=name))
+    assert len(bench.reviser.asked) == 1 and bench.revisions.skipped == 3
+    (flushed,) = bench.step(Flushed("s3", 1, 12 * RATE))
+    assert isinstance(flushed, Flushed) and flushed.is_revised and len(bench.reviser.asked) == 2
+
+
+def test_parts_do_not_depend_on_how_many_words_come_at_once() -> None:
+    def lengths(at_once: int) -> list[int]:
+        bench = Bench()
+        texts = [said("one", second + 0.1, second + (0.8 if second % 7 == 5 else 0.9), 0) for second in range(56)]
+        for first in range(0, len(texts), at_once):
+            bench.revisions.add_audio("s", audio(float(at_once), first))
+            words = [word for text in texts[first : first + at_once] for word in text.words]
+            bench.step(Text("s", " one" * len(words), words, [0] * len(words)))
+            for _, answer in bench.reviser.asked:
+                if not answer.done():
+                    answer.set_result([])
+            bench.step()
+        return [len(utterance.draft) for utterance, _ in bench.reviser.asked]
+
+    assert lengths(1) == lengths(2) == lengths(7) and len(lengths(1)) >= 2
+
+
 def test_speech_that_goes_on_is_decoded_again_in_parts_at_pauses() -> None:
     bench = Bench()
     for second in range(24):
         bench.revisions.add_audio("s", audio(1.0, second))
         # Pauses before the words of these seconds.
         bench.step(said("one", second + (0.3 if second in (4, 9, 18) else 0.1), second + 0.9, 0))
+        for _, answer in bench.reviser.asked:
+            if not answer.done():
+                answer.set_result([])
+        bench.step()
     lengths = [len(utterance.draft) for utterance, _ in bench.reviser.asked]
     assert lengths == [9, 9]
 

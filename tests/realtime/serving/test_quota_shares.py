@@ -83,3 +83,11 @@ async def test_work_that_is_given_up_leaves_its_place_at_any_moment() -> None:
     await work.end("a3")
     await work.add("c1")
     assert work.begun[-1] == "c1"
+
+
+async def test_callers_that_have_left_are_not_remembered() -> None:
+    places = FairPlaces(2, keys(0))
+    for number in range(50):
+        async with places.place(f"address {number}"):
+            pass
+    assert places.callers == 0

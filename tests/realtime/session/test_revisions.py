@@ -79,6 +79,17 @@ def test_a_revision_that_never_comes_is_not_waited_for_without_end() -> None:
     assert not drive(revised(3.0, better("Good", 0.2, 0.6)))
 
 
+def test_a_turn_whose_words_are_revised_does_not_wait_for_the_revision_of_the_next() -> None:
+    drive = turn()
+    drive(flushed(3.0))
+    drive(append(3.0), word("again", 3.5, 4.0), Commit())
+    drive(messages.Flushed("s", 2, 6 * RATE, True))
+    (first,) = completed(drive(revised(3.0, better("Good", 0.2, 0.6), better("morning.", 1.2, 1.7))))
+    assert first.transcript == "Good morning."
+    (second,) = completed(drive(revised(6.0, better("Again.", 3.5, 4.0), start=3.0)))
+    assert second.transcript == "Again."
+
+
 def test_the_end_of_the_stream_completes_everything() -> None:
     drive = turn()
     drive(flushed(3.0), End())
@@ -135,9 +146,9 @@ def test_the_same_revision_twice_counts_once() -> None:
     drive = turn()
     again = revised(3.0, better("Good.", 0.2, 0.6))
     drive(again)
-    assert not completed(drive(flushed(3.0)))
-    (done,) = completed(drive(again))
+    (done,) = completed(drive(flushed(3.0)))
     assert done.transcript == "Good."
+    assert not completed(drive(again))
 
 
 def test_a_turn_to_which_no_revised_word_falls_keeps_its_streamed_words() -> None:
