@@ -35,7 +35,7 @@ FLAGS = (
 KEYS = {"c": 67, "/": 191, "+": 187, "Tab": 9, "Enter": 13, "Escape": 27, "ArrowLeft": 37, "ArrowRight": 39, " ": 32}
 CTRL, SHIFT = 2, 8
 # A browser that gets little of a busy machine takes its time.
-CALL_S = 150.0
+CALL_S = 300.0
 
 
 def find_browser() -> str | None:

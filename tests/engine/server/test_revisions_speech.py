@@ -45,7 +45,8 @@ def loop() -> Iterator[EngineLoop]:
     skip_unless_cached(DEFAULT_MODEL, RECORDING)
     # A busy machine must not change what is tested.
     monkeypatch = pytest.MonkeyPatch()
-    monkeypatch.setattr(revisions, "PATIENCE_SECONDS", 600.0)
+    for patience in ("PATIENCE_SECONDS", "UNHURRIED_SECONDS"):
+        monkeypatch.setattr(revisions, patience, 600.0)
     # All parts are decoded again.
     monkeypatch.setattr(revisions, "SURE", 2.0)
     made = build_loop(EngineConfig(DEFAULT_MODEL, "cpu", max_streams=4, threads=1))
