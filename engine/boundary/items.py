@@ -241,6 +241,12 @@ def payload_bytes(item: Item) -> int:
     return int(getattr(item.payload, "nbytes", 0))
 
 
+def positions_in(size: int, spec: ModelSpec) -> int:
+    """The number of positions of an item with this many bytes of audio; 1 if only its hash was sent."""
+    own_samples = size // _FLOAT32.itemsize - spec.look_back_samples - spec.look_ahead_samples
+    return max(1, own_samples // spec.samples_per_position)
+
+
 # Validity of items. The gateway checks items that clients have prepared, the engine checks all items.
 
 

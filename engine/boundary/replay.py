@@ -7,7 +7,8 @@ to the gateway that adopts the stream.
 In the gateway each `EngineStream` (`engine/client/stream.py`) also has a `Memory`, which decides when audio may be
 dropped from the log, and makes the `Replay` that a new engine is sent. For a frame-synchronous model (`TokenMemory`) a
 replay is the audio of its attention window, at most `limits.replay_s`, and the tokens for it, which the new engine
-repeats without sending their text again. For a windowed model (`SavedWindow`) it is the state that came with its last
+repeats without sending their text again; consecutive items with known tokens are joined, because an engine needs as
+long to take in an item as to compute a position. For a windowed model (`SavedWindow`) it is the state that came with its last
 text, and the audio from which that state continues. Text that was received is not repeated; text that was lost is
 produced again.
 """
@@ -17,12 +18,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import blake2b
 from typing import Protocol
 
 import numpy as np
 from msgspec import structs
 
-from engine.messages import ChangeTurns, Feed, Flush, Item, KeptCommand, StreamState, Text, TurnRule, Word
+from engine.boundary.items import KEY_BYTES
+from engine.messages import SKIPPED, ChangeTurns, Feed, Flush, Item, KeptCommand, StreamState, Text, TurnRule, Word
 from engine.spec import ModelSpec
 
 
@@ -175,6 +178,57 @@ def _earlier(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
     return entry
 
 
+# Most positions of joined items: as many as an engine rebuilds of a stream in one pass.
+JOINED_POSITIONS = 16
+# Sets the hash of joined items apart from that of audio: it is made of their hashes.
+_JOINED = b"joined"
+
+
+def join_known(entries: Iterable[ReplayEntry], tokens: Sequence[int], spec: ModelSpec) -> list[ReplayEntry]:
+    """Join consecutive items whose tokens are known, up to `JOINED_POSITIONS` each. Every position keeps its samples
+    with look-back and look-ahead. Skipped positions are not joined: the engine skips whole items."""
+    found: list[ReplayEntry] = []
+    run: list[Item] = []
+
+    def end_run() -> None:
+        if run:
+            found.append(run[0] if len(run) == 1 else _joined(run, spec))
+            run.clear()
+
+    for entry in entries:
+        if not isinstance(entry, Item) or not _may_be_joined(entry, tokens, spec):
+            end_run()
+            found.append(entry)
+            continue
+        if run and (len(run) == JOINED_POSITIONS or not _continues(run[-1], entry, spec)):
+            end_run()
+        run.append(entry)
+    end_run()
+    return found
+
+
+def _may_be_joined(item: Item, tokens: Sequence[int], spec: ModelSpec) -> bool:
+    index = item.offset - spec.prefix_positions
+    if item.length != 1 or item.mask is not None or item.samples is not None or not 0 <= index < len(tokens):
+        return False
+    return tokens[index] != SKIPPED and item.payload is not None and item.payload.ndim == 1
+
+
+def _continues(before: Item, item: Item, spec: ModelSpec) -> bool:
+    """Whether an item follows another one in the same segment: the samples that both have are equal."""
+    if (before.offset + 1, before.sample + spec.samples_per_position) != (item.offset, item.sample):
+        return False
+    around = spec.look_back_samples + spec.look_ahead_samples
+    return np.array_equal(before.payload[spec.samples_per_position :], item.payload[:around])
+
+
+def _joined(run: Sequence[Item], spec: ModelSpec) -> Item:
+    own = slice(0, spec.samples_per_position)
+    payload = np.concatenate([*(item.payload[own] for item in run[:-1]), run[-1].payload])
+    key = blake2b(b"".join(item.key for item in run), digest_size=KEY_BYTES, person=_JOINED).digest()
+    return Item(run[0].offset, len(run), run[0].sample, key, payload)
+
+
 @dataclass(frozen=True, slots=True)
 class Replay:
     """The commands and state that a new engine gets to rebuild a stream.
@@ -239,6 +293,7 @@ class TokenMemory:
     """For models with one token per position: keeps the tokens of the kept audio."""
 
     def __init__(self, spec: ModelSpec, keep_positions: int) -> None:
+        self._spec = spec
         self._keep_positions = keep_positions
         # A token is about audio before it, by up to the delay and the silence of a flush.
         self._reach_samples = spec.flush_positions_for(spec.max_delay_positions) * spec.samples_per_position
@@ -263,7 +318,8 @@ class TokenMemory:
     def replay(self, kept: ReplayLog) -> Replay:
         positions, samples, entries = kept.from_beginning()
         self._replayed = self._replayed or bool(entries)
-        return Replay(positions, samples, entries, forced_tokens=list(self._tokens))
+        tokens = list(self._tokens)
+        return Replay(positions, samples, join_known(entries, tokens, self._spec), tokens)
 
     def on_text(self, text: Text) -> Text | None:
         self._tokens.extend(text.tokens)

@@ -156,8 +156,8 @@ class Placement:
                 pass
 
 
-# Items of a replay in one command: few enough for many streams to take turns.
-REPLAY_ITEMS = 16
+# Positions of a replay in one command, if its items are not longer: few enough for many streams to take turns.
+REPLAY_POSITIONS = 16
 
 
 class Delivery:
@@ -242,7 +242,7 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
     """Yield the commands that a replay consists of."""
     run: list[Item] = []
     for entry in entries:
-        if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
+        if run and (not isinstance(entry, Item) or _positions(run) + entry.length > REPLAY_POSITIONS):
             yield messages.Feed(stream, []), run
             run = []
         if isinstance(entry, AskedFlush):
@@ -255,6 +255,10 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
         yield messages.Feed(stream, []), run
     if finished:
         yield messages.Finish(stream), []
+
+
+def _positions(items: Iterable[Item]) -> int:
+    return sum(item.length for item in items)
 
 
 # Outputs that may wait for a reader before the stream accepts no more audio.

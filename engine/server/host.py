@@ -31,7 +31,7 @@ from engine.boundary.codec import (
 )
 from engine.boundary.crash_suspects import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
-from engine.boundary.items import complaint_about
+from engine.boundary.items import complaint_about, positions_in
 from engine.boundary.sockets import (
     BEAT_SECONDS,
     SILENCE_SECONDS,
@@ -573,8 +573,13 @@ class EngineHost:
             for peer in peers:
                 if peer.waits_for_a_turn:
                     batch = peer.inbox[0][0]
-                    left -= max(len(batch.data), len(batch.commands) / COMMANDS_AN_ITEM)
+                    left -= max(self._positions(batch), len(batch.commands) / COMMANDS_AN_ITEM)
             peers = [peer for peer in peers if self._take_batch(peer, now)]
+
+    def _positions(self, batch: codec.Batch) -> int:
+        """Positions of the audio in a batch: those of a replay come in long items."""
+        spec = self._loop.scheduler.spec
+        return sum(positions_in(data.size, spec) for data in batch.data)
 
     def _take_batch(self, peer: Peer, now: float) -> bool:
         """Take in one batch; returns whether there may be another one."""

@@ -4,13 +4,24 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import structs
 
-from engine.boundary.replay import AskedFlush, ReplayLog, SavedWindow, TokenMemory, memory_for, positions_to_keep
-from engine.messages import Item, StreamState, Text, Word
+from engine.boundary.items import complaint_about, make_cutter, positions_in, prepare
+from engine.boundary.replay import (
+    JOINED_POSITIONS,
+    AskedFlush,
+    ReplayLog,
+    SavedWindow,
+    TokenMemory,
+    join_known,
+    memory_for,
+    positions_to_keep,
+)
+from engine.messages import SKIPPED, Item, StreamState, Text, Word
 from engine.spec import KvGroup
 from tests.engine import fakes
 
@@ -170,3 +181,64 @@ def test_answered_flushes_leave_with_their_audio() -> None:
         memory.on_state(StreamState("s", tag, tag, tag, {}))
         memory.trim(kept)
         assert len(kept) <= 1
+
+
+# Joined items of a replay
+
+ROUND = replace(SPEC, samples_per_position=8, look_back_samples=5, look_ahead_samples=3)
+
+
+def windows(item: Item) -> list[tuple[int, int, bytes | None]]:
+    """Position, first sample and samples with look-around of each position of an item; gaps have no samples."""
+    size = ROUND.look_back_samples + ROUND.samples_per_position + ROUND.look_ahead_samples
+    found: list[tuple[int, int, bytes | None]] = []
+    for index in range(item.length):
+        first = index * ROUND.samples_per_position
+        samples = None if item.payload is None else item.payload[first : first + size].tobytes()
+        found.append((item.offset + index, item.sample + first, samples))
+    return found
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    steps=st.lists(st.tuples(st.sampled_from(["audio", "gap", "flush"]), st.integers(1, 200)), min_size=1, max_size=8),
+    skipped=st.sets(st.integers(0, 60), max_size=6),
+    known=st.floats(0, 1),
+)
+def test_joined_items_have_the_audio_of_each_position(
+    steps: list[tuple[str, int]], skipped: set[int], known: float
+) -> None:
+    cutter, entries, noise = make_cutter(ROUND), list[Item | AskedFlush](), np.random.default_rng(1)
+    for kind, count in steps:
+        if kind == "flush":
+            entries += [*prepare(cutter, cutter.flush(2), ROUND), AskedFlush(len(entries))]
+            continue
+        pieces = (
+            cutter.cut(noise.standard_normal(count).astype(np.float32)) if kind == "audio" else cutter.cut_gap(count)
+        )
+        entries += prepare(cutter, pieces, ROUND)
+    positions = sum(entry.length for entry in entries if isinstance(entry, Item))
+    tokens = [SKIPPED if index in skipped else 7 for index in range(round(known * positions))]
+    joined = join_known(entries, tokens, ROUND)
+
+    def expanded(found: list[Item | AskedFlush]) -> list[object]:
+        return [part for one in found for part in (windows(one) if isinstance(one, Item) else [one])]
+
+    assert expanded(list(joined)) == expanded(entries)
+    for item in joined:
+        if isinstance(item, Item):
+            assert complaint_about(item, ROUND) is None and item.length <= max(JOINED_POSITIONS, positions)
+            start = item.offset - ROUND.prefix_positions
+            if item.length > 1 and item.payload is not None:
+                assert item.length <= JOINED_POSITIONS and start + item.length <= len(tokens)
+                assert SKIPPED not in tokens[start : start + item.length]
+
+
+def test_items_with_known_tokens_are_joined_and_the_others_are_sent_as_they_are() -> None:
+    cutter = make_cutter(ROUND)
+    samples = np.arange(1, 41 * ROUND.samples_per_position, dtype=np.float32)
+    entries = prepare(cutter, cutter.cut(samples), ROUND)
+    joined = [entry for entry in join_known(entries, [7] * 35, ROUND) if isinstance(entry, Item)]
+    assert [item.length for item in joined] == [16, 16, 3, *[1] * (len(entries) - 35)]
+    assert len({item.key for item in joined}) == len(joined)
+    assert [positions_in(item.payload.nbytes, ROUND) for item in joined[:3]] == [16, 16, 3]

@@ -27,7 +27,7 @@ from engine.client.link import (
     OutgoingBatch,
     SendQueue,
 )
-from engine.client.stream import REPLAY_ITEMS, Delivery
+from engine.client.stream import REPLAY_POSITIONS, Delivery
 from engine.errors import EngineUnreachable
 from engine.messages import Abort, Feed, Finish, Flush, Item, Open
 from tests.engine import fakes
@@ -35,7 +35,7 @@ from tests.engine import fakes
 MOVED = 100
 # One position of the largest model: 80 ms with what is around it.
 PAYLOAD = np.zeros(2000, np.float32)
-PIECE_BYTES = REPLAY_ITEMS * PAYLOAD.nbytes
+PIECE_BYTES = REPLAY_POSITIONS * PAYLOAD.nbytes
 
 
 def items(stream: str, count: int, start: int = 0) -> list[Item]:
