@@ -8,9 +8,9 @@ In the gateway each `EngineStream` (`engine/client/stream.py`) also has a `Memor
 dropped from the log, and makes the `Replay` that a new engine is sent. For a frame-synchronous model (`TokenMemory`) a
 replay is the audio of its attention window, at most `limits.replay_s`, and the tokens for it, which the new engine
 repeats without sending their text again; consecutive items with known tokens are joined, because an engine needs as
-long to take in an item as to compute a position. For a windowed model (`SavedWindow`) it is the state that came with its last
-text, and the audio from which that state continues. Text that was received is not repeated; text that was lost is
-produced again.
+long to take in an item as to compute a position. For a windowed model (`SavedWindow`) it is the state that came with
+its last text, and the audio from which that state continues. Text that was received is not repeated; text that was lost
+is produced again.
 """
 
 from __future__ import annotations
