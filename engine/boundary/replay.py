@@ -7,10 +7,10 @@ to the gateway that adopts the stream.
 In the gateway each `EngineStream` (`engine/client/stream.py`) also has a `Memory`, which decides when audio may be
 dropped from the log, and makes the `Replay` that a new engine is sent. For a frame-synchronous model (`TokenMemory`) a
 replay is the audio of its attention window, at most `limits.replay_s`, and the tokens for it, which the new engine
-repeats without sending their text again; consecutive items with known tokens are joined, because an engine needs as
-long to take in an item as to compute a position. For a windowed model (`SavedWindow`) it is the state that came with
-its last text, and the audio from which that state continues. Text that was received is not repeated; text that was lost
-is produced again.
+repeats without sending their text again; items with known tokens are joined when they are sent (`join_known`), because
+an engine needs as long to take in an item as to compute a position. For a windowed model (`SavedWindow`) it is the
+state that came with its last text, and the audio from which that state continues. Text that was received is not
+repeated; text that was lost is produced again.
 """
 
 from __future__ import annotations
@@ -184,10 +184,10 @@ JOINED_POSITIONS = 16
 _JOINED = b"joined"
 
 
-def join_known(entries: Iterable[ReplayEntry], tokens: Sequence[int], spec: ModelSpec) -> list[ReplayEntry]:
-    """Join consecutive items whose tokens are known, up to `JOINED_POSITIONS` each. Every position keeps its samples
-    with look-back and look-ahead. Skipped positions are not joined: the engine skips whole items."""
-    found: list[ReplayEntry] = []
+def join_known(items: Iterable[Item], tokens: Sequence[int], spec: ModelSpec) -> list[Item]:
+    """Join consecutive items of a replay whose tokens are known, up to `JOINED_POSITIONS` each. Every position keeps
+    its samples with look-back and look-ahead. Skipped positions are not joined: the engine skips whole items."""
+    found: list[Item] = []
     run: list[Item] = []
 
     def end_run() -> None:
@@ -195,14 +195,14 @@ def join_known(entries: Iterable[ReplayEntry], tokens: Sequence[int], spec: Mode
             found.append(run[0] if len(run) == 1 else _joined(run, spec))
             run.clear()
 
-    for entry in entries:
-        if not isinstance(entry, Item) or not _may_be_joined(entry, tokens, spec):
+    for item in items:
+        if not _may_be_joined(item, tokens, spec):
             end_run()
-            found.append(entry)
+            found.append(item)
             continue
-        if run and (len(run) == JOINED_POSITIONS or not _continues(run[-1], entry, spec)):
+        if run and (len(run) == JOINED_POSITIONS or not _continues(run[-1], item, spec)):
             end_run()
-        run.append(entry)
+        run.append(item)
     end_run()
     return found
 
@@ -219,7 +219,7 @@ def _continues(before: Item, item: Item, spec: ModelSpec) -> bool:
     if (before.offset + 1, before.sample + spec.samples_per_position) != (item.offset, item.sample):
         return False
     around = spec.look_back_samples + spec.look_ahead_samples
-    return np.array_equal(before.payload[spec.samples_per_position :], item.payload[:around])
+    return bool(before.payload[spec.samples_per_position :].tobytes() == item.payload[:around].tobytes())
 
 
 def _joined(run: Sequence[Item], spec: ModelSpec) -> Item:
@@ -293,7 +293,6 @@ class TokenMemory:
     """For models with one token per position: keeps the tokens of the kept audio."""
 
     def __init__(self, spec: ModelSpec, keep_positions: int) -> None:
-        self._spec = spec
         self._keep_positions = keep_positions
         # A token is about audio before it, by up to the delay and the silence of a flush.
         self._reach_samples = spec.flush_positions_for(spec.max_delay_positions) * spec.samples_per_position
@@ -318,8 +317,7 @@ class TokenMemory:
     def replay(self, kept: ReplayLog) -> Replay:
         positions, samples, entries = kept.from_beginning()
         self._replayed = self._replayed or bool(entries)
-        tokens = list(self._tokens)
-        return Replay(positions, samples, join_known(entries, tokens, self._spec), tokens)
+        return Replay(positions, samples, entries, forced_tokens=list(self._tokens))
 
     def on_text(self, text: Text) -> Text | None:
         self._tokens.extend(text.tokens)

@@ -23,7 +23,17 @@ from numpy.typing import NDArray
 from engine import messages
 from engine.boundary.crash_suspects import CrashSuspicion
 from engine.boundary.items import make_cutter, prepare
-from engine.boundary.replay import AskedFlush, NewTurns, Replay, ReplayEntry, ReplayLog, StreamLimits, memory_for
+from engine.boundary.replay import (
+    JOINED_POSITIONS,
+    AskedFlush,
+    NewTurns,
+    Replay,
+    ReplayEntry,
+    ReplayLog,
+    StreamLimits,
+    join_known,
+    memory_for,
+)
 from engine.client.link import EngineLink, ItemRefused, Queued
 from engine.errors import (
     AtCapacity,
@@ -156,8 +166,8 @@ class Placement:
                 pass
 
 
-# Positions of a replay in one command, if its items are not longer: few enough for many streams to take turns.
-REPLAY_POSITIONS = 16
+# Items of a replay in one command: few enough for many streams to take turns.
+REPLAY_ITEMS = JOINED_POSITIONS
 
 
 class Delivery:
@@ -172,11 +182,13 @@ class Delivery:
         link: EngineLink,
         opening: messages.Open,
         replay: Replay,
+        spec: ModelSpec,
         finished: bool,
         on_done: Callable[[], None],
     ) -> None:
         # The engine has accepted the stream.
         self.is_open = False
+        self._tokens, self._spec = replay.forced_tokens, spec
         self._stream = opening.stream
         self._link = link
         self._on_done = on_done
@@ -190,11 +202,11 @@ class Delivery:
             link.send(opening)
 
     @classmethod
-    def of_open_stream(cls, link: EngineLink, stream: str) -> Delivery:
+    def of_open_stream(cls, link: EngineLink, stream: str, spec: ModelSpec) -> Delivery:
         """A delivery to an engine that runs the stream already."""
         delivery = cls.__new__(cls)
         delivery.is_open, delivery._stream, delivery._link = True, stream, link
-        delivery._opening, delivery._waiting = None, deque()
+        delivery._opening, delivery._waiting, delivery._tokens, delivery._spec = None, deque(), [], spec
         delivery._on_done = lambda: None
         return delivery
 
@@ -223,10 +235,10 @@ class Delivery:
             return opening
         if not self.is_open or not self._waiting:
             return None
-        next_one = self._waiting.popleft()
+        command, items = self._waiting.popleft()
         if not self._waiting:
             self._on_done()
-        return next_one
+        return command, join_known(items, self._tokens, self._spec)
 
     def abort(self) -> bool:
         """Send nothing more and have the engine drop the stream; False if the engine was never sent the Open."""
@@ -242,7 +254,7 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
     """Yield the commands that a replay consists of."""
     run: list[Item] = []
     for entry in entries:
-        if run and (not isinstance(entry, Item) or _positions(run) + entry.length > REPLAY_POSITIONS):
+        if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
             yield messages.Feed(stream, []), run
             run = []
         if isinstance(entry, AskedFlush):
@@ -255,10 +267,6 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
         yield messages.Feed(stream, []), run
     if finished:
         yield messages.Finish(stream), []
-
-
-def _positions(items: Iterable[Item]) -> int:
-    return sum(item.length for item in items)
 
 
 # Outputs that may wait for a reader before the stream accepts no more audio.
@@ -629,7 +637,7 @@ class EngineStream:
             labels=self._labels,
             labels_earlier=replay.samples - self._labels_from,
         )
-        self._delivery = Delivery(link, opening, replay, self._finished, self.previous_engine.settle)
+        self._delivery = Delivery(link, opening, replay, self._spec, self._finished, self.previous_engine.settle)
         try:
             await opened
         except (EngineError, ValueError):
@@ -656,7 +664,7 @@ class EngineStream:
         track = None if adopted.track is None else adopted.track.later(samples)
         self.outputs.adopt(adopted.consumed, adopted.heard_until + samples, track)
         self.was_opened = True
-        self._delivery = Delivery.of_open_stream(link, self.id)
+        self._delivery = Delivery.of_open_stream(link, self.id, self._spec)
         return self._cutter.continue_from(end, sample, adopted.segment + samples)
 
     @property

@@ -208,37 +208,30 @@ def windows(item: Item) -> list[tuple[int, int, bytes | None]]:
 def test_joined_items_have_the_audio_of_each_position(
     steps: list[tuple[str, int]], skipped: set[int], known: float
 ) -> None:
-    cutter, entries, noise = make_cutter(ROUND), list[Item | AskedFlush](), np.random.default_rng(1)
+    cutter, items, noise = make_cutter(ROUND), list[Item](), np.random.default_rng(1)
     for kind, count in steps:
-        if kind == "flush":
-            entries += [*prepare(cutter, cutter.flush(2), ROUND), AskedFlush(len(entries))]
-            continue
-        pieces = (
-            cutter.cut(noise.standard_normal(count).astype(np.float32)) if kind == "audio" else cutter.cut_gap(count)
-        )
-        entries += prepare(cutter, pieces, ROUND)
-    positions = sum(entry.length for entry in entries if isinstance(entry, Item))
+        if kind == "audio":
+            pieces = cutter.cut(noise.standard_normal(count).astype(np.float32))
+        else:
+            pieces = cutter.flush(2) if kind == "flush" else cutter.cut_gap(count)
+        items += prepare(cutter, pieces, ROUND)
+    positions = sum(item.length for item in items)
     tokens = [SKIPPED if index in skipped else 7 for index in range(round(known * positions))]
-    joined = join_known(entries, tokens, ROUND)
-
-    def expanded(found: list[Item | AskedFlush]) -> list[object]:
-        return [part for one in found for part in (windows(one) if isinstance(one, Item) else [one])]
-
-    assert expanded(list(joined)) == expanded(entries)
+    joined = join_known(items, tokens, ROUND)
+    assert [part for item in joined for part in windows(item)] == [part for item in items for part in windows(item)]
     for item in joined:
-        if isinstance(item, Item):
-            assert complaint_about(item, ROUND) is None and item.length <= max(JOINED_POSITIONS, positions)
-            start = item.offset - ROUND.prefix_positions
-            if item.length > 1 and item.payload is not None:
-                assert item.length <= JOINED_POSITIONS and start + item.length <= len(tokens)
-                assert SKIPPED not in tokens[start : start + item.length]
+        assert complaint_about(item, ROUND) is None
+        start = item.offset - ROUND.prefix_positions
+        if item.length > 1 and item.payload is not None:
+            assert item.length <= JOINED_POSITIONS and start + item.length <= len(tokens)
+            assert SKIPPED not in tokens[start : start + item.length]
 
 
 def test_items_with_known_tokens_are_joined_and_the_others_are_sent_as_they_are() -> None:
     cutter = make_cutter(ROUND)
     samples = np.arange(1, 41 * ROUND.samples_per_position, dtype=np.float32)
     entries = prepare(cutter, cutter.cut(samples), ROUND)
-    joined = [entry for entry in join_known(entries, [7] * 35, ROUND) if isinstance(entry, Item)]
+    joined = join_known(entries, [7] * 35, ROUND)
     assert [item.length for item in joined] == [16, 16, 3, *[1] * (len(entries) - 35)]
     assert len({item.key for item in joined}) == len(joined)
     assert [positions_in(item.payload.nbytes, ROUND) for item in joined[:3]] == [16, 16, 3]

@@ -27,7 +27,7 @@ from engine.client.link import (
     OutgoingBatch,
     SendQueue,
 )
-from engine.client.stream import REPLAY_POSITIONS, Delivery
+from engine.client.stream import REPLAY_ITEMS, Delivery
 from engine.errors import EngineUnreachable
 from engine.messages import Abort, Feed, Finish, Flush, Item, Open
 from tests.engine import fakes
@@ -35,7 +35,7 @@ from tests.engine import fakes
 MOVED = 100
 # One position of the largest model: 80 ms with what is around it.
 PAYLOAD = np.zeros(2000, np.float32)
-PIECE_BYTES = REPLAY_POSITIONS * PAYLOAD.nbytes
+PIECE_BYTES = REPLAY_ITEMS * PAYLOAD.nbytes
 
 
 def items(stream: str, count: int, start: int = 0) -> list[Item]:
@@ -115,7 +115,9 @@ async def turns() -> None:
 
 
 def replayed(link: EngineLink, name: str, positions: int) -> Delivery:
-    return Delivery(link, Open(name), Replay(0, 0, list(items(name, positions))), finished=False, on_done=_nothing)
+    return Delivery(
+        link, Open(name), Replay(0, 0, list(items(name, positions))), fakes.FRAMES, finished=False, on_done=_nothing
+    )
 
 
 async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() -> None:
@@ -180,8 +182,8 @@ async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_i
     link, socket = await connected()
     known = items("w", 8)
     replay = Replay(0, 0, [AskedFlush(1), *items("w", 4, 8)], known=known)
-    asked = Delivery(link, Open("w"), replay, finished=True, on_done=_nothing)
-    never_asked = Delivery(link, Open("v"), replay, finished=True, on_done=_nothing)
+    asked = Delivery(link, Open("w"), replay, fakes.FRAMES, finished=True, on_done=_nothing)
+    never_asked = Delivery(link, Open("v"), replay, fakes.FRAMES, finished=True, on_done=_nothing)
     assert not never_asked.abort(), "the engine has not heard of it"
     await turns()
     (batch,) = socket.batches
