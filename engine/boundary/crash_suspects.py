@@ -10,7 +10,8 @@ The rest runs in the gateway: the supervisor (`engine/client/supervisor.py`) cal
 engine. The streams in the engine's last step are suspects. A suspect's *spot* is the range of positions that this step
 computed. Suspects are reopened at once with the other streams, but no step contains two of them until they are past
 their spots. If the engine dies again at the same spot of the same stream, that stream alone is ended. An engine that
-was killed by a signal from outside counts as weaker evidence than a crash. The last step of an engine on another
+was killed by a signal from outside counts as weaker evidence than a crash: after the first such death suspects are not
+kept apart, because their streams would have to wait for each other. The last step of an engine on another
 machine is not known: there every stream with audio to compute is a suspect, and after a second death suspects are
 reopened one at a time.
 
@@ -42,7 +43,7 @@ STRIKES_AFTER_SIGNAL = 3
 # The same number if the last step was shared with other gateways or is unknown; and if both are true.
 STRIKES_IF_SHARED_OR_UNKNOWN = 4
 STRIKES_IF_SHARED_AND_UNKNOWN = 6
-# After one death with more suspects than this, they are not kept apart: it would delay too many streams.
+# After one crash with more suspects than this, they are not kept apart: it would delay too many streams.
 FEW_SUSPECTS = 16
 
 
@@ -170,7 +171,7 @@ def find_culprit(suspects: Mapping[CrashSuspicion, range], death: EngineDeath) -
         suspicion.strike(spot.start, spot.stop)
     for suspicion in suspects:
         again = suspicion.strikes > 1
-        suspicion.alone = len(suspects) <= FEW_SUSPECTS or again
+        suspicion.alone = again or (death.crashed and len(suspects) <= FEW_SUSPECTS)
         suspicion.must_wait = again and not death.step_known
         if suspicion.must_wait and death.other_gateways:
             suspicion.not_before = death.at + random.uniform(0.0, suspicion.strikes)

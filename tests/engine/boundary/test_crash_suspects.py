@@ -67,6 +67,15 @@ def test_many_suspects_of_a_first_death_are_not_held_up() -> None:
     assert not any(suspicion.alone for suspicion in crowd)
 
 
+def test_suspects_of_a_first_signal_from_outside_are_not_held_up_and_those_of_a_second_one_are_kept_apart() -> None:
+    one, other = CrashSuspicion(), CrashSuspicion()
+    assert find_culprit({one: SPOT, other: SPOT}, SIGNAL) is None
+    assert not one.alone and not other.alone
+    assert find_culprit({one: SPOT, other: SPOT}, SIGNAL) is None
+    assert one.alone and other.alone
+    assert find_culprit({one: SPOT}, SIGNAL) is one
+
+
 def test_suspects_of_an_unseen_step_wait_for_each_other_after_a_second_death() -> None:
     suspicion = CrashSuspicion()
     find_culprit({suspicion: SPOT}, UNSEEN)
