@@ -1,6 +1,6 @@
 """How many live streams one GPU holds: the engine's own loop, without sockets and gateway.
 
-    python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400 --bisect 6 --reference
+    python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400
     python -m benchmarks.engine_capacity --whisper small --streams 200 400 --seconds 20 --audio speech.wav
     python -m benchmarks.engine_capacity --model whisper-tiny.en --streams 200 400 --seconds 20 --audio speech.wav
 
@@ -8,11 +8,11 @@ N streams with random phases play the same audio from different places, 80 ms at
 from the moment a frame of 80 ms is complete to the moment its answer is out.
 
 Without --whisper and --model: Voxtral Realtime at full dimensions, with random weights that output a word in three
-frames of ten, as in speech. The speech detector is on (`--no-detector` turns it off). Streams start with full windows;
-they join 5 ms apart, and counting begins 2 s after the last. A point holds if the 99th percentile of the lag is at most
-80 ms. A step is the work of the engine's thread between two reads of its inbox: commands in, detection, plan, launch,
-and commit of the step before; the part without the device is the host time on the critical path (`--one-by-one`: steps
-do not overlap). The same thread generates the audio: that counts in the lag and as `feed`, not as host time.
+frames of ten, as in speech. The speech detector is on. Streams start with full windows; they join 5 ms apart, and
+counting begins 2 s after the last. A point holds if the 99th percentile of the lag is at most 80 ms. A step is the work
+of the engine's thread between two reads of its inbox: commands in, detection, plan, launch, and commit of the step
+before; the part without the device is the host time on the critical path. The same thread generates the audio: that
+counts in the lag and as `feed`, not as host time.
 
 --whisper: Whisper with random weights whose answers are replaced by three tokens a second; --model: a windowed model
 with its real weights. Speech detection, the gate, pauses and saved states are on, as in a server. Streams join 4 ms
@@ -20,7 +20,7 @@ apart, and counting begins when windows have their full length (`--settle`). A p
 least half of that on average. A point holds if the 95th percentile of the lag is at most 1.5 s, over all and in the
 second half.
 
-Needs torch, numpy, silero-vad and (for --reference) transformers.
+Needs torch, numpy and silero-vad.
 """
 
 from __future__ import annotations
@@ -41,11 +41,9 @@ import torch
 from benchmarks.measuring import RunFailed, is_at_most, parser_of, percentiles, row, run_command, show
 from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, voxtral_runner, windowed_runner
 from benchmarks.sounds import Samples, speech
-from benchmarks.step_cost import Bench as HostBench
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output
-from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never
 from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
 from engine.runner.frames.passes import Payloads, StepRows
@@ -195,7 +193,7 @@ class Bench:
 
     def __init__(self, runner: VoxtralRunner | WindowedRunner, limits: Limits, options: argparse.Namespace) -> None:
         self._windowed = isinstance(runner, WindowedRunner)
-        self._detector = None if options.no_detector else load_detector(runner, limits.max_streams)
+        self._detector = load_detector(runner, limits.max_streams)
         self._watch = Watch(runner, self._detector)
         self._runner, self._limits, self._spec = runner, limits, runner.spec
         self._sound = speech(options.audio)
@@ -204,8 +202,6 @@ class Bench:
             # Streams begin with a full window, as in most of their life.
             start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
             self._spec = replace(runner.spec, prefix_positions=start)
-        if options.one_by_one:
-            runner.overlaps_steps = False
 
     def measure(self, streams: int, seconds: float) -> Point:
         scheduler = Scheduler(self._spec, self._limits, self._runner.vocabulary)
@@ -298,26 +294,6 @@ def point_of(trace: Trace, streams: int, seconds: float, windowed: bool) -> Poin
     return point
 
 
-Measure = Callable[[int, float], Point]
-
-
-def search(measure: Measure, points: list[Point], seconds: float, probe_seconds: float, room: int) -> list[Point]:
-    """Bisect for the largest number of streams that holds, to within 2 %, starting from what is known."""
-    low = max((point["streams"] for point in points if point["holds"]), default=1)
-    failing = [point["streams"] for point in points if not point["holds"] and point["streams"] > low]
-    high, found = min([room + 1, *failing]), list[Point]()
-    while high - low > max(4, low // 50):
-        middle = (low + high) // 2
-        found.append(measure(middle, probe_seconds))
-        low, high = (middle, high) if found[-1]["holds"] else (low, middle)
-    # A probe is short; the largest number is measured again for as long as the points asked for.
-    known = [*points, *found]
-    largest = max((point["streams"] for point in known if point["holds"]), default=0)
-    if largest and all(point["seconds"] < seconds for point in known if point["streams"] == largest):
-        found.append(measure(largest, seconds))
-    return found
-
-
 # Parts of Voxtral's step alone
 
 
@@ -355,55 +331,11 @@ def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float
     return rows
 
 
-def plan_commit_ms(streams: int, steps: int = 60) -> float:
-    """Median milliseconds of plan and commit when that many streams have a frame in one step."""
-    bench = HostBench.start(streams)
-    times = []
-    for _ in range(steps):
-        bench.tick()
-        times.append((bench.loop.meter.times.plan_ns + bench.loop.meter.times.commit_ns) / 1e6)
-    return float(np.median(times))
-
-
-@torch.inference_mode()
-def transformers_step_ms(history: int = 200, steps: int = 30) -> float:
-    """The same model in `transformers`, streaming one position at a time: median milliseconds of a step at batch 1,
-    `history` positions into a stream."""
-    from transformers import VoxtralRealtimeConfig, VoxtralRealtimeForConditionalGeneration
-
-    config = VoxtralRealtimeConfig()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            model = VoxtralRealtimeForConditionalGeneration(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-    def step(positions: int, caches: dict[str, Any]) -> dict[str, Any]:
-        mels = config.audio_length_per_tok * positions
-        features = torch.randn(1, config.audio_config.num_mel_bins, mels, device="cuda", dtype=torch.bfloat16)
-        tokens = torch.full((1, positions), STREAMING_PAD, device="cuda")
-        out = model(input_ids=tokens, input_features=features, num_delay_tokens=6, use_cache=True, **caches)
-        out.logits[:, -1].argmax(-1).item()
-        return {name: getattr(out, name) for name in ("past_key_values", "encoder_past_key_values", "padding_cache")}
-
-    caches, times = step(history, {}), []
-    for _ in range(steps):
-        began = time.perf_counter()
-        caches = step(1, caches)
-        times.append((time.perf_counter() - began) * 1000)
-    return float(np.median(times))
-
-
 # The command
 
 
 def start(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
     """The engine, and what its start shows."""
-    if options.reference:
-        report["transformers_step_ms"] = transformers_step_ms()
-        gc.collect()
-        torch.cuda.empty_cache()
     began = time.perf_counter()
     runner: VoxtralRunner | WindowedRunner
     if options.whisper or options.model:
@@ -418,7 +350,6 @@ def start(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
         report["steps"] = step_times(runner, [size for size in options.sizes if size <= limits.max_streams])
     report |= {"model": runner.spec.name, "room_for": limits.max_streams, "start_s": time.perf_counter() - began}
     calm_collector()
-    report["plan_commit_512_ms"] = plan_commit_ms(512, 5 if options.small else 60)
     bench = Bench(runner, limits, options)
     report["free_gib"] = free_memory(require_device("cpu" if options.small else "cuda")) / GIB
     return bench
@@ -430,17 +361,12 @@ def measure_all(options: argparse.Namespace) -> dict[str, Any]:
     report: dict[str, Any] = {"device": "cpu" if options.small else torch.cuda.get_device_name()}
     bench = start(options, report)
     show("Engine alone", report)
-
-    def measure(streams: int, seconds: float) -> Point:
-        point = bench.measure(streams, seconds)
-        print(f"engine alone, {row(point)}", flush=True)
-        return point
-
-    wanted = [streams for streams in options.streams if streams <= report["room_for"]]
-    points = [measure(streams, options.seconds) for streams in wanted]
-    if options.bisect:
-        points += search(measure, points, options.seconds, options.bisect, report["room_for"])
-    held = [point["streams"] for point in points if point["holds"] and point["seconds"] >= options.seconds]
+    points: list[Point] = []
+    for streams in options.streams:
+        if streams <= report["room_for"]:
+            points.append(bench.measure(streams, options.seconds))
+            print(f"engine alone, {row(points[-1])}", flush=True)
+    held = [point["streams"] for point in points if point["holds"]]
     print(f"largest N that holds for {options.seconds:.0f} s: {max(held, default=0)}")
     return {"arguments": vars(options), **report, "points": points}
 
@@ -452,16 +378,12 @@ def main(arguments: list[str] | None = None) -> None:
     model.add_argument("--model", help="windowed, real weights: a name that `tickertape pull` knows, or a path")
     parser.add_argument("--streams", type=int, nargs="*", default=[100, 200, 400])
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds that count, for each point")
-    parser.add_argument("--bisect", type=float, metavar="SECONDS", help="search the largest N, SECONDS per probe")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
     parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: made-up voices")
     parser.add_argument("--settle", type=float, default=10.0, help="windowed: seconds before counting begins")
     parser.add_argument("--kv", choices=sorted(KV_TYPES), default="bf16", help="Voxtral: keys and values")
     parser.add_argument("--window", type=int, default=1024, help="Voxtral: decoder window in tokens")
     parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="Voxtral: batches alone")
-    parser.add_argument("--reference", action="store_true", help="Voxtral: time transformers on this machine first")
-    parser.add_argument("--no-detector", action="store_true", help="Voxtral: leave speech detection out")
-    parser.add_argument("--one-by-one", action="store_true", help="Voxtral: steps that do not overlap")
     run_command(parser, arguments, measure_all, streams=[2], seconds=3.0, sizes=[], max_streams=2, settle=0.0)
 
 

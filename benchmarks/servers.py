@@ -1,7 +1,7 @@
-"""Starts and stops a whole server for a benchmark: one engine process, gateway processes, and nginx in front of them.
+"""Starts and stops a whole server for a benchmark: one engine process and gateway processes.
 
 `Server` owns the processes of one server and measures their processor time; `Child` is any process with its
-descendants; `Nginx` runs the machine's nginx with deploy/proxies/nginx.conf.
+descendants.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,16 +16,15 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import ROOT, RunFailed, cpu_seconds, read_process, with_descendants
+from benchmarks.measuring import RunFailed, cpu_seconds, read_process, with_descendants
 from engine.options import DEFAULT_MODEL
 
 READY_S = 180.0
-NGINX_EXAMPLE = ROOT / "deploy/proxies/nginx.conf"
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -68,13 +66,6 @@ def wait_until_ready(urls: Sequence[str], *children: Child) -> None:
             if time.monotonic() > deadline:
                 raise RunFailed(f"{url} was not ready within {READY_S:.0f} s")
             time.sleep(0.1)
-
-
-def program(name: str) -> str:
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin")
-    if found is None:
-        raise RunFailed(f"{name} is not installed")
-    return found
 
 
 def free_port() -> int:
@@ -128,18 +119,10 @@ class Child:
 
 class Server:
     """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them.
-    With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load. `flags`
-    are further ones of the gateways, `own_flags` those of one of them, by its number."""
+    With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        counts_streams_only: bool,
-        flags: Sequence[str] = (),
-        own_flags: Mapping[int, Sequence[str]] | None = None,
-    ) -> None:
+    def __init__(self, options: argparse.Namespace, counts_streams_only: bool) -> None:
         self._options, self._counts_streams_only = options, counts_streams_only
-        self._flags, self._own_flags = flags, own_flags or {}
         # SIGTERM raises here, so that a stopped benchmark leaves its `with` blocks and ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
@@ -148,7 +131,7 @@ class Server:
         try:
             self.engine = self._start("engine", [*self._engine_command(), "--listen", address], folder)
             self.gateways = [self._gateway(number, address, folder) for number in range(options.gateways)]
-            self._wait_until_ready()
+            wait_until_ready([self.http(number, "/ready") for number in range(len(self.urls))], *self._children)
         except BaseException:
             self.stop()
             raise
@@ -180,20 +163,8 @@ class Server:
         command = ["realtime.cli", "serve", "--engine", address, "--port", str(port)]
         command += ["--workers", str(options.workers)] if options.workers else []
         command += ["--limits.max-load", "0"] if self._counts_streams_only else []
-        command += [*self._flags, *self._own_flags.get(number, ())]
         self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
         return self._start(f"gateway{number}", command, folder)
-
-    def replace_gateways(self, *numbers: int) -> None:
-        """Kill gateways with their workers, start them again, and wait until they are ready."""
-        for number in numbers:
-            self.gateways[number].kill()
-        for number in numbers:
-            self.gateways[number].start()
-        self._wait_until_ready()
-
-    def _wait_until_ready(self) -> None:
-        wait_until_ready([self.http(number, "/ready") for number in range(len(self.urls))], *self._children)
 
     def http(self, gateway: int, path: str) -> str:
         return self.urls[gateway].replace("ws", "http", 1).partition("/v1")[0] + path
@@ -229,30 +200,3 @@ class Server:
             child.stop()
         self._folder.cleanup()
         signal.signal(signal.SIGTERM, self._on_term)
-
-
-class Nginx:
-    """The machine's nginx with our example before the first gateway of a server; a context manager that stops it."""
-
-    def __init__(self, server: Server) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="nginx-")
-        folder, port = Path(self._folder.name), free_port()
-        self.url = f"ws://localhost:{port}/v1/realtime"
-        gateway = server.http(0, "").removeprefix("http://")
-        text = NGINX_EXAMPLE.read_text().replace("8080", str(port)).replace("127.0.0.1:8000", gateway)
-        (folder / "nginx.conf").write_text(text)
-        self._command = [program("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf")]
-        self._directives = f"pid {folder}/pid; error_log stderr;"
-        self._child = Child("nginx", [*self._command, "-g", f"daemon off; {self._directives}"], folder / "log")
-        wait_until_ready([f"http://localhost:{port}/ready"], self._child)
-
-    def __enter__(self) -> Nginx:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._child.stop()
-        self._folder.cleanup()
-
-    def reload(self) -> None:
-        self._child.check()
-        subprocess.run([*self._command, "-g", self._directives, "-s", "reload"], check=True, capture_output=True)

@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from argparse import Namespace
-from typing import Any
-
 import numpy as np
 import pytest
 
-from benchmarks.engine_capacity import POSITION_NS, Bench, Point, Step, Trace, Traffic, point_of, search
-from benchmarks.random_weights import voxtral_runner
+from benchmarks.engine_capacity import POSITION_NS, Point, Step, Trace, Traffic, point_of
 from benchmarks.sounds import speech, utterances
-from engine.core.scheduler import Limits
 from engine.models.silero import load_silero
 from engine.runner.speech import SpeechDetector
 
@@ -65,15 +60,6 @@ def test_a_point_splits_host_and_device() -> None:
     assert point(3, windowed=True)["step_p50"] == pytest.approx(9.9), "without the commands that came in"
 
 
-def test_the_search_closes_in_on_the_largest_that_holds() -> None:
-    def measure(streams: int, seconds: float) -> Point:
-        return point(streams, 20.0 if streams <= 333 else 99.0) | {"seconds": seconds}
-
-    found = search(measure, [measure(100, 60.0)], 60.0, 1.0, room=1000)
-    assert 320 <= max(one["streams"] for one in found if one["holds"]) <= 333
-    assert found[-1]["seconds"] == 60.0, "the largest is measured again for as long as was asked"
-
-
 def test_utterances_are_parted_by_pauses() -> None:
     probabilities = [0.1, 0.9, 0.9, 0.1, 0.6, 0.1, 0.1, 0.1, 0.8, 0.2]
     assert utterances(probabilities, 0.25, pause_s=0.5) == [(0.25, 1.25), (2.0, 2.25)]
@@ -87,13 +73,3 @@ def test_the_detector_hears_speech_in_what_the_streams_send() -> None:
     (heard,) = detector.detect([("a", sound[: 16 * 16_000])])
     share = np.mean(np.array(heard.probabilities) >= 0.5)
     assert 0.3 < share < 0.95, "speech and pauses"
-
-
-@pytest.mark.timeout(300)
-def test_steps_that_do_not_overlap_are_measured_too() -> None:
-    options: Any = Namespace(no_detector=True, one_by_one=True, audio=None, settle=0.0, small=True, whisper=None)
-    runner = voxtral_runner("bf16", 1024, 2, small=True)
-    memory = runner.memory
-    bench = Bench(runner, Limits(memory.streams, memory.cache_embeds, memory.group_pages), options)
-    measured = bench.measure(2, seconds=0.5)
-    assert measured["step_p50"] > 0 and measured["passes_per_second"] > 0
