@@ -8,10 +8,10 @@ model's words. Needs the extra tickertape[fleet].
 
 For each kind of `LOSSES` a part is lost as often as asked, each time when the fleet is complete again. `calm` loses
 nothing, and the others are compared with it. `went_on` is the time from the loss until audio that was spoken after it
-has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for two minutes. `scale` is
-a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the
-manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open without answers:
-clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it continues.
+has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for two minutes.
+`stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the manager or Ray's own process of a node
+(SIGSTOP) and continues it. Meanwhile connections stay open without answers: clients leave a gateway after `LEAVE_S`,
+some ask it again, and their messages wait there until it continues.
 
     python -m benchmarks.fleet serve ...
 
@@ -63,10 +63,6 @@ STOP_S = (3, 10, 40)
 LEAVE_S = 2.0
 # Longer than an engine remembers a gateway without heartbeats.
 SETTLE_S = 60.0
-# Short times, so that a benchmark sees what takes minutes in earnest; and a load that three engines carry and one does
-# not: the share of their room that is taken, seconds between arrivals, and seconds that it stays.
-SCALE = "[scale]\nabove = 0.8\nabove_s = 2\nbelow = 0.5\nbelow_s = 5\ncool_down_s = 3\n"
-LOAD, ARRIVE_S, STAY_S = 0.75, 1.0, 10.0
 # Ray checks a node every second here and gives it up after three misses: its own 15 s would be most of the run.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -208,26 +204,21 @@ class Fleet:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.state = folder, folder / "state" / "bench"
         self.balancer = Balancer()
-        self._null = options.null
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self._port = 21_000 + os.getpid() % 400 * 20
-        self._head_port = 6400 + os.getpid() % 500
         model = "" if options.null else f'name = "{options.model}"\n'
         (folder / "server.toml").write_text(
             f"[model]\n{model}threads = 1\nmax_streams = {STREAMS}\n[limits]\nmax_load = 0.0\n"
         )
-        self.write_plan(least=2, most=3)
-
-    def write_plan(self, least: int, most: int) -> None:
+        port, head_port = 21_000 + os.getpid() % 400 * 20, 6400 + os.getpid() % 500
         null = [sys.executable, "-m", "benchmarks.engines", "--max-streams", str(STREAMS)]
         gateway = [sys.executable, "-m", "benchmarks.fleet"]
-        (self.folder / "fleet.toml").write_text(
-            f'name = "bench"\ncluster = "127.0.0.1:{self._head_port}"\nstate_folder = "{self.folder}/state"\n'
+        (folder / "fleet.toml").write_text(
+            f'name = "bench"\ncluster = "127.0.0.1:{head_port}"\nstate_folder = "{folder}/state"\n'
             f'config = "server.toml"\nhead_works = false\nlook_s = 0.5\n'
-            f"[engine]\nleast = {least}\nmost = {most}\ncpus = 0.2\nport = {self._port}\ndrain_s = 20\n"
-            f"program = {json.dumps(null if self._null else [])}\n"
-            f"[gateway]\ncount = 2\ncpus = 0.2\nport = {self._port + 10}\ndrain_s = 2\n"
-            f"program = {json.dumps(gateway)}\n" + SCALE
+            f"[engine]\nleast = 2\nmost = 3\ncpus = 0.2\nport = {port}\ndrain_s = 20\n"
+            f"program = {json.dumps(null if options.null else [])}\n"
+            f"[gateway]\ncount = 2\ncpus = 0.2\nport = {port + 10}\ndrain_s = 2\n"
+            f"program = {json.dumps(gateway)}\n"
         )
 
     @property
@@ -469,11 +460,8 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
         for seconds in STOP_S
     },
 }
-KINDS = [*LOSSES, "scale"]
 STOPS = ",".join(f"{kind}:2" for kind in LOSSES if kind.startswith("stop-"))
-DEFAULT_KINDS = (
-    f"calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,{STOPS},upgrade:2,scale:1"
-)
+DEFAULT_KINDS = f"calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,{STOPS},upgrade:2"
 
 
 # Clients
@@ -484,8 +472,6 @@ class Crowd:
 
     def __init__(self, url: str, audio: bytes, count: int, apart_s: float) -> None:
         self.clients: list[PacedClient] = []
-        # For each client that was refused at first: seconds until its session began.
-        self.refused_s: list[float] = []
         self._url, self._audio = url, audio
         self._is_over = False
         self._living = [asyncio.create_task(self._live(number * apart_s)) for number in range(count)]
@@ -512,7 +498,6 @@ class Crowd:
 
     async def _live(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        refused_at: float | None = None
         while not self._is_over:
             client = PacedClient(self._url, appends_of(self._audio))
             self.clients.append(client)
@@ -521,13 +506,9 @@ class Crowd:
             except CannotConnect as error:
                 if not client.begun:
                     self.clients.remove(client)
-                    refused_at = refused_at or time.monotonic()
                     await asyncio.sleep(0.5)
                     continue
                 client.failure = str(error)
-            if refused_at is not None:
-                self.refused_s.append(client.began_at - refused_at)
-                refused_at = None
 
 
 # The measurements
@@ -543,9 +524,6 @@ class Matrix:
     def _crowd(self, clients: int, apart_s: float) -> Crowd:
         return Crowd(self._fleet.url, self._audio, clients, apart_s)
 
-    def _summary_of(self, clients: list[PacedClient]) -> dict[str, Any]:
-        return summary([client.outcome() for client in clients], [self._alone] * len(clients))
-
     async def play_alone(self) -> None:
         crowd = self._crowd(1, 0.0)
         await asyncio.sleep(1.0)
@@ -559,7 +537,7 @@ class Matrix:
         """Repeats the same loss."""
         clients, fleet = self._options.sessions, self._fleet
         crowd = self._crowd(clients, len(self._audio) / (2 * SAMPLE_RATE) / clients)
-        watching = asyncio.create_task(self._watch_engines([], []))
+        watching = asyncio.create_task(self._watch_gateways())
         begun, went_on_s, owned_twice = time.monotonic(), list[float](), 0
         calls = set[float]()
         try:
@@ -588,57 +566,19 @@ class Matrix:
             "times": times,
             "at_once": clients,
             **percentiles("went_on_s", went_on_s, 50, 100),
-            **self._summary_of(crowd.clients),
+            **summary([client.outcome() for client in crowd.clients], [self._alone] * len(crowd.clients)),
             # Engines had more streams than there were clients: a stream was left over.
             "owned_twice": owned_twice,
             "calls_per_look": sorted(calls),
             "took_s": round(time.monotonic() - begun),
         }
 
-    async def scale(self) -> dict[str, Any]:
-        """More clients than one engine has room for, then few: engines follow by the rules of the plan."""
-        self._fleet.write_plan(least=1, most=3)
-        await self._fleet.run("up")
-        await self._until_engines(1)
-        engines, start_s = list[int](), list[float]()
-        watching = asyncio.create_task(self._watch_engines(engines, start_s))
-        few = self._crowd(2, ARRIVE_S)
-        many = self._crowd(round(3 * LOAD * STREAMS) - 2, ARRIVE_S)
-        try:
-            await self._until_engines(3)
-            await asyncio.sleep(STAY_S)
-            await many.end()
-            await self._until_engines(1)
-            await few.end()
-        finally:
-            watching.cancel()
-        refused = [*few.refused_s, *many.refused_s]
-        return {
-            "kind": "scale",
-            "engines": engines,
-            "engine_start_max_s": max(start_s, default=0.0),
-            "not_let_in_at_first": len(refused),
-            "let_in_after_max_s": max(refused, default=0.0),
-            **self._summary_of([*few.clients, *many.clients]),
-        }
-
-    async def _watch_engines(self, engines: list[int], start_s: list[float]) -> None:
-        """How many engines served, one number after the other, and how long each took from its keeper to serving. The
-        balancer learns meanwhile which gateways serve."""
-        first: dict[str, float] = {}
+    async def _watch_gateways(self) -> None:
+        """The balancer learns which gateways serve."""
         while True:
             with contextlib.suppress(OSError):
-                units = [unit for unit in self._fleet.status()["units"] if unit["kind"] == "engine"]
-                serving = [unit["name"] for unit in units if unit["state"] == "serving"]
-                for unit in units:
-                    first.setdefault(unit["name"], time.monotonic())
-                start_s += [time.monotonic() - first[name] for name in serving if first[name]]
-                first |= dict.fromkeys(serving, 0.0)
-                engines += [len(serving)] if engines[-1:] != [len(serving)] else []
+                self._fleet.status()
             await asyncio.sleep(0.1)
-
-    async def _until_engines(self, count: int) -> None:
-        await self._fleet.until_whole(lambda now: sum(unit["kind"] == "engine" for unit in now["units"]) == count)
 
     async def _settled(self, crowd: Crowd) -> bool:
         """Waits until the fleet is complete and all audio is acknowledged; False if streams are left over."""
@@ -668,7 +608,7 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             await fleet.start()
             await matrix.play_alone()
             for kind, times in options.kinds:
-                results.append(await (matrix.scale() if kind == "scale" else matrix.series(kind, times)))
+                results.append(await matrix.series(kind, times))
                 print(row(results[-1]), flush=True)
         finally:
             await fleet.stop()

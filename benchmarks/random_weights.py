@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.host_memory import memory_to_plan_with
 from engine.models.layers import Heads
 from engine.models.voxtral_realtime import (
@@ -42,14 +41,11 @@ from engine.runner.load import (
     windowed_on_device,
 )
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
-from engine.runner.windowed.runner import WindowedRunner
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
 from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
-from engine.weights.checkpoint import load_speech_model
-from engine.weights.store import resolve
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 # Frames of ten that are text: 3.75 words a second, where people say two to three, of one token or two each.
@@ -219,22 +215,13 @@ def follow_script(windows: DeviceWindows, model: Whisper) -> None:
     decoder._passes = scripted  # type: ignore[method-assign]
 
 
-def windowed_runner(
-    size: str | None, model: str | None, max_streams: int | None, small: bool
-) -> tuple[WindowedRunner, Limits]:
-    """Whisper of this size with random weights and scripted tokens, or a model with its real weights."""
+def whisper_loop(size: str, max_streams: int | None, small: bool) -> EngineLoop:
+    """Random weights and scripted tokens."""
     device = require_device("cpu" if small else "cuda")
     dtype, room = DEVICE_DTYPE if device.type == "cuda" else torch.float32, free_memory(device)
-    found, pieces = random_whisper(size, device) if size else load_speech_model(resolve(model or ""))
-    name = Path(model).name if model else f"whisper-{size}"
-    runner, limits = windowed_on_device(name, found, pieces, device, dtype, room, max_streams)
-    if isinstance(found, Whisper) and size:
-        assert isinstance(runner.windows, DeviceWindows)
-        follow_script(runner.windows, found)
-    return runner, limits
-
-
-def whisper_loop(size: str, max_streams: int | None, small: bool) -> EngineLoop:
-    runner, limits = windowed_runner(size, None, max_streams, small)
+    model, pieces = random_whisper(size, device)
+    runner, limits = windowed_on_device(f"whisper-{size}", model, pieces, device, dtype, room, max_streams)
+    assert isinstance(runner.windows, DeviceWindows)
+    follow_script(runner.windows, model)
     scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
     return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), GateSettings())

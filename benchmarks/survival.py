@@ -294,7 +294,7 @@ def main(arguments: list[str] | None = None) -> None:
     add_server_options(one)
     one.set_defaults(run=lose_in_server, workers=2)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))
-    one.add_argument("--kinds", type=kinds_of(fleet.KINDS), default=fleet.DEFAULT_KINDS, help="and how often")
+    one.add_argument("--kinds", type=kinds_of(list(fleet.LOSSES)), default=fleet.DEFAULT_KINDS, help="and how often")
     one.add_argument("--sessions", type=int, default=4, help="clients that speak at the same time")
     one.add_argument("--seconds", type=float, default=20.0, help="length of the recording that a session sends")
     one.add_argument("--model", default="moonshine-tiny")

@@ -14,10 +14,10 @@ STEP = Step(whole=10.0, submit=0.1, plan=0.3, commit=0.2, device=8.0, tasks=4, s
 NOISE = np.random.default_rng(0).standard_normal(100_000).astype(np.float32)
 
 
-def point(streams: int = 1, lag_ms: float = 5.0, late: int = 0, windowed: bool = False) -> Point:
+def point(streams: int = 1, lag_ms: float = 5.0, late: int = 0) -> Point:
     trace = Trace()
-    trace.lags, trace.steps, trace.late_frames = [(number, lag_ms) for number in range(100)], [STEP] * 50, late
-    return point_of(trace, streams, 60.0, windowed)
+    trace.lags, trace.steps, trace.late_frames = [lag_ms] * 100, [STEP] * 50, late
+    return point_of(trace, streams, 60.0)
 
 
 def test_every_stream_sends_every_frame_once_and_in_order() -> None:
@@ -47,8 +47,6 @@ def test_a_point_holds_by_its_lag_and_the_frames_that_wait() -> None:
     assert point(lag_ms=80.0)["holds"]
     assert not point(lag_ms=80.1)["holds"]
     assert not point(late=1)["holds"]
-    assert point(lag_ms=1500.0, windowed=True, late=1)["holds"]
-    assert not point(lag_ms=1500.1, windowed=True)["holds"]
 
 
 def test_a_point_splits_host_and_device() -> None:
@@ -57,7 +55,6 @@ def test_a_point_splits_host_and_device() -> None:
     assert result["host_share"] == pytest.approx(0.2)
     assert (result["plan_p50"], result["commit_p50"]) == (0.3, 0.2)
     assert result["step_p50"] == 10.0
-    assert point(3, windowed=True)["step_p50"] == pytest.approx(9.9), "without the commands that came in"
 
 
 def test_utterances_are_parted_by_pauses() -> None:
