@@ -49,7 +49,7 @@ APPEND_MS = 80
 class Orders:
     """The task of the clients of one process."""
 
-    urls: list[str]
+    url: str
     sessions: list[int]
     all_sessions: int
     # A WAV file; None: synthetic voices.
@@ -254,10 +254,9 @@ class LagClient(PacedClient):
     def __init__(
         self, number: int, orders: Orders, schedule: Schedule, sounds: tuple[Track, Track], findings: Findings
     ) -> None:
-        url = orders.urls[number % len(orders.urls)]
         turns = {"type": "semantic_vad"} if orders.semantic else TURNS
         options = SessionOptions(orders.rate, turns, language=orders.language, speakers=orders.speakers)
-        super().__init__(url, self._pieces(), orders.append_ms, options)
+        super().__init__(orders.url, self._pieces(), orders.append_ms, options)
         self._orders, self._schedule, self._findings = orders, schedule, findings
         self._spoken, self._quiet = sounds
         random = np.random.default_rng(number)
@@ -385,7 +384,7 @@ async def play_whole(orders: Orders, sound: Samples, schedule: Schedule) -> list
 
     async def one(number: int) -> dict[str, Any]:
         audio = own_part(data, number, orders.seconds) if orders.own_parts else looped(data, orders.seconds)
-        client = PacedClient(orders.urls[0], appends_of(audio))
+        client = PacedClient(orders.url, appends_of(audio))
         await sleep_until(schedule.joins_at(number, orders.all_sessions))
         try:
             await client.speak()

@@ -208,19 +208,19 @@ class SessionPlayer(Player):
 
 
 class Run:
-    """Plays sessions, at most `at_once` of them at a time, live or as uploads. `turns` is the rule by which the turns
+    """Plays sessions, at most `streams` of them at a time, live or as uploads. `turns` is the rule by which the turns
     of live ones end. With `settings`, live ones have the gateway's session core, and finals."""
 
     def __init__(
         self,
         loop: EngineLoop,
-        at_once: int,
+        streams: int,
         live: bool = True,
         turns: TurnRule | None = None,
         settings: Settings | None = None,
     ) -> None:
         self._loop, self._spec = loop, loop.scheduler.spec
-        self._at_once, self._live, self._turns, self._settings = at_once, live, turns, settings
+        self._streams, self._live, self._turns, self._settings = streams, live, turns, settings
         self._players: dict[str, Player] = {}
         self.clock = VirtualClock()
         self.costs: list[Cost] = []
@@ -229,7 +229,7 @@ class Run:
         """Until all sessions are through; in the order in which they end."""
         clock, waiting, done = self.clock, deque(sessions), list[Played]()
         while waiting or self._players:
-            while waiting and len(self._players) < self._at_once:
+            while waiting and len(self._players) < self._streams:
                 session = waiting.popleft()
                 self._players[session.name] = self._player(session)
             # With a gateway, another process prepares the audio of files: that time does not count.

@@ -83,7 +83,7 @@ def spans_of_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, f
 def measure(server: Server, load: Load, options: argparse.Namespace, spans: list[tuple[float, float]]) -> Result:
     windowed = is_windowed(options)
     orders = {
-        "urls": server.urls,
+        "url": server.url,
         "recording": options.audio,
         "rate": load.rate,
         "append_ms": load.append_ms,

@@ -201,7 +201,7 @@ SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
     "calm": lambda server: None,
     "engine": restart_engine,
     "worker": lambda server: os.kill(server.workers()[0], signal.SIGKILL),
-    "restart": lambda server: os.kill(server.gateways[0].pid, signal.SIGUSR2),
+    "restart": lambda server: os.kill(server.gateway.pid, signal.SIGUSR2),
 }
 
 
@@ -222,7 +222,7 @@ def server_figures(server: Server) -> Figures:
     return {
         "streams_recovered": round(recovered),
         "recovery_s_mean": server.counter("engine_recovery_seconds") / recovered if recovered else None,
-        "gateway_bytes": sum(map(private_bytes, with_descendants(server.gateways[0].pid))),
+        "gateway_bytes": sum(map(private_bytes, with_descendants(server.gateway.pid))),
     }
 
 
@@ -236,7 +236,7 @@ def lose_in_server(options: argparse.Namespace) -> list[Figures]:
     references: list[str] | None = None
     with Server(options, counts_streams_only=True) as server:
         orders = {
-            "urls": [server.urls[0].partition("?")[0]],
+            "url": server.url,
             "recording": sample_path() if options.audio is None and options.model else options.audio,
             "seconds": options.seconds,
             # With random weights no two sessions may send the same audio, which a cache would answer for the model.

@@ -139,7 +139,7 @@ def cases_in(sources: Sequence[Source], model: str) -> list[PauseCase]:
     rule = TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, ASK_MS * SAMPLE_RATE // 1000)
     cases = []
     for source in sources:
-        (played,) = Run(loop, 1, turns=rule).play([sound_session(source.name, with_tail(source))])
+        (played,) = Run(loop, streams=1, turns=rule).play([sound_session(source.name, with_tail(source))])
         cases += cases_of(source, played)
     return cases
 

@@ -30,7 +30,6 @@ RUNS = {
     "server_capacity --whisper toy": ["2 sessions, 24 kHz", "behind p95", "final p95"],
     "accuracy": ["wer", "emission delay p50", "File is", "Live is"],
     "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
-    "fleet_size": ["gateways cpu us per link second", "save bytes per session second", "back s p99"],
     "start": ["ready", "first caption", "first text", "engine imports", "model load", "warm up"],
     "turns": ["wrong cuts", "end after word s p95", "cpu ms per pause", "fused"],
     "survival spare": ["killed s p50", "spare private bytes"],
