@@ -1,4 +1,4 @@
-"""Kills, stops or disconnects parts of a fleet under live sessions, for `python -m benchmarks.survival fleet`.
+"""Kills or stops parts of a fleet under live sessions, for `python -m benchmarks.survival fleet`.
 
 The fleet is a Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet
 join`, with real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this
@@ -12,12 +12,6 @@ has been acknowledged, for the last of all speaking clients. `head-long` takes t
 `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the manager or Ray's own process of a node
 (SIGSTOP) and continues it. Meanwhile connections stay open without answers: clients leave a gateway after `LEAVE_S`,
 some ask it again, and their messages wait there until it continues.
-
-    python -m benchmarks.fleet serve ...
-
-runs there instead of `tickertape serve`: a gateway whose links to engines go through another process. A file `cut-NAME`
-beside the gateway's table stops the link to that engine: bytes are neither delivered nor refused, as with a pulled
-cable.
 """
 
 from __future__ import annotations
@@ -33,11 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from benchmarks.clients import PacedClient, appends_of, resume_at_once, summary
 from benchmarks.measuring import ROOT, percentiles, read_process, row, stat_of, until
@@ -52,8 +45,6 @@ NODES = (*ENGINE_NODES, *EDGES)
 PATIENCE_S = 300.0
 # A status older than this means that the manager is away.
 FRESH_S = 5.0
-# Longer than the 4 s after which a link counts as dead.
-CUT_S = 6.0
 HEAD_SHORT_S, HEAD_LONG_S = 5.0, 120.0
 # Streams that an engine has room for.
 STREAMS = 8
@@ -76,17 +67,15 @@ Mended = Callable[[Status], bool]
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-# The network: a load balancer, and links that can be cut
+# The load balancer
 
 
-async def join(near: Stream, far: Stream, is_cut: Callable[[], bool] = lambda: False) -> None:
+async def join(near: Stream, far: Stream) -> None:
     """Copies bytes in both directions until either end closes."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
-                while is_cut():  # noqa: ASYNC110 - a cut has no event
-                    await asyncio.sleep(0.1)
                 writer.write(data)
                 await writer.drain()
         writer.close()
@@ -129,71 +118,6 @@ class Balancer:
             end.close()
 
 
-class Links:
-    """The engines of a gateway's table, each behind a port of this process; `shown` is the table with these ports."""
-
-    def __init__(self, table: Path) -> None:
-        self._table = table
-        self.shown = table.with_suffix(".through.json")
-        self._servers: dict[str, asyncio.Server] = {}
-        self._open = 0
-
-    async def follow(self) -> None:
-        last = ""
-        while True:
-            text = self._table.read_text() if self._table.is_file() else ""
-            if text and text != last:
-                table = json.loads(text)
-                for engine in table["engines"]:
-                    engine["address"] = f"tcp://127.0.0.1:{await self._through(engine['name'], engine['address'])}"
-                beside = self.shown.with_suffix(".new")
-                beside.write_text(json.dumps(table))
-                os.replace(beside, self.shown)
-                last = text
-            await asyncio.sleep(0.1)
-
-    async def _through(self, name: str, address: str) -> int:
-        if name not in self._servers:
-            take = partial(self._take, urlsplit(address), self._table.with_name(f"cut-{name}"))
-            self._servers[name] = await asyncio.start_server(take, "127.0.0.1", 0)
-        return int(self._servers[name].sockets[0].getsockname()[1])
-
-    async def _take(self, address: Any, cut: Path, *near: Any) -> None:
-        """Waits for an engine that is not there yet, as for a machine that boots: to be taken and closed would look
-        like a refusal."""
-        self._open += 1
-        try:
-            deadline = time.monotonic() + 30.0
-            while time.monotonic() < deadline:
-                with contextlib.suppress(OSError):
-                    far = await asyncio.open_connection(address.hostname, address.port)
-                    return await join(near, far, cut.exists)
-                await asyncio.sleep(0.1)
-            near[1].close()
-        finally:
-            self._open -= 1
-
-    async def run_out(self) -> None:
-        """Waits until the bytes that a gateway sent before its end are delivered."""
-        with contextlib.suppress(TimeoutError):
-            await until(lambda: not self._open, 2.0)
-
-
-async def serve(arguments: list[str]) -> int:
-    """The gateway behind its links."""
-    place = arguments.index("--engine-table") + 1
-    links = Links(Path(arguments[place]))
-    arguments[place] = str(links.shown)
-    following = asyncio.create_task(links.follow())
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "realtime.cli", *arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, process.terminate)
-    code = await process.wait()
-    following.cancel()
-    await links.run_out()
-    return code
-
-
 # The fleet
 
 
@@ -211,14 +135,12 @@ class Fleet:
         )
         port, head_port = 21_000 + os.getpid() % 400 * 20, 6400 + os.getpid() % 500
         null = [sys.executable, "-m", "benchmarks.engines", "--max-streams", str(STREAMS)]
-        gateway = [sys.executable, "-m", "benchmarks.fleet"]
         (folder / "fleet.toml").write_text(
             f'name = "bench"\ncluster = "127.0.0.1:{head_port}"\nstate_folder = "{folder}/state"\n'
             f'config = "server.toml"\nhead_works = false\nlook_s = 0.5\n'
             f"[engine]\nleast = 2\nmost = 3\ncpus = 0.2\nport = {port}\ndrain_s = 20\n"
             f"program = {json.dumps(null if options.null else [])}\n"
             f"[gateway]\ncount = 2\ncpus = 0.2\nport = {port + 10}\ndrain_s = 2\n"
-            f"program = {json.dumps(gateway)}\n"
         )
 
     @property
@@ -329,13 +251,6 @@ def one(status: Status, kind: str = "") -> Status:
     return chosen
 
 
-def processes_of(unit: Status) -> list[int]:
-    """The gateway's processes without the one that forwards its links: bytes that it has sent are still delivered."""
-    if unit["kind"] != "gateway":
-        return [unit["pid"]]
-    return [int(pid) for pid in Path(f"/proc/{unit['pid']}/task/{unit['pid']}/children").read_text().split()]
-
-
 def below(node: subprocess.Popen[bytes], part: str) -> list[int]:
     """The keepers of a node, which are workers of Ray, or Ray's own process there."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
@@ -347,16 +262,15 @@ def below(node: subprocess.Popen[bytes], part: str) -> list[int]:
     return [pid for pid, command in commands.items() if Path(command.partition("\0")[0]).name == "raylet"]
 
 
-def signal_all(pids: list[int], number: int) -> None:
+def signal_all(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def kill(units: list[Status]) -> Mended:
-    for unit in units:
-        signal_all(processes_of(unit), signal.SIGKILL)
     gone = {unit["pid"] for unit in units}
+    signal_all(gone, signal.SIGKILL)
     return lambda now: not gone & {unit["pid"] for unit in now["units"]}
 
 
@@ -399,15 +313,6 @@ async def lose_head(away_s: float, fleet: Fleet, status: Status) -> Mended:
     return lambda now: bool(now["pid"] != status["pid"])
 
 
-async def lose_network(fleet: Fleet, status: Status) -> Mended:
-    engine, gateway = one(status, "engine"), one(status, "gateway")
-    cut = fleet.state / "nodes" / gateway["node"] / f"cut-{engine['name']}"
-    cut.touch()
-    await asyncio.sleep(CUT_S)
-    cut.unlink()
-    return lambda now: True
-
-
 async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mended:
     """Stop a part for these seconds. A node that was given up meanwhile ends when it continues, and is started again,
     as a service is."""
@@ -416,7 +321,7 @@ async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mende
     if part == "manager":
         pids = [status["pid"]]
     else:
-        pids = processes_of(unit) if part == unit["kind"] else below(fleet.nodes[node], part)
+        pids = [unit["pid"]] if part == unit["kind"] else below(fleet.nodes[node], part)
     if not pids:
         raise RuntimeError(f"there is no {part} to stop")
     signal_all(pids, signal.SIGSTOP)
@@ -452,7 +357,6 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
     "node": lose_node,
     "head": partial(lose_head, HEAD_SHORT_S),
     "head-long": partial(lose_head, HEAD_LONG_S),
-    "network": lose_network,
     "upgrade": upgrade,
     **{
         f"stop-{part}-{seconds}": partial(stop, part, seconds)
@@ -461,7 +365,7 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
     },
 }
 STOPS = ",".join(f"{kind}:2" for kind in LOSSES if kind.startswith("stop-"))
-DEFAULT_KINDS = f"calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,{STOPS},upgrade:2"
+DEFAULT_KINDS = f"calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,head-long:1,{STOPS},upgrade:2"
 
 
 # Clients
@@ -613,7 +517,3 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
         finally:
             await fleet.stop()
     return results
-
-
-if __name__ == "__main__":
-    sys.exit(asyncio.run(serve(sys.argv[1:])))
