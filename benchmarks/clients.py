@@ -440,19 +440,21 @@ class ClientProcesses:
 
     def __init__(self, play: Callable[..., Any], sessions: int, processes: int, **orders: Any) -> None:
         self._stack = ExitStack()
-        self._pipes, self._pids = list[Connection](), list[int]()
-        for index in range(min(processes, sessions)):
-            mine = Orders(sessions=list(range(index, sessions, processes)), all_sessions=sessions, **orders)
-            pipe, pid = self._stack.enter_context(spawned(run_clients, play, mine))
-            self._pipes.append(pipe)
-            self._pids.append(pid)
-        self._receive()
+        shares = [list(range(index, sessions, processes)) for index in range(min(processes, sessions))]
+        made = [
+            self._stack.enter_context(
+                spawned(run_clients, play, Orders(sessions=share, all_sessions=sessions, **orders))
+            )
+            for share in shares
+        ]
+        self._pipes, self._pids = [pipe for pipe, _ in made], [pid for _, pid in made]
+        self.findings()  # each says that it is ready
 
     def __enter__(self) -> ClientProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._stack.close()
 
     def begin(self, schedule: Schedule) -> None:
         for pipe in self._pipes:
@@ -463,12 +465,6 @@ class ClientProcesses:
 
     def findings(self) -> list[Any]:
         """The results of all processes, when all have finished."""
-        return self._receive()
-
-    def stop(self) -> None:
-        self._stack.close()
-
-    def _receive(self) -> list[Any]:
         try:
             return [pipe.recv() for pipe in self._pipes]
         except EOFError as error:
