@@ -27,7 +27,6 @@ RUNS = {
     "append_cost": ["16 kHz, 80 ms appends, 4 sessions", "24 kHz, 50 ms appends, 4 sessions", "kB of"],
     "engine_capacity": ["lag p99", "plan p50", "largest N that holds"],
     "server_capacity": ["2 sessions, 24 kHz, appends of 50 ms", "lag p99", "gateway us per append"],
-    "server_capacity --whisper toy": ["2 sessions, 24 kHz", "behind p95", "final p95"],
     "accuracy": ["wer", "emission delay p50", "File is", "Live is"],
     "speakers": ["wrong speaker", "diarisation error rate", "invented speakers", "label delay p95"],
     "start": ["ready", "first caption", "first text", "engine imports", "model load", "warm up"],
