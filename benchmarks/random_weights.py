@@ -28,7 +28,7 @@ from engine.models.voxtral_realtime import (
 )
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
-from engine.runner.device import compute_on_one_thread, free_memory, require_device
+from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import (
@@ -48,6 +48,8 @@ from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+# To plan with in small runs, which take little of it: not what other programs leave.
+SMALL_BYTES = 8 * GIB
 # Frames of ten that are text: 3.75 words a second, where people say two to three, of one token or two each.
 WORDS_IN_TEN_FRAMES = 3
 
@@ -104,7 +106,7 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
         settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
     memory = plan_memory(
         config,
-        free_memory(device) - (0 if small else background_bytes(EngineConfig(), own_process=True)),
+        SMALL_BYTES if small else free_memory(device) - background_bytes(EngineConfig(), own_process=True),
         decoder_window=settings.decoder_window,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
