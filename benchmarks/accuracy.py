@@ -16,14 +16,13 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from benchmarks.measuring import parser_of, percentiles, positive, run_command, show
-from benchmarks.playing import PAUSE_SECONDS, Cost, Played, Run, warm_loop
+from benchmarks.playing import Cost, Played, Run, warm_loop
 from benchmarks.recordings import (
     SMALL_MODEL,
     Clip,
@@ -48,9 +47,8 @@ from benchmarks.scoring import (
 )
 from benchmarks.sounds import SAMPLE_RATE, Samples, speech_probabilities, utterances
 from engine.core.stream import Detokenizer
-from engine.models.seq2seq import Encoded, SpeechModel
-from engine.options import DEFAULT_MODEL, Keyword
-from engine.runner.bias import KeywordTree, Spelling
+from engine.models.seq2seq import SpeechModel
+from engine.options import DEFAULT_MODEL
 from engine.runner.device import compute_on_one_thread
 from engine.runner.windowed.decoder import GreedyDecoder, Row
 from engine.server.loop import EngineLoop
@@ -61,6 +59,8 @@ from realtime.bench.words import Normaliser, english_normaliser, word_errors
 from realtime.session.settings import Settings
 
 SPELLING_TABLE = "english-spelling"
+# Silence after a live recording: the engine must find the end of speech by itself.
+PAUSE_SECONDS = 1.5
 
 Figures = dict[str, Any]
 # A clip and its text.
@@ -68,16 +68,6 @@ Transcript = tuple[Clip, str]
 
 
 # The same weights without a live edge: what a live transcript is compared with
-
-
-@dataclass(slots=True)
-class Piece:
-    """An encoded part of a clip, the most tokens it can have, and its last tokens: a draft, which saves time and
-    changes nothing."""
-
-    encoded: Encoded
-    most: int
-    tokens: list[int] = field(default_factory=list)
 
 
 class OfflineTranscriber:
@@ -92,7 +82,6 @@ class OfflineTranscriber:
         self._model = model
         self._decoder = GreedyDecoder(model)
         self._vocabulary = Vocabulary(pieces)
-        self._spelling = Spelling(self._vocabulary)
 
     @classmethod
     def load(cls, model: str) -> OfflineTranscriber:
@@ -102,23 +91,15 @@ class OfflineTranscriber:
         return cls(weights, pieces)
 
     @torch.inference_mode()
-    def encode(self, samples: Samples) -> list[Piece]:
-        """A clip, to be transcribed once or several times."""
-        model, pieces = self._model, []
+    def transcribe(self, samples: Samples) -> str:
+        model, texts = self._model, []
         for part in self._cut(samples):
             part = np.pad(part, (0, max(0, model.min_samples - len(part))))
             encoded = model.encode(torch.from_numpy(part)[None], [len(part)])
             room = model.max_tokens - len(model.start_tokens) - 1
-            pieces.append(Piece(encoded, min(room, int(len(part) / SAMPLE_RATE * self.TOKENS_PER_SECOND) + 8)))
-        return pieces
-
-    @torch.inference_mode()
-    def decode(self, pieces: Sequence[Piece], keywords: Sequence[Keyword] = ()) -> str:
-        tree, texts = KeywordTree(keywords, self._spelling) if keywords else None, []
-        for piece in pieces:
-            row = Row([], piece.tokens, piece.most, None, piece.encoded.audio[0], keywords=tree)
-            self._decoder.run([row], piece.encoded)
-            piece.tokens = row.tokens
+            most = min(room, int(len(part) / SAMPLE_RATE * self.TOKENS_PER_SECOND) + 8)
+            row = Row([], [], most, None, encoded.audio[0])
+            self._decoder.run([row], encoded)
             detokenizer = Detokenizer(self._vocabulary)
             text = "".join(detokenizer.push(token) for token in row.tokens) + detokenizer.flush()
             texts.append(text.strip())
@@ -248,7 +229,7 @@ def offline(clips: list[Clip], model: str, normalise: Normaliser) -> Figures:
         if clip.text.strip():
             samples = load_audio(clip.path)
             began = time.process_time()
-            transcripts.append((clip, transcriber.decode(transcriber.encode(samples))))
+            transcripts.append((clip, transcriber.transcribe(samples)))
             cpu += time.process_time() - began
             seconds += len(samples) / SAMPLE_RATE
     return accuracy(transcripts, normalise) | ({"cpu_per_audio_second": cpu / seconds} if seconds else {})
@@ -257,12 +238,8 @@ def offline(clips: list[Clip], model: str, normalise: Normaliser) -> Figures:
 def through_the_engine(
     loop: EngineLoop, live: bool, sessions: list[Session], options: argparse.Namespace, normalise: Normaliser
 ) -> Figures:
-    if live:
-        run = Run(loop, streams=options.streams, settings=Settings())
-        finished = run.play(live=sessions)
-    else:
-        run = Run(loop, uploads=options.streams)
-        finished = run.play(uploads=sessions)
+    run = Run(loop, options.streams, live, settings=Settings())
+    finished = run.play(sessions)
     figures = accuracy([item for played in finished for item in transcripts_of(played)], normalise)
     if live:
         figures |= delays_of(finished)

@@ -6,28 +6,24 @@ connection, sends lost audio again, and records what happened. A `LagClient` als
 the time from sending its last sample to receiving the delta with its text, minus the model's delay; the lag of a final
 text counts from the last sample of speech, before the silence that ends the turn. A model with random weights outputs
 words in pauses too, which wait until the turn before is completed: only words within speech are scored. No two of these
-sessions send the same samples at the same offsets, so that no cache can answer for the model. A `PlainClient` is one
-that cannot resume.
+sessions send the same samples at the same offsets, so that no cache can answer for the model.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
 import gc
 import itertools
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 import numpy as np
-from websockets.exceptions import ConnectionClosed, InvalidHandshake
 
 from benchmarks.measuring import RunFailed, cpu_seconds, percentiles, spawned
 from benchmarks.scoring import differing_words, plain_words
@@ -46,24 +42,14 @@ ASK_AGAIN_S = 1.0
 # One period of speech and silence, for sessions that are silent for a share of the time.
 PERIOD_S = 20.0
 SAMPLES_PER_POSITION = 1280
-# The name under which the first session is published, for viewers.
-PUBLISHED = "benchmark"
 APPEND_MS = 80
-SPEECH_STARTED = "input_audio_buffer.speech_started"
-# The rate of OpenAI's clients.
-OPENAI_RATE = 24_000
-RESTARTED = 1012
-
-
-# (turn, characters of the turn so far, when they arrived)
-Arrival = tuple[str, int, float]
 
 
 @dataclass(frozen=True)
 class Orders:
     """The task of the clients of one process."""
 
-    urls: list[str]
+    url: str
     sessions: list[int]
     all_sessions: int
     # A WAV file; None: synthetic voices.
@@ -79,8 +65,6 @@ class Orders:
     # Whether sessions ask for speaker labels, and whether their turns end by `semantic_vad`.
     speakers: bool = False
     semantic: bool = False
-    # Whether the first session is published.
-    publish: bool = False
     # For clients that send all of their audio: its seconds, and whether each client has its own part of the sound.
     seconds: float = 0.0
     own_parts: bool = True
@@ -252,12 +236,10 @@ class Track:
 @dataclass
 class Findings:
     """Of all sessions of a process. `lags` are pairs of seconds since counting began and the lag in milliseconds, of
-    words in speech, less the model's delay; words in pauses are counted. `finals` are lags of final texts, `arrivals`
-    the texts of the published session."""
+    words in speech, less the model's delay; words in pauses are counted. `finals` are lags of final texts."""
 
     lags: list[tuple[float, float]] = field(default_factory=list)
     finals: list[float] = field(default_factory=list)
-    arrivals: list[Arrival] = field(default_factory=list)
     in_pauses: int = 0
     appends: int = 0
     late_ms: list[float] = field(default_factory=list)
@@ -272,13 +254,9 @@ class LagClient(PacedClient):
     def __init__(
         self, number: int, orders: Orders, schedule: Schedule, sounds: tuple[Track, Track], findings: Findings
     ) -> None:
-        url = orders.urls[number % len(orders.urls)]
         turns = {"type": "semantic_vad"} if orders.semantic else TURNS
         options = SessionOptions(orders.rate, turns, language=orders.language, speakers=orders.speakers)
-        self._is_published = orders.publish and number == 0
-        options = replace(options, publish=PUBLISHED) if self._is_published else options
-        super().__init__(url, self._pieces(), orders.append_ms, options)
-        self._lengths: dict[str, int] = {}
+        super().__init__(orders.url, self._pieces(), orders.append_ms, options)
         self._orders, self._schedule, self._findings = orders, schedule, findings
         self._spoken, self._quiet = sounds
         random = np.random.default_rng(number)
@@ -306,10 +284,6 @@ class LagClient(PacedClient):
         kind, now = event["type"], now or time.monotonic()
         if kind == DELTA:
             self.texts.extend((text, now) for text in event["delta"].split())
-            if self._is_published:
-                item = event["item_id"]
-                self._lengths[item] = self._lengths.get(item, 0) + len(event["delta"])
-                self._findings.arrivals.append((item, self._lengths[item], now))
             for word in event.get("words", ()):
                 self.score(word)
         elif kind == SPEECH_STOPPED:
@@ -410,7 +384,7 @@ async def play_whole(orders: Orders, sound: Samples, schedule: Schedule) -> list
 
     async def one(number: int) -> dict[str, Any]:
         audio = own_part(data, number, orders.seconds) if orders.own_parts else looped(data, orders.seconds)
-        client = PacedClient(orders.urls[0], appends_of(audio))
+        client = PacedClient(orders.url, appends_of(audio))
         await sleep_until(schedule.joins_at(number, orders.all_sessions))
         try:
             await client.speak()
@@ -447,126 +421,6 @@ def summary(outcomes: Sequence[dict[str, Any]], references: Sequence[str]) -> di
     }
 
 
-# Clients that cannot resume
-
-
-@dataclass
-class PlainSession:
-    """One session as it ended."""
-
-    # Seconds from the lost session to this one; None for the first.
-    reconnected_s: float | None
-    words: int = 0
-    turns: set[str] = field(default_factory=set)
-    told_at: float | None = None
-    # The server's close code, and seconds from `session.closing` to it; None: the client itself hung up.
-    code: int | None = None
-    drained_s: float | None = None
-
-
-class PlainClient:
-    """The openai package with an endless microphone: when a session is closed it opens another one, and speech in
-    between is lost. A drain begins for it with the event `session.closing`."""
-
-    def __init__(self, url: str, audio: bytes, until: float) -> None:
-        self.sessions: list[PlainSession] = []
-        self.refusals = 0
-        # Here, because others do without the package.
-        from openai import AsyncOpenAI
-
-        address = f"http://{urlsplit(url).netloc}/v1"
-        self._openai = AsyncOpenAI(base_url=address, api_key="unused", max_retries=0)
-        self._audio, self._until = audio, until
-
-    async def speak(self) -> None:
-        lost_at: float | None = None
-        while time.monotonic() < self._until:
-            try:
-                async with self._openai.realtime.connect(extra_query={"intent": "transcription"}) as connection:
-                    await connection.recv()
-                    self.sessions.append(PlainSession(None if lost_at is None else time.monotonic() - lost_at))
-                    await self._converse(connection, self.sessions[-1])
-            except ConnectionClosed as closed:
-                self._note_close(closed.rcvd.code if closed.rcvd else 1006)
-            except (InvalidHandshake, OSError):
-                self.refusals += 1
-                await asyncio.sleep(ASK_AGAIN_S)
-                continue
-            lost_at = time.monotonic()
-
-    async def _converse(self, connection: Any, session: PlainSession) -> None:
-        audio = {"format": {"type": "audio/pcm", "rate": OPENAI_RATE}, "turn_detection": TURNS}
-        await connection.session.update(session={"type": "transcription", "audio": {"input": audio}})
-        sending = asyncio.create_task(self._send(connection))
-        try:
-            async with asyncio.timeout(max(0.0, self._until - time.monotonic())):
-                while True:
-                    self._take(await connection.recv(), session)
-        except TimeoutError:
-            pass
-        finally:
-            sending.cancel()
-            await asyncio.gather(sending, return_exceptions=True)
-
-    def _take(self, event: Any, session: PlainSession) -> None:
-        if event.type == SPEECH_STARTED:
-            session.turns.add(event.item_id)
-        elif event.type == COMPLETED:
-            session.turns.discard(event.item_id)
-            session.words += len(event.transcript.split())
-        elif event.type == "session.closing":
-            session.told_at = time.monotonic()
-
-    def _note_close(self, code: int) -> None:
-        if self.sessions:
-            session = self.sessions[-1]
-            session.code = code
-            session.drained_s = None if session.told_at is None else time.monotonic() - session.told_at
-
-    async def _send(self, connection: Any) -> None:
-        size, due, at = 2 * OPENAI_RATE * APPEND_MS // 1000, time.monotonic(), 0
-        while True:
-            due += APPEND_MS / 1000
-            await sleep_until(due)
-            data = self._audio[at : at + size]
-            at = (at + size) % len(self._audio)
-            await connection.input_audio_buffer.append(audio=base64.b64encode(data).decode())
-
-
-async def play_plain(orders: Orders, sound: Samples, schedule: Schedule) -> list[tuple[list[PlainSession], int]]:
-    """For each client of a process: its sessions, and how often it was refused."""
-    audio = pcm16(resampled(sound, SAMPLE_RATE, OPENAI_RATE))
-
-    async def one(number: int) -> tuple[list[PlainSession], int]:
-        joins_at = schedule.joins_at(number, orders.all_sessions)
-        client = PlainClient(orders.urls[0], audio, joins_at + orders.seconds)
-        await sleep_until(joins_at)
-        await client.speak()
-        return client.sessions, client.refusals
-
-    return await asyncio.gather(*map(one, orders.sessions))
-
-
-def plain_summary(clients: Sequence[tuple[list[PlainSession], int]]) -> dict[str, Any]:
-    sessions = [session for mine, _ in clients for session in mine]
-    ended = [session for session in sessions if session.code is not None]
-    drained = [session for session in ended if session.code == RESTARTED]
-    waits = [session.reconnected_s for session in sessions if session.reconnected_s is not None]
-    return {
-        "clients": len(clients),
-        "sessions": len(sessions),
-        "words": sum(session.words for session in sessions),
-        "closed_with_1012": len(drained),
-        "of_them_told_before": sum(session.told_at is not None for session in drained),
-        "closed_otherwise": len(ended) - len(drained),
-        "turns_cut": sum(len(session.turns) for session in ended),
-        # From `session.closing` to the close.
-        **percentiles("drained_s", [one.drained_s for one in drained if one.drained_s is not None], 50, 100),
-        **percentiles("reconnected_s", waits, 50, 100),
-        "refused": sum(refusals for _, refusals in clients),
-    }
-
-
 # Processes of clients
 
 
@@ -586,19 +440,21 @@ class ClientProcesses:
 
     def __init__(self, play: Callable[..., Any], sessions: int, processes: int, **orders: Any) -> None:
         self._stack = ExitStack()
-        self._pipes, self._pids = list[Connection](), list[int]()
-        for index in range(min(processes, sessions)):
-            mine = Orders(sessions=list(range(index, sessions, processes)), all_sessions=sessions, **orders)
-            pipe, pid = self._stack.enter_context(spawned(run_clients, play, mine))
-            self._pipes.append(pipe)
-            self._pids.append(pid)
-        self._receive()
+        shares = [list(range(index, sessions, processes)) for index in range(min(processes, sessions))]
+        made = [
+            self._stack.enter_context(
+                spawned(run_clients, play, Orders(sessions=share, all_sessions=sessions, **orders))
+            )
+            for share in shares
+        ]
+        self._pipes, self._pids = [pipe for pipe, _ in made], [pid for _, pid in made]
+        self.findings()  # each says that it is ready
 
     def __enter__(self) -> ClientProcesses:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.stop()
+        self._stack.close()
 
     def begin(self, schedule: Schedule) -> None:
         for pipe in self._pipes:
@@ -609,12 +465,6 @@ class ClientProcesses:
 
     def findings(self) -> list[Any]:
         """The results of all processes, when all have finished."""
-        return self._receive()
-
-    def stop(self) -> None:
-        self._stack.close()
-
-    def _receive(self) -> list[Any]:
         try:
             return [pipe.recv() for pipe in self._pipes]
         except EOFError as error:

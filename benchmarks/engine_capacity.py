@@ -1,26 +1,15 @@
-"""How many live streams one GPU holds: the engine's own loop, without sockets and gateway.
+"""How many live streams of Voxtral Realtime one GPU holds: the engine's own loop, without sockets and gateway.
 
-    python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400 --bisect 6 --reference
-    python -m benchmarks.engine_capacity --whisper small --streams 200 400 --seconds 20 --audio speech.wav
-    python -m benchmarks.engine_capacity --model whisper-tiny.en --streams 200 400 --seconds 20 --audio speech.wav
+    python -m benchmarks.engine_capacity --window 1024 --kv bf16 --streams 100 200 400 --seconds 60 --audio speech.wav
 
-N streams with random phases play the same audio from different places, 80 ms at a time, in real time. Lag is the time
-from the moment a frame of 80 ms is complete to the moment its answer is out.
+Full dimensions, with random weights that output a word in three frames of ten, as in speech, and with speech detection.
+N streams with random phases play the same audio from different places, 80 ms at a time, in real time. They start with
+full windows and join 5 ms apart; counting begins 2 s after the last. Lag is the time from the moment a frame of 80 ms
+is complete to the moment its answer is out. A point holds if its 99th percentile is at most 80 ms.
 
-Without --whisper and --model: Voxtral Realtime at full dimensions, with random weights that output a word in three
-frames of ten, as in speech. The speech detector is on (`--no-detector` turns it off). Streams start with full windows;
-they join 5 ms apart, and counting begins 2 s after the last. A point holds if the 99th percentile of the lag is at most
-80 ms. A step is the work of the engine's thread between two reads of its inbox: commands in, detection, plan, launch,
-and commit of the step before; the part without the device is the host time on the critical path (`--one-by-one`: steps
-do not overlap). The same thread generates the audio: that counts in the lag and as `feed`, not as host time.
-
---whisper: Whisper with random weights whose answers are replaced by three tokens a second; --model: a windowed model
-with its real weights. Speech detection, the gate, pauses and saved states are on, as in a server. Streams join 4 ms
-apart, and counting begins when windows have their full length (`--settle`). A pass comes every 0.8 s, so the lag is at
-least half of that on average. A point holds if the 95th percentile of the lag is at most 1.5 s, over all and in the
-second half.
-
-Needs torch, numpy, silero-vad and (for --reference) transformers.
+A step is the work of the engine's thread between two reads of its inbox: commands in, detection, plan, launch, and
+commit of the step before; the part without the device is the host time on the critical path. The same thread generates
+the audio: that counts in the lag and as `feed`, not as host time. Needs torch, numpy and silero-vad.
 """
 
 from __future__ import annotations
@@ -30,7 +19,7 @@ import gc
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,28 +28,24 @@ import numpy as np
 import torch
 
 from benchmarks.measuring import RunFailed, is_at_most, parser_of, percentiles, row, run_command, show
-from benchmarks.random_weights import KV_TYPES, WHISPER_SIZES, voxtral_runner, windowed_runner
+from benchmarks.random_weights import KV_TYPES, voxtral_runner
 from benchmarks.sounds import Samples, speech
-from benchmarks.step_cost import Bench as HostBench
 from engine.core.plan import DecodeResult, DecodeTask, StepPlan
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output
-from engine.models.voxtral_realtime import STREAMING_PAD
 from engine.runner.base import never
 from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
 from engine.runner.frames.passes import Payloads, StepRows
 from engine.runner.frames.runner import VoxtralRunner
 from engine.runner.load import frames_limits, load_detector
 from engine.runner.speech import DeviceSpeechDetector
-from engine.runner.windowed.runner import WindowedRunner
 from engine.server.loop import EngineLoop, calm_collector
-from engine.server.speech_track import GateSettings
 
-MAX_LAG_MS, MAX_WINDOWED_LAG_MS = 80.0, 1500.0
-# A windowed engine that is this late does not catch up: the point is ended.
-HOPELESS_LAG_MS = 6000.0
+MAX_LAG_MS = 80.0
 POSITION_NS = 80_000_000
-SETTLE_S = 2.0
+JOIN_EVERY_NS, SETTLE_S = 5_000_000, 2.0
+# Samples of a frame with those around it.
+PAYLOAD_SAMPLES = 2000
 
 Point = dict[str, Any]
 
@@ -68,25 +53,16 @@ Point = dict[str, Any]
 class Traffic:
     """N streams, each with its own phase and its own place in the audio; they join one after the other."""
 
-    def __init__(
-        self,
-        streams: int,
-        first_position: int,
-        seed: int,
-        sound: Samples,
-        payload_samples: int = 2000,
-        join_every_ns: int = 5_000_000,
-    ) -> None:
+    def __init__(self, streams: int, first_position: int, seed: int, sound: Samples) -> None:
         random = np.random.default_rng(seed)
         self.names = [f"stream {index}" for index in range(streams)]
         self._phases = np.sort(random.integers(0, POSITION_NS, streams)).tolist()
         # Frames at the beginning that a stream skips because it has not joined yet.
-        self._missed = (random.permutation(streams) * join_every_ns // POSITION_NS).tolist()
+        self._missed = (random.permutation(streams) * JOIN_EVERY_NS // POSITION_NS).tolist()
         self.joined_ns = (max(self._missed) + 1) * POSITION_NS
         # Audio is played in a loop; a frame reads a little beyond its end.
         self._length = len(sound)
-        self._sound = np.concatenate([sound, sound[:payload_samples]])
-        self._payload_samples = payload_samples
+        self._sound = np.concatenate([sound, sound[:PAYLOAD_SAMPLES]])
         self._starts = random.integers(0, self._length, streams).tolist()
         self._first = first_position
         self._next = 0  # frames are numbered over all streams, in order of arrival
@@ -100,7 +76,7 @@ class Traffic:
             if frame < 0:
                 continue
             start = (self._starts[index] + frame * 1280) % self._length
-            payload = self._sound[start : start + self._payload_samples]
+            payload = self._sound[start : start + PAYLOAD_SAMPLES]
             item = Item(self._first + frame, 1, frame * 1280, b"%d/%d" % (index, frame), payload)
             feeds.append(Feed(self.names[index], [item]))
         return feeds
@@ -116,13 +92,13 @@ class Traffic:
 class Watch:
     """Records the tasks that each step answers, and the milliseconds that the device computes for them."""
 
-    def __init__(self, runner: Any, detector: Any) -> None:
+    def __init__(self, runner: VoxtralRunner, detector: object) -> None:
         self._tasks: list[DecodeTask] = []
         self._device_ms = 0.0
         # For each pass on the device its beginning and end: since the last launch, and by launch.
         self._passes: list[tuple[torch.cuda.Event, torch.cuda.Event]] = []
         self._launched: deque[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = deque()
-        if not torch.cuda.is_available() or not isinstance(runner, VoxtralRunner):
+        if not torch.cuda.is_available():
             return
         self._time_calls(runner._graphs or runner.passes, "run" if runner._graphs else "batch")
         launch = runner.launch
@@ -183,8 +159,8 @@ class Step(NamedTuple):
 class Trace:
     """The measurements of one point."""
 
-    # Milliseconds: when each frame was answered, and its lag.
-    lags: list[tuple[float, float]] = field(default_factory=list)
+    # Milliseconds, of each frame.
+    lags: list[float] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     feed_ns: int = 0
     late_frames: int = 0
@@ -193,36 +169,29 @@ class Trace:
 class Bench:
     """An engine whose points are measured one after the other."""
 
-    def __init__(self, runner: VoxtralRunner | WindowedRunner, limits: Limits, options: argparse.Namespace) -> None:
-        self._windowed = isinstance(runner, WindowedRunner)
-        self._detector = None if options.no_detector else load_detector(runner, limits.max_streams)
+    def __init__(self, runner: VoxtralRunner, options: argparse.Namespace) -> None:
+        self._runner, self._limits = runner, frames_limits(runner.memory)
+        self._detector = load_detector(runner, self._limits.max_streams)
         self._watch = Watch(runner, self._detector)
-        self._runner, self._limits, self._spec = runner, limits, runner.spec
         self._sound = speech(options.audio)
-        self._settle_s = options.settle if self._windowed or options.small else SETTLE_S
-        if isinstance(runner, VoxtralRunner):
-            # Streams begin with a full window, as in most of their life.
-            start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
-            self._spec = replace(runner.spec, prefix_positions=start)
-        if options.one_by_one:
-            runner.overlaps_steps = False
+        self._settle_s = 0.0 if options.small else SETTLE_S
+        # Streams begin with a full window, as in most of their life.
+        start = 64 + 2 * max(group.window_positions for group in runner.spec.kv_groups)
+        self._spec = replace(runner.spec, prefix_positions=start)
 
     def measure(self, streams: int, seconds: float) -> Point:
         scheduler = Scheduler(self._spec, self._limits, self._runner.vocabulary)
         self._watch.follow(scheduler)
-        gate = GateSettings() if self._windowed else None
-        loop = EngineLoop(scheduler, self._runner, self._detector, gate)
-        payload, join_ns = (self._spec.samples_per_position, 4_000_000) if self._windowed else (2000, 5_000_000)
-        traffic = Traffic(streams, self._spec.prefix_positions, 1, self._sound, payload, join_ns)
-        options = {"language": "en"} if self._windowed else {}
-        loop.submit([Open(name, options=options) for name in traffic.names], 0)
+        loop = EngineLoop(scheduler, self._runner, self._detector)
+        traffic = Traffic(streams, self._spec.prefix_positions, 1, self._sound)
+        loop.submit([Open(name) for name in traffic.names], 0)
         finish_steps(loop)
         gc.collect()  # what the last point left behind
         self._watch.look()
         trace = self._play(loop, traffic, seconds)
         loop.submit([Abort(name) for name in traffic.names], 0)
         finish_steps(loop)
-        return point_of(trace, streams, seconds, self._windowed)
+        return point_of(trace, streams, seconds)
 
     def _play(self, loop: EngineLoop, traffic: Traffic, seconds: float) -> Trace:
         """In real time: feed due audio, step, record. Nothing counts until all streams have settled."""
@@ -248,13 +217,10 @@ class Bench:
             trace.feed_ns += step_began - began - elapsed
             for task in tasks:
                 for position in range(task.start, task.end):
-                    lag_ns = now - began - traffic.arrival(index_of[task.stream], position)
-                    trace.lags.append(((now - began) / 1e6, lag_ns / 1e6))
+                    trace.lags.append((now - began - traffic.arrival(index_of[task.stream], position)) / 1e6)
             times = loop.meter.times
             spent = (now - step_began, submitted - step_began, times.speech_ns, times.plan_ns, times.commit_ns)
             trace.steps.append(Step(*[each / 1e6 for each in spent], device=device_ms, tasks=len(tasks)))
-            if self._windowed and trace.lags and trace.lags[-1][1] > HOPELESS_LAG_MS:
-                break
         waiting = sum(stream.available - stream.computed for stream in loop.scheduler.streams.values())
         trace.late_frames = max(0, waiting - len(traffic.names))
         return trace
@@ -265,23 +231,20 @@ def finish_steps(loop: EngineLoop) -> None:
         loop.step()
 
 
-def point_of(trace: Trace, streams: int, seconds: float, windowed: bool) -> Point:
+def point_of(trace: Trace, streams: int, seconds: float) -> Point:
     """Times in milliseconds; shares are of all the time, but for the host's, which is what the device did not do of the
     steps."""
     if not trace.lags:
         raise RunFailed("no speech in that time: play for longer, or another recording")
-    lags, half = [lag for _, lag in trace.lags], (trace.lags[0][0] + trace.lags[-1][0]) / 2
     steps, answering = trace.steps, [step for step in trace.steps if step.tasks]
     device, whole = sum(step.device for step in steps), sum(step.whole for step in steps)
-    timed = [step.whole - step.submit for step in answering] if windowed else [step.whole for step in steps]
+    lags = percentiles("lag", trace.lags, 50, 95, 99, 100)
     point = {
         "streams": streams,
         "seconds": seconds,
-        "holds": False,
-        **percentiles("lag", lags, 50, 95, 99),
-        "lag_p95_late": percentiles("lag", [lag for at, lag in trace.lags if at >= half], 95)["lag_p95"],
-        "lag_max": max(lags),
-        **percentiles("step", timed, 50, 95, 99),
+        "holds": is_at_most(lags["lag_p99"], MAX_LAG_MS) and trace.late_frames == 0,
+        **lags,
+        **percentiles("step", [step.whole for step in steps], 50, 95, 99),
         **percentiles("device", [step.device for step in answering], 50),
         "device_share": device / 1000 / seconds,
         "host_share": max(0.0, 1 - device / whole),
@@ -291,31 +254,7 @@ def point_of(trace: Trace, streams: int, seconds: float, windowed: bool) -> Poin
     }
     for part in ("submit", "speech", "plan", "commit"):
         point |= percentiles(part, [getattr(step, part) for step in steps], 50)
-    if windowed:
-        point["holds"] = all(is_at_most(point[name], MAX_WINDOWED_LAG_MS) for name in ("lag_p95", "lag_p95_late"))
-    else:
-        point["holds"] = is_at_most(point["lag_p99"], MAX_LAG_MS) and trace.late_frames == 0
     return point
-
-
-Measure = Callable[[int, float], Point]
-
-
-def search(measure: Measure, points: list[Point], seconds: float, probe_seconds: float, room: int) -> list[Point]:
-    """Bisect for the largest number of streams that holds, to within 2 %, starting from what is known."""
-    low = max((point["streams"] for point in points if point["holds"]), default=1)
-    failing = [point["streams"] for point in points if not point["holds"] and point["streams"] > low]
-    high, found = min([room + 1, *failing]), list[Point]()
-    while high - low > max(4, low // 50):
-        middle = (low + high) // 2
-        found.append(measure(middle, probe_seconds))
-        low, high = (middle, high) if found[-1]["holds"] else (low, middle)
-    # A probe is short; the largest number is measured again for as long as the points asked for.
-    known = [*points, *found]
-    largest = max((point["streams"] for point in known if point["holds"]), default=0)
-    if largest and all(point["seconds"] < seconds for point in known if point["streams"] == largest):
-        found.append(measure(largest, seconds))
-    return found
 
 
 # Parts of Voxtral's step alone
@@ -355,114 +294,46 @@ def step_times(runner: VoxtralRunner, sizes: list[int]) -> list[tuple[int, float
     return rows
 
 
-def plan_commit_ms(streams: int, steps: int = 60) -> float:
-    """Median milliseconds of plan and commit when that many streams have a frame in one step."""
-    bench = HostBench.start(streams)
-    times = []
-    for _ in range(steps):
-        bench.tick()
-        times.append((bench.loop.meter.times.plan_ns + bench.loop.meter.times.commit_ns) / 1e6)
-    return float(np.median(times))
-
-
-@torch.inference_mode()
-def transformers_step_ms(history: int = 200, steps: int = 30) -> float:
-    """The same model in `transformers`, streaming one position at a time: median milliseconds of a step at batch 1,
-    `history` positions into a stream."""
-    from transformers import VoxtralRealtimeConfig, VoxtralRealtimeForConditionalGeneration
-
-    config = VoxtralRealtimeConfig()
-    torch.set_default_dtype(torch.bfloat16)
-    try:
-        with torch.device("cuda"):
-            model = VoxtralRealtimeForConditionalGeneration(config).eval()
-    finally:
-        torch.set_default_dtype(torch.float32)
-
-    def step(positions: int, caches: dict[str, Any]) -> dict[str, Any]:
-        mels = config.audio_length_per_tok * positions
-        features = torch.randn(1, config.audio_config.num_mel_bins, mels, device="cuda", dtype=torch.bfloat16)
-        tokens = torch.full((1, positions), STREAMING_PAD, device="cuda")
-        out = model(input_ids=tokens, input_features=features, num_delay_tokens=6, use_cache=True, **caches)
-        out.logits[:, -1].argmax(-1).item()
-        return {name: getattr(out, name) for name in ("past_key_values", "encoder_past_key_values", "padding_cache")}
-
-    caches, times = step(history, {}), []
-    for _ in range(steps):
-        began = time.perf_counter()
-        caches = step(1, caches)
-        times.append((time.perf_counter() - began) * 1000)
-    return float(np.median(times))
-
-
 # The command
 
 
-def start(options: argparse.Namespace, report: dict[str, Any]) -> Bench:
-    """The engine, and what its start shows."""
-    if options.reference:
-        report["transformers_step_ms"] = transformers_step_ms()
-        gc.collect()
-        torch.cuda.empty_cache()
-    began = time.perf_counter()
-    runner: VoxtralRunner | WindowedRunner
-    if options.whisper or options.model:
-        runner, limits = windowed_runner(options.whisper, options.model, options.max_streams, options.small)
-        if not options.small:
-            runner.warm_up()
-        memory = runner.windows._memory  # type: ignore[attr-defined]
-        report["memory"] = asdict(memory) | {"total_gib": memory.total_bytes / GIB}
-    else:
-        runner = voxtral_runner(options.kv, options.window, options.max_streams, options.small)
-        limits = frames_limits(runner.memory)
-        report["steps"] = step_times(runner, [size for size in options.sizes if size <= limits.max_streams])
-    report |= {"model": runner.spec.name, "room_for": limits.max_streams, "start_s": time.perf_counter() - began}
-    calm_collector()
-    report["plan_commit_512_ms"] = plan_commit_ms(512, 5 if options.small else 60)
-    bench = Bench(runner, limits, options)
-    report["free_gib"] = free_memory(require_device("cpu" if options.small else "cuda")) / GIB
-    return bench
-
-
-def measure_all(options: argparse.Namespace) -> dict[str, Any]:
+def measure(options: argparse.Namespace) -> dict[str, Any]:
     if options.small:
         compute_on_one_thread()
-    report: dict[str, Any] = {"device": "cpu" if options.small else torch.cuda.get_device_name()}
-    bench = start(options, report)
+    began = time.perf_counter()
+    runner = voxtral_runner(options.kv, options.window, options.max_streams, options.small)
+    room = runner.memory.streams
+    report: dict[str, Any] = {
+        "device": "cpu" if options.small else torch.cuda.get_device_name(),
+        "model": runner.spec.name,
+        "room_for": room,
+        "start_s": time.perf_counter() - began,
+        "steps": step_times(runner, [size for size in options.sizes if size <= room]),
+    }
+    calm_collector()
+    bench = Bench(runner, options)
+    report["free_gib"] = free_memory(require_device("cpu" if options.small else "cuda")) / GIB
     show("Engine alone", report)
-
-    def measure(streams: int, seconds: float) -> Point:
-        point = bench.measure(streams, seconds)
-        print(f"engine alone, {row(point)}", flush=True)
-        return point
-
-    wanted = [streams for streams in options.streams if streams <= report["room_for"]]
-    points = [measure(streams, options.seconds) for streams in wanted]
-    if options.bisect:
-        points += search(measure, points, options.seconds, options.bisect, report["room_for"])
-    held = [point["streams"] for point in points if point["holds"] and point["seconds"] >= options.seconds]
+    points: list[Point] = []
+    for streams in options.streams:
+        if streams <= room:
+            points.append(bench.measure(streams, options.seconds))
+            print(f"engine alone, {row(points[-1])}", flush=True)
+    held = [point["streams"] for point in points if point["holds"]]
     print(f"largest N that holds for {options.seconds:.0f} s: {max(held, default=0)}")
     return {"arguments": vars(options), **report, "points": points}
 
 
 def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
-    model = parser.add_mutually_exclusive_group()
-    model.add_argument("--whisper", choices=sorted(WHISPER_SIZES), help="a Whisper of this size with random weights")
-    model.add_argument("--model", help="windowed, real weights: a name that `tickertape pull` knows, or a path")
     parser.add_argument("--streams", type=int, nargs="*", default=[100, 200, 400])
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds that count, for each point")
-    parser.add_argument("--bisect", type=float, metavar="SECONDS", help="search the largest N, SECONDS per probe")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
     parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: made-up voices")
-    parser.add_argument("--settle", type=float, default=10.0, help="windowed: seconds before counting begins")
-    parser.add_argument("--kv", choices=sorted(KV_TYPES), default="bf16", help="Voxtral: keys and values")
-    parser.add_argument("--window", type=int, default=1024, help="Voxtral: decoder window in tokens")
-    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="Voxtral: batches alone")
-    parser.add_argument("--reference", action="store_true", help="Voxtral: time transformers on this machine first")
-    parser.add_argument("--no-detector", action="store_true", help="Voxtral: leave speech detection out")
-    parser.add_argument("--one-by-one", action="store_true", help="Voxtral: steps that do not overlap")
-    run_command(parser, arguments, measure_all, streams=[2], seconds=3.0, sizes=[], max_streams=2, settle=0.0)
+    parser.add_argument("--kv", choices=sorted(KV_TYPES), default="bf16", help="keys and values")
+    parser.add_argument("--window", type=int, default=1024, help="decoder window in tokens")
+    parser.add_argument("--sizes", type=int, nargs="*", default=[1, 8, 32, 64, 128], help="steps alone, by batch size")
+    run_command(parser, arguments, measure, streams=[2], seconds=3.0, sizes=[], max_streams=2)
 
 
 if __name__ == "__main__":

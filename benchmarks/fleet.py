@@ -1,4 +1,4 @@
-"""Kills, stops or disconnects parts of a fleet under live sessions, for `python -m benchmarks.survival fleet`.
+"""Kills or stops parts of a fleet under live sessions, for `python -m benchmarks.survival fleet`.
 
 The fleet is a Ray cluster of a head and four nodes on this machine, made by `tickertape fleet up` and `tickertape fleet
 join`, with real `tickertape engine` and `tickertape serve` processes, encrypted links, and a load balancer in this
@@ -8,16 +8,10 @@ model's words. Needs the extra tickertape[fleet].
 
 For each kind of `LOSSES` a part is lost as often as asked, each time when the fleet is complete again. `calm` loses
 nothing, and the others are compared with it. `went_on` is the time from the loss until audio that was spoken after it
-has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for two minutes. `scale` is
-a load that needs three engines and then one. `stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the
-manager or Ray's own process of a node (SIGSTOP) and continues it. Meanwhile connections stay open without answers:
-clients leave a gateway after `LEAVE_S`, some ask it again, and their messages wait there until it continues.
-
-    python -m benchmarks.fleet serve ...
-
-runs there instead of `tickertape serve`: a gateway whose links to engines go through another process. A file `cut-NAME`
-beside the gateway's table stops the link to that engine: bytes are neither delivered nor refused, as with a pulled
-cable.
+has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for two minutes.
+`stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the manager or Ray's own process of a node
+(SIGSTOP) and continues it. Meanwhile connections stay open without answers: clients leave a gateway after `LEAVE_S`,
+some ask it again, and their messages wait there until it continues.
 """
 
 from __future__ import annotations
@@ -33,11 +27,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from benchmarks.clients import PacedClient, appends_of, resume_at_once, summary
 from benchmarks.measuring import ROOT, percentiles, read_process, row, stat_of, until
@@ -52,8 +45,6 @@ NODES = (*ENGINE_NODES, *EDGES)
 PATIENCE_S = 300.0
 # A status older than this means that the manager is away.
 FRESH_S = 5.0
-# Longer than the 4 s after which a link counts as dead.
-CUT_S = 6.0
 HEAD_SHORT_S, HEAD_LONG_S = 5.0, 120.0
 # Streams that an engine has room for.
 STREAMS = 8
@@ -63,10 +54,6 @@ STOP_S = (3, 10, 40)
 LEAVE_S = 2.0
 # Longer than an engine remembers a gateway without heartbeats.
 SETTLE_S = 60.0
-# Short times, so that a benchmark sees what takes minutes in earnest; and a load that three engines carry and one does
-# not: the share of their room that is taken, seconds between arrivals, and seconds that it stays.
-SCALE = "[scale]\nabove = 0.8\nabove_s = 2\nbelow = 0.5\nbelow_s = 5\ncool_down_s = 3\n"
-LOAD, ARRIVE_S, STAY_S = 0.75, 1.0, 10.0
 # Ray checks a node every second here and gives it up after three misses: its own 15 s would be most of the run.
 HEALTH = {
     "RAY_health_check_initial_delay_ms": "1000",
@@ -80,17 +67,15 @@ Mended = Callable[[Status], bool]
 Stream = tuple[asyncio.StreamReader, asyncio.StreamWriter]
 
 
-# The network: a load balancer, and links that can be cut
+# The load balancer
 
 
-async def join(near: Stream, far: Stream, is_cut: Callable[[], bool] = lambda: False) -> None:
+async def join(near: Stream, far: Stream) -> None:
     """Copies bytes in both directions until either end closes."""
 
     async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):
             while data := await reader.read(65_536):
-                while is_cut():  # noqa: ASYNC110 - a cut has no event
-                    await asyncio.sleep(0.1)
                 writer.write(data)
                 await writer.drain()
         writer.close()
@@ -133,71 +118,6 @@ class Balancer:
             end.close()
 
 
-class Links:
-    """The engines of a gateway's table, each behind a port of this process; `shown` is the table with these ports."""
-
-    def __init__(self, table: Path) -> None:
-        self._table = table
-        self.shown = table.with_suffix(".through.json")
-        self._servers: dict[str, asyncio.Server] = {}
-        self._open = 0
-
-    async def follow(self) -> None:
-        last = ""
-        while True:
-            text = self._table.read_text() if self._table.is_file() else ""
-            if text and text != last:
-                table = json.loads(text)
-                for engine in table["engines"]:
-                    engine["address"] = f"tcp://127.0.0.1:{await self._through(engine['name'], engine['address'])}"
-                beside = self.shown.with_suffix(".new")
-                beside.write_text(json.dumps(table))
-                os.replace(beside, self.shown)
-                last = text
-            await asyncio.sleep(0.1)
-
-    async def _through(self, name: str, address: str) -> int:
-        if name not in self._servers:
-            take = partial(self._take, urlsplit(address), self._table.with_name(f"cut-{name}"))
-            self._servers[name] = await asyncio.start_server(take, "127.0.0.1", 0)
-        return int(self._servers[name].sockets[0].getsockname()[1])
-
-    async def _take(self, address: Any, cut: Path, *near: Any) -> None:
-        """Waits for an engine that is not there yet, as for a machine that boots: to be taken and closed would look
-        like a refusal."""
-        self._open += 1
-        try:
-            deadline = time.monotonic() + 30.0
-            while time.monotonic() < deadline:
-                with contextlib.suppress(OSError):
-                    far = await asyncio.open_connection(address.hostname, address.port)
-                    return await join(near, far, cut.exists)
-                await asyncio.sleep(0.1)
-            near[1].close()
-        finally:
-            self._open -= 1
-
-    async def run_out(self) -> None:
-        """Waits until the bytes that a gateway sent before its end are delivered."""
-        with contextlib.suppress(TimeoutError):
-            await until(lambda: not self._open, 2.0)
-
-
-async def serve(arguments: list[str]) -> int:
-    """The gateway behind its links."""
-    place = arguments.index("--engine-table") + 1
-    links = Links(Path(arguments[place]))
-    arguments[place] = str(links.shown)
-    following = asyncio.create_task(links.follow())
-    process = await asyncio.create_subprocess_exec(sys.executable, "-m", "realtime.cli", *arguments)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, process.terminate)
-    code = await process.wait()
-    following.cancel()
-    await links.run_out()
-    return code
-
-
 # The fleet
 
 
@@ -208,26 +128,19 @@ class Fleet:
     def __init__(self, folder: Path, options: argparse.Namespace) -> None:
         self.folder, self.state = folder, folder / "state" / "bench"
         self.balancer = Balancer()
-        self._null = options.null
         self.nodes: dict[str, subprocess.Popen[bytes]] = {}
-        self._port = 21_000 + os.getpid() % 400 * 20
-        self._head_port = 6400 + os.getpid() % 500
         model = "" if options.null else f'name = "{options.model}"\n'
         (folder / "server.toml").write_text(
             f"[model]\n{model}threads = 1\nmax_streams = {STREAMS}\n[limits]\nmax_load = 0.0\n"
         )
-        self.write_plan(least=2, most=3)
-
-    def write_plan(self, least: int, most: int) -> None:
+        port, head_port = 21_000 + os.getpid() % 400 * 20, 6400 + os.getpid() % 500
         null = [sys.executable, "-m", "benchmarks.engines", "--max-streams", str(STREAMS)]
-        gateway = [sys.executable, "-m", "benchmarks.fleet"]
-        (self.folder / "fleet.toml").write_text(
-            f'name = "bench"\ncluster = "127.0.0.1:{self._head_port}"\nstate_folder = "{self.folder}/state"\n'
+        (folder / "fleet.toml").write_text(
+            f'name = "bench"\ncluster = "127.0.0.1:{head_port}"\nstate_folder = "{folder}/state"\n'
             f'config = "server.toml"\nhead_works = false\nlook_s = 0.5\n'
-            f"[engine]\nleast = {least}\nmost = {most}\ncpus = 0.2\nport = {self._port}\ndrain_s = 20\n"
-            f"program = {json.dumps(null if self._null else [])}\n"
-            f"[gateway]\ncount = 2\ncpus = 0.2\nport = {self._port + 10}\ndrain_s = 2\n"
-            f"program = {json.dumps(gateway)}\n" + SCALE
+            f"[engine]\nleast = 2\nmost = 3\ncpus = 0.2\nport = {port}\ndrain_s = 20\n"
+            f"program = {json.dumps(null if options.null else [])}\n"
+            f"[gateway]\ncount = 2\ncpus = 0.2\nport = {port + 10}\ndrain_s = 2\n"
         )
 
     @property
@@ -338,13 +251,6 @@ def one(status: Status, kind: str = "") -> Status:
     return chosen
 
 
-def processes_of(unit: Status) -> list[int]:
-    """The gateway's processes without the one that forwards its links: bytes that it has sent are still delivered."""
-    if unit["kind"] != "gateway":
-        return [unit["pid"]]
-    return [int(pid) for pid in Path(f"/proc/{unit['pid']}/task/{unit['pid']}/children").read_text().split()]
-
-
 def below(node: subprocess.Popen[bytes], part: str) -> list[int]:
     """The keepers of a node, which are workers of Ray, or Ray's own process there."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
@@ -356,16 +262,15 @@ def below(node: subprocess.Popen[bytes], part: str) -> list[int]:
     return [pid for pid, command in commands.items() if Path(command.partition("\0")[0]).name == "raylet"]
 
 
-def signal_all(pids: list[int], number: int) -> None:
+def signal_all(pids: Iterable[int], number: int) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, number)
 
 
 def kill(units: list[Status]) -> Mended:
-    for unit in units:
-        signal_all(processes_of(unit), signal.SIGKILL)
     gone = {unit["pid"] for unit in units}
+    signal_all(gone, signal.SIGKILL)
     return lambda now: not gone & {unit["pid"] for unit in now["units"]}
 
 
@@ -408,15 +313,6 @@ async def lose_head(away_s: float, fleet: Fleet, status: Status) -> Mended:
     return lambda now: bool(now["pid"] != status["pid"])
 
 
-async def lose_network(fleet: Fleet, status: Status) -> Mended:
-    engine, gateway = one(status, "engine"), one(status, "gateway")
-    cut = fleet.state / "nodes" / gateway["node"] / f"cut-{engine['name']}"
-    cut.touch()
-    await asyncio.sleep(CUT_S)
-    cut.unlink()
-    return lambda now: True
-
-
 async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mended:
     """Stop a part for these seconds. A node that was given up meanwhile ends when it continues, and is started again,
     as a service is."""
@@ -425,7 +321,7 @@ async def stop(part: str, seconds: float, fleet: Fleet, status: Status) -> Mende
     if part == "manager":
         pids = [status["pid"]]
     else:
-        pids = processes_of(unit) if part == unit["kind"] else below(fleet.nodes[node], part)
+        pids = [unit["pid"]] if part == unit["kind"] else below(fleet.nodes[node], part)
     if not pids:
         raise RuntimeError(f"there is no {part} to stop")
     signal_all(pids, signal.SIGSTOP)
@@ -461,7 +357,6 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
     "node": lose_node,
     "head": partial(lose_head, HEAD_SHORT_S),
     "head-long": partial(lose_head, HEAD_LONG_S),
-    "network": lose_network,
     "upgrade": upgrade,
     **{
         f"stop-{part}-{seconds}": partial(stop, part, seconds)
@@ -469,11 +364,8 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
         for seconds in STOP_S
     },
 }
-KINDS = [*LOSSES, "scale"]
 STOPS = ",".join(f"{kind}:2" for kind in LOSSES if kind.startswith("stop-"))
-DEFAULT_KINDS = (
-    f"calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,network:10,head-long:1,{STOPS},upgrade:2,scale:1"
-)
+DEFAULT_KINDS = f"calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,head-long:1,{STOPS},upgrade:2"
 
 
 # Clients
@@ -484,8 +376,6 @@ class Crowd:
 
     def __init__(self, url: str, audio: bytes, count: int, apart_s: float) -> None:
         self.clients: list[PacedClient] = []
-        # For each client that was refused at first: seconds until its session began.
-        self.refused_s: list[float] = []
         self._url, self._audio = url, audio
         self._is_over = False
         self._living = [asyncio.create_task(self._live(number * apart_s)) for number in range(count)]
@@ -512,7 +402,6 @@ class Crowd:
 
     async def _live(self, after_s: float) -> None:
         await asyncio.sleep(after_s)
-        refused_at: float | None = None
         while not self._is_over:
             client = PacedClient(self._url, appends_of(self._audio))
             self.clients.append(client)
@@ -521,13 +410,9 @@ class Crowd:
             except CannotConnect as error:
                 if not client.begun:
                     self.clients.remove(client)
-                    refused_at = refused_at or time.monotonic()
                     await asyncio.sleep(0.5)
                     continue
                 client.failure = str(error)
-            if refused_at is not None:
-                self.refused_s.append(client.began_at - refused_at)
-                refused_at = None
 
 
 # The measurements
@@ -543,9 +428,6 @@ class Matrix:
     def _crowd(self, clients: int, apart_s: float) -> Crowd:
         return Crowd(self._fleet.url, self._audio, clients, apart_s)
 
-    def _summary_of(self, clients: list[PacedClient]) -> dict[str, Any]:
-        return summary([client.outcome() for client in clients], [self._alone] * len(clients))
-
     async def play_alone(self) -> None:
         crowd = self._crowd(1, 0.0)
         await asyncio.sleep(1.0)
@@ -559,7 +441,7 @@ class Matrix:
         """Repeats the same loss."""
         clients, fleet = self._options.sessions, self._fleet
         crowd = self._crowd(clients, len(self._audio) / (2 * SAMPLE_RATE) / clients)
-        watching = asyncio.create_task(self._watch_engines([], []))
+        watching = asyncio.create_task(self._watch_gateways())
         begun, went_on_s, owned_twice = time.monotonic(), list[float](), 0
         calls = set[float]()
         try:
@@ -588,57 +470,19 @@ class Matrix:
             "times": times,
             "at_once": clients,
             **percentiles("went_on_s", went_on_s, 50, 100),
-            **self._summary_of(crowd.clients),
+            **summary([client.outcome() for client in crowd.clients], [self._alone] * len(crowd.clients)),
             # Engines had more streams than there were clients: a stream was left over.
             "owned_twice": owned_twice,
             "calls_per_look": sorted(calls),
             "took_s": round(time.monotonic() - begun),
         }
 
-    async def scale(self) -> dict[str, Any]:
-        """More clients than one engine has room for, then few: engines follow by the rules of the plan."""
-        self._fleet.write_plan(least=1, most=3)
-        await self._fleet.run("up")
-        await self._until_engines(1)
-        engines, start_s = list[int](), list[float]()
-        watching = asyncio.create_task(self._watch_engines(engines, start_s))
-        few = self._crowd(2, ARRIVE_S)
-        many = self._crowd(round(3 * LOAD * STREAMS) - 2, ARRIVE_S)
-        try:
-            await self._until_engines(3)
-            await asyncio.sleep(STAY_S)
-            await many.end()
-            await self._until_engines(1)
-            await few.end()
-        finally:
-            watching.cancel()
-        refused = [*few.refused_s, *many.refused_s]
-        return {
-            "kind": "scale",
-            "engines": engines,
-            "engine_start_max_s": max(start_s, default=0.0),
-            "not_let_in_at_first": len(refused),
-            "let_in_after_max_s": max(refused, default=0.0),
-            **self._summary_of([*few.clients, *many.clients]),
-        }
-
-    async def _watch_engines(self, engines: list[int], start_s: list[float]) -> None:
-        """How many engines served, one number after the other, and how long each took from its keeper to serving. The
-        balancer learns meanwhile which gateways serve."""
-        first: dict[str, float] = {}
+    async def _watch_gateways(self) -> None:
+        """The balancer learns which gateways serve."""
         while True:
             with contextlib.suppress(OSError):
-                units = [unit for unit in self._fleet.status()["units"] if unit["kind"] == "engine"]
-                serving = [unit["name"] for unit in units if unit["state"] == "serving"]
-                for unit in units:
-                    first.setdefault(unit["name"], time.monotonic())
-                start_s += [time.monotonic() - first[name] for name in serving if first[name]]
-                first |= dict.fromkeys(serving, 0.0)
-                engines += [len(serving)] if engines[-1:] != [len(serving)] else []
+                self._fleet.status()
             await asyncio.sleep(0.1)
-
-    async def _until_engines(self, count: int) -> None:
-        await self._fleet.until_whole(lambda now: sum(unit["kind"] == "engine" for unit in now["units"]) == count)
 
     async def _settled(self, crowd: Crowd) -> bool:
         """Waits until the fleet is complete and all audio is acknowledged; False if streams are left over."""
@@ -668,12 +512,8 @@ async def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
             await fleet.start()
             await matrix.play_alone()
             for kind, times in options.kinds:
-                results.append(await (matrix.scale() if kind == "scale" else matrix.series(kind, times)))
+                results.append(await matrix.series(kind, times))
                 print(row(results[-1]), flush=True)
         finally:
             await fleet.stop()
     return results
-
-
-if __name__ == "__main__":
-    sys.exit(asyncio.run(serve(sys.argv[1:])))

@@ -1,6 +1,6 @@
 """Plays recordings into an engine loop in simulated time, as live speech or as uploads, and records the text.
 
-Used by the benchmarks of accuracy, keywords, languages, turns and uploads. Time is virtual: live audio arrives on
+Used by the benchmarks of accuracy and turns. Time is virtual: live audio arrives on
 schedule, and every engine step advances time by its own duration. After a step of 200 ms there are 200 ms more audio,
 as in real time, but no time passes while the engine is idle. Uploads are sent as fast as the engine takes them, with as
 much audio waiting as with a gateway. Speech detection, windows and batches are those of a server; there are no sockets.
@@ -12,7 +12,7 @@ import atexit
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -21,7 +21,7 @@ from typing import TypeVar
 import numpy as np
 
 from benchmarks.measuring import RunFailed, resident_bytes
-from benchmarks.recordings import Clip, Part, Session, one_session_per_clip
+from benchmarks.recordings import Part, Session
 from benchmarks.scoring import Emissions, Word
 from benchmarks.sounds import SAMPLE_RATE
 from engine import messages
@@ -44,16 +44,12 @@ PACKET_SAMPLES, PIECE_SAMPLES = 1280, SAMPLE_RATE
 COST_EVERY_SECONDS = 10.0
 # Streams start at different times.
 STAGGER_SECONDS = 0.37
-# Silence after a live recording: the engine must find the end of speech by itself.
-PAUSE_SECONDS = 1.5
 
 T = TypeVar("T")
 
 
-def warm_loop(
-    model: str, streams: int, threads: int = 1, clock: Callable[[], int] = time.perf_counter_ns
-) -> EngineLoop:
-    loop = build_loop(EngineConfig(model, "cpu", max_streams=streams, threads=threads), clock)
+def warm_loop(model: str, streams: int, threads: int = 1) -> EngineLoop:
+    loop = build_loop(EngineConfig(model, "cpu", max_streams=streams, threads=threads))
     warm_up(loop)
     # Threads that compute must not outlive the interpreter.
     atexit.register(loop.close)
@@ -104,16 +100,12 @@ class Played:
     closed_at: float | None = None
     # With a session core: the finals of its turns, and when each came.
     finals: list[tuple[Completed, float]] = field(default_factory=list)
-    # The first language code that came with words.
-    language: str = ""
 
     def take(self, output: Output, at: float) -> None:
         if isinstance(output, messages.Text):
             spans = [(word, word.start_sample / SAMPLE_RATE, word.end_sample / SAMPLE_RATE) for word in output.words]
             words = [Word(word.text, start, end, timed_word(word).confidence) for word, start, end in spans]
             self.emissions.add(at, output.delta, words)
-            if output.delta or words:
-                self.language = self.language or output.language
             self.lags.append(min(at, self.seconds) - output.sample / SAMPLE_RATE)
         elif isinstance(output, messages.Speech):
             self.probabilities += output.probabilities
@@ -130,23 +122,21 @@ class Player:
         session: Session,
         spec: ModelSpec,
         starts_at: float,
-        options: Mapping[str, str],
         live: bool = True,
         turns: TurnRule | None = None,
+        options: dict[str, str] | None = None,
     ) -> None:
-        samples, parts = session.load()
+        self._samples, parts = session.load()
         if not live:
             parts = [Part(parts[0].clip, 0.0, math.inf)]
-        self.played = Played(session, parts, len(samples) / SAMPLE_RATE)
+        self.played = Played(session, parts, len(self._samples) / SAMPLE_RATE)
         self.starts_at = starts_at
         # When the next command is due: in virtual time, and in positions that the engine has computed.
         self.next_at = starts_at
         self._fed = 0
         self._ahead = int(ClientSettings().ahead_seconds * spec.sample_rate / spec.samples_per_position)
-        self._live = live
-        self._samples = samples
-        self._spec = spec
-        self._commands = self._make_commands(options, turns)
+        self._live, self._spec = live, spec
+        self._commands = self._make_commands(messages.Open(session.name, live, options=options or {}, turns=turns))
         self.finished = False
 
     def due(self, now: float, computed: int) -> Iterator[Command]:
@@ -159,12 +149,12 @@ class Player:
     def take(self, output: Output, now: float) -> None:
         self.played.take(output, now - self.starts_at)
 
-    def _make_commands(self, options: Mapping[str, str], turns: TurnRule | None) -> Iterator[Command | None]:
+    def _make_commands(self, opened: messages.Open) -> Iterator[Command | None]:
         """A command for each piece of audio, or None where a piece completes no item."""
-        name, samples, spec = self.played.session.name, self._samples, self._spec
+        samples, spec = self._samples, self._spec
         cutter, size = make_cutter(spec), PACKET_SAMPLES if self._live else PIECE_SAMPLES
         self.next_at = self.starts_at + min(size, len(samples)) / SAMPLE_RATE
-        yield messages.Open(name, self._live, options=dict(options), turns=turns)
+        yield opened
         for start in range(0, len(samples), size):
             items = prepare(cutter, cutter.cut(samples[start : start + size]), spec)
             if start + size >= len(samples):
@@ -174,8 +164,8 @@ class Player:
                 self.next_at = self.starts_at + min(start + 2 * size, len(samples)) / SAMPLE_RATE
             if items:
                 self._fed = items[-1].offset + items[-1].length
-            yield messages.Feed(name, items) if items else None
-        yield messages.Finish(name)
+            yield messages.Feed(opened.stream, items) if items else None
+        yield messages.Finish(opened.stream)
 
 
 class SessionPlayer(Player):
@@ -187,7 +177,7 @@ class SessionPlayer(Player):
         self._tags = count(1)
         self._asked: deque[Command] = deque()
         turns = turn_rule(self._core.settings.turn_detection, spec.sample_rate)
-        super().__init__(session, spec, starts_at, self._core.settings.engine_options(), turns=turns)
+        super().__init__(session, spec, starts_at, turns=turns, options=self._core.settings.engine_options())
 
     def due(self, now: float, computed: int) -> Iterator[Command]:
         for command in super().due(now, computed):
@@ -218,111 +208,77 @@ class SessionPlayer(Player):
 
 
 class Run:
-    """Plays sessions, at most `streams` live ones and `uploads` others at a time. `options` are the model's, by the
-    name of the session; `turns` is the rule by which the turns of live ones end. With `settings`, live ones have the
-    gateway's session core, and finals."""
+    """Plays sessions, at most `streams` of them at a time, live or as uploads. `turns` is the rule by which the turns
+    of live ones end. With `settings`, live ones have the gateway's session core, and finals."""
 
     def __init__(
         self,
         loop: EngineLoop,
-        streams: int = 0,
-        uploads: int = 0,
-        options: Mapping[str, Mapping[str, str]] | None = None,
+        streams: int,
+        live: bool = True,
         turns: TurnRule | None = None,
         settings: Settings | None = None,
     ) -> None:
-        self._loop = loop
-        self._settings = settings
-        self._spec = loop.scheduler.spec
-        self._at_once = {True: streams, False: uploads}
-        self._options = options or {}
-        self._turns = turns
-        self._players: dict[bool, dict[str, Player]] = {True: {}, False: {}}
-        self._done: list[Played] = []
+        self._loop, self._spec = loop, loop.scheduler.spec
+        self._streams, self._live, self._turns, self._settings = streams, live, turns, settings
+        self._players: dict[str, Player] = {}
         self.clock = VirtualClock()
         self.costs: list[Cost] = []
-        # Positions of each upload that were computed.
-        self.computed: dict[str, int] = {}
 
-    def play(
-        self,
-        live: Iterable[Session] = (),
-        uploads: Iterable[Session] = (),
-        progress: Callable[[Played], None] = lambda played: None,
-        until: float = math.inf,
-    ) -> list[Played]:
-        """Until all sessions are through, or `until`; with live sessions, until those are. `progress` is called with
-        each session that ends; a deque of uploads may grow meanwhile."""
-        clock = self.clock
-        waiting = {True: deque(live), False: uploads if isinstance(uploads, deque) else deque(uploads)}
-        decisive = [True] if waiting[True] else [True, False]
-        while clock.now < until and any(waiting[kind] or self._players[kind] for kind in decisive):
-            self._begin(waiting)
+    def play(self, sessions: Iterable[Session]) -> list[Played]:
+        """Until all sessions are through; in the order in which they end."""
+        clock, waiting, done = self.clock, deque(sessions), list[Played]()
+        while waiting or self._players:
+            while waiting and len(self._players) < self._streams:
+                session = waiting.popleft()
+                self._players[session.name] = self._player(session)
             # With a gateway, another process prepares the audio of files: that time does not count.
-            files = [command for player in self._players[False].values() for command in self._due(player)]
+            files = [] if self._live else self._due()
             outputs = clock.run(partial(self._tick, files))
             if not self.costs or clock.now >= self.costs[-1].at + COST_EVERY_SECONDS:
                 self.costs.append(Cost(clock.now, clock.cpu_seconds, resident_bytes()))
             for output in outputs:
-                self._take(output, progress)
+                done += self._take(output)
             if not self._loop.has_work() and self._loop.waits_for_results:
                 clock.run(partial(time.sleep, 0.005))
             elif not self._loop.has_work():
                 self._wait_for_audio(stuck=not outputs and not files)
-        return self._done
+        return done
 
-    def _begin(self, waiting: dict[bool, deque[Session]]) -> None:
-        for is_live, players in self._players.items():
-            while waiting[is_live] and len(players) < self._at_once[is_live]:
-                session = waiting[is_live].popleft()
-                starts_at = self.clock.now + STAGGER_SECONDS * len(players) * is_live
-                if is_live and self._settings is not None:
-                    players[session.name] = SessionPlayer(session, self._spec, starts_at, self._settings)
-                    continue
-                options, turns = self._options.get(session.name, {}), self._turns if is_live else None
-                players[session.name] = Player(session, self._spec, starts_at, options, is_live, turns)
+    def _player(self, session: Session) -> Player:
+        starts_at = self.clock.now + STAGGER_SECONDS * len(self._players) * self._live
+        if self._live and self._settings is not None:
+            return SessionPlayer(session, self._spec, starts_at, self._settings)
+        return Player(session, self._spec, starts_at, self._live, self._turns)
 
-    def _due(self, player: Player) -> list[Command]:
-        stream = self._loop.scheduler.streams.get(player.played.session.name)
-        return list(player.due(self.clock.now, 0 if stream is None else stream.computed))
+    def _due(self) -> list[Command]:
+        found: list[Command] = []
+        for name, player in self._players.items():
+            stream = self._loop.scheduler.streams.get(name)
+            found += player.due(self.clock.now, 0 if stream is None else stream.computed)
+        return found
 
     def _tick(self, files: list[Command]) -> list[Output]:
-        live = [command for player in self._players[True].values() for command in self._due(player)]
-        self._loop.submit(files + live, int(self.clock.now * 1e9))
+        self._loop.submit(self._due() if self._live else files, int(self.clock.now * 1e9))
         step = self._loop.step()
-        for name in self._players[False]:
-            if name in self._loop.scheduler.streams:
-                self.computed[name] = self._loop.scheduler.streams[name].computed
         return [] if step is None else step.outputs
 
     def _wait_for_audio(self, stuck: bool) -> None:
-        players = self._players[True] | self._players[False]
-        upcoming = [player.next_at for player in self._players[True].values() if not player.finished]
+        upcoming = [player.next_at for player in self._players.values() if self._live and not player.finished]
         if upcoming:
             self.clock.wait_until(min(upcoming))
-        elif players and stuck:
-            raise RunFailed(f"the engine is idle, but these sessions never ended: {', '.join(players)}")
+        elif self._players and stuck:
+            raise RunFailed(f"the engine is idle, but these sessions never ended: {', '.join(self._players)}")
 
-    def _take(self, output: Output, progress: Callable[[Played], None]) -> None:
+    def _take(self, output: Output) -> list[Played]:
+        """The session that ended with this output, if one did."""
         if isinstance(output, messages.Dead | messages.Failed | messages.Refused):
             raise RunFailed(output.message)
-        for players in self._players.values():
-            player = players.get(getattr(output, "stream", ""))
-            if player is None:
-                continue
-            player.take(output, self.clock.now)
-            if isinstance(output, messages.Closed):
-                self._done.append(player.played)
-                del players[player.played.session.name]
-                progress(player.played)
-
-
-def transcribed(
-    loop: EngineLoop, clips: Sequence[Clip], options: Sequence[Mapping[str, str]], live: bool, at_once: int
-) -> list[Played]:
-    """Each clip in a session of its own, with its options of the model, as by a microphone or as an upload."""
-    sessions = one_session_per_clip(clips, PAUSE_SECONDS if live else 0.0)
-    by_name = {session.name: one for session, one in zip(sessions, options, strict=True)}
-    run = Run(loop, at_once, at_once, by_name)
-    played = {one.session.name: one for one in (run.play(live=sessions) if live else run.play(uploads=sessions))}
-    return [played[session.name] for session in sessions]
+        player = self._players.get(getattr(output, "stream", ""))
+        if player is None:
+            return []
+        player.take(output, self.clock.now)
+        if not isinstance(output, messages.Closed):
+            return []
+        del self._players[player.played.session.name]
+        return [player.played]

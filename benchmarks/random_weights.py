@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.scheduler import Scheduler
 from engine.host_memory import memory_to_plan_with
 from engine.models.layers import Heads
 from engine.models.voxtral_realtime import (
@@ -29,7 +28,7 @@ from engine.models.voxtral_realtime import (
 )
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
-from engine.runner.device import compute_on_one_thread, free_memory, require_device
+from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
 from engine.runner.frames.memory import plan_memory
 from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import (
@@ -42,16 +41,15 @@ from engine.runner.load import (
     windowed_on_device,
 )
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
-from engine.runner.windowed.runner import WindowedRunner
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
 from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
-from engine.weights.checkpoint import load_speech_model
-from engine.weights.store import resolve
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+# To plan with in small runs, which take little of it: not what other programs leave.
+SMALL_BYTES = 8 * GIB
 # Frames of ten that are text: 3.75 words a second, where people say two to three, of one token or two each.
 WORDS_IN_TEN_FRAMES = 3
 
@@ -108,7 +106,7 @@ def voxtral_runner(kv: str, window: int, max_streams: int | None, small: bool = 
         settings = RunnerSettings("cpu", torch.float32, torch.float32, decoder_window=24, max_streams=max_streams or 8)
     memory = plan_memory(
         config,
-        free_memory(device) - (0 if small else background_bytes(EngineConfig(), own_process=True)),
+        SMALL_BYTES if small else free_memory(device) - background_bytes(EngineConfig(), own_process=True),
         decoder_window=settings.decoder_window,
         dtype=settings.dtype,
         kv_dtype=settings.kv_dtype,
@@ -219,22 +217,13 @@ def follow_script(windows: DeviceWindows, model: Whisper) -> None:
     decoder._passes = scripted  # type: ignore[method-assign]
 
 
-def windowed_runner(
-    size: str | None, model: str | None, max_streams: int | None, small: bool
-) -> tuple[WindowedRunner, Limits]:
-    """Whisper of this size with random weights and scripted tokens, or a model with its real weights."""
+def whisper_loop(size: str, max_streams: int | None, small: bool) -> EngineLoop:
+    """Random weights and scripted tokens."""
     device = require_device("cpu" if small else "cuda")
     dtype, room = DEVICE_DTYPE if device.type == "cuda" else torch.float32, free_memory(device)
-    found, pieces = random_whisper(size, device) if size else load_speech_model(resolve(model or ""))
-    name = Path(model).name if model else f"whisper-{size}"
-    runner, limits = windowed_on_device(name, found, pieces, device, dtype, room, max_streams)
-    if isinstance(found, Whisper) and size:
-        assert isinstance(runner.windows, DeviceWindows)
-        follow_script(runner.windows, found)
-    return runner, limits
-
-
-def whisper_loop(size: str, max_streams: int | None, small: bool) -> EngineLoop:
-    runner, limits = windowed_runner(size, None, max_streams, small)
+    model, pieces = random_whisper(size, device)
+    runner, limits = windowed_on_device(f"whisper-{size}", model, pieces, device, dtype, room, max_streams)
+    assert isinstance(runner.windows, DeviceWindows)
+    follow_script(runner.windows, model)
     scheduler = Scheduler(runner.spec, limits, runner.vocabulary)
     return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), GateSettings())

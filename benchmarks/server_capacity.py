@@ -17,15 +17,13 @@ not sure. A load holds if 95 % of the turns have their final text at most 1.5 s 
 of the queries of the server the latest stream has at most 1.5 s of audio without a pass. With --null there is no
 model: that measures the cost of gateways.
 
-Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE[:VIEWERS]]]]. With viewers the first session is
-published, and they read it meanwhile, half over server-sent events and half over sockets (`benchmarks/viewers.py`).
+Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -33,11 +31,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.clients import ClientProcesses, Findings, Schedule, play_lags
-from benchmarks.measuring import is_at_most, parser_of, percentiles, run_command, show, spawned, write_json
+from benchmarks.measuring import is_at_most, parser_of, percentiles, run_command, show, write_json
 from benchmarks.recordings import sample_path
 from benchmarks.servers import Server, add_server_options
 from benchmarks.sounds import SAMPLE_RATE, speech, speech_probabilities, utterances
-from benchmarks.viewers import viewer_figures, watch_session
 
 SETTLE_S = 3.0
 ASK_EVERY_S = 0.5
@@ -59,17 +56,15 @@ class Load:
     rate: int = SAMPLE_RATE
     append_ms: int = 80
     silent: float = 0.0
-    viewers: int = 0
 
     @classmethod
     def parse(cls, text: str) -> Load:
-        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE[:VIEWERS]]]]"""
-        return cls(*(kind(part) for kind, part in zip((int, int, int, float, int), text.split(":"), strict=False)))
+        """SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]]"""
+        return cls(*(kind(part) for kind, part in zip((int, int, int, float), text.split(":"), strict=False)))
 
     def __str__(self) -> str:
         silent = f", each silent for {self.silent:.0%} of the time" if self.silent else ""
-        viewers = f", {self.viewers} viewers" if self.viewers else ""
-        return f"{self.sessions} sessions, {self.rate // 1000} kHz, appends of {self.append_ms} ms{silent}{viewers}"
+        return f"{self.sessions} sessions, {self.rate // 1000} kHz, appends of {self.append_ms} ms{silent}"
 
 
 def spans_of_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, float]]:
@@ -88,7 +83,7 @@ def spans_of_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, f
 def measure(server: Server, load: Load, options: argparse.Namespace, spans: list[tuple[float, float]]) -> Result:
     windowed = is_windowed(options)
     orders = {
-        "urls": server.urls,
+        "url": server.url,
         "recording": options.audio,
         "rate": load.rate,
         "append_ms": load.append_ms,
@@ -97,15 +92,9 @@ def measure(server: Server, load: Load, options: argparse.Namespace, spans: list
         "silent_share": load.silent,
         "speakers": options.speakers,
         "semantic": options.semantic,
-        "publish": load.viewers > 0,
         "speech": spans,
     }
-    with ExitStack() as stack:
-        clients = stack.enter_context(ClientProcesses(play_lags, load.sessions, options.clients, **orders))
-        viewers = None
-        if load.viewers:
-            viewers, _ = stack.enter_context(spawned(watch_session, server.urls[0], load.viewers))
-            viewers.recv()  # all of them are connected
+    with ClientProcesses(play_lags, load.sessions, options.clients, **orders) as clients:
         begins, join_s = time.monotonic() + 0.5, load.sessions / options.joins_per_second
         counts_from = begins + join_s + (0.5 if options.small else SETTLE_S)
         schedule = Schedule(begins, join_s, counts_from, counts_from + options.seconds)
@@ -116,12 +105,8 @@ def measure(server: Server, load: Load, options: argparse.Namespace, spans: list
         after = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
         findings = clients.findings()
         cores = {name: (after[name] - before.get(name, 0.0)) / options.seconds for name in after}
-        result = summary(load, options.seconds, findings, cores, capacities)
-        if viewers is not None:
-            viewers.send("stop")
-            result["viewers"] = viewer_figures(viewers.recv(), [one for found in findings for one in found.arrivals])
     server.check()
-    return result
+    return summary(load, options.seconds, findings, cores, capacities)
 
 
 def is_windowed(options: argparse.Namespace) -> bool:
@@ -217,7 +202,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--semantic", action="store_true", help="turns end by semantic_vad, with the turn detector")
     add_server_options(parser)
     # A small run has a tiny Voxtral on the CPU, unless another model is asked for.
-    small = {"sessions": ["2:24000:50:0.2:4"], "seconds": 1.5, "clients": 1, "max_streams": 4, "workers": 1}
+    small = {"sessions": ["2:24000:50:0.2"], "seconds": 1.5, "clients": 1, "max_streams": 4, "workers": 1}
     run_command(parser, arguments, measure_all, **small)
 
 

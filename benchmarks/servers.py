@@ -1,7 +1,7 @@
-"""Starts and stops a whole server for a benchmark: one engine process, gateway processes, and nginx in front of them.
+"""Starts and stops a whole server for a benchmark: one engine process and gateway processes.
 
 `Server` owns the processes of one server and measures their processor time; `Child` is any process with its
-descendants; `Nginx` runs the machine's nginx with deploy/proxies/nginx.conf.
+descendants.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -17,16 +16,14 @@ import sys
 import tempfile
 import time
 import urllib.request
-from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from benchmarks.measuring import ROOT, RunFailed, cpu_seconds, read_process, with_descendants
+from benchmarks.measuring import RunFailed, cpu_seconds, read_process, with_descendants
 from engine.options import DEFAULT_MODEL
 
 READY_S = 180.0
-NGINX_EXAMPLE = ROOT / "deploy/proxies/nginx.conf"
 
 
 def add_server_options(parser: argparse.ArgumentParser) -> None:
@@ -36,8 +33,7 @@ def add_server_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--null", action="store_true", help="no model: measures the cost of the gateways")
     parser.add_argument("--kv", choices=("bf16", "fp8"), default="fp8", help="keys and values of Voxtral")
     parser.add_argument("--max-streams", type=int, help="streams to make room for; default: all that fit")
-    parser.add_argument("--gateways", type=int, default=1, help="processes of `tickertape serve` that use the engine")
-    parser.add_argument("--workers", type=int, help="workers of each gateway; default: the server chooses")
+    parser.add_argument("--workers", type=int, help="gateway processes; default: the server chooses")
     parser.add_argument("--clients", type=int, default=4, help="processes of clients")
     parser.add_argument("--joins-per-second", type=float, default=50.0)
     parser.add_argument("--audio", type=Path, help="a WAV file of speech; default: made-up voices")
@@ -49,32 +45,16 @@ def use_default_model(options: argparse.Namespace) -> None:
         options.model = DEFAULT_MODEL
 
 
-def is_ready(url: str) -> bool:
-    """Whether the server with this `/ready` takes sessions."""
-    try:
-        with urllib.request.urlopen(url, timeout=2):
-            return True
-    except OSError:
-        return False
-
-
-def wait_until_ready(urls: Sequence[str], *children: Child) -> None:
-    """Until all `/ready` answer. Raises RunFailed if a process ends before, or after `READY_S`."""
+def wait_until_ready(origin: str, *children: Child) -> None:
+    """Until `/ready` answers. Raises RunFailed if a process ends before, or after `READY_S`."""
     deadline = time.monotonic() + READY_S
-    for url in urls:
-        while not is_ready(url):
-            for child in children:
-                child.check()
-            if time.monotonic() > deadline:
-                raise RunFailed(f"{url} was not ready within {READY_S:.0f} s")
-            time.sleep(0.1)
-
-
-def program(name: str) -> str:
-    found = shutil.which(name) or shutil.which(name, path="/usr/sbin")
-    if found is None:
-        raise RunFailed(f"{name} is not installed")
-    return found
+    while time.monotonic() < deadline:
+        with suppress(OSError), urllib.request.urlopen(f"{origin}/ready", timeout=2):
+            return
+        for child in children:
+            child.check()
+        time.sleep(0.1)
+    raise RunFailed(f"{origin} was not ready within {READY_S:.0f} s")
 
 
 def free_port() -> int:
@@ -127,28 +107,23 @@ class Child:
 
 
 class Server:
-    """An engine and gateways by the options, ready when the constructor returns; a context manager that stops them.
-    With `counts_streams_only` gateways admit as many sessions as the engine has room for, whatever its load. `flags`
-    are further ones of the gateways, `own_flags` those of one of them, by its number."""
+    """An engine and `tickertape serve` by the options, ready when the constructor returns; a context manager that stops
+    them. With `counts_streams_only` as many sessions are admitted as the engine has room for, whatever its load."""
 
-    def __init__(
-        self,
-        options: argparse.Namespace,
-        counts_streams_only: bool,
-        flags: Sequence[str] = (),
-        own_flags: Mapping[int, Sequence[str]] | None = None,
-    ) -> None:
-        self._options, self._counts_streams_only = options, counts_streams_only
-        self._flags, self._own_flags = flags, own_flags or {}
+    def __init__(self, options: argparse.Namespace, counts_streams_only: bool) -> None:
         # SIGTERM raises here, so that a stopped benchmark leaves its `with` blocks and ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
-        folder = Path(self._folder.name)
-        address, self.urls, self._children = f"ipc://{folder / 'engine'}", list[str](), list[Child]()
+        self._children: list[Child] = []
+        address, place = f"ipc://{self._folder.name}/engine", f"127.0.0.1:{free_port()}"
+        self._origin, self.url = f"http://{place}", f"ws://{place}/v1/realtime"
+        serve = ["realtime.cli", "serve", "--engine", address, "--port", place.rpartition(":")[2]]
+        serve += ["--workers", str(options.workers)] if options.workers else []
+        serve += ["--limits.max-load", "0"] if counts_streams_only else []
         try:
-            self.engine = self._start("engine", [*self._engine_command(), "--listen", address], folder)
-            self.gateways = [self._gateway(number, address, folder) for number in range(options.gateways)]
-            self._wait_until_ready()
+            self.engine = self._start("engine", [*engine_command(options), "--listen", address])
+            self.gateway = self._start("gateway", serve)
+            wait_until_ready(self._origin, *self._children)
         except BaseException:
             self.stop()
             raise
@@ -159,65 +134,31 @@ class Server:
     def __exit__(self, *_: object) -> None:
         self.stop()
 
-    def _start(self, name: str, command: list[str], folder: Path) -> Child:
-        self._children.append(Child(name, [sys.executable, "-m", *command], folder / f"{name}.log"))
+    def _start(self, name: str, command: list[str]) -> Child:
+        self._children.append(Child(name, [sys.executable, "-m", *command], Path(self._folder.name) / f"{name}.log"))
         return self._children[-1]
 
-    def _engine_command(self) -> list[str]:
-        options = self._options
-        room = [] if options.max_streams is None else [str(options.max_streams)]
-        if options.model:
-            limit = ["--model.max-streams", *room] if room else []
-            return ["realtime.cli", "engine", "--model", options.model, *limit]
-        command = ["benchmarks.engines", *(["--max-streams", *room] if room else [])]
-        if options.null:
-            return command
-        command += ["--whisper", options.whisper] if options.whisper else ["--voxtral", "--kv", options.kv]
-        return [*command, *(["--small"] if options.small else [])]
-
-    def _gateway(self, number: int, address: str, folder: Path) -> Child:
-        options, port = self._options, free_port()
-        command = ["realtime.cli", "serve", "--engine", address, "--port", str(port)]
-        command += ["--workers", str(options.workers)] if options.workers else []
-        command += ["--limits.max-load", "0"] if self._counts_streams_only else []
-        command += [*self._flags, *self._own_flags.get(number, ())]
-        self.urls.append(f"ws://127.0.0.1:{port}/v1/realtime?intent=transcription")
-        return self._start(f"gateway{number}", command, folder)
-
-    def replace_gateways(self, *numbers: int) -> None:
-        """Kill gateways with their workers, start them again, and wait until they are ready."""
-        for number in numbers:
-            self.gateways[number].kill()
-        for number in numbers:
-            self.gateways[number].start()
-        self._wait_until_ready()
-
-    def _wait_until_ready(self) -> None:
-        wait_until_ready([self.http(number, "/ready") for number in range(len(self.urls))], *self._children)
-
-    def http(self, gateway: int, path: str) -> str:
-        return self.urls[gateway].replace("ws", "http", 1).partition("/v1")[0] + path
+    def _read(self, path: str) -> str:
+        with urllib.request.urlopen(self._origin + path, timeout=5) as answer:
+            return str(answer.read().decode())
 
     def capacity(self) -> dict[str, Any]:
-        with urllib.request.urlopen(self.http(0, "/capacity"), timeout=5) as answer:
-            told: dict[str, Any] = json.load(answer)
+        told: dict[str, Any] = json.loads(self._read("/capacity"))
         return told
 
     def counter(self, name: str) -> float:
-        """A counter of the first gateway's metrics."""
-        with urllib.request.urlopen(self.http(0, "/metrics"), timeout=5) as answer:
-            lines = answer.read().decode().splitlines()
+        """A counter of the gateway's metrics."""
+        lines = self._read("/metrics").splitlines()
         return sum(float(line.split()[-1]) for line in lines if line.startswith(f"tickertape_{name}_total"))
 
     def cpu_seconds(self) -> dict[str, float]:
-        """Processor seconds of the engine, and of each process of the gateways."""
-        pids = [pid for gateway in self.gateways for pid in with_descendants(gateway.pid)]
+        """Processor seconds of the engine, and of each process of the gateway."""
         engine = sum(map(cpu_seconds, with_descendants(self.engine.pid)))
-        return {"engine": engine, **{f"gateway {pid}": cpu_seconds(pid) for pid in pids}}
+        return {"engine": engine, **{f"gateway {pid}": cpu_seconds(pid) for pid in with_descendants(self.gateway.pid)}}
 
     def workers(self) -> list[int]:
-        """Process ids of the first gateway's workers, the oldest first."""
-        pids = with_descendants(self.gateways[0].pid)
+        """Process ids of the workers, the oldest first."""
+        pids = with_descendants(self.gateway.pid)
         return sorted(pid for pid in pids if "realtime.workers.worker" in read_process(pid, "cmdline"))
 
     def check(self) -> None:
@@ -231,28 +172,13 @@ class Server:
         signal.signal(signal.SIGTERM, self._on_term)
 
 
-class Nginx:
-    """The machine's nginx with our example before the first gateway of a server; a context manager that stops it."""
-
-    def __init__(self, server: Server) -> None:
-        self._folder = tempfile.TemporaryDirectory(prefix="nginx-")
-        folder, port = Path(self._folder.name), free_port()
-        self.url = f"ws://localhost:{port}/v1/realtime"
-        gateway = server.http(0, "").removeprefix("http://")
-        text = NGINX_EXAMPLE.read_text().replace("8080", str(port)).replace("127.0.0.1:8000", gateway)
-        (folder / "nginx.conf").write_text(text)
-        self._command = [program("nginx"), "-p", str(folder), "-c", str(folder / "nginx.conf")]
-        self._directives = f"pid {folder}/pid; error_log stderr;"
-        self._child = Child("nginx", [*self._command, "-g", f"daemon off; {self._directives}"], folder / "log")
-        wait_until_ready([f"http://localhost:{port}/ready"], self._child)
-
-    def __enter__(self) -> Nginx:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._child.stop()
-        self._folder.cleanup()
-
-    def reload(self) -> None:
-        self._child.check()
-        subprocess.run([*self._command, "-g", self._directives, "-s", "reload"], check=True, capture_output=True)
+def engine_command(options: argparse.Namespace) -> list[str]:
+    room = [] if options.max_streams is None else [str(options.max_streams)]
+    if options.model:
+        limit = ["--model.max-streams", *room] if room else []
+        return ["realtime.cli", "engine", "--model", options.model, *limit]
+    command = ["benchmarks.engines", *(["--max-streams", *room] if room else [])]
+    if options.null:
+        return command
+    command += ["--whisper", options.whisper] if options.whisper else ["--voxtral", "--kv", options.kv]
+    return [*command, *(["--small"] if options.small else [])]

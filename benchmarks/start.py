@@ -108,7 +108,7 @@ async def served(tree: Path, model: str, speech: bytes, folder: Path) -> dict[st
 
 
 def _ready(server: Child, port: int) -> float:
-    wait_until_ready([f"http://127.0.0.1:{port}/ready"], server)
+    wait_until_ready(f"http://127.0.0.1:{port}", server)
     return time.monotonic()
 
 

@@ -2,7 +2,6 @@
 
     python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--alive 3] [--model NAME] [--voxtral]
     python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
-                                         [--nginx] [--plain 2]
     python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
 All speech comes at the pace of a microphone. `spare`: measures seconds from a kill of the engine until the next word,
@@ -13,9 +12,8 @@ be read from disk at each start.
 `server`: the whole server with clients that resume, over sockets. `engine` kills the engine and starts it again,
 `worker` kills a worker, `restart` replaces all of them (SIGUSR2); final texts are compared with those of the first calm
 run, ignoring case and punctuation. The time to reconnect runs from the moment a client notices the loss of its
-connection to the first event on the next one; the longest wait is that for an acknowledgement of new audio. With
---nginx the machine's nginx with deploy/proxies/nginx.conf is in front of the server, and `reload` reloads it. --plain
-adds clients that cannot resume. `fleet`: see benchmarks/fleet.py.
+connection to the first event on the next one; the longest wait is that for an acknowledgement of new audio. `fleet`:
+see benchmarks/fleet.py.
 """
 
 from __future__ import annotations
@@ -29,17 +27,15 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from benchmarks import fleet
-from benchmarks.clients import ClientProcesses, Schedule, plain_summary, play_plain, play_whole, summary
+from benchmarks.clients import ClientProcesses, Schedule, play_whole, summary
 from benchmarks.engines import engine_client, null_loop
 from benchmarks.measuring import (
-    RunFailed,
     parser_of,
     percentiles,
     private_bytes,
@@ -51,7 +47,7 @@ from benchmarks.measuring import (
     write_json,
 )
 from benchmarks.recordings import sample_path, sample_speech
-from benchmarks.servers import Nginx, Server, add_server_options, use_default_model
+from benchmarks.servers import Server, add_server_options, use_default_model
 from benchmarks.sounds import Samples, speech
 from engine.client.engine_handles import EngineProcess
 from engine.client.stream import EngineStream
@@ -195,37 +191,27 @@ def compare_spares(options: argparse.Namespace) -> list[Figures]:
 # Clients that resume: the whole server
 
 
-def restart_engine(server: Server, nginx: Nginx | None) -> None:
+def restart_engine(server: Server) -> None:
     server.engine.kill()
     server.engine.start()
 
 
-def reload(server: Server, nginx: Nginx | None) -> None:
-    if nginx is None:
-        raise RunFailed("`reload` needs --nginx")
-    nginx.reload()
-
-
 # Losses of a server, by kind.
-SERVER_LOSSES: dict[str, Callable[[Server, Nginx | None], None]] = {
-    "calm": lambda server, nginx: None,
+SERVER_LOSSES: dict[str, Callable[[Server], None]] = {
+    "calm": lambda server: None,
     "engine": restart_engine,
-    "worker": lambda server, nginx: os.kill(server.workers()[0], signal.SIGKILL),
-    "restart": lambda server, nginx: os.kill(server.gateways[0].pid, signal.SIGUSR2),
-    "reload": reload,
+    "worker": lambda server: os.kill(server.workers()[0], signal.SIGKILL),
+    "restart": lambda server: os.kill(server.gateway.pid, signal.SIGUSR2),
 }
 
 
-def play_server(
-    server: Server, nginx: Nginx | None, groups: Sequence[ClientProcesses], kind: str, options: argparse.Namespace
-) -> list[list[Any]]:
-    """What each client of each group has to tell."""
+def play_server(server: Server, clients: ClientProcesses, kind: str, options: argparse.Namespace) -> list[Any]:
+    """The outcome of each client."""
     begins, join_s = time.monotonic() + 0.5, options.sessions / options.joins_per_second
-    for group in groups:
-        group.begin(Schedule(begins, join_s))
+    clients.begin(Schedule(begins, join_s))
     time.sleep(max(0.0, begins + join_s + HAPPENS_AT * options.seconds - time.monotonic()))
-    SERVER_LOSSES[kind](server, nginx)
-    found = [[outcome for process in group.findings() for outcome in process] for group in groups]
+    SERVER_LOSSES[kind](server)
+    found = [outcome for process in clients.findings() for outcome in process]
     server.check()
     return found
 
@@ -236,40 +222,32 @@ def server_figures(server: Server) -> Figures:
     return {
         "streams_recovered": round(recovered),
         "recovery_s_mean": server.counter("engine_recovery_seconds") / recovered if recovered else None,
-        "gateway_bytes": sum(map(private_bytes, with_descendants(server.gateways[0].pid))),
+        "gateway_bytes": sum(map(private_bytes, with_descendants(server.gateway.pid))),
     }
 
 
 def lose_in_server(options: argparse.Namespace) -> list[Figures]:
     """`survival server`."""
     if options.small:
-        options.null, options.sessions, options.seconds, options.clients, options.plain = True, 2, 2.0, 1, 1
-        options.kinds = [(kind, 1) for kind in ("calm", "worker", "engine", *(["reload"] if options.nginx else []))]
+        options.null, options.sessions, options.seconds, options.clients = True, 2, 2.0, 1
+        options.kinds = [(kind, 1) for kind in ("calm", "worker", "engine")]
     use_default_model(options)
     results: list[Figures] = []
     references: list[str] | None = None
-    with ExitStack() as stack:
-        flags = ["--server.trusted-proxies", "127.0.0.1"] if options.nginx else []
-        server = stack.enter_context(Server(options, counts_streams_only=True, flags=flags))
-        nginx = stack.enter_context(Nginx(server)) if options.nginx else None
+    with Server(options, counts_streams_only=True) as server:
         orders = {
-            "urls": [nginx.url if nginx else server.urls[0].partition("?")[0]],
+            "url": server.url,
             "recording": sample_path() if options.audio is None and options.model else options.audio,
             "seconds": options.seconds,
             # With random weights no two sessions may send the same audio, which a cache would answer for the model.
             "own_parts": not options.model,
         }
-        groups = [stack.enter_context(ClientProcesses(play_whole, options.sessions, options.clients, **orders))]
-        if options.plain:
-            groups.append(stack.enter_context(ClientProcesses(play_plain, options.plain, 1, **orders)))
-        for kind in [kind for kind, times in options.kinds for _ in range(times)]:
-            outcomes, *plain = play_server(server, nginx, groups, kind, options)
-            references = references or [outcome["text"] for outcome in outcomes]
-            results.append({"kind": kind, **summary(outcomes, references), **server_figures(server)})
-            print(row(results[-1]), flush=True)
-            if plain:
-                results[-1]["plain"] = plain_summary(plain[0])
-                print(f"  clients that cannot resume: {row(results[-1]['plain'])}", flush=True)
+        with ClientProcesses(play_whole, options.sessions, options.clients, **orders) as clients:
+            for kind in [kind for kind, times in options.kinds for _ in range(times)]:
+                outcomes = play_server(server, clients, kind, options)
+                references = references or [outcome["text"] for outcome in outcomes]
+                results.append({"kind": kind, **summary(outcomes, references), **server_figures(server)})
+                print(row(results[-1]), flush=True)
     return results
 
 
@@ -313,12 +291,10 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--kinds", type=kinds_of(list(SERVER_LOSSES)), default="calm:2,worker:1,restart:1")
     one.add_argument("--sessions", type=int, default=8)
     one.add_argument("--seconds", type=float, default=30.0, help="duration of each session")
-    one.add_argument("--nginx", action="store_true", help="nginx in front of the server")
-    one.add_argument("--plain", type=int, default=0, help="clients that cannot resume, beside the others")
     add_server_options(one)
     one.set_defaults(run=lose_in_server, workers=2)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))
-    one.add_argument("--kinds", type=kinds_of(fleet.KINDS), default=fleet.DEFAULT_KINDS, help="and how often")
+    one.add_argument("--kinds", type=kinds_of(list(fleet.LOSSES)), default=fleet.DEFAULT_KINDS, help="and how often")
     one.add_argument("--sessions", type=int, default=4, help="clients that speak at the same time")
     one.add_argument("--seconds", type=float, default=20.0, help="length of the recording that a session sends")
     one.add_argument("--model", default="moonshine-tiny")

@@ -133,7 +133,7 @@ def test_a_command_that_is_not_there_is_found() -> None:
     assert missing_of(["tickertape", "serve", *line], known, targets) == ["--gone"]
     assert missing_of(["tickertape", "gone"], known, targets) == ["tickertape gone"]
     assert missing_of(["make", "gone"], known, targets) == ["make gone"]
-    assert missing_of(["python", "-m", "benchmarks.uploads", "--gone"], known, targets) == ["benchmarks.uploads --gone"]
+    assert missing_of(["python", "-m", "benchmarks.start", "--gone"], known, targets) == ["benchmarks.start --gone"]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -23,10 +23,7 @@ from tests.benchmarks.test_recordings import write_wav
 class Parrot:
     """Says the same of everything it hears."""
 
-    def encode(self, samples: NDArray[np.float32]) -> list[object]:
-        return []
-
-    def decode(self, pieces: list[object]) -> str:
+    def transcribe(self, samples: NDArray[np.float32]) -> str:
         return "Good day, colour!"
 
 
@@ -125,7 +122,7 @@ def test_spellings_are_evened_out_where_the_table_is_at_hand(
 def test_figures_of_files_stand_beside_those_of_whole_clips(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(Parrot, "decode", lambda parrot, pieces: "tick " * 10)
+    monkeypatch.setattr(Parrot, "transcribe", lambda parrot, samples: "tick " * 10)
     monkeypatch.setattr(accuracy, "spelling_table", dict)
     monkeypatch.setattr(accuracy, "warm_loop", lambda model, streams, threads: make_loop())
     manifest = tmp_path / "manifest.jsonl"

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +16,7 @@ from benchmarks.playing import Played, Run, VirtualClock
 from benchmarks.recordings import Clip, Part, Session
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Limits, Scheduler
-from engine.messages import Command, Feed, Finish, Open, Speech, StepOutput, Text
+from engine.messages import Feed, Finish, Open, Speech
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
 from engine.spec import ModelSpec, Vocabulary
@@ -85,14 +83,11 @@ def sessions(monkeypatch: pytest.MonkeyPatch) -> list[Session]:
 
 
 def play(sessions: list[Session], streams: int, broken: str = "") -> list[Played]:
-    finished: list[Played] = []
-    runs = Run(make_loop(broken), streams).play(sessions, progress=finished.append)
-    assert finished == runs
-    return runs
+    return Run(make_loop(broken), streams).play(sessions)
 
 
 def send(sessions: list[Session], at_once: int, broken: str = "") -> list[Played]:
-    return Run(make_loop(broken), uploads=at_once).play(uploads=sessions)
+    return Run(make_loop(broken), at_once, live=False).play(sessions)
 
 
 @pytest.mark.parametrize("streams", [1, 2, 3])
@@ -131,7 +126,7 @@ def test_more_streams_than_the_engine_has_room_for_are_an_error(sessions: list[S
     runner = EveryFifth()
     scheduler = Scheduler(SPEC, Limits(max_streams=1, cache_embeds=64), runner.vocabulary)
     with pytest.raises(RunFailed, match="'b'"):
-        Run(EngineLoop(scheduler, runner), streams=2).play(sessions)
+        Run(EngineLoop(scheduler, runner), 2).play(sessions)
 
 
 def test_virtual_time_moves_by_work_and_jumps_over_idleness() -> None:
@@ -167,54 +162,10 @@ def test_every_upload_is_heard_to_its_end(sessions: list[Session], at_once: int)
 
 
 def test_uploads_send_no_more_than_may_wait(sessions: list[Session]) -> None:
-    player = playing.Player(Session("long", sessions[0].clips, 0.0), SPEC, 0.0, {}, live=False)
+    player = playing.Player(Session("long", sessions[0].clips, 0.0), SPEC, 0.0, live=False)
     opened, *fed = player.due(0.0, computed=0)
     assert isinstance(opened, Open) and not opened.live
     ends = [command.items[-1].offset + command.items[-1].length for command in fed if isinstance(command, Feed)]
     # A minute may wait, 750 positions; a second of audio is 12.5 of them.
     assert 750 <= ends[-1] < 750 + 13 and not list(player.due(0.0, computed=0))
     assert isinstance(list(player.due(0.0, computed=ends[-1]))[-1], Finish)
-
-
-def test_sessions_are_opened_with_options_and_tell_their_language(
-    sessions: list[Session], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    loop = make_loop()
-    opened: list[dict[str, str]] = []
-    submit, step = loop.submit, loop.step
-
-    def note(commands: list[Command], now: int) -> None:
-        opened.extend(command.options for command in commands if isinstance(command, Open))
-        submit(commands, now)
-
-    def tell() -> StepOutput | None:
-        result = step()
-        for output in result.outputs if result is not None else ():
-            if isinstance(output, Text):
-                # A text without words may come before anything was understood.
-                output.language = "fr" if output.delta else "en"
-        return result
-
-    monkeypatch.setattr(loop, "submit", note)
-    monkeypatch.setattr(loop, "step", tell)
-    options = {session.name: {"task": session.name} for session in sessions}
-    runs = Run(loop, uploads=2, options=options).play(uploads=sessions)
-    assert opened == [{"task": "a"}, {"task": "b"}, {"task": "c"}]
-    assert [run.language for run in runs] == ["fr"] * 3
-
-
-def test_uploads_go_on_beside_live_sessions_and_stop_with_them(sessions: list[Session]) -> None:
-    uploads = deque(sessions[1:2])
-
-    def again(played: Played) -> None:
-        if played.session.name.startswith("b"):
-            uploads.append(replace(sessions[1], name="b"))
-
-    run = Run(make_loop(), streams=1, uploads=1)
-    runs = run.play(sessions[2:], uploads, again)
-    # How many uploads fit beside the live session depends on the machine.
-    names = [played.session.name for played in runs]
-    assert names.count("c") == 1 and set(names) <= {"b", "c"}
-    # The upload that was under way when the live session ended may end after it; no other begins.
-    assert len(names) - names.index("c") <= 2
-    assert run.computed.keys() == {"b"}

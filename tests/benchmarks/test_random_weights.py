@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import inf
 
+import pytest
 import torch
 
-from benchmarks.random_weights import ScriptedSpeaker, voxtral_loop
+from benchmarks.random_weights import ScriptedSpeaker, voxtral_loop, whisper_loop
 from benchmarks.sounds import speech
 from engine.boundary.items import make_cutter, prepare
 from engine.messages import Feed, Open, Text
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, GreedyDecoder, Row
 from engine.runner.windowed.stability import Progress
+from engine.server.loop import EngineLoop
 
 END, SPACING = 50, 10.0
 
@@ -67,12 +70,15 @@ def test_text_goes_on_behind_what_is_committed() -> None:
     assert whole.tokens[:3] + later.tokens == whole.tokens and later.peaks == whole.peaks[3:]
 
 
-def test_random_weights_say_something() -> None:
-    loop = voxtral_loop("bf16", 1, small=True)
+@pytest.mark.parametrize(
+    "make", [partial(voxtral_loop, "bf16", 1, small=True), partial(whisper_loop, "toy", 1, small=True)]
+)
+def test_random_weights_say_something(make: Callable[[], EngineLoop]) -> None:
+    loop = make()
     spec = loop.runner.spec
     cutter = make_cutter(spec)
     loop.submit([Open("s")], 0)
-    loop.submit([Feed("s", prepare(cutter, cutter.cut(speech()[:32_000]), spec))], 0)
+    loop.submit([Feed("s", prepare(cutter, cutter.cut(speech()[:64_000]), spec))], 0)
     said = ""
     while loop.has_work():
         result = loop.step()

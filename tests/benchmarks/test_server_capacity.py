@@ -15,7 +15,7 @@ from benchmarks.clients import Findings, LagClient, Orders, Schedule, Track, own
 from benchmarks.measuring import cpu_seconds, read_process, with_descendants
 from benchmarks.server_capacity import Load, Result, holds, summary
 
-ORDERS = Orders(["ws://one", "ws://two"], [0], 1, None, delay_ms=480, speech=[(0.0, 1.6)])
+ORDERS = Orders("ws://one", [0], 1, None, delay_ms=480, speech=[(0.0, 1.6)])
 SCHEDULE = Schedule(begins=0.0, join_s=0.0, counts_from=100.0, counts_until=200.0)
 
 

@@ -32,6 +32,6 @@ def test_outcomes_are_summed_up_and_texts_compared_word_by_word() -> None:
 
 def test_kinds_are_names_with_numbers_behind() -> None:
     assert kinds_of(["calm", "worker"])("calm:2,worker") == [("calm", 2), ("worker", 1)]
-    with pytest.raises(ArgumentTypeError, match="unknown: node; known: calm, engine, worker, restart, reload"):
+    with pytest.raises(ArgumentTypeError, match="unknown: node; known: calm, engine, worker, restart"):
         kinds_of(list(SERVER_LOSSES))("node:3")
-    assert {kind for kind, _ in kinds_of(fleet.KINDS)(fleet.DEFAULT_KINDS)} == set(fleet.KINDS)
+    assert {kind for kind, _ in kinds_of(list(fleet.LOSSES))(fleet.DEFAULT_KINDS)} == set(fleet.LOSSES)
