@@ -143,6 +143,22 @@ def test_relative_links_lead_somewhere(page: Path) -> None:
     assert not missing, f"{page.name} links to what is not there: {missing}"
 
 
+def anchors_of(page: Path) -> set[str]:
+    """The anchors of a page: those that GitHub makes of its headings, and those that it sets itself."""
+    text = FENCE.sub("", page.read_text())
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    made = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return made | set(re.findall(r'<a id="([^"]+)">', text))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_anchors_of_links_exist(page: Path) -> None:
+    links = [link.partition("#") for link in LINK.findall(page.read_text()) if "://" not in link and "#" in link]
+    targets = [(page.parent / path if path else page, anchor) for path, _, anchor in links]
+    missing = [f"{to.name}#{anchor}" for to, anchor in targets if to.suffix == ".md" and anchor not in anchors_of(to)]
+    assert not missing, f"{page.name} links to anchors that are not there: {missing}"
+
+
 def test_the_index_of_files_is_up_to_date() -> None:
     assert file_index.PAGE.read_text() == file_index.page(), "run: python -m tests.file_index"
 

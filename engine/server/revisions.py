@@ -50,8 +50,8 @@ MOST_SAMPLES = 28 * SAMPLE_RATE
 SHORT_SAMPLES = 5 * SAMPLE_RATE
 MOST_CONTEXT_SAMPLES = 8 * SAMPLE_RATE
 NEAR_SAMPLES = 3 * SAMPLE_RATE
-# A part whose words are all at least this probable is not decoded again. On development speech (docs/models.md) two
-# thirds of the audio has a less probable word, and nearly all errors are there.
+# A part whose words are all at least this probable is not decoded again. On development speech (docs/experiments.md)
+# two thirds of the audio has a less probable word, and nearly all errors are there.
 SURE = 0.7
 # Revisions of an engine that may wait. The last places are for streams that have none waiting, so a client that sends
 # audio faster than it is spoken does not take them all.
