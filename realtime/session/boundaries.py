@@ -479,6 +479,9 @@ class Boundaries:
             self._pause_until(min(event.sample, end), now)
             match event:
                 case messages.SpeechStarted() | messages.SpeechResumed():
+                    if not self._judges_pauses and self._has_caught_up(end):
+                        # The engine has ended the turn before this speech: its final need not wait for words of it.
+                        self._flush_ended_turns()
                     self._start(event.sample, now)
                 case messages.SpeechPaused():
                     if self._pauses is not None and self._judges_pauses and self.speaking:
@@ -571,7 +574,7 @@ class Boundaries:
         if not self.turns.finishing:
             self._end_utterance(watch.ended(heard))
         # As in `flush_ended`: audio without probabilities may end within a word, and a flush would cut it.
-        if self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate:
+        if self._has_caught_up(heard):
             paused = watch.ask(heard)
             if paused is not None:
                 self._flush(heard if paused else None, False, False)
@@ -591,14 +594,23 @@ class Boundaries:
         If a client sends faster than real time, the engine already has audio of later turns, and a flush there could
         cut a word in two. So the flush waits until speech detection has caught up and there is silence.
         """
-        if self.turns.current is not None or all(turn.flushed for turn in self.turns.ended):
+        if self.turns.current is not None:
             return
         behind = (self.audio.appended - self.audio.covered) / self._rate
         pause = (self.audio.covered - self.boundary) / self._rate
-        if behind <= CAUGHT_UP_SECONDS or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
-            self._flush(self.boundary, False, True)
-            for turn in self.turns.ended:
-                turn.flushed = True
+        if self._has_caught_up(self.audio.covered) or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
+            self._flush_ended_turns()
+
+    def _has_caught_up(self, heard: int) -> bool:
+        """Whether speech detection, which has heard the audio before this sample, is near its end."""
+        return self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate
+
+    def _flush_ended_turns(self) -> None:
+        if all(turn.flushed for turn in self.turns.ended):
+            return
+        self._flush(self.boundary, False, True)
+        for turn in self.turns.ended:
+            turn.flushed = True
 
     def end_open(self, now: float) -> None:
         """End the open turn at the last sample: no more audio will come."""

@@ -232,6 +232,18 @@ def test_turn_by_detection_in_the_order_of_the_protocol() -> None:
     assert [item.text for item in completed.words] == ["hello", "world"]
 
 
+def test_a_turn_is_flushed_although_the_next_one_begins_in_the_same_message() -> None:
+    drive = Driver(session())
+    drive(append(3.5), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99), word("hello", 1.0, 1.4))
+    quiet, again = speech(2.496, 0.512, 0.01), speech(3.008, 0.096, 0.99)
+    quiet.probabilities += again.probabilities
+    out = drive(quiet)
+    assert kinds(out) == ["SpeechStopped", "Committed", "FlushEngine", "SpeechStarted"]
+    assert out[2].pause == out[0].sample
+    assert [event.transcript for event in drive(flushed()) if isinstance(event, Completed)] == ["hello"]
+    assert drive.core.turns.current is not None, "the next turn goes on"
+
+
 IDLE = replace(VAD, turn_detection=TurnDetection(idle_timeout_ms=2000))
 
 
@@ -283,7 +295,7 @@ def test_first_word_of_a_turn_whose_time_is_a_little_early_is_not_the_last_of_th
     drive = Driver(session())
     # Half a second of silence ends the turn at 2.484 s; the next one begins at once.
     drive(append(4.0), speech(0.0, 1.984, 0.99), speech(1.984, 0.512, 0.01), speech(2.496, 1.024, 0.99))
-    out = drive(word("late", 1.8, 2.5), word("early", 2.3, 2.6))
+    out = drive(word("late", 1.8, 2.5), word("early", 2.3, 2.6), flushed())
     assert [(event.item_id, event.text) for event in out if isinstance(event, Delta)] == [
         ("item_1", "late"),
         ("item_2", "early"),
