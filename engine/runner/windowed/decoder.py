@@ -408,14 +408,15 @@ class LanguageState:
         """Whether the model says that the window has no speech."""
         return self.no_speech is not None and self.no_speech > NO_SPEECH_PROBABILITY
 
-    def doubt(self, policy: Policy, to_end: bool) -> float:
-        """Mean log-probability below which an utterance is taken for noise. `to_end`: it was read to its end. The
-        confidence in a translation says little about the audio, so it does not count."""
+    def doubt(self, policy: Policy, to_end: bool, is_long: bool) -> float:
+        """Mean log-probability below which an utterance is taken for noise. `to_end`: it was read to its end. A model
+        that does not say whether it hears speech is doubted less in a long utterance (`is_long`), which noise rarely
+        is. The confidence in a translation says little about the audio, so it does not count."""
         if self.finds_no_speech:
             return policy.sure
         if self.task:
             return -math.inf
-        is_speech = self.no_speech is not None and self.no_speech < SPEECH_PROBABILITY
+        is_speech = is_long if self.no_speech is None else self.no_speech < SPEECH_PROBABILITY
         return min(policy.doubt, SPOKEN_DOUBT) if to_end and is_speech else policy.doubt
 
     def save(self) -> Saved:

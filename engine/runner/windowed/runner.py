@@ -449,6 +449,10 @@ class WindowedRunner(SynchronousRunner):
             return False
         if slot.language_state.task or slot.language_state.finds_no_speech:
             return False
+        return self._is_long(task)
+
+    @staticmethod
+    def _is_long(task: DecodeTask) -> bool:
         return (task.end - task.base) * SAMPLES_PER_POSITION >= SECONDS_WITH_TEXT * SAMPLE_RATE
 
     def _result(self, task: DecodeTask, sound: EncodedAudio, row: Row) -> DecodeResult:
@@ -472,7 +476,7 @@ class WindowedRunner(SynchronousRunner):
         text = b"".join(self.vocabulary.pieces[token] for token in row.tokens)
         # After pending marks, the first token's log-probability includes the doubt about the marks.
         chances = row.log_probabilities[1 if task.pending and sound.said else 0 :] or row.log_probabilities
-        doubt = slot.language_state.doubt(self._policy, task.final or task.pause)
+        doubt = slot.language_state.doubt(self._policy, task.final or task.pause, self._is_long(task))
         if row.is_forced:
             doubt = max(doubt, self._policy.sure)
         if not slot.spoken and is_noise(text, chances, doubt):

@@ -85,19 +85,23 @@ def test_a_prompt_that_is_one_long_word_is_looked_through_once(monkeypatch: pyte
 def test_a_doubtful_utterance_is_noise_where_nobody_speaks_and_a_translation_is_not() -> None:
     policy = Policy()
     heard = language_state({"language": "de"})
-    assert heard.doubt(policy, to_end=True) == policy.doubt, "a model that does not say whether anybody speaks"
+    # A model that does not say whether it hears speech: a long utterance is believed to be speech.
+    assert heard.doubt(policy, to_end=True, is_long=False) == policy.doubt
+    assert heard.doubt(policy, to_end=False, is_long=True) == policy.doubt
+    assert heard.doubt(policy, to_end=True, is_long=True) < -1.1
     heard.update(Judgement(0.9, [1.0, 0.0, 0.0]), LANGUAGES, 60)
-    assert heard.doubt(policy, to_end=True) == policy.sure and heard.language == "de"
-    assert language_state({"task": "translate"}).doubt(policy, to_end=True) == float("-inf")
+    assert heard.doubt(policy, to_end=True, is_long=True) == policy.sure and heard.language == "de"
+    assert language_state({"task": "translate"}).doubt(policy, to_end=True, is_long=True) == float("-inf")
 
 
 def test_doubtful_words_are_said_where_somebody_surely_speaks() -> None:
     """Short prompts in which whisper-tiny heard a speaker had -1.1, and nothing was said of them."""
     policy, heard = Policy(), language_state({"language": "de"})
     heard.update(Judgement(0.1, [1.0, 0.0, 0.0]), LANGUAGES, 20)
-    assert heard.doubt(policy, to_end=True) < -1.1 < heard.doubt(policy, to_end=False)
+    short = False
+    assert heard.doubt(policy, True, short) < -1.1 < heard.doubt(policy, False, short)
     heard.update(Judgement(0.5, [1.0, 0.0, 0.0]), LANGUAGES, 20)
-    assert heard.doubt(policy, to_end=True) == policy.doubt
+    assert heard.doubt(policy, True, is_long=True) == policy.doubt
 
 
 # Rules
