@@ -7,6 +7,8 @@ inside a sentence before the speaker goes on has cut it wrongly. At the end of a
 the sound of the pause), and the delay from the end of the last word to the end of the turn counts. The words and their
 arrival times come from the engine, played at the pace of a microphone with a flush 200 ms after speech fell.
 
+The product's rule is also run with other thresholds, for the curve of wrong cuts against delays in docs/turns.md.
+
 A reference without punctuation is left out, unless its style (`...-nonnative`, `...-spelled`) says that it is one
 sentence. Half of the speakers set each rule's threshold for 5 % wrong cuts; all figures are for the other half. The
 weights of the product's rule are fitted by `training/turn_weights.py`.
@@ -38,7 +40,7 @@ from benchmarks.recordings import (
 )
 from benchmarks.scoring import plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples
-from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, EAGERNESS, MOST_QUESTIONS, Ask, Eagerness, End, Judge
+from engine.end_of_turn import EAGERNESS, LEAST_MS, Ask, Eagerness, End, Judge
 from engine.messages import SpeechPaused, SpeechResumed, TurnRule
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
@@ -57,6 +59,8 @@ THRESHOLD, MIN_SPEECH_SAMPLES = 0.5, 64 * SAMPLE_RATE // 1000
 # Sound after the end of a recording, and the longest silence that a rule may wait for.
 TAIL_S, LONGEST_S = 1.5, 10.0
 WRONG_SHARE = 0.05
+# Seconds of silence after which the detector is asked where no threshold says when.
+MOMENTS_S = (0.2, 0.6, 1.0)
 SENTENCE_MARKS = (".", "?", "!")
 
 Figures = dict[str, Any]
@@ -84,7 +88,8 @@ class PauseCase:
     last_word: float
     # The text of the turn before the pause, by the moment at which it came.
     texts: list[tuple[float, str]]
-    answers: list[float] = field(default_factory=list)
+    # The detector's answers, by the seconds of silence.
+    answers: dict[float, float] = field(default_factory=dict)
 
     @property
     def calibrates(self) -> bool:
@@ -94,6 +99,16 @@ class PauseCase:
     def text(self, moment: float) -> str:
         came = [text for at, text in self.texts if at <= moment]
         return came[-1] if came else ""
+
+    def lasts(self, seconds: float) -> bool:
+        return self.silence is None or seconds <= self.silence
+
+    def audio_until(self, seconds: float) -> Samples:
+        """What the detector gets after this much silence; at an end the sound of the pause goes on."""
+        audio, fell = with_tail(self.source), round(self.fell * SAMPLE_RATE)
+        rose, end = fell + round(self.real_silence * SAMPLE_RATE), fell + round(seconds * SAMPLE_RATE)
+        piece = audio[max(0, end - WINDOW_SAMPLES) : min(end, rose)]
+        return piece if end <= rose else np.concatenate((piece, _repeated(audio[fell:rose], end - rose)))
 
 
 # Recordings
@@ -136,7 +151,7 @@ def with_tail(source: Source) -> Samples:
 def cases_in(sources: Sequence[Source], model: str) -> list[PauseCase]:
     """The labelled pauses of all recordings, each played to the engine."""
     loop = warm_loop(model, 2)
-    rule = TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, ASK_MS * SAMPLE_RATE // 1000)
+    rule = TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, LEAST_MS * SAMPLE_RATE // 1000)
     cases = []
     for source in sources:
         (played,) = Run(loop, streams=1, turns=rule).play([sound_session(source.name, with_tail(source))])
@@ -222,57 +237,68 @@ def _texts(played: Played, first: int, last: int) -> list[tuple[float, str]]:
     return [(moment, said.text[start : min(end, cursor)]) for end, moment in pieces if end > start]
 
 
-def ask_detector(cases: Iterable[PauseCase], detector: SmartTurn) -> float:
-    """Fill in the detector's answers; returns the processor seconds a question."""
+def question_moments(eagerness: Eagerness) -> list[float]:
+    """The seconds of silence after which the product's rule asks."""
+    return [samples / SAMPLE_RATE for samples in eagerness.questions(SAMPLE_RATE)]
+
+
+def ask_detector(cases: Iterable[PauseCase], detector: SmartTurn, moments: Iterable[float]) -> float:
+    """Fill in the detector's answers at these moments of the pauses; returns the processor seconds a question."""
     spent, asked = 0.0, 0
+    moments = sorted(set(moments))
     for case in cases:
-        audio, fell = with_tail(case.source), round(case.fell * SAMPLE_RATE)
-        rose = fell + round(case.real_silence * SAMPLE_RATE)
-        for number in range(MOST_QUESTIONS):
-            wait = (ASK_MS + ASK_AGAIN_MS * number) * SAMPLE_RATE // 1000
-            if case.silence is not None and fell + wait > rose:
-                break
-            piece = audio[max(0, fell + wait - WINDOW_SAMPLES) : min(fell + wait, rose)]
-            if fell + wait > rose:
-                piece = np.concatenate((piece, _repeated(audio[fell:rose], fell + wait - rose)))
+        for moment in filter(case.lasts, moments):
+            piece = case.audio_until(moment)
             started = time.process_time()
-            case.answers += detector.judge([piece])
+            (case.answers[moment],) = detector.judge([piece])
             spent, asked = spent + time.process_time() - started, asked + 1
     return spent / max(asked, 1)
 
 
-def labelled_cases(options: argparse.Namespace) -> tuple[list[PauseCase], float]:
-    """The pauses of the manifest with the detector's answers, and the processor seconds a question."""
+def labelled_cases(options: argparse.Namespace, moments: Iterable[float]) -> tuple[list[PauseCase], float]:
+    """The pauses of the manifest with the detector's answers at these moments, and the processor seconds a question."""
     with manifest_of(options) as path:
         sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
     detector = load_turn_detector(pull(TURN_DETECTOR))
     detector.quantise()
     cases = cases_in(sources, options.model)
-    return cases, ask_detector(cases, detector)
+    return cases, ask_detector(cases, detector, moments)
 
 
 # Rules: the seconds of silence after which each ends the turn, if the silence lasts
 
-Rule = Callable[[PauseCase], float]
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """`end` gives the seconds of silence after which the turn ends; `moments` are those of the detector's questions."""
+
+    end: Callable[[PauseCase], float]
+    moments: Sequence[float] = ()
+
+    def asked(self, case: PauseCase) -> list[float]:
+        """The moments of a pause at which the detector is asked."""
+        end = self.end(case)
+        return [moment for moment in self.moments if moment <= end and case.lasts(moment)]
 
 
 def silence_rule(seconds: float) -> Rule:
-    return lambda case: seconds
+    return Rule(lambda case: seconds)
 
 
 def learnt_rule(threshold: float, timeout_s: float = 3.0) -> Rule:
     """The detector alone: the first answer above a threshold, or a timeout."""
 
     def end(case: PauseCase) -> float:
-        sure = [number for number, answer in enumerate(case.answers) if answer >= threshold]
-        return (ASK_MS + ASK_AGAIN_MS * sure[0]) / 1000 if sure else timeout_s
+        sure = [moment for moment in filter(case.lasts, MOMENTS_S) if case.answers[moment] >= threshold]
+        return sure[0] if sure else timeout_s
 
-    return end
+    return Rule(end, MOMENTS_S)
 
 
 def judged_rule(eagerness: Eagerness, learnt: bool) -> Rule:
     """The rule of the product, with the detector or without."""
     judge = Judge(eagerness, SAMPLE_RATE, learnt=learnt)
+    moments = question_moments(eagerness) if learnt else []
 
     def end(case: PauseCase) -> float:
         later = [(moment - case.fell, text) for moment, text in case.texts if moment > case.fell]
@@ -285,13 +311,13 @@ def judged_rule(eagerness: Eagerness, learnt: bool) -> Rule:
                     return signs[-1].sample / SAMPLE_RATE
                 if not (signs and isinstance(signs[-1], Ask)):
                     break
-                pause = judge.hear_answer(pause, case.answers[pause.answers])
+                pause = judge.hear_answer(pause, case.answers[moments[pause.answers]])
             if stop >= limit:
                 break
             pause = judge.hear_words(pause, text)
         return np.inf
 
-    return end
+    return Rule(end, moments)
 
 
 def text_eagerness(finished_ms: int) -> Eagerness:
@@ -300,6 +326,7 @@ def text_eagerness(finished_ms: int) -> Eagerness:
 
 # Each rule with the setting that was chosen, and with other settings from eager to patient.
 _THRESHOLDS = [*np.arange(0.2, 0.95, 0.02), *np.arange(0.95, 0.995, 0.005)]
+CURVE = [0.5, 0.6, 0.7, 0.75, 0.8, 0.85, 0.9, 0.92, 0.95, 0.97]
 _MEDIUM = EAGERNESS["medium"]
 FAMILIES: dict[str, tuple[Rule, list[tuple[float, Rule]]]] = {
     "silence 500 ms": (silence_rule(0.5), [(at, silence_rule(at)) for at in np.arange(0.2, 4.0, 0.05)]),
@@ -310,19 +337,27 @@ FAMILIES: dict[str, tuple[Rule, list[tuple[float, Rule]]]] = {
     "learnt": (learnt_rule(0.5), [(at, learnt_rule(at)) for at in _THRESHOLDS]),
     "fused": (
         judged_rule(_MEDIUM, learnt=True),
-        [(at, judged_rule(replace(_MEDIUM, threshold=float(at)), learnt=True)) for at in _THRESHOLDS],
+        [(at, judged_rule(replace(_MEDIUM, threshold=at), learnt=True)) for at in CURVE],
     ),
     "fused, high": (judged_rule(EAGERNESS["high"], learnt=True), []),
     "fused, low": (judged_rule(EAGERNESS["low"], learnt=True), []),
 }
-# The rules that need the detector.
-ASKING = ("learnt", "fused", "fused, high", "fused, low")
+
+
+def all_moments() -> set[float]:
+    """The moments of all questions of all rules."""
+    return {
+        moment
+        for chosen, others in FAMILIES.values()
+        for rule in (chosen, *(rule for _, rule in others))
+        for moment in rule.moments
+    }
 
 
 def wrong_cuts(rule: Rule, cases: Sequence[PauseCase]) -> tuple[int, int]:
     """How many pauses inside sentences the rule takes for ends, and how many there are."""
     inside = [(case, case.silence) for case in cases if case.silence is not None]
-    return sum(rule(case) < silence for case, silence in inside), len(inside)
+    return sum(rule.end(case) < silence for case, silence in inside), len(inside)
 
 
 def wrong_share(rule: Rule, cases: Sequence[PauseCase]) -> float:
@@ -332,13 +367,12 @@ def wrong_share(rule: Rule, cases: Sequence[PauseCase]) -> float:
 
 def figures_of(rule: Rule, cases: Sequence[PauseCase], question_s: float, speech_s: float) -> Figures:
     delays, after_fall, questions = [], [], 0
-    moments = [(ASK_MS + ASK_AGAIN_MS * number) / 1000 for number in range(MOST_QUESTIONS)]
     for case in cases:
-        end = rule(case)
-        questions += sum(end >= moment for moment in moments[: len(case.answers)])
+        end, asked = rule.end(case), rule.asked(case)
+        questions += len(asked)
         if case.silence is None:
             # An end is known when the answer to the last question before it is.
-            known = max((moment for moment in moments if moment <= end), default=-question_s) + question_s
+            known = asked[-1] + question_s if asked else 0.0
             after_fall.append(max(end, known))
             delays.append(after_fall[-1] + case.fell - case.last_word)
     return {
@@ -346,13 +380,14 @@ def figures_of(rule: Rule, cases: Sequence[PauseCase], question_s: float, speech
         **percentiles("end_after_word_s", delays, 50, 95),
         **percentiles("end_after_speech_fell_s", after_fall, 50, 95),
         "false_interruptions_per_minute": wrong_cuts(rule, cases)[0] / max(speech_s / 60, 1e-9),
+        "questions_per_pause": questions / max(len(cases), 1),
         "cpu_ms_per_pause": questions * question_s * 1000 / max(len(cases), 1),
     }
 
 
 def measure(options: argparse.Namespace) -> Figures:
     """Every rule at its chosen setting, and at the setting that has 5 % wrong cuts on the first half of speakers."""
-    cases, question_s = labelled_cases(options)
+    cases, question_s = labelled_cases(options, all_moments())
     first, second = ([case for case in cases if case.calibrates is half] for half in (True, False))
     spoken_s = sum({case.source.name: len(case.source.audio) / SAMPLE_RATE for case in second}.values())
     found: Figures = {
@@ -366,12 +401,14 @@ def measure(options: argparse.Namespace) -> Figures:
         "cpu_ms_a_question": question_s * 1000,
     }
     for name, (chosen, others) in FAMILIES.items():
-        cost = question_s if name in ASKING else 0.0
-        found[name] = figures_of(chosen, second, cost, spoken_s)
+        found[name] = figures_of(chosen, second, question_s, spoken_s)
         fitting = [(at, rule) for at, rule in others if wrong_share(rule, first) <= WRONG_SHARE]
         if fitting:
             at, rule = fitting[0]
-            found[name]["at_5_percent"] = {"setting": float(at), **figures_of(rule, second, cost, spoken_s)}
+            found[name]["at_5_percent"] = {"setting": float(at), **figures_of(rule, second, question_s, spoken_s)}
+    found["fused_by_threshold"] = {
+        f"{at:g}": figures_of(rule, second, question_s, spoken_s) for at, rule in FAMILIES["fused"][1]
+    }
     show("Ends of turns", found)
     return found
 

@@ -1,9 +1,9 @@
 """Decides in a pause whether the speaker's turn has ended: from the turn detector, the words so far, and the silence.
 
 Pure functions. The gateway's session core calls them (`realtime/session/boundaries.py`); the engine's speech track
-takes from here only when to ask the detector. A pause is a value (`Pause`); the functions return a new one, and know
-neither clock nor model. Time is a sample count. The detector is asked `ASK_MS` after speech fell and again while the
-pause lasts, and words may arrive at any time. From what is known, `score` gives the log-odds that the turn is over:
+knows none of it. A pause is a value (`Pause`); the functions return a new one, and know neither clock nor model. Time
+is a sample count. The detector is asked shortly before its answer could end the turn (`Eagerness.questions`) and again
+while the pause lasts, and words may arrive at any time. What is known gives the log-odds that the turn is over:
 
     log-odds = bias + detector's log-odds * weight + what the words tell + growth * ln(silence / 200 ms)
 
@@ -19,9 +19,11 @@ import math
 from dataclasses import dataclass, replace
 from enum import Enum, auto
 
-# Silence after which the detector is asked, the time between questions, and the most questions in a pause.
-ASK_MS = 200
-ASK_AGAIN_MS = 400
+# Silence before which no turn ends: the text of the pause is completed there.
+LEAST_MS = 200
+# The detector is first asked this long before the earliest moment at which its answer could end the turn, then again
+# and again while the pause lasts.
+ANSWER_MS, ASK_AGAIN_MS = 100, 400
 MOST_QUESTIONS = 3
 
 SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")
@@ -80,6 +82,9 @@ FUSED = Weights(bias=-3.17, detector=0.3, words=(-0.56, -0.05, 0.06, 0.55), grow
 # as finished ones.
 WORDS_ONLY = Weights(bias=-2.98, detector=0.0, words=(-0.61, -0.44, 0.39, 0.39), growth=2.37)
 
+# A probability beyond these tells no more: the detector gives at most 0.99.
+SUREST, LEAST_SURE = 0.99, 0.001
+
 # Where no detector is loaded: silence that ends a turn after a complete and after an incomplete sentence.
 FINISHED_MS = {"high": 300, "medium": 500, "auto": 500, "low": 900}
 UNFINISHED_MS = {"high": 2000, "medium": 4000, "auto": 4000, "low": 8000}
@@ -103,15 +108,23 @@ class Eagerness:
     def __post_init__(self) -> None:
         if not 0 < self.threshold <= 1:
             raise ValueError(f"the threshold for the end of a turn must be above 0 and at most 1, not {self.threshold}")
-        if self.timeout_ms < ASK_MS:
-            raise ValueError(f"the timeout for the end of a turn must be at least {ASK_MS} ms, not {self.timeout_ms}")
+        if self.timeout_ms < LEAST_MS:
+            raise ValueError(f"the timeout for the end of a turn must be at least {LEAST_MS} ms, not {self.timeout_ms}")
         if self.eager is not None and not 0 < self.eager <= self.threshold:
             raise ValueError(
                 f"the eager threshold must be above 0 and at most the threshold {self.threshold}, not {self.eager}"
             )
 
+    def questions(self, sample_rate: int) -> tuple[int, ...]:
+        """The samples of silence after which the detector is asked, if the pause lasts that long. None, if its answers
+        could not end the turn before the timeout does."""
+        best = FUSED.bias + FUSED.detector * _log_odds(SUREST) + max(FUSED.words)
+        first_ms = max(_silence_ms(self.eager or self.threshold, best, FUSED.growth) - ANSWER_MS, LEAST_MS)
+        moments = [first_ms + ASK_AGAIN_MS * number for number in range(MOST_QUESTIONS)]
+        return tuple(_samples(moment, sample_rate) for moment in moments if moment < self.timeout_ms)
 
-THRESHOLDS = {"high": 0.5, "medium": 0.75, "auto": 0.75, "low": 0.9}
+
+THRESHOLDS = {"high": 0.5, "medium": 0.85, "auto": 0.85, "low": 0.95}
 EAGERNESS = {
     name: Eagerness(threshold, UNFINISHED_MS[name], None, FINISHED_MS[name], UNFINISHED_MS[name])
     for name, threshold in THRESHOLDS.items()
@@ -200,6 +213,7 @@ class Judge:
         self._eagerness = eagerness
         self._rate = sample_rate
         self._learnt = learnt
+        self._questions = eagerness.questions(sample_rate) if learnt else ()
 
     def begin(self, fell: int, text: str) -> Pause:
         """Speech fell at sample `fell`; `text` is the text of the turn so far."""
@@ -220,7 +234,7 @@ class Judge:
     def confidence(self, pause: Pause, sample: int) -> float:
         """The probability that the turn is over, if the silence lasts until `sample`."""
         silence = max(sample - pause.fell, 1) * 1000 / self._rate
-        return _sigmoid(self._constant(pause) + self._weights(pause).growth * math.log(silence / ASK_MS))
+        return _sigmoid(self._constant(pause) + self._weights(pause).growth * math.log(silence / LEAST_MS))
 
     def advance(self, pause: Pause, sample: int) -> tuple[Pause, list[Sign]]:
         """The silence lasts until `sample` at least. Stops at a question until it is answered, and at the end."""
@@ -229,7 +243,6 @@ class Judge:
             end, timeout = self._end(pause)
             early = self._eager(pause)
             ask = self._question(pause)
-            # Without a detector's answer nothing is decided before the first question.
             due = min(at for at in (end, early, ask) if at is not None)
             if due > sample:
                 break
@@ -248,10 +261,9 @@ class Judge:
         return pause, signs
 
     def _question(self, pause: Pause) -> int | None:
-        if not self._learnt or pause.answers >= MOST_QUESTIONS:
+        if pause.answers >= len(self._questions):
             return None
-        at = pause.fell + self._samples(ASK_MS + ASK_AGAIN_MS * pause.answers)
-        return max(at, pause.now)
+        return max(pause.fell + self._questions[pause.answers], pause.now)
 
     def _end(self, pause: Pause) -> tuple[int, bool]:
         """The sample at which the turn ends if nothing changes, and whether only the silence ends it."""
@@ -272,13 +284,8 @@ class Judge:
 
     def _reached(self, pause: Pause, threshold: float) -> int:
         """The sample at which the score reaches a threshold, if nothing changes."""
-        weights = self._weights(pause)
-        exponent = math.inf
-        if threshold < 1:
-            exponent = (math.log(threshold / (1 - threshold)) - self._constant(pause)) / weights.growth
-        # No silence is longer than a day.
-        wait_ms = max(ASK_MS * math.exp(min(exponent, 13.0)), ASK_MS)
-        return max(pause.fell + self._samples(wait_ms), pause.now)
+        wait_ms = _silence_ms(threshold, self._constant(pause), self._weights(pause).growth)
+        return max(pause.fell + self._samples(max(wait_ms, LEAST_MS)), pause.now)
 
     def _weights(self, pause: Pause) -> Weights:
         return WORDS_ONLY if pause.probability is None else FUSED
@@ -288,11 +295,26 @@ class Judge:
         told = weights.words[pause.words.value - 1]
         if pause.probability is None:
             return weights.bias + told
-        sure = min(max(pause.probability, 0.001), 0.999)
-        return weights.bias + weights.detector * math.log(sure / (1 - sure)) + told
+        sure = min(max(pause.probability, LEAST_SURE), SUREST)
+        return weights.bias + weights.detector * _log_odds(sure) + told
 
     def _samples(self, milliseconds: float) -> int:
-        return math.ceil(milliseconds * self._rate / 1000)
+        return _samples(milliseconds, self._rate)
+
+
+def _samples(milliseconds: float, rate: int) -> int:
+    return math.ceil(milliseconds * rate / 1000)
+
+
+def _silence_ms(threshold: float, constant: float, growth: float) -> float:
+    """The silence at which the score reaches a threshold."""
+    exponent = math.inf if threshold >= 1 else (_log_odds(threshold) - constant) / growth
+    # No silence is longer than a day.
+    return LEAST_MS * math.exp(min(exponent, 13.0))
+
+
+def _log_odds(probability: float) -> float:
+    return math.log(probability / (1 - probability))
 
 
 def _sigmoid(x: float) -> float:

@@ -42,13 +42,13 @@ class Message(Struct, array_like=True, gc=False):
 
 class TurnRule(Struct, array_like=True, gc=False, frozen=True):
     """The rule of a stream's speech track: speech has at least this probability and this length, and ends after
-    `silence_samples` of silence. `asks`: the turn detector is asked there and later in the pause, and answers with
-    `TurnScored`."""
+    `silence_samples` of silence. The turn detector is asked after each of `questions`, samples of silence in rising
+    order, and answers with `TurnScored`; without any it is never asked."""
 
     threshold: Share
     min_speech_samples: Count
     silence_samples: Count
-    asks: bool = False
+    questions: tuple[Count, ...] = ()
 
 
 class Phase(IntEnum):

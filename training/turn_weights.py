@@ -17,8 +17,8 @@ import numpy as np
 
 from benchmarks.measuring import parser_of, run_command, show
 from benchmarks.recordings import SMALL_MODEL, add_manifest, exit_status
-from benchmarks.turns import PauseCase, labelled_cases
-from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, Words, tell
+from benchmarks.turns import MOMENTS_S, PauseCase, labelled_cases
+from engine.end_of_turn import LEAST_MS, LEAST_SURE, SUREST, Words, tell
 from engine.options import DEFAULT_MODEL
 from engine.runner.device import compute_on_one_thread
 
@@ -40,10 +40,10 @@ def fit(cases: Sequence[PauseCase], detector: bool) -> dict[str, Any]:
         moments = [at for at in _MOMENTS_S if case.silence is None or at <= case.silence]
         for at in moments:
             told = tell(case.text(case.fell + at))
-            asked = min(int((at * 1000 - ASK_MS) // ASK_AGAIN_MS), len(case.answers) - 1)
-            sure = min(max(case.answers[asked], 0.001), 0.999)
+            answer = case.answers[max(asked for asked in MOMENTS_S if asked <= at)]
+            sure = min(max(answer, LEAST_SURE), SUREST)
             odds = np.log(sure / (1 - sure)) if detector else 0.0
-            rows.append([1.0, odds, *(float(told is kind) for kind in Words), np.log(at * 1000 / ASK_MS)])
+            rows.append([1.0, odds, *(float(told is kind) for kind in Words), np.log(at * 1000 / LEAST_MS)])
             labels.append(float(case.silence is None))
             weights.append(counts[case.silence is None] / len(moments))
     x, y, weight = np.array(rows), np.array(labels), np.array(weights)
@@ -59,7 +59,7 @@ def fit(cases: Sequence[PauseCase], detector: bool) -> dict[str, Any]:
 
 
 def fit_both(options: argparse.Namespace) -> dict[str, Any]:
-    first = [case for case in labelled_cases(options)[0] if case.calibrates]
+    first = [case for case in labelled_cases(options, MOMENTS_S)[0] if case.calibrates]
     found = {"FUSED": fit(first, True), "WORDS_ONLY": fit(first, False)}
     show("Weights, fitted on the first half of speakers", found)
     return found

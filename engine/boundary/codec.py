@@ -27,7 +27,7 @@ from engine.messages import Message
 from engine.spec import ModelSpec
 
 # Raise it whenever an older peer could misread a message.
-WIRE_VERSION = 20
+WIRE_VERSION = 21
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]

@@ -25,9 +25,8 @@ its gate needs more evidence than a turn does; a turn without that evidence gets
 frame-synchronous model, silence is skipped only where the track has found no speech: its gate opens with every
 `SpeechStarted` at the latest, and does not close before speech has fallen (`follows_track`).
 
-With a rule that asks the turn detector, the track says when: `TurnScored` without an answer, where speech ends by the
-rule (200 ms after it fell) and then every 400 ms, until there is speech again. engine/server/turn_questions.py gets the
-answers.
+With a rule that asks the turn detector, the track says when: `TurnScored` without an answer, after each silence of
+`questions`, until there is speech again. engine/server/turn_questions.py gets the answers.
 
 A track is a pure function of the frames, the rule, and the samples at which the rule was changed or the open speech was
 ended. Events depend on the probabilities over time, not on the length of frames or on how they are split into calls.
@@ -42,7 +41,6 @@ from dataclasses import dataclass, replace
 from enum import Enum, auto
 from typing import Any
 
-from engine.end_of_turn import ASK_AGAIN_MS, ASK_MS, MOST_QUESTIONS
 from engine.messages import (
     Phase,
     Saved,
@@ -474,7 +472,7 @@ class SpeechTrack:
         """Another track has judged the frames up to `state.sample`. They may come once more, for the gate only."""
         self.phase = state.phase
         self._start, self._fell, self._floor = state.start, state.fell, state.floor
-        self._questions = state.questions if self._asks else 0
+        self._questions = min(state.questions, len(self._asked_after))
         self._judged_before = state.sample
 
     def change(self, rule: TurnRule | None, sample: int) -> None:
@@ -627,7 +625,7 @@ class SpeechTrack:
                 return []
             self.phase = Phase.PAUSED
             self._fell = start
-            self._questions = MOST_QUESTIONS if self._asks else 0
+            self._questions = len(self._asked_after)
             events.append(SpeechPaused(start, self.sample))
         silent_at = self._fell + self._silence
         if self.sample >= silent_at:
@@ -646,8 +644,8 @@ class SpeechTrack:
         they are asked too: it may be a click."""
         found = list(events)
         while self._questions and self.sample > self._judged_before:
-            number = MOST_QUESTIONS - self._questions
-            due = self._fell + self._silence * (ASK_MS + number * ASK_AGAIN_MS) // ASK_MS
+            number = len(self._asked_after) - self._questions
+            due = self._fell + self._asked_after[number]
             if due > self.sample:
                 break
             self._questions -= 1
@@ -669,9 +667,9 @@ class SpeechTrack:
 
     def _use(self, rule: TurnRule | None) -> None:
         self._rule = rule
-        self._asks = rule is not None and rule.asks
-        if not self._asks:
-            self._questions = 0
+        # Samples of silence after which the turn detector is asked.
+        self._asked_after = () if rule is None else rule.questions
+        self._questions = min(self._questions, len(self._asked_after))
         used = DEFAULT_RULE if rule is None else rule
         if not 0 < used.threshold <= 1:
             raise ValueError(f"the threshold of speech must be above 0 and at most 1, not {used.threshold}")
@@ -691,9 +689,12 @@ class SpeechTrack:
         self._sounds.append((start, end))
 
 
-def _plain(rule: TurnRule | None) -> tuple[float, int, int, bool] | None:
-    return None if rule is None else (rule.threshold, rule.min_speech_samples, rule.silence_samples, rule.asks)
+def _plain(rule: TurnRule | None) -> tuple[float, int, int, tuple[int, ...]] | None:
+    return None if rule is None else (rule.threshold, rule.min_speech_samples, rule.silence_samples, rule.questions)
 
 
 def _rule(saved: Sequence[Any] | None) -> TurnRule | None:
-    return None if saved is None else TurnRule(*saved)
+    if saved is None:
+        return None
+    threshold, min_speech, silence, questions = saved
+    return TurnRule(threshold, min_speech, silence, tuple(questions))

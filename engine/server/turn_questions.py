@@ -206,7 +206,7 @@ class TurnQuestions:
 
     def use(self, name: str, rule: TurnRule | None) -> None:
         """The stream has this rule from now on. Once it has asked, its audio is kept until it ends."""
-        if rule is not None and rule.asks and name not in self._streams:
+        if rule is not None and rule.questions and name not in self._streams:
             self._add(name)
 
     def close(self, name: str) -> None:

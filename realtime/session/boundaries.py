@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from engine import messages
-from engine.end_of_turn import ASK_MS, EAGERNESS, FINISHED_MS, Ask, EagerEnd, Eagerness, End, Judge, Pause
+from engine.end_of_turn import EAGERNESS, FINISHED_MS, LEAST_MS, Ask, EagerEnd, Eagerness, End, Judge, Pause
 from engine.messages import Phase, SpeechEvent, TrackState, TurnRule
 from realtime.session.events import (
     Cleared,
@@ -58,16 +58,17 @@ def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = 
     """The rule for the engine's speech track. `learnt`: the engine has a turn detector.
 
     Without semantic detection the track ends speech after the silence that ends a turn. With it, speech ends after
-    `ASK_MS`, where the turn detector is first asked, or after `PROBE_MS` without a turn detector; `PauseWatch` then
-    decides whether the turn has ended.
+    `LEAST_MS`, or after `PROBE_MS` without a turn detector; `PauseWatch` then decides whether the turn has ended.
     """
     if detection is None:
         return None
-    asks = learnt and detection.judges_pauses
+    questions: tuple[int, ...] = ()
     silence_ms = detection.silence_duration_ms
     if detection.judges_pauses:
-        silence_ms = ASK_MS if asks else PROBE_MS
-    return TurnRule(detection.threshold, MIN_SPEECH_MS * sample_rate // 1000, silence_ms * sample_rate // 1000, asks)
+        questions = _eagerness(detection).questions(sample_rate) if learnt else ()
+        silence_ms = LEAST_MS if learnt else PROBE_MS
+    min_speech, silence = (duration * sample_rate // 1000 for duration in (MIN_SPEECH_MS, silence_ms))
+    return TurnRule(detection.threshold, min_speech, silence, questions)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,7 +157,7 @@ def _eagerness(detection: TurnDetection) -> Eagerness:
 
 def _plain_silence(silence_ms: int) -> Eagerness:
     """Silence of this length ends a turn, whatever the words are."""
-    return Eagerness(0.5, max(silence_ms, ASK_MS), None, silence_ms, silence_ms)
+    return Eagerness(0.5, max(silence_ms, LEAST_MS), None, silence_ms, silence_ms)
 
 
 # Length of a pause after which the engine is flushed.
@@ -338,7 +339,7 @@ class Boundaries:
         least_ms = detection.silence_duration_ms
         if detection.judges_pauses:
             by_score = self._learnt or detection.scored is not None
-            least_ms = ASK_MS if by_score else FINISHED_MS[detection.eagerness]
+            least_ms = LEAST_MS if by_score else FINISHED_MS[detection.eagerness]
         return unjudged <= 0 or silent_ms < least_ms
 
     @property

@@ -12,7 +12,9 @@ from benchmarks.playing import Played
 from benchmarks.recordings import BadManifest, sound_session
 from benchmarks.scoring import Word
 from benchmarks.turns import (
+    MOMENTS_S,
     PauseCase,
+    Rule,
     Source,
     cases_of,
     figures_of,
@@ -77,28 +79,37 @@ def test_short_silences_are_no_pauses() -> None:
 def test_rules_are_judged_at_pauses() -> None:
     cases = cases_of(source("I think so. Good day."), TWO_SENTENCES)
     for case in cases:
-        case.answers = [0.1] if case.silence is not None else [0.9, 0.9, 0.9]
+        case.answers = dict.fromkeys(MOMENTS_S, 0.1 if case.silence is not None else 0.9)
     assert wrong_share(silence_rule(0.3), cases) == 1 and wrong_share(silence_rule(0.7), cases) == 0
     assert wrong_share(learnt_rule(0.5), cases) == 0
     found = figures_of(learnt_rule(0.5), cases, question_s=0.05, speech_s=60)
     assert found["wrong_cuts"] == 0
     assert found["end_after_speech_fell_s_p50"] == pytest.approx(0.25)
     text = judged_rule(EAGERNESS["medium"], learnt=False)
-    assert text(cases[0]) == np.inf and text(cases[1]) == 0.5
+    assert text.end(cases[0]) == np.inf and text.end(cases[1]) == 0.5
 
 
 @pytest.mark.parametrize(("end", "known"), [(0.1, 0.1), (0.2, 0.35), (0.3, 0.35), (0.5, 0.5), (0.61, 0.75)])
 def test_an_end_is_not_known_before_the_answer(end: float, known: float) -> None:
-    case = PauseCase(source("a"), 1.0, None, 3.0, 0.9, [], answers=[0.9, 0.9, 0.9])
-    found = figures_of(silence_rule(end), [case], question_s=0.15, speech_s=60)
+    case = PauseCase(source("a"), 1.0, None, 3.0, 0.9, [])
+    found = figures_of(Rule(lambda case: end, MOMENTS_S), [case], question_s=0.15, speech_s=60)
     assert found["end_after_speech_fell_s_p50"] == pytest.approx(known)
 
 
 def test_the_product_rule_asks_only_while_the_pause_lasts() -> None:
-    case = PauseCase(source("a"), 1.0, 0.5, 0.5, 0.9, [], answers=[0.999])
-    assert judged_rule(EAGERNESS["high"], learnt=True)(case) < 0.5
-    case.answers = [0.001]
-    assert judged_rule(EAGERNESS["low"], learnt=True)(case) == np.inf
+    case = PauseCase(source("a"), 1.0, 0.5, 0.5, 0.9, [])
+    high, low = (judged_rule(EAGERNESS[name], learnt=True) for name in ("high", "low"))
+    case.answers = {high.moments[0]: 0.99}
+    assert high.end(case) < 0.5 and high.asked(case) == [high.moments[0]]
+    assert low.end(case) == np.inf and low.asked(case) == []
+
+
+def test_the_detector_gets_the_audio_up_to_its_question() -> None:
+    clip = Source("clip", "speaker", np.arange(32_000, dtype=np.float32), "a", True)
+    inside, at_end = (PauseCase(clip, 1.0, silence, 0.5, 0.9, []) for silence in (0.5, None))
+    assert inside.audio_until(0.2).tolist() == list(range(19_200))
+    assert inside.lasts(0.5) and not inside.lasts(0.6) and at_end.lasts(0.6)
+    assert at_end.audio_until(0.6).tolist() == [*range(24_000), *range(23_999, 22_399, -1)]
 
 
 def test_references_without_sentences_are_left_out(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -10,8 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.end_of_turn import (
+    ANSWER_MS,
     EAGERNESS,
     FINISHED_MS,
+    LEAST_MS,
     MOST_QUESTIONS,
     UNFINISHED_MS,
     Ask,
@@ -90,15 +93,38 @@ def test_a_sentence_ends_as_sessions_see_it(text: str) -> None:
 def test_the_detector_is_asked_three_times_in_a_pause() -> None:
     judge = Judge(EAGERNESS["low"], RATE, learnt=True)
     signs = play(judge, "I want to go to the", [0.01] * 3, [ms(20_000)])
-    assert [sign.sample for sign in signs if isinstance(sign, Ask)] == [ms(200), ms(600), ms(1000)]
-    assert MOST_QUESTIONS == 3
+    asked = [sign.sample for sign in signs if isinstance(sign, Ask)]
+    assert asked == [FELL + samples for samples in EAGERNESS["low"].questions(RATE)]
+    assert [after - before for before, after in pairwise(asked)] == [6400, 6400]
+    assert MOST_QUESTIONS == len(asked) == 3
     assert isinstance(signs[-1], End)
+
+
+SETTINGS = [*EAGERNESS.values(), numeric_eagerness(), numeric_eagerness(0.9, 0.4), numeric_eagerness(0.7, None, 500)]
+
+
+@pytest.mark.parametrize("eagerness", SETTINGS)
+def test_no_answer_could_have_ended_the_turn_before_the_first_question(eagerness: Eagerness) -> None:
+    """A judge that is given the surest answer at once ends no earlier; and the answer comes in time."""
+    rule = eagerness if eagerness.eager is None else replace(eagerness, threshold=eagerness.eager, eager=None)
+    judge, first = Judge(rule, RATE, learnt=True), FELL + eagerness.questions(RATE)[0]
+    surest = Pause(FELL, FELL, Words.FINISHED, probability=1.0, answers=MOST_QUESTIONS)
+    _, signs = judge.advance(surest, ms(30_000))
+    assert isinstance(signs[-1], End) and signs[-1].sample >= first
+    assert first == ms(LEAST_MS) or abs(signs[-1].sample - first - ms(ANSWER_MS) + FELL) <= 1
+
+
+def test_a_detector_whose_answers_come_too_late_to_count_is_not_asked() -> None:
+    assert numeric_eagerness(1.0).questions(RATE) == ()
+    assert len(numeric_eagerness(0.7, None, 500).questions(RATE)) == 1
+    assert end_ms(numeric_eagerness(0.95, None, 500), "I think so.", 0.99) == 500
 
 
 def test_nothing_is_decided_while_a_question_is_open() -> None:
     judge = Judge(EAGERNESS["high"], RATE, learnt=True)
+    first = FELL + EAGERNESS["high"].questions(RATE)[0]
     pause, signs = judge.advance(judge.begin(FELL, "I think so."), ms(9000))
-    assert signs == [Ask(ms(200))] and pause.asked and pause.now == ms(200)
+    assert signs == [Ask(first)] and pause.asked and pause.now == first
     assert judge.advance(pause, ms(9500)) == (pause, [])
 
 
@@ -124,8 +150,9 @@ def end_ms(eagerness: Eagerness, text: str, *answers: float | None, learnt: bool
 
 
 def test_a_sure_end_is_told_early() -> None:
-    assert 200 <= end_ms(numeric_eagerness(0.5), "I think so.", 0.999) < 300
-    assert 200 < end_ms(EAGERNESS["medium"], "I think so.", 0.99) < 500
+    assert end_ms(numeric_eagerness(0.5), "I think so.", 0.99) == pytest.approx(311, abs=1)
+    assert end_ms(EAGERNESS["medium"], "I think so.", 0.99) == pytest.approx(574, abs=1)
+    assert end_ms(EAGERNESS["medium"], "I think so.", 1.0) == end_ms(EAGERNESS["medium"], "I think so.", 0.99)
 
 
 def test_an_unfinished_turn_is_waited_for() -> None:

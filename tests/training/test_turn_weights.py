@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from benchmarks.turns import PauseCase, Source
+from benchmarks.turns import MOMENTS_S, PauseCase, Source
 from training.turn_weights import fit
 
 SOURCE = Source("clip", "speaker", np.zeros(16_000, np.float32), "Yes.", True)
@@ -13,7 +13,8 @@ SOURCE = Source("clip", "speaker", np.zeros(16_000, np.float32), "Yes.", True)
 def pause(is_end: bool) -> PauseCase:
     """The detector is right; the text says nothing."""
     silence = None if is_end else 0.6
-    return PauseCase(SOURCE, 1.0, silence, 0.6, 0.9, [(0.9, "yes")], answers=[0.9 if is_end else 0.1] * 3)
+    answers = dict.fromkeys(MOMENTS_S, 0.9 if is_end else 0.1)
+    return PauseCase(SOURCE, 1.0, silence, 0.6, 0.9, [(0.9, "yes")], answers)
 
 
 def test_a_detector_that_is_right_and_a_longer_silence_count_for_an_end() -> None:

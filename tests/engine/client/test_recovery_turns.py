@@ -24,7 +24,7 @@ from tests.engine.client.test_recovery_rebuilding import PACKET, EngineDeath, bl
 from tests.engine.server.test_skipped_silence import SETTINGS, SPEC
 from tests.engine.turn_detectors import WINDOW, answer_to
 
-RULE = TurnRule(0.5, 1024, 3200, asks=True)
+RULE = TurnRule(0.5, 1024, 3200, (3200, 9600, 16_000))
 
 
 class Late(TurnDetector):

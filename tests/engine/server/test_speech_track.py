@@ -154,7 +154,7 @@ RULES = st.builds(
     st.sampled_from([0.1, 0.5, 0.9]),
     st.integers(0, 4 * FRAME),
     st.integers(0, 8 * FRAME),
-    st.booleans(),
+    st.lists(st.integers(0, 40 * FRAME), max_size=3).map(lambda found: tuple(sorted(found))),
 )
 # (frame number, rule or None for a restart)
 CHANGES = st.lists(st.tuples(st.integers(0, 80 * FRAME), st.none() | RULES), max_size=4)
@@ -255,7 +255,8 @@ def test_an_impossible_probability_in_silence_is_refused(broken: float) -> None:
 @example_settings(max_examples=150, deadline=None)
 @given(first=RULES, frames=st.lists(st.tuples(st.sampled_from([LOUD, BAND, QUIET]), st.integers(1, 40)), max_size=30))
 def test_events_do_not_depend_on_the_length_of_silent_frames(first: TurnRule, frames: list[tuple[float, int]]) -> None:
-    short = TurnRule(first.threshold, first.min_speech_samples // 32, first.silence_samples // 32, first.asks)
+    questions = tuple(samples // 32 for samples in first.questions)
+    short = TurnRule(first.threshold, first.min_speech_samples // 32, first.silence_samples // 32, questions)
     coarse, fine = SpeechTrack(short), SpeechTrack(short)
 
     def samples(events: list[object]) -> list[tuple[type, int]]:
@@ -341,7 +342,7 @@ def test_a_noise_that_starts_speech_opens_the_gate_of_skipped_silence() -> None:
     assert found[0] == Begin(2000 * FRAME - FRAME)
 
 
-ASKS = TurnRule(0.5, 2 * FRAME, 3200, asks=True)
+ASKS = TurnRule(0.5, 2 * FRAME, 3200, (3200, 9600, 16_000))
 
 
 def questions(events: list[SpeechEvent]) -> list[tuple[int, int, int]]:

@@ -20,7 +20,7 @@ from tests.engine.server.test_speakers_tracks import POSITION, SPEC
 from tests.engine.turn_detectors import WINDOW, Answers, answer_to
 
 FRAME = 512
-RULE = TurnRule(0.5, 2 * FRAME, 3200, asks=True)
+RULE = TurnRule(0.5, 2 * FRAME, 3200, (3200, 9600, 16_000))
 # Speech and pauses of many lengths, in frames.
 PARTS = [(40, 3), (30, 8), (60, 25), (20, 60), (9, 40), (300, 90)]
 LOUD = [value for loud, quiet in PARTS for value in [0.9] * loud + [0.05] * quiet]

@@ -12,11 +12,12 @@ from realtime.session.settings import TurnDetection
 RATE = 16_000
 
 
-def test_the_rule_of_the_track_has_the_silence_of_the_turn_or_of_the_first_question() -> None:
+def test_the_rule_of_the_track_has_the_silence_of_the_turn_or_of_the_text() -> None:
     assert turn_rule(None, RATE) is None
     assert turn_rule(TurnDetection(threshold=0.7, silence_duration_ms=320), RATE) == TurnRule(0.7, 1024, 5120)
     assert turn_rule(TurnDetection(semantic=True), RATE) == TurnRule(0.5, 1024, 4000)
-    assert turn_rule(TurnDetection(semantic=True), RATE, learnt=True) == TurnRule(0.5, 1024, 3200, asks=True)
+    questions = EAGERNESS["auto"].questions(RATE)
+    assert turn_rule(TurnDetection(semantic=True), RATE, learnt=True) == TurnRule(0.5, 1024, 3200, questions)
     # Without semantic detection the turn detector is not asked.
     assert turn_rule(TurnDetection(), RATE, learnt=True) == TurnRule(0.5, 1024, 8000)
 
