@@ -638,6 +638,9 @@ class SpeakerTrack:
         self._restoring: tuple[Saved, list[Samples]] | None = None
         self._restored_from = 0
         self._ended = False
+        # A restored track is behind until the speech that it got at once has embeddings; and what was told of that.
+        self._is_behind = False
+        self._behind_told = False
         self._state_at = -STATE_EVERY
         self._settled_told = 0
         self.dropped = 0
@@ -696,17 +699,18 @@ class SpeakerTrack:
             heard = True
         if not self._waiting:
             found += self._labels.end() if self._ended else self._labels.advance(self._cutter.sample)
+            self._is_behind = self._is_behind and not (heard or self._ended)
         settled = self._settled
         is_news = bool(found) or heard
-        if not is_news and settled - self._settled_told < SETTLED_EVERY:
+        if not is_news and settled - self._settled_told < SETTLED_EVERY and self._is_behind == self._behind_told:
             return None
-        self._settled_told = settled
+        self._settled_told, self._behind_told = settled, self._is_behind
         guess = self._labels.best_guess() if self._labels.has_pending else []
         state: Saved | None = None
         if is_news and (self._ended or self._cutter.sample - self._state_at >= STATE_EVERY):
             self._state_at = self._cutter.sample
             state = self.save()
-        return Labels(stream, spans(found), spans(guess), state, settled)
+        return Labels(stream, spans(found), spans(guess), state, settled, self._is_behind)
 
     @property
     def _settled(self) -> int:
@@ -747,6 +751,7 @@ class SpeakerTrack:
         self._restored_from = min([saved["cutter"]["sample"], *saved["cutter"]["starts"], *pieces])
         self._restoring = saved, []
         self._cutter.sample = saved["cutter"]["sample"]
+        self._is_behind = True
 
     def replay(self, items: Iterable[Item], spec: ModelSpec) -> None:
         """Audio from before a restored state, which the detector does not judge again; then that which it will."""
@@ -887,6 +892,7 @@ class SpeakerTracks:
         if name in self._tracks:
             with reading_state(name, "speaker labels"):
                 self._tracks[name].resume(saved, earlier)
+            self._changed.append(name)
 
     def replay(self, name: str, items: Sequence[Item]) -> None:
         """The audio before a restored state, if the detector does not judge that again."""

@@ -371,8 +371,14 @@ class Turns:
 
     def _due(self, turn: Turn) -> float:
         """The time until which a turn waits for labels and revisions; 0 if it has them."""
-        labelled = 0.0 if self._is_known(turn) else turn.labelled_by
+        labelled = 0.0 if self._is_known(turn) else self._labels_due(turn)
         return max(labelled, turn.revised_by if self._awaits_revision(turn) else 0.0)
+
+    def _labels_due(self, turn: Turn) -> float:
+        """The time until which a turn waits for labels. After the loss of an engine no guess is known of late words."""
+        assert self.speakers is not None
+        is_late = self.speakers.is_behind and not all(map(self.speakers.has_settled, turn.words[-1:]))
+        return turn.revised_by if is_late else turn.labelled_by
 
     def hear_audio(self, now: float) -> None:
         """More audio has come: it may decide the labels for which turns wait."""

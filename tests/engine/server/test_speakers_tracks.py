@@ -236,6 +236,26 @@ def test_no_label_begins_before_the_sample_up_to_which_all_were_said_to_be_decid
     assert told[-1] > len(AUDIO) - 6 * SAMPLE_RATE
 
 
+def test_a_restored_stream_says_that_its_labels_are_behind_until_its_speech_has_embeddings() -> None:
+    stream = Stream()
+    while stream.sent < len(AUDIO) // 2:
+        stream.feed(4)
+        stream.embeddings.compute()
+        told = stream.track.advance("s")
+        assert told is None or not told.is_behind
+    stream.die()
+    told = stream.track.advance("s")
+    assert told is not None and told.is_behind and not told.decided
+    assert stream.track.advance("s") is None, "it is said once"
+    stream.feed(40)
+    stream.embeddings.compute(1)
+    told = stream.track.advance("s")
+    assert stream.embeddings.waiting and told is not None and told.is_behind
+    stream.embeddings.compute()
+    told = stream.track.advance("s")
+    assert told is not None and not told.is_behind
+
+
 def test_silence_is_not_computed() -> None:
     embeddings = Embeddings()
     track = SpeakerTrack(embeddings.submit)
