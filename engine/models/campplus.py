@@ -71,6 +71,8 @@ class _Product(nn.Module):
 
     weight: Tensor
     bias: Tensor
+    low: Tensor
+    high: Tensor
 
     def __init__(self, weights: Weights, name: str, before: str = "", after: str = "") -> None:
         super().__init__()
@@ -157,7 +159,7 @@ class _MaskedLayer(nn.Module):
         n, columns, _ = map(int, x.shape)
         x = self.inner(x).relu_()  # [n * columns, 128]
         mask = self.mask_out(self.mask_in(x.view(n, columns, -1).sum(1), 2.0 / columns).relu_()).sigmoid_()
-        before, y, after = (x @ self.taps).view(n, columns, -1).split(_LAYER_CHANNELS, dim=-1)
+        before, y, after = torch.chunk((x @ self.taps).view(n, columns, -1), 3, dim=-1)
         moved, kept = self._spacing, columns - self._spacing
         y.narrow(1, moved, kept).add_(before.narrow(1, 0, kept))
         y.narrow(1, 0, kept).add_(after.narrow(1, moved, kept))
@@ -321,7 +323,8 @@ def _check(weights: Weights) -> None:
 
 def _by_band(weight: Tensor) -> Tensor:
     """[out, channels * bands, taps] -> [out, bands * channels, taps], the order in which the head writes them."""
-    return weight.unflatten(1, (_HEAD_CHANNELS, -1)).transpose(1, 2).flatten(1, 2)
+    out, _, taps = weight.shape
+    return weight.view(out, _HEAD_CHANNELS, -1, taps).transpose(1, 2).flatten(1, 2)
 
 
 def _neighbours(x: Tensor) -> Tensor:

@@ -782,12 +782,13 @@ class SpeakerTrack:
         if self._restoring is None:
             return
         (saved, parts), self._restoring = self._restoring, None
+        # The end of the last frame may be missing.
         audio = np.concatenate([*parts, np.zeros(FRAME_SAMPLES, np.float32)])
-        first, end = self._restored_from, self._restored_from + len(audio)
+        first, end = self._restored_from, self._restored_from + len(audio) - FRAME_SAMPLES
 
         def cut(starts: Sequence[int]) -> Samples | None:
             """The audio of frames; None if some of it has not come again."""
-            if any(start < first or start + FRAME_SAMPLES > end for start in starts):
+            if any(not first <= start < end for start in starts):
                 return None
             return np.concatenate([audio[start - first : start - first + FRAME_SAMPLES] for start in starts])
 
@@ -796,8 +797,14 @@ class SpeakerTrack:
             sound = cut(piece.starts)
             if sound is not None:
                 self._submit([(piece, self._cutter.filled(sound))])
-        starts = [start for start in saved["cutter"]["starts"] if cut([start]) is not None]
-        self._cutter.resume({**saved["cutter"], "starts": starts}, audio[min([*starts, end]) - first :])
+        cutter = saved["cutter"]
+        starts = [start for start in cutter["starts"] if first <= start < end]
+        if starts and end + FRAME_SAMPLES >= cutter["sample"]:
+            cutter = {**cutter, "starts": starts}
+        else:
+            # The frames of the last run are missing: the next frame begins a run.
+            cutter = {**cutter, "starts": [], "count": 0, "cut": 0}
+        self._cutter.resume(cutter, audio[min([*cutter["starts"], end]) - first :])
         self._cutter.sample = max(sample, saved["cutter"]["sample"])
 
     def _submit(self, pieces: Iterable[tuple[Piece, Samples]]) -> None:
