@@ -18,7 +18,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -159,6 +159,12 @@ class PacedClient(LastingSession):
         return " ".join(event["transcript"] for event in self.events if event["type"] == COMPLETED)
 
     @property
+    def speakers(self) -> list[str | None]:
+        """The speaker of each word of the finals."""
+        done = [event for event in self.events if event["type"] == COMPLETED]
+        return [word.get("speaker") for event in done for word in event.get("words", ())]
+
+    @property
     def wrong_numbers(self) -> int:
         """Event numbers that are missing or came twice."""
         numbers = [event["seq"] for event in self.events if "seq" in event]
@@ -173,7 +179,7 @@ class PacedClient(LastingSession):
 
     def outcome(self) -> dict[str, Any]:
         """The result as data."""
-        names = ("text", "failure", "begun", "resumed_s", "longest_wait_s", "wrong_numbers", "wrong_items")
+        names = ("text", "speakers", "failure", "begun", "resumed_s", "longest_wait_s", "wrong_numbers", "wrong_items")
         return {name: getattr(self, name) for name in names} | {"samples_lost": self.kept.lost}
 
     async def _speak(self) -> None:
@@ -384,7 +390,7 @@ async def play_whole(orders: Orders, sound: Samples, schedule: Schedule) -> list
 
     async def one(number: int) -> dict[str, Any]:
         audio = own_part(data, number, orders.seconds) if orders.own_parts else looped(data, orders.seconds)
-        client = PacedClient(orders.url, appends_of(audio))
+        client = PacedClient(orders.url, appends_of(audio), options=replace(PLAIN_SESSION, speakers=orders.speakers))
         await sleep_until(schedule.joins_at(number, orders.all_sessions))
         try:
             await client.speak()
@@ -418,6 +424,22 @@ def summary(outcomes: Sequence[dict[str, Any]], references: Sequence[str]) -> di
         # Samples that a client dropped because no server accepted them.
         "samples_lost": sum(outcome["samples_lost"] for outcome in outcomes),
         "failures": [outcome["failure"] for outcome in outcomes if outcome["failure"]][:20],
+    }
+
+
+def speaker_summary(outcomes: Sequence[dict[str, Any]], calm: Sequence[dict[str, Any]]) -> dict[str, int]:
+    """The words of finals that have a speaker, and how many speakers are not those of a calm run, for sessions with as
+    many words as in that."""
+    pairs = [
+        pair
+        for outcome, reference in zip(outcomes, calm, strict=True)
+        if len(outcome["speakers"]) == len(reference["speakers"])
+        for pair in zip(outcome["speakers"], reference["speakers"], strict=True)
+    ]
+    return {
+        "speakers": len({now for now, _ in pairs} - {None}),
+        "words_with_speaker": sum(now is not None for now, _ in pairs),
+        "speakers_that_differ": sum(now != before for now, before in pairs),
     }
 
 

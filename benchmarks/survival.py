@@ -2,6 +2,7 @@
 
     python -m benchmarks.survival spare [--kills 5] [--sessions 2] [--alive 3] [--model NAME] [--voxtral]
     python -m benchmarks.survival server [--kinds calm:2,worker:1,restart:1] [--sessions 8] [--workers 2] [--model NAME]
+                                         [--speakers]
     python -m benchmarks.survival fleet [--kinds engine:10,gateway:10,...] [--null]
 
 All speech comes at the pace of a microphone. `spare`: measures seconds from a kill of the engine until the next word,
@@ -12,8 +13,8 @@ be read from disk at each start.
 `server`: the whole server with clients that resume, over sockets. `engine` kills the engine and starts it again,
 `worker` kills a worker, `restart` replaces all of them (SIGUSR2); final texts are compared with those of the first calm
 run, ignoring case and punctuation. The time to reconnect runs from the moment a client notices the loss of its
-connection to the first event on the next one; the longest wait is that for an acknowledgement of new audio. `fleet`:
-see benchmarks/fleet.py.
+connection to the first event on the next one; the longest wait is that for an acknowledgement of new audio.
+--speakers asks for speaker labels and compares those of finals. `fleet`: see benchmarks/fleet.py.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks import fleet
-from benchmarks.clients import ClientProcesses, Schedule, play_whole, summary
+from benchmarks.clients import ClientProcesses, Schedule, play_whole, speaker_summary, summary
 from benchmarks.engines import engine_client, null_loop
 from benchmarks.measuring import (
     parser_of,
@@ -233,7 +234,7 @@ def lose_in_server(options: argparse.Namespace) -> list[Figures]:
         options.kinds = [(kind, 1) for kind in ("calm", "worker", "engine")]
     use_default_model(options)
     results: list[Figures] = []
-    references: list[str] | None = None
+    calm: list[dict[str, Any]] | None = None
     with Server(options, counts_streams_only=True) as server:
         orders = {
             "url": server.url,
@@ -241,12 +242,15 @@ def lose_in_server(options: argparse.Namespace) -> list[Figures]:
             "seconds": options.seconds,
             # With random weights no two sessions may send the same audio, which a cache would answer for the model.
             "own_parts": not options.model,
+            "speakers": options.speakers,
         }
         with ClientProcesses(play_whole, options.sessions, options.clients, **orders) as clients:
             for kind in [kind for kind, times in options.kinds for _ in range(times)]:
                 outcomes = play_server(server, clients, kind, options)
-                references = references or [outcome["text"] for outcome in outcomes]
-                results.append({"kind": kind, **summary(outcomes, references), **server_figures(server)})
+                calm = calm or outcomes
+                figures = summary(outcomes, [outcome["text"] for outcome in calm])
+                figures |= speaker_summary(outcomes, calm) if options.speakers else {}
+                results.append({"kind": kind, **figures, **server_figures(server)})
                 print(row(results[-1]), flush=True)
     return results
 
@@ -291,6 +295,7 @@ def main(arguments: list[str] | None = None) -> None:
     one.add_argument("--kinds", type=kinds_of(list(SERVER_LOSSES)), default="calm:2,worker:1,restart:1")
     one.add_argument("--sessions", type=int, default=8)
     one.add_argument("--seconds", type=float, default=30.0, help="duration of each session")
+    one.add_argument("--speakers", action="store_true", help="sessions ask for speaker labels, which are compared too")
     add_server_options(one)
     one.set_defaults(run=lose_in_server, workers=2)
     one = with_common_options(commands.add_parser("fleet", help="lose parts of a fleet", description=fleet.__doc__))

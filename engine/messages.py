@@ -403,13 +403,15 @@ class Labels(Message, tag="labels"):
     would be decided without more audio; the next message replaces it. Enrolled voices have the first numbers, in order.
 
     `state` comes now and then, and with the last labels of a stream: another engine or stream can go on from it. All
-    spans that begin before the sample `settled` are decided; 0 if that is not known."""
+    spans that begin before the sample `settled` are decided; 0 if that is not known. `is_behind`: the engine goes on
+    with the stream of another one and has not computed the labels of its speech yet."""
 
     stream: str
     decided: list[LabelSpan]
     guess: list[LabelSpan] = []
     state: Saved | None = None
     settled: int = 0
+    is_behind: bool = False
 
 
 class StreamState(Message, tag="state"):

@@ -11,8 +11,9 @@
 A layer's output is multiplied by a mask that depends on the mean of its input over the columns. The original takes the
 mean over the piece plus the mean over each 100 columns; in a piece of at most two seconds both are the same number.
 
-In the checkpoint every convolution stands beside a batch norm with fixed statistics. A norm that follows a convolution
-is folded into it here; a norm before one is a scale and a shift.
+In the checkpoint every convolution stands beside a batch norm with fixed statistics, and both are folded into one
+product here. A norm before a convolution has a rectifier between them: max(scale * x + shift, 0) is scale * max(x, t) +
+shift with t = -shift / scale. So x is only limited at t, and scale and shift become a part of the convolution.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ _INNER_CHANNELS = 128
 # Layers, and the distance in columns between the three taps of a layer.
 _BLOCKS = ((12, 1), (24, 2), (16, 2))
 _NORM_EPSILON = 1e-5
+_COLUMNS = "xvector.tdnn.linear.weight"
 
 Weights = Mapping[str, Tensor]
 
@@ -52,28 +54,48 @@ class SpeakerWeightsError(EngineError):
 
 
 class _Convolution(nn.Module):
-    """A convolution and the norm after it, if there is one, as one weight and one bias. Those over bands and frames are
-    applied by the caller. Those over columns are matrix products, which cost less than a general convolution here."""
+    """A convolution over bands and frames and the norm after it, as one weight and one bias; the caller applies it."""
 
     weight: Tensor
     bias: Tensor
 
-    def __init__(self, weights: Weights, name: str, norm: str = "") -> None:
+    def __init__(self, weights: Weights, name: str, norm: str) -> None:
         super().__init__()
-        weight = weights[f"{name}.weight"].double()
-        bias = weights.get(f"{name}.bias", torch.zeros(len(weight))).double()
-        if norm:
-            scale, shift = _scale_and_shift(weights, norm)
-            weight = weight * scale.view(-1, *[1] * (weight.dim() - 1))
-            bias = bias * scale + shift
-        if weight.dim() == 3:
-            # [out, in, taps] -> [out, taps * in], the order of `_taps`.
-            weight, bias = weight.mT.flatten(1), bias[:, None]
-        _keep(self, weight=weight, bias=bias)
+        scale, shift = _scale_and_shift(weights, norm)
+        _keep(self, weight=weights[f"{name}.weight"].double() * scale[:, None, None, None], bias=shift)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """[taps * in, n, columns] -> [out, n, columns]."""
-        return torch.addmm(self.bias, self.weight, x.flatten(1)).view(-1, *map(int, x.shape[1:]))
+
+class _Product(nn.Module):
+    """A convolution over columns as a matrix product, [rows, taps * in] -> [rows, out]: a row is a column of a piece.
+    The norms before it (with a rectifier between them) and after it are a part of it."""
+
+    weight: Tensor
+    bias: Tensor
+    low: Tensor
+    high: Tensor
+
+    def __init__(self, weights: Weights, name: str, before: str = "", after: str = "") -> None:
+        super().__init__()
+        weight = weights[f"{name}.weight"].double()  # [out, in, taps]
+        bias = weights.get(f"{name}.bias", torch.zeros(len(weight))).double()
+        if after:
+            scale, shift = _scale_and_shift(weights, after)
+            weight, bias = weight * scale[:, None, None], bias * scale + shift
+        self._limits = bool(before)
+        if before:
+            scale, shift = _scale_and_shift(weights, before)
+            bias = bias + weight.sum(-1) @ torch.where(scale == 0, shift.relu(), shift)
+            weight = weight * scale[:, None]
+            at, endless = -shift / scale, torch.full_like(scale, torch.inf)
+            # A scale below 0 turns the rectifier round.
+            _keep(self, low=torch.where(scale > 0, at, -endless), high=torch.where(scale < 0, at, endless))
+        _keep(self, weight=weight.permute(2, 1, 0).flatten(0, 1), bias=bias)
+
+    def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
+        """The product of `factor * x`."""
+        if self._limits:
+            x = x.clamp(self.low, self.high)
+        return torch.addmm(self.bias, x.flatten(0, -2), self.weight, alpha=factor)
 
 
 class _ResidualBlock(nn.Module):
@@ -95,7 +117,7 @@ class _ResidualBlock(nn.Module):
 
 
 class _Head(nn.Module):
-    """Log-mel frames [n, bands, frames] -> [32 * bands / 8, n, frames]."""
+    """Log-mel frames [n, bands, frames] -> [n, frames, bands / 8 * 32]."""
 
     def __init__(self, weights: Weights) -> None:
         super().__init__()
@@ -114,58 +136,58 @@ class _Head(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = functional.conv2d(x, self.last.weight, self.last.bias, (2, 1), 1).relu_()
-        return x.flatten(1, 2).transpose(0, 1)
+        return x.permute(0, 3, 2, 1).flatten(2)
 
 
 class _MaskedLayer(nn.Module):
-    """All channels so far [c, n, columns] -> 32 more."""
+    """All channels so far [n, columns, c] -> 32 more."""
 
-    scale: Tensor
-    shift: Tensor
+    taps: Tensor
 
     def __init__(self, weights: Weights, name: str, spacing: int) -> None:
         super().__init__()
-        scale, shift = _scale_and_shift(weights, f"{name}.nonlinear1.batchnorm")
-        _keep(self, scale=scale[:, None, None], shift=shift[:, None, None])
-        self.inner = _Convolution(weights, f"{name}.linear1", f"{name}.nonlinear2.batchnorm")
-        self.outer = _Convolution(weights, f"{name}.cam_layer.linear_local")
-        self.mask_in = _Convolution(weights, f"{name}.cam_layer.linear1")
-        self.mask_out = _Convolution(weights, f"{name}.cam_layer.linear2")
+        self.inner = _Product(
+            weights, f"{name}.linear1", f"{name}.nonlinear1.batchnorm", f"{name}.nonlinear2.batchnorm"
+        )
+        # [in, taps * out]: one product for all taps, whose results are moved and added.
+        _keep(self, taps=weights[f"{name}.cam_layer.linear_local.weight"].permute(1, 2, 0).flatten(1))
+        self.mask_in = _Product(weights, f"{name}.cam_layer.linear1")
+        self.mask_out = _Product(weights, f"{name}.cam_layer.linear2")
         self._spacing = spacing
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.inner(torch.addcmul(self.shift, x, self.scale).relu_()).relu_()  # [128, n, columns]
-        mask = self.mask_out(self.mask_in(2.0 * x.mean(dim=-1, keepdim=True)).relu_()).sigmoid_()  # [32, n, 1]
-        y: Tensor = self.outer(_taps(x, 3, spacing=self._spacing)).mul_(mask)
-        return y
+        n, columns, _ = map(int, x.shape)
+        x = self.inner(x).relu_()  # [n * columns, 128]
+        mask = self.mask_out(self.mask_in(x.view(n, columns, -1).sum(1), 2.0 / columns).relu_()).sigmoid_()
+        before, y, after = torch.chunk((x @ self.taps).view(n, columns, -1), 3, dim=-1)
+        moved, kept = self._spacing, columns - self._spacing
+        y.narrow(1, moved, kept).add_(before.narrow(1, 0, kept))
+        y.narrow(1, 0, kept).add_(after.narrow(1, moved, kept))
+        return y.mul_(mask.unsqueeze(1))
 
 
 class _Block(nn.Module):
     """Layers that add channels, and a projection to half of all channels."""
-
-    scale: Tensor
-    shift: Tensor
 
     def __init__(self, weights: Weights, number: int, layers: int, spacing: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
             _MaskedLayer(weights, f"xvector.block{number}.tdnnd{layer}", spacing) for layer in range(1, layers + 1)
         )
-        scale, shift = _scale_and_shift(weights, f"xvector.transit{number}.nonlinear.batchnorm")
-        _keep(self, scale=scale[:, None, None], shift=shift[:, None, None])
         # The last projection feeds a norm directly.
-        norm = "xvector.out_nonlinear.batchnorm" if number == len(_BLOCKS) else ""
-        self.projection = _Convolution(weights, f"xvector.transit{number}.linear", norm)
+        after = "xvector.out_nonlinear.batchnorm" if number == len(_BLOCKS) else ""
+        name = f"xvector.transit{number}"
+        self.projection = _Product(weights, f"{name}.linear", f"{name}.nonlinear.batchnorm", after)
 
     def forward(self, x: Tensor) -> Tensor:
-        channels, n, columns = map(int, x.shape)
+        n, columns, channels = map(int, x.shape)
         # One tensor for the channels of all layers; each layer reads those before its own.
-        y = x.new_empty(channels + _LAYER_CHANNELS * len(self.layers), n, columns)
-        y[:channels] = x
+        y = x.new_empty(n, columns, channels + _LAYER_CHANNELS * len(self.layers))
+        y.narrow(2, 0, channels).copy_(x)
         for layer in self.layers:
-            y[channels : channels + _LAYER_CHANNELS] = layer(y[:channels])
+            y.narrow(2, channels, _LAYER_CHANNELS).copy_(layer(y.narrow(2, 0, channels)))
             channels += _LAYER_CHANNELS
-        projected: Tensor = self.projection(torch.addcmul(self.shift, y, self.scale).relu_())
+        projected: Tensor = self.projection(y).view(n, columns, -1)
         return projected
 
 
@@ -176,11 +198,15 @@ class CamPlusPlus(nn.Module):
         super().__init__()
         _check(weights)
         self.head = _Head(weights)
-        self.columns = _Convolution(weights, "xvector.tdnn.linear", "xvector.tdnn.nonlinear.batchnorm")
+        self.columns = _Product(
+            {**weights, _COLUMNS: _by_band(weights[_COLUMNS])},
+            "xvector.tdnn.linear",
+            after="xvector.tdnn.nonlinear.batchnorm",
+        )
         self.blocks = nn.ModuleList(
             _Block(weights, number, layers, spacing) for number, (layers, spacing) in enumerate(_BLOCKS, start=1)
         )
-        self.embedding = _Convolution(weights, "xvector.dense.linear", "xvector.dense.nonlinear.batchnorm")
+        self.embedding = _Product(weights, "xvector.dense.linear", after="xvector.dense.nonlinear.batchnorm")
         self._front_end = KaldiFrontEnd(_BANDS, device)
         self.to(device)
 
@@ -193,13 +219,11 @@ class CamPlusPlus(nn.Module):
 
     def embed(self, features: Tensor) -> Tensor:
         """Log-mel frames [n, 80, frames] -> embeddings [n, 192], of any length."""
-        x = self.head(features)
-        x = self.columns(_taps(x, 5, stride=2)).relu_()  # [128, n, columns]
+        x = self.columns(_neighbours(self.head(features))).relu_().view(len(features), -1, _FIRST_CHANNELS)
         for block in self.blocks:
             x = block(x)
         x = x.relu_()
-        pooled = torch.cat([x.mean(dim=-1), x.std(dim=-1)])  # [1024, n]
-        embeddings: Tensor = self.embedding(pooled.unsqueeze(-1)).squeeze(-1).T
+        embeddings: Tensor = self.embedding(torch.cat([x.mean(1), x.std(1)], dim=1))
         return embeddings
 
     def forward(self, samples: Tensor) -> Tensor:
@@ -297,12 +321,17 @@ def _check(weights: Weights) -> None:
         )
 
 
-def _taps(x: Tensor, taps: int, stride: int = 1, spacing: int = 1) -> Tensor:
-    """[c, n, columns] -> [taps * c, n, columns / stride]: each column with its neighbours, zeros beyond."""
-    beyond = taps // 2 * spacing
-    padded = functional.pad(x, (beyond, beyond))
-    last = int(x.shape[-1]) - 1
-    return torch.cat([padded[..., tap * spacing : tap * spacing + last + 1 : stride] for tap in range(taps)])
+def _by_band(weight: Tensor) -> Tensor:
+    """[out, channels * bands, taps] -> [out, bands * channels, taps], the order in which the head writes them."""
+    out, _, taps = weight.shape
+    return weight.view(out, _HEAD_CHANNELS, -1, taps).transpose(1, 2).flatten(1, 2)
+
+
+def _neighbours(x: Tensor) -> Tensor:
+    """[n, frames, c] -> [n, columns, 5 * c]: every second frame with two on either side, zeros beyond."""
+    frames = int(x.shape[1])
+    padded = functional.pad(x, (0, 0, 2, 2))
+    return torch.cat([padded[:, tap : tap + frames : 2] for tap in range(5)], dim=-1)
 
 
 def _scale_and_shift(weights: Weights, norm: str) -> tuple[Tensor, Tensor]:

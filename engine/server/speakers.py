@@ -638,6 +638,9 @@ class SpeakerTrack:
         self._restoring: tuple[Saved, list[Samples]] | None = None
         self._restored_from = 0
         self._ended = False
+        # A restored track is behind until the speech that it got at once has embeddings; and what was told of that.
+        self._is_behind = False
+        self._behind_told = False
         self._state_at = -STATE_EVERY
         self._settled_told = 0
         self.dropped = 0
@@ -696,17 +699,18 @@ class SpeakerTrack:
             heard = True
         if not self._waiting:
             found += self._labels.end() if self._ended else self._labels.advance(self._cutter.sample)
+            self._is_behind = self._is_behind and not (heard or self._ended)
         settled = self._settled
         is_news = bool(found) or heard
-        if not is_news and settled - self._settled_told < SETTLED_EVERY:
+        if not is_news and settled - self._settled_told < SETTLED_EVERY and self._is_behind == self._behind_told:
             return None
-        self._settled_told = settled
+        self._settled_told, self._behind_told = settled, self._is_behind
         guess = self._labels.best_guess() if self._labels.has_pending else []
         state: Saved | None = None
         if is_news and (self._ended or self._cutter.sample - self._state_at >= STATE_EVERY):
             self._state_at = self._cutter.sample
             state = self.save()
-        return Labels(stream, spans(found), spans(guess), state, settled)
+        return Labels(stream, spans(found), spans(guess), state, settled, self._is_behind)
 
     @property
     def _settled(self) -> int:
@@ -747,6 +751,7 @@ class SpeakerTrack:
         self._restored_from = min([saved["cutter"]["sample"], *saved["cutter"]["starts"], *pieces])
         self._restoring = saved, []
         self._cutter.sample = saved["cutter"]["sample"]
+        self._is_behind = True
 
     def replay(self, items: Iterable[Item], spec: ModelSpec) -> None:
         """Audio from before a restored state, which the detector does not judge again; then that which it will."""
@@ -777,12 +782,13 @@ class SpeakerTrack:
         if self._restoring is None:
             return
         (saved, parts), self._restoring = self._restoring, None
+        # The end of the last frame may be missing.
         audio = np.concatenate([*parts, np.zeros(FRAME_SAMPLES, np.float32)])
-        first, end = self._restored_from, self._restored_from + len(audio)
+        first, end = self._restored_from, self._restored_from + len(audio) - FRAME_SAMPLES
 
         def cut(starts: Sequence[int]) -> Samples | None:
             """The audio of frames; None if some of it has not come again."""
-            if any(start < first or start + FRAME_SAMPLES > end for start in starts):
+            if any(not first <= start < end for start in starts):
                 return None
             return np.concatenate([audio[start - first : start - first + FRAME_SAMPLES] for start in starts])
 
@@ -791,8 +797,14 @@ class SpeakerTrack:
             sound = cut(piece.starts)
             if sound is not None:
                 self._submit([(piece, self._cutter.filled(sound))])
-        starts = [start for start in saved["cutter"]["starts"] if cut([start]) is not None]
-        self._cutter.resume({**saved["cutter"], "starts": starts}, audio[min([*starts, end]) - first :])
+        cutter = saved["cutter"]
+        starts = [start for start in cutter["starts"] if first <= start < end]
+        if starts and end + FRAME_SAMPLES >= cutter["sample"]:
+            cutter = {**cutter, "starts": starts}
+        else:
+            # The frames of the last run are missing: the next frame begins a run.
+            cutter = {**cutter, "starts": [], "count": 0, "cut": 0}
+        self._cutter.resume(cutter, audio[min([*cutter["starts"], end]) - first :])
         self._cutter.sample = max(sample, saved["cutter"]["sample"])
 
     def _submit(self, pieces: Iterable[tuple[Piece, Samples]]) -> None:
@@ -887,6 +899,7 @@ class SpeakerTracks:
         if name in self._tracks:
             with reading_state(name, "speaker labels"):
                 self._tracks[name].resume(saved, earlier)
+            self._changed.append(name)
 
     def replay(self, name: str, items: Sequence[Item]) -> None:
         """The audio before a restored state, if the detector does not judge that again."""

@@ -223,6 +223,7 @@ class Target:
     model: str | None
     chunk_ms: int
     silence_ms: int
+    speakers: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,7 +320,8 @@ class Player:
 
     async def _converse(self, session: WireSession) -> None:
         turns = {"type": "server_vad", "silence_duration_ms": self._target.silence_ms}
-        await session.configure(SessionOptions(self._bank.rate, turns, self._target.model))
+        target = self._target
+        await session.configure(SessionOptions(self._bank.rate, turns, target.model, speakers=target.speakers))
         listener = asyncio.create_task(self._listen(session), name=f"client {self._plan.client}")
         try:
             await self._speak(session)

@@ -72,6 +72,7 @@ def add(commands: Any) -> None:
     parser.add_argument("--silence-ms", type=_positive, default=500, help="milliseconds of silence that end a turn")
     parser.add_argument("--rate", type=_rate, default=24_000, help="sample rate of the audio that is sent")
     parser.add_argument("--model", help="the model to request")
+    parser.add_argument("--speakers", action="store_true", help="ask for speaker labels too")
     parser.add_argument("--processes", type=_positive, help="generator processes (default: half of the cores)")
     parser.add_argument("--output", type=Path, default=Path("bench-results"), metavar="DIR")
     parser.set_defaults(run=run)
@@ -125,7 +126,8 @@ def run(options: argparse.Namespace) -> int:
         bank = build_bank(files, options.rate, options.output / "audio.raw")
     except (CannotConnect, BadManifest) as error:
         raise CommandFailed(str(error)) from error
-    target = Target(url, os.environ.get(KEY_VARIABLE), options.model, options.chunk_ms, options.silence_ms)
+    key = os.environ.get(KEY_VARIABLE)
+    target = Target(url, key, options.model, options.chunk_ms, options.silence_ms, options.speakers)
     objective = Objective(options.slo_final, options.slo_lag)
     processes = options.processes or max(1, (os.cpu_count() or 2) // 2)
     campaign = Campaign(target, bank, objective, options, processes, note)

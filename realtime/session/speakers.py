@@ -37,6 +37,8 @@ class SpeakerTimeline:
     state_base: int = 0
     # No undecided label begins before this sample.
     settled: int = 0
+    # The engine has taken the stream over from another one, and its labels are late.
+    is_behind: bool = False
 
     @property
     def until(self) -> int:
@@ -58,6 +60,7 @@ class SpeakerTimeline:
                 self.decided.append((start, end, speaker, sure))
         del self.decided[:-MAX_SPANS]
         self.guess = [(start + base, end + base, *rest) for start, end, *rest in labels.guess]  # type: ignore[misc]
+        self.is_behind = labels.is_behind
         if labels.settled:
             self.settled = max(self.settled, labels.settled + base)
         if labels.state is not None:

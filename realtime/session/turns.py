@@ -124,6 +124,8 @@ class Turn:
     # Text was sent before redaction was turned on; and digits at the end of the text that was redacted and sent.
     is_raw: bool = False
     digits: int = 0
+    # The part of the first unsent word that was sent before the word was complete.
+    begun: str = ""
 
     def move(self, to: TurnState) -> None:
         if to not in TURN_MOVES[self.state]:
@@ -308,6 +310,9 @@ class Turns:
         for piece in self._cutter.cut_words(text, base):
             place = self._loose_turn if piece.continues else self._place(piece.word)
             self._give(piece.fresh, piece.word, place)
+            if piece.continues and place is not None:
+                # Its first part was sent, before words had to wait. The turn cannot end before it, whoever says it.
+                place.begun, place.speaker = spelled(piece.word).removesuffix(piece.fresh), None
             out += self._complete_passed(piece.word, now)
             if self._is_too_long(piece.word):
                 out += self._cut_after(piece.word, now)
@@ -333,11 +338,13 @@ class Turns:
         loose = self._cutter.cut_loose()
         taker = self.ended[0] if self.ended else self.current
         if loose and taker is not None and taker.state is not TurnState.CLEARED:
-            is_word = (self.redactor is not None or self._cuts_speakers) and bool(loose.strip())
-            if is_word or not self._cuts_speakers:
+            waits = self._cuts_speakers or bool(self.finishing)
+            is_word = (waits or self.redactor is not None) and bool(loose.strip())
+            if is_word or not waits:
                 taker.held.append(loose)
             if is_word:
-                # Only words are redacted and have speakers: text without a time becomes a word without a length.
+                # Only words are redacted and have speakers, which may be asked for while text waits: text without a
+                # time becomes a word without a length.
                 at = taker.words[-1].end if taker.words else taker.start
                 taker.words.append(TimedWord(loose.strip(), at, at))
         return self.release(now)
@@ -364,8 +371,14 @@ class Turns:
 
     def _due(self, turn: Turn) -> float:
         """The time until which a turn waits for labels and revisions; 0 if it has them."""
-        labelled = 0.0 if self._is_known(turn) else turn.labelled_by
+        labelled = 0.0 if self._is_known(turn) else self._labels_due(turn)
         return max(labelled, turn.revised_by if self._awaits_revision(turn) else 0.0)
+
+    def _labels_due(self, turn: Turn) -> float:
+        """The time until which a turn waits for labels. After the loss of an engine no guess is known of late words."""
+        assert self.speakers is not None
+        is_late = self.speakers.is_behind and not all(map(self.speakers.has_settled, turn.words[-1:]))
+        return turn.revised_by if is_late else turn.labelled_by
 
     def hear_audio(self, now: float) -> None:
         """More audio has come: it may decide the labels for which turns wait."""
@@ -537,6 +550,7 @@ class Turns:
             speaker=None,
             is_raw=False,
             digits=0,
+            begun="",
         )
         rest.words[0] = first_word(following) if self.trim_start else following
         turn.tokens = 0  # all of them are counted for the last part
@@ -701,6 +715,7 @@ class Turns:
         turn.words_settled += len(redacted) - count
         turn.held = [spelled(word) for word in turn.words[turn.words_sent :]]
         text = text_of(redacted).lstrip() if self.trim_start and not turn.sent else text_of(redacted)
+        text, turn.begun = text.removeprefix(turn.begun), ""
         turn.sent.append(text)
         return [Delta(turn.item_id, text, self._told(turn, redacted))]
 
@@ -715,12 +730,16 @@ class Turns:
         if self.trim_start and not turn.sent:
             text = text.lstrip()
         if not text:
-            # Each word that is held for its speaker has its own piece of text.
-            turn.words_sent = sendable if self._cuts_speakers else turn.words_sent
+            # Each word that is held has its own piece of text, if only an empty one.
+            if self._cuts_speakers:
+                turn.words_sent = sendable
+            else:
+                turn.held = [""] * (sendable - turn.words_sent)
             return []
         turn.sent.append(text)
         turn.is_raw = True
         words, turn.words_sent = turn.words[turn.words_sent : sendable], sendable
+        turn.begun = ""
         return [Delta(turn.item_id, text, self._told(turn, words))]
 
     def _sendable(self, turn: Turn) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from benchmarks import fleet
-from benchmarks.clients import summary
+from benchmarks.clients import speaker_summary, summary
 from benchmarks.survival import SERVER_LOSSES, kinds_of
 
 
@@ -28,6 +28,13 @@ def test_outcomes_are_summed_up_and_texts_compared_word_by_word() -> None:
     assert (figures["words"], figures["words_that_differ"], figures["sessions_that_differ"]) == (5, 1, 1)
     assert (figures["reconnected_s_p50"], figures["reconnected_s_max"], figures["longest_wait_s"]) == (1.0, 2.0, 2.5)
     assert (figures["wrong_numbers"], figures["samples_lost"], figures["failures"]) == (1, 7, ["gone"])
+
+
+def test_speakers_are_compared_where_the_words_are_as_many() -> None:
+    calm = [outcome("a b", speakers=["A", "B"]), outcome("c", speakers=["A"]), outcome("d", speakers=[None])]
+    other = [outcome("a b", speakers=["A", "C"]), outcome("", speakers=[]), outcome("d", speakers=[None])]
+    assert speaker_summary(calm, calm) == {"speakers": 2, "words_with_speaker": 3, "speakers_that_differ": 0}
+    assert speaker_summary(other, calm) == {"speakers": 2, "words_with_speaker": 2, "speakers_that_differ": 1}
 
 
 def test_kinds_are_names_with_numbers_behind() -> None:

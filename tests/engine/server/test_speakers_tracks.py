@@ -236,6 +236,47 @@ def test_no_label_begins_before_the_sample_up_to_which_all_were_said_to_be_decid
     assert told[-1] > len(AUDIO) - 6 * SAMPLE_RATE
 
 
+def test_a_restored_stream_says_that_its_labels_are_behind_until_its_speech_has_embeddings() -> None:
+    stream = Stream()
+    while stream.sent < len(AUDIO) // 2:
+        stream.feed(4)
+        stream.embeddings.compute()
+        told = stream.track.advance("s")
+        assert told is None or not told.is_behind
+    stream.die()
+    told = stream.track.advance("s")
+    assert told is not None and told.is_behind and not told.decided
+    assert stream.track.advance("s") is None, "it is said once"
+    stream.feed(40)
+    stream.embeddings.compute(1)
+    told = stream.track.advance("s")
+    assert stream.embeddings.waiting and told is not None and told.is_behind
+    stream.embeddings.compute()
+    told = stream.track.advance("s")
+    assert told is not None and not told.is_behind
+
+
+@pytest.mark.parametrize("missing", [0, 1, 5, 40])
+@pytest.mark.parametrize("has_voice", [True, False])
+def test_a_restored_stream_whose_last_audio_does_not_come_again_goes_on(missing: int, has_voice: bool) -> None:
+    stream = Stream()
+    stream.feed(20)
+    stream.embeddings.compute()
+    stream.take()
+    state = reread(stream.track.save())
+    assert state["cutter"]["starts"], "it is in a run of speech"
+    stream.track = SpeakerTrack(stream.embeddings.submit)
+    stream.track.resume(state)
+    first = state["cutter"]["sample"] // FRAME_SAMPLES + missing
+    frames = AUDIO[first * FRAME_SAMPLES : (first + 100) * FRAME_SAMPLES]
+    stream.track.add_part(first * FRAME_SAMPLES, 0, frames)
+    stream.track.judge(Speech("s", first * FRAME_SAMPLES, FRAME_SAMPLES, [0.9] * 100), [has_voice] * 100)
+    assert len(stream.embeddings.waiting) == (5 if has_voice else 0)
+    stream.track.end()
+    stream.embeddings.compute()
+    assert stream.track.advance("s") is not None
+
+
 def test_silence_is_not_computed() -> None:
     embeddings = Embeddings()
     track = SpeakerTrack(embeddings.submit)

@@ -16,7 +16,7 @@ from realtime.session.core import SavedSession, Session
 from realtime.session.events import Commit, Completed, Configure, Delta, End, Tick, TimedWord, WordsLabelled
 from realtime.session.settings import INCLUDE_SPEAKERS, Settings
 from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
-from realtime.session.turns import LABELS_SECONDS, MAX_FINAL_WORDS
+from realtime.session.turns import LABELS_SECONDS, MAX_FINAL_WORDS, REVISION_SECONDS
 from realtime.session.words import spoken_lines, subtitles, to_srt, to_vtt, vtt_blocks
 from tests.realtime.session.test_core import RATE, Driver, append, counter, flushed, word
 
@@ -74,6 +74,22 @@ def test_a_final_takes_the_best_guess_when_labels_are_late() -> None:
     # Labels that come later change nothing.
     assert not completed(drive(labels((1.0, 2.0, 0))))
     assert drive.core.final_due is None
+
+
+def test_a_final_waits_longer_for_an_engine_that_took_the_stream_over() -> None:
+    drive = turn()
+    drive(labels((0.0, 1.0, 0)), messages.Labels("s", [], is_behind=True), flushed())
+    drive.now = 10 * LABELS_SECONDS
+    assert not completed(drive(Tick())), "no guess is known of the second word"
+    assert speakers(drive(labels((1.0, 2.0, 1)))) == [0, 1]
+
+
+def test_a_final_does_not_wait_for_ever_for_an_engine_that_took_the_stream_over() -> None:
+    drive = turn()
+    drive(labels((0.0, 1.0, 0)), messages.Labels("s", [], is_behind=True), flushed())
+    assert drive.core.final_due == REVISION_SECONDS
+    drive.now = REVISION_SECONDS
+    assert speakers(drive(Tick())) == [0, 0]
 
 
 def test_a_final_without_any_label_is_sent_all_the_same() -> None:

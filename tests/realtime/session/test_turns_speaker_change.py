@@ -396,6 +396,100 @@ def test_any_chunking_gives_the_same_items_with_every_word_once(seed: int, moves
         assert texts == {one.item_id: one.transcript for one in done if one.transcript}
 
 
+# Every third word is a name that must not be told.
+HIDDEN = make_formatting(names=[f"w{number}" for number in range(0, 200, 3)])
+
+
+class Switched(Played):
+    """A talk whose session switches its settings at any moment. A word may come in two parts, but not a name: its first
+    part could not be taken back. With `untimed` the last text of a turn may have no time."""
+
+    def __init__(
+        self, talk: Talk, choices: tuple[Settings, ...], dice: random.Random, *, moves: bool, untimed: bool = False
+    ) -> None:
+        super().__init__(talk, dice.choice(choices), dice, moves=moves)
+        self.choices = choices
+        self.has_ended = False
+        self.untimed: list[str] | None = [] if untimed else None
+        # Which settings are in force from which place of `sent` on.
+        self.switched = [(0, self.chosen)]
+
+    def _say(self, until: int, *, flush: bool = False) -> None:
+        until -= 0 if flush else self.word_delay
+        while self.said < len(self.talk.words) and self.talk.words[self.said].end_sample <= until:
+            said = self.talk.words[self.said]
+            self.said += 1
+            text, cut = f" {said.text}", self.dice.randint(0, len(said.text) + 1)
+            if said.text in HIDDEN.names:
+                cut = 0
+            if cut:
+                self._do(messages.Text("s", text[:cut], [], [1]))
+                self._switch()
+            self._do(messages.Text("s", text[cut:], [said], [1]))
+            self._switch()
+
+    def _answer(self) -> None:
+        while self.flushes and self.dice.random() < 0.8:
+            sample = self.flushes.pop(0)
+            self._hear(sample)
+            self._say(sample, flush=True)
+            if self.untimed is not None and self.core.turns.ended and self.dice.random() < 0.3:
+                self.untimed.append(f"u{len(self.untimed)}")
+                self._do(messages.Text("s", f" {self.untimed[-1]}", [], [1]))
+            self._do(messages.Flushed("s", 0, sample))
+            self._switch()
+
+    def _label(self, until: int) -> None:
+        super()._label(until)
+        self._switch()
+
+    def _do(self, event: Any) -> None:
+        self.has_ended = self.has_ended or isinstance(event, End)
+        super()._do(event)
+
+    def _switch(self) -> None:
+        if not self.has_ended and self.dice.random() < 0.15:
+            self.chosen = self.dice.choice(self.choices)
+            self.switched.append((len(self.sent), self.chosen))
+            self._do(Configure(self.chosen))
+
+    def finals(self) -> list[str]:
+        """The words of all finals, in the order of the audio."""
+        done = sorted(self.run(), key=lambda one: one.start)
+        return [said for one in done for said in one.transcript.split()]
+
+
+@given(st.integers(0, 2**32), st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_speaker_change_switched_at_any_moment_every_word_comes_once(seed: int, moves: bool) -> None:
+    dice = random.Random(seed)
+    played = Switched(some_talk(dice), (CUT, SEMANTIC, LABELLED), dice, moves=moves, untimed=True)
+    finals = played.finals()
+    assert [said for said in finals if said[0] == "w"] == [said.text for said in played.talk.words]
+    assert sorted(said for said in finals if said[0] == "u") == sorted(played.untimed or [])
+    texts: dict[str, str] = {}
+    for event in played.sent:
+        if isinstance(event, Delta):
+            texts[event.item_id] = texts.get(event.item_id, "") + event.text
+    done = [event for event in played.sent if isinstance(event, Completed)]
+    assert texts == {one.item_id: one.transcript for one in done if one.transcript}
+
+
+@given(st.integers(0, 2**32), st.booleans())
+@settings(max_examples=120, deadline=None)
+def test_redaction_switched_at_any_moment_hides_what_comes_later_and_loses_no_word(seed: int, moves: bool) -> None:
+    dice = random.Random(seed)
+    choices = (CUT, LABELLED, replace(CUT, formatting=HIDDEN), replace(LABELLED, formatting=HIDDEN))
+    played = Switched(some_talk(dice), choices, dice, moves=moves)
+    for said, word_of_final in zip(played.talk.words, played.finals(), strict=True):
+        assert word_of_final == said.text or (word_of_final == "[REDACTED]" and said.text in HIDDEN.names)
+    for place, event in enumerate(played.sent):
+        if isinstance(event, Delta | Completed):
+            then = [chosen for start, chosen in played.switched if start <= place][-1]
+            told = event.text if isinstance(event, Delta) else event.transcript
+            assert not then.formatting.redacts or not set(HIDDEN.names) & set(told.split())
+
+
 class LabellingEngine(Engine):
     """Labels what it has heard, two seconds to each speaker, up to a second before its end."""
 
