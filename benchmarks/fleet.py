@@ -258,7 +258,7 @@ def below(node: subprocess.Popen[bytes], part: str) -> list[int]:
         pid: read_process(pid, "cmdline") for pid in pids if (fields := stat_of(pid)) and int(fields[3]) == node.pid
     }
     if part == "keeper":
-        return [pid for pid, command in commands.items() if command.startswith("ray::KeeperActor")]
+        return [pid for pid, command in commands.items() if command.startswith("ray::SupervisorActor")]
     return [pid for pid, command in commands.items() if Path(command.partition("\0")[0]).name == "raylet"]
 
 

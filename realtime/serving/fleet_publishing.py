@@ -74,7 +74,7 @@ SELF = 0
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """The first message on a link: who calls, whom, and what the caller knows of viewer links."""
+    """The first message on a link: names of both gateways, and the caller's state of viewer links."""
 
     caller: str
     called: str

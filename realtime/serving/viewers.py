@@ -523,7 +523,7 @@ class Audience:
     def __init__(self, publisher: Publisher, metrics: Metrics) -> None:
         self.channels: dict[Key, Channel] = {}
         self.is_closing = False
-        # Places of viewers, and published names that HLS players read, each of which takes a place: by owner.
+        # By owner: the number of viewers, and of published names that HLS players read. Each takes one place.
         self.places: Counter[str] = Counter()
         self.players: Counter[str] = Counter()
         self.publisher = publisher
@@ -535,7 +535,7 @@ class Audience:
         return self.places.total()
 
     def has_place(self, owner: str, most: int, share: int) -> bool:
-        """Whether a viewer of this owner's sessions gets one of `most` places, of which one owner has `share`."""
+        """Whether a viewer of this owner's sessions gets one of `most` places; one owner may have `share` of them."""
         of_owner = self.places[owner] + self.players[owner]
         return len(self) + self.players.total() < most and of_owner < share
 

@@ -7,8 +7,8 @@ call. All that a client sends besides HTTP is read in the process of its call: I
 process has limits on memory, open files and CPU time, so a hostile client can end its own call and nothing else. `Call`
 owns one call: its transports (`transports.py`) and its audio track (`opus_track.py`).
 
-`GatewaySocket` is the socket to the gateway; the format of its messages is `realtime/serving/media_processes.py`. It
-owns a bounded queue of outgoing messages: audio beyond the bound is dropped and reported as lost.
+`GatewayConnection` is the socket to the gateway; the format of its messages is `realtime/serving/media_processes.py`.
+It owns a bounded queue of outgoing messages: audio beyond the bound is dropped and reported as lost.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ LOOK_S = 0.1
 LEAVE_S = 2.0
 
 
-class GatewaySocket:
+class GatewayConnection:
     """One connection to the gateway. `read` waits for the next frame; the `tell` methods queue frames for `write`."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -177,7 +177,7 @@ def _live(kind: bytes, line: socket.socket, file: BinaryIO | None) -> None:
 async def _serve(line: socket.socket) -> None:
     # Exceptions in aiortc's own tasks end no more than these tasks.
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    gateway = GatewaySocket(line)
+    gateway = GatewayConnection(line)
     _, content = await gateway.read()
     call = Call(gateway, json.loads(content))
     writing = call.start(gateway.write())
@@ -194,7 +194,7 @@ async def _serve(line: socket.socket) -> None:
 class Call:
     """One call from its offer to its end."""
 
-    def __init__(self, gateway: GatewaySocket, job: dict[str, Any]) -> None:
+    def __init__(self, gateway: GatewayConnection, job: dict[str, Any]) -> None:
         self._gateway = gateway
         self._job = job
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()

@@ -38,9 +38,9 @@ from engine.runner.device import Download, StepGraphs, free_memory, require_devi
 from engine.runner.frames.memory import (
     MOVES,
     SPARE_HOST_BUFFERS,
-    HostMemory,
     MemoryPlan,
     ParkedPages,
+    ParkingBuffers,
     StackCache,
     StackLayout,
     plan_share,
@@ -157,7 +157,7 @@ class VoxtralRunner(Runner):
         self.vocabulary = vocabulary
         if memory.parked:
             wanted = memory.parked + SPARE_HOST_BUFFERS
-            host = HostMemory(wanted, stream_bytes(self.spec), model.device.type == "cuda")
+            host = ParkingBuffers(wanted, stream_bytes(self.spec), model.device.type == "cuda")
             parked = max(0, len(host.buffers) - SPARE_HOST_BUFFERS)
             memory = replace(memory, streams=memory.resident + parked, parked=parked)
             if not parked:
