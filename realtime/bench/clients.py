@@ -3,7 +3,7 @@
 `read_recordings` reads the manifest. The recordings are decoded into one file of raw samples (`Bank`); each client
 plays its own selection (`Playlist`) on an absolute schedule. Times are seconds since the client's first sample. Chunk k
 is sent at `start + k * chunk`, when its last sample would have been spoken, regardless of earlier chunks. The lateness
-of each chunk is recorded too: if the generator cannot keep up, the figures do not describe the server. `record.py`
+of each chunk is recorded too: if the generator cannot keep up, the figures do not describe the server. `load_test.py`
 reads what the clients wrote.
 """
 
