@@ -5,7 +5,7 @@
 The gateway (`realtime/serving/webrtc_calls.py`) starts this program once; it loads aiortc and forks a process for each
 call. All that a client sends besides HTTP is read in the process of its call: ICE, DTLS, SRTP, SCTP and Opus. The
 process has limits on memory, open files and CPU time, so a hostile client can end its own call and nothing else. `Call`
-owns one call: its transports (`transports.py`) and its audio track (`opus_track.py`).
+owns one call: its peer connection (`peer_connection.py`) and its audio track (`opus_track.py`).
 
 `GatewayConnection` is the socket to the gateway; the format of its messages is `realtime/serving/media_processes.py`.
 It owns a bounded queue of outgoing messages: audio beyond the bound is dropped and reported as lost.
@@ -48,8 +48,18 @@ from realtime.serving.media_processes import (
     set_bounds,
 )
 from realtime.webrtc.opus_track import Heard, Missing, OpusTrack
-from realtime.webrtc.sdp import BadOffer, Local, Offer, read_offer, write_answer
-from realtime.webrtc.transports import BoundedSctp, CallDtls, EventChannel, IceLite, NoPort
+from realtime.webrtc.peer_connection import (
+    BadOffer,
+    BoundedSctp,
+    CallDtls,
+    EventChannel,
+    IceLite,
+    Local,
+    NoPort,
+    Offer,
+    read_offer,
+    write_answer,
+)
 
 # Bytes that wait for the gateway: 20 s of audio. Audio beyond it is dropped, and reported as lost when there is room.
 MAX_UNREAD_BYTES = 20 * 2 * MODEL_RATE
