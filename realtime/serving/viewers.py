@@ -36,10 +36,10 @@ from realtime.serving.publishing import (
     Finished,
     Key,
     Line,
+    PublishedTranscript,
     Publisher,
     Removed,
     State,
-    Transcript,
     Update,
     Word,
 )
@@ -320,7 +320,7 @@ def _shown(line: Line) -> dict[str, Any]:
     return {"id": line.id, "text": line.text}
 
 
-def snapshot_fields(name: str, transcript: Transcript, most_lines: int | None = None) -> dict[str, Any]:
+def snapshot_fields(name: str, transcript: PublishedTranscript, most_lines: int | None = None) -> dict[str, Any]:
     """The event with the words of a session so far: its open turns, and at most `most_lines` finished ones."""
     lines = list(transcript.lines.values())
     lines = lines if most_lines is None else lines[-most_lines:]
@@ -370,7 +370,7 @@ class Channel:
 
     def __init__(self, key: Key, metrics: Metrics) -> None:
         self.key = key
-        self.transcript = Transcript()
+        self.transcript = PublishedTranscript()
         self.is_current = False
         self.viewers: dict[Viewer, None] = {}
         # Captions for HLS players, once one has asked for them; and until when they are wanted without viewers, by the

@@ -47,7 +47,7 @@ from realtime.serving.media_processes import (
     ForkServer,
     set_bounds,
 )
-from realtime.webrtc.opus_track import Heard, Missing, OpusTrack
+from realtime.webrtc.opus_track import Heard, MissingAudio, OpusTrack
 from realtime.webrtc.peer_connection import (
     BadOffer,
     BoundedSctp,
@@ -116,14 +116,14 @@ class GatewayConnection:
 
     def tell_heard(self, heard: Heard) -> None:
         """Queue samples, or the number of missing ones. When the queue is full they are dropped and reported later."""
-        samples = heard.samples if isinstance(heard, Missing) else len(heard)
+        samples = heard.samples if isinstance(heard, MissingAudio) else len(heard)
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self._dropped += samples
             return
         if self._dropped:
             self.tell(LOST, SAMPLES.pack(self._dropped))
             self._dropped = 0
-        if isinstance(heard, Missing):
+        if isinstance(heard, MissingAudio):
             self.tell(LOST if heard.is_lost else SILENCE, SAMPLES.pack(samples))
         else:
             self.tell(AUDIO, _pcm16(heard))
