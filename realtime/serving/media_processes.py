@@ -1,6 +1,6 @@
 """The processes of a gateway for untrusted media (decoders, pulled streams, WebRTC calls): fork server and messages.
 
-Two programs read what strangers send: the decoder program (`decoder_process.py`) and that of WebRTC calls
+Two programs read untrusted input: the decoder program (`decoder_process.py`) and that of WebRTC calls
 (`realtime/webrtc/call_process.py`). Each loads its libraries once, and forks a process for each file, stream or call
 within milliseconds; a fork that crashes or hangs affects no other.
 

@@ -53,7 +53,7 @@ MAX_WAITING_DATAGRAMS = 200
 # Addresses of one client: its networks, and the ports of its NAT when these change.
 MAX_PEER_ADDRESSES = 16
 # Sources of RTP that are looked at; the library keeps a state for each of them. A new source replaces the one that was
-# silent for longest, if that was silent for this many seconds. So a stranger cannot replace a source that sends.
+# silent for longest, if that was silent for this many seconds. So another sender cannot replace a source that sends.
 MAX_RTP_SOURCES = 16
 SOURCE_SILENT_S = 5.0
 # Datagrams per second from all addresses, beyond which the process sleeps: a flood costs little CPU time. A call has 50
@@ -135,7 +135,7 @@ class IceLite(asyncio.DatagramProtocol):
         if not data or len(data) > MAX_DATAGRAM_BYTES:
             return
         if data[0] < 4:
-            # Nothing in a message of a stranger may raise out of here.
+            # An untrusted message must not raise an exception out of here.
             with suppress(Exception):
                 self._take_check(stun.parse_message(data), address)
         elif address in self.known and self.datagrams.qsize() < MAX_WAITING_DATAGRAMS and self._is_wanted(data):
