@@ -56,8 +56,8 @@ weights: setup
 # helm and the schemas of Kubernetes, for the tests of the chart. helm's binary is for x86; elsewhere qemu runs it.
 CHART := .venv-chart
 chart-tools: $(CHART)/.installed
-$(CHART)/.installed: deploy/chart_tools.py
-	$(PYTHON) deploy/chart_tools.py $(CHART)
+$(CHART)/.installed: tests/deploy/chart_tools.py
+	$(PYTHON) tests/deploy/chart_tools.py $(CHART)
 	@test "$$(uname -m)" = x86_64 || command -v qemu-x86_64-static >/dev/null || test -z "$(APT)" \
 		|| $(APT) install -y -qq --no-install-recommends qemu-user-static >/dev/null
 	touch $@

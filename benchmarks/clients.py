@@ -28,9 +28,9 @@ import numpy as np
 from benchmarks.measuring import RunFailed, cpu_seconds, percentiles, spawned
 from benchmarks.scoring import differing_words, plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, resampled, speech
-from realtime.bench.record import COMMITTED, SPEECH_STOPPED
+from realtime.bench.load_test import COMMITTED, SPEECH_STOPPED
 from realtime.client import resuming_session
-from realtime.client.resuming_session import LastingSession
+from realtime.client.resuming_session import ResumingSession
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, Refused, SessionOptions
 
 # The silence that ends a turn, as sessions ask for it.
@@ -91,7 +91,7 @@ async def sleep_until(moment: float) -> None:
     await asyncio.sleep(max(0.0, moment - time.monotonic()))
 
 
-class PacedClient(LastingSession):
+class PacedClient(ResumingSession):
     """Sends its appends at the pace of speech, and resumes its session after a lost connection."""
 
     def __init__(

@@ -9,7 +9,7 @@ model's words. Needs the extra tickertape[fleet].
 For each kind of `LOSSES` a part is lost as often as asked, each time when the fleet is complete again. `calm` loses
 nothing, and the others are compared with it. `went_on` is the time from the loss until audio that was spoken after it
 has been acknowledged, for the last of all speaking clients. `head-long` takes the head away for two minutes.
-`stop-PART-SECONDS` stops an engine, a gateway, the keepers of a node, the manager or Ray's own process of a node
+`stop-PART-SECONDS` stops an engine, a gateway, the supervisors of a node, the manager or Ray's own process of a node
 (SIGSTOP) and continues it. Meanwhile connections stay open without answers: clients leave a gateway after `LEAVE_S`,
 some ask it again, and their messages wait there until it continues.
 """
@@ -187,7 +187,7 @@ class Fleet:
         self.nodes[name] = process
 
     def is_whole(self, status: Status) -> bool:
-        # The process id of a lost keeper is not reported, and its unit keeps its state until the node is given up.
+        # The process id of a lost supervisor is not reported, and its unit keeps its state until the node is given up.
         serving = [unit for unit in status["units"] if unit["state"] == "serving" and unit["pid"]]
         wanted = status["engines_wanted"] + status["gateways_wanted"]
         is_fresh = time.time() - (self.state / "status.json").stat().st_mtime < FRESH_S
@@ -252,13 +252,13 @@ def one(status: Status, kind: str = "") -> Status:
 
 
 def below(node: subprocess.Popen[bytes], part: str) -> list[int]:
-    """The keepers of a node, which are workers of Ray, or Ray's own process there."""
+    """The supervisors of a node, which are workers of Ray, or Ray's own process there."""
     pids = [int(path.name) for path in Path("/proc").glob("[0-9]*")]
     commands = {
         pid: read_process(pid, "cmdline") for pid in pids if (fields := stat_of(pid)) and int(fields[3]) == node.pid
     }
-    if part == "keeper":
-        return [pid for pid, command in commands.items() if command.startswith("ray::KeeperActor")]
+    if part == "supervisor":
+        return [pid for pid, command in commands.items() if command.startswith("ray::SupervisorActor")]
     return [pid for pid, command in commands.items() if Path(command.partition("\0")[0]).name == "raylet"]
 
 
@@ -282,18 +282,18 @@ async def lose_unit(kind: str, fleet: Fleet, status: Status) -> Mended:
     return kill([one(status, kind)])
 
 
-async def lose_keepers(fleet: Fleet, status: Status) -> Mended:
+async def lose_supervisors(fleet: Fleet, status: Status) -> Mended:
     node = fleet.nodes[one(status)["node"]]
-    killed = below(node, "keeper")
+    killed = below(node, "supervisor")
     signal_all(killed, signal.SIGKILL)
-    return lambda now: len(set(below(node, "keeper")) - set(killed)) == len(killed)
+    return lambda now: len(set(below(node, "supervisor")) - set(killed)) == len(killed)
 
 
 async def lose_node(fleet: Fleet, status: Status) -> Mended:
     """Kills all processes of a node, Ray's and the fleet's. It comes back empty."""
     name = one(status)["node"]
     print(f"{name} goes, of {[(unit['name'], unit['node']) for unit in status['units']]}", flush=True)
-    # The keepers first: they would restart the killed processes.
+    # The supervisors first: they would restart the killed processes.
     os.killpg(fleet.nodes[name].pid, signal.SIGKILL)
     is_mended = kill([unit for unit in status["units"] if unit["node"] == name])
     await asyncio.to_thread(fleet.nodes[name].wait)
@@ -353,19 +353,19 @@ LOSSES: dict[str, Callable[[Fleet, Status], Awaitable[Mended]]] = {
     "calm": lose_nothing,
     "engine": partial(lose_unit, "engine"),
     "gateway": partial(lose_unit, "gateway"),
-    "keeper": lose_keepers,
+    "supervisor": lose_supervisors,
     "node": lose_node,
     "head": partial(lose_head, HEAD_SHORT_S),
     "head-long": partial(lose_head, HEAD_LONG_S),
     "upgrade": upgrade,
     **{
         f"stop-{part}-{seconds}": partial(stop, part, seconds)
-        for part in ("engine", "gateway", "keeper", "manager", "raylet")
+        for part in ("engine", "gateway", "supervisor", "manager", "raylet")
         for seconds in STOP_S
     },
 }
 STOPS = ",".join(f"{kind}:2" for kind in LOSSES if kind.startswith("stop-"))
-DEFAULT_KINDS = f"calm:3,engine:10,gateway:10,keeper:10,node:10,head:10,head-long:1,{STOPS},upgrade:2"
+DEFAULT_KINDS = f"calm:3,engine:10,gateway:10,supervisor:10,node:10,head:10,head-long:1,{STOPS},upgrade:2"
 
 
 # Clients

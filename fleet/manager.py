@@ -2,8 +2,8 @@
 
 A unit is one engine or gateway process. `ManagerActor` in `fleet/cluster/actors.py` runs the manager on the head node.
 The manager holds no stream and no session. The only state that must survive a restart is `ManagerState`, which the
-actor stores; the running processes are read from the records of the nodes. `Keepers` is the manager's access to nodes
-and keepers.
+actor stores; the running processes are read from the records of the nodes. `Supervisors` is the manager's access to
+nodes and supervisors.
 
 How many units there should be is decided by pure functions in `plan.py`; which of them start or are drained next, and
 where, by `reconcile` and `place`, which are pure too and come first here. The functions after them add up the reports
@@ -44,8 +44,8 @@ _ALMOST = 1e-6
 Report = Mapping[str, Any]
 # Seconds until a node that could not start a unit is tried again.
 AVOID_S = 60.0
-# An engine whose heartbeats have not reached any gateway for this many seconds does not serve. A keeper that has not
-# answered for this long is named in the status; a new keeper takes a few seconds.
+# An engine whose heartbeats have not reached any gateway for this many seconds does not serve. A supervisor that has
+# not answered for this long is named in the status; a new supervisor takes a few seconds.
 SILENT_S = 5.0
 MOST_NOTES = 50
 # Differences of clocks in seconds that are not reported: a report may take that long to arrive.
@@ -281,26 +281,26 @@ def link_troubles(capacities: Iterable[Capacity]) -> dict[str, str]:
     }
 
 
-class Keepers(Protocol):
-    """The manager's access to nodes and keepers; `RayKeepers` in production."""
+class Supervisors(Protocol):
+    """The manager's access to nodes and supervisors; `RaySupervisors` in production."""
 
     def nodes(self) -> list[Node]:
         """The nodes that are alive now."""
 
     def units_on_node(self, node: Node) -> list[Unit]:
-        """The units that run on a node already, from earlier keepers. Raises FleetError."""
+        """The units that run on a node already, from earlier supervisors. Raises FleetError."""
 
-    def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:
-        """Start a keeper for this unit on its node."""
+    def start_supervisor(self, unit: Unit, plan: FleetPlan) -> None:
+        """Start a supervisor for this unit on its node."""
 
     def reports(self, table: Table, outdated: Collection[str], figures: Mapping[str, Any]) -> Mapping[str, Report]:
-        """The reports of all keepers that answer now; the same calls bring gateways the figures, and the table to those
-        that have an outdated one."""
+        """The reports of all supervisors that answer now; the same calls bring gateways the figures, and the table to
+        those that have an outdated one."""
 
     def drain(self, name: str) -> None: ...
 
     def dismiss(self, name: str) -> None:
-        """End the keeper of a unit that has ended or whose node is gone."""
+        """End the supervisor of a unit that has ended or whose node is gone."""
 
 
 @dataclass(slots=True)
@@ -348,13 +348,13 @@ class Manager:
 
     def __init__(
         self,
-        keepers: Keepers,
+        supervisors: Supervisors,
         state: ManagerState,
         store: Callable[[dict[str, Any]], None],
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
-        self._keepers = keepers
+        self._supervisors = supervisors
         self._state = state
         self._store = store
         self._clock = clock
@@ -363,7 +363,7 @@ class Manager:
         self._nodes: dict[str, Node] = {}
         self._units: dict[str, Unit] = {}
         self._reports: Mapping[str, Report] = {}
-        # Time of the last answer of each keeper, or of its start.
+        # Time of the last answer of each supervisor, or of its start.
         self._heard_at: dict[str, float] = {}
         self._seen: dict[str, dict[str, Any]] = {}
         self._troubles: dict[str, str] = {}
@@ -468,7 +468,7 @@ class Manager:
 
     def _look(self) -> None:
         """Collect nodes and reports, and bring the units up to date."""
-        nodes = {node.name: node for node in self._keepers.nodes()}
+        nodes = {node.name: node for node in self._supervisors.nodes()}
         for name in nodes.keys() - self._nodes.keys():
             self._take_in(nodes, name)
         # A node that is gone is no longer drained: if it comes back, it takes work again.
@@ -476,7 +476,7 @@ class Manager:
         self._nodes = nodes
         # The figures of the round before: the call that asks for reports also carries the figures.
         figures = {"name": self._state.plan.name, **fleet_capacity(self._capacities())}
-        self._reports = self._keepers.reports(self._state.table, self._outdated(), figures)
+        self._reports = self._supervisors.reports(self._state.table, self._outdated(), figures)
         self._heard_at |= dict.fromkeys(self._reports.keys() & self._units.keys(), self._clock())
         self._seen = engines_seen(self._capacities().values())
         self._refused = self._newly_refused()
@@ -495,7 +495,7 @@ class Manager:
     def _take_in(self, nodes: dict[str, Node], name: str) -> None:
         """A node is new or back: take over the units that run there already."""
         try:
-            found = self._keepers.units_on_node(nodes[name])
+            found = self._supervisors.units_on_node(nodes[name])
         except FleetError as error:
             self._note(str(error))
             del nodes[name]
@@ -503,7 +503,7 @@ class Manager:
         for unit in found:
             if unit.name not in self._units:
                 self._note(f"{unit.name} runs on {name} already")
-                self._start_keeper(unit)
+                self._start_supervisor(unit)
 
     def _newly_refused(self) -> int:
         """Sessions that gateways refused for lack of room since their last reports."""
@@ -538,8 +538,8 @@ class Manager:
         else:
             busy = (report.get("capacity") or {}).get("sessions", 0)
         if unit.state is UnitState.DRAINING and state in (UnitState.STARTING, UnitState.SERVING):
-            # The keeper has not handled the drain call yet: repeat it.
-            self._keepers.drain(unit.name)
+            # The supervisor has not handled the drain call yet: repeat it.
+            self._supervisors.drain(unit.name)
             state = UnitState.DRAINING
         if state is UnitState.FAILED:
             self._note_failure(unit, report)
@@ -575,12 +575,12 @@ class Manager:
     def _do(self, action: Action) -> None:
         if isinstance(action, Start):
             self._note(f"{action.unit.name} starts on {action.unit.node}")
-            self._start_keeper(action.unit)
+            self._start_supervisor(action.unit)
             self._remember()
         elif isinstance(action, DrainUnit):
             self._note(f"{action.name} drains: {action.why}")
             self._units[action.name] = replace(self._units[action.name], state=UnitState.DRAINING)
-            self._keepers.drain(action.name)
+            self._supervisors.drain(action.name)
         elif isinstance(action, Forget):
             self._note(f"{action.name} is gone: {action.why}")
             del self._units[action.name]
@@ -588,13 +588,13 @@ class Manager:
             self._refused_before.pop(action.name, None)
             self._heard_at.pop(action.name, None)
             self._state.drained -= {action.name}
-            self._keepers.dismiss(action.name)
+            self._supervisors.dismiss(action.name)
 
-    def _start_keeper(self, unit: Unit) -> None:
+    def _start_supervisor(self, unit: Unit) -> None:
         self._state.next_number = max(self._state.next_number, unit.number + 1)
         self._units[unit.name] = unit
         self._heard_at[unit.name] = self._clock()
-        self._keepers.start_keeper(unit, self._state.plan)
+        self._supervisors.start_supervisor(unit, self._state.plan)
 
     def _remember(self) -> None:
         if (now := self._state.as_json()) != self._stored:
@@ -632,7 +632,7 @@ class Manager:
         silent_s = self._clock() - self._heard_at[unit.name]
         if silent_s < SILENT_S:
             return ""
-        text = f"its keeper has not answered for {silent_s:.0f} s: {unit.node} stands still, is cut off or is gone"
+        text = f"its supervisor has not answered for {silent_s:.0f} s: {unit.node} stands still, is cut off or is gone"
         return f"{text}; its sessions continue elsewhere"
 
     def _note(self, text: str) -> None:

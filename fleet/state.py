@@ -1,7 +1,7 @@
 """Data types of a fleet: nodes and units, desired and actual state, actions, and the table of engines for gateways.
 
 A unit is one engine or gateway process. `fleet/manager.py` compares `ActualState` with `DesiredState` and performs the
-resulting actions (`Start`, `DrainUnit`, `Forget`). Keepers write the table to a file that their gateway reads
+resulting actions (`Start`, `DrainUnit`, `Forget`). Supervisors write the table to a file that their gateway reads
 (`write_table`). This module has no state of its own.
 """
 
@@ -110,7 +110,7 @@ class UnitState(StrEnum):
     DRAINING = "draining"
     # It ended after a drain.
     ENDED = "ended"
-    # It cannot be started; its keeper's report has the error.
+    # It cannot be started; its supervisor's report has the error.
     FAILED = "failed"
 
 
@@ -130,7 +130,7 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """An engine or a gateway: one process with its keeper."""
+    """An engine or a gateway: one process with its supervisor."""
 
     name: str
     kind: Kind
@@ -200,7 +200,7 @@ class DrainUnit:
 
 @dataclass(frozen=True, slots=True)
 class Forget:
-    """The unit is gone: its keeper is dismissed too."""
+    """The unit is gone: its supervisor is dismissed too."""
 
     name: str
     why: str

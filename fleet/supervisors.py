@@ -1,15 +1,15 @@
-"""Process supervisors of a fleet (keepers): each starts, watches, restarts and drains one engine or gateway.
+"""Process supervisors of a fleet: each starts, watches, restarts and drains one engine or gateway.
 
-The process is `tickertape engine` (`EngineKeeper`) or `tickertape serve` (`GatewayKeeper`). Keepers do not use Ray:
-`KeeperActor` in `fleet/cluster/actors.py` runs one on the node of its process; its thread calls `step`, and the manager
-calls `report` and `drain`. The keeper of a gateway also writes the file with the table of engines that the gateway
-reads.
+The process is `tickertape engine` (`EngineSupervisor`) or `tickertape serve` (`GatewaySupervisor`). Supervisors do not
+use Ray: `SupervisorActor` in `fleet/cluster/actors.py` runs one on the node of its process; its thread calls `step`,
+and the manager calls `report` and `drain`. The supervisor of a gateway also writes the file with the table of engines
+that the gateway reads.
 
-A process outlives its keeper: `Records` keeps a record of each process on the node's disk, and the next keeper of the
-same name finds the process by it and continues with it. The head of Ray is started and recorded in the same way
+A process outlives its supervisor: `Records` keeps a record of each process on the node's disk, and the next supervisor
+of the same name finds the process by it and continues with it. The head of Ray is started and recorded in the same way
 (`fleet/cluster/connect.py`). Run as a program (`python -m fleet.supervisors LOG PROGRAM ...`) this module starts one
-process and prints its id. So the process is no child of the keeper, and a Ray worker that kills its children when it
-ends does not kill it.
+process and prints its id. So the process is no child of the supervisor, and a Ray worker that kills its children when
+it ends does not kill it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _STATE, _BEGAN = 0, 19
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """Everything that a keeper needs to continue with a process that it did not start."""
+    """Everything that a supervisor needs to continue with a process that it did not start."""
 
     name: str
     kind: str
@@ -172,7 +172,7 @@ class Records:
         return self.folder / f"{name}.unit"
 
 
-# Keepers
+# Supervisors
 
 # Seconds before a process that ended by itself is started again: the first time, and at most.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
@@ -186,7 +186,7 @@ GPUS = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The node of a keeper."""
+    """The node of a supervisor."""
 
     node: str
     # The address at which other machines reach the node.
@@ -195,8 +195,8 @@ class Place:
     fingerprint: str
 
 
-class Keeper:
-    """Supervises one process: the common part of the keepers of engines and gateways. Safe for two threads."""
+class Supervisor:
+    """Supervises one process: the common part of the supervisors of engines and gateways. Safe for two threads."""
 
     def __init__(self, unit: Unit, plan: FleetPlan, place: Place, clock: Callable[[], float] = time.monotonic) -> None:
         self.unit = unit
@@ -233,7 +233,7 @@ class Keeper:
         """Clear the observations of a process that has ended."""
 
     def facts(self) -> dict[str, Any]:
-        """Fields that this kind of keeper adds to the report."""
+        """Fields that this kind of supervisor adds to the report."""
         return {}
 
     @property
@@ -301,7 +301,7 @@ class Keeper:
         return UnitState.SERVING if self._record is not None and self.serves else UnitState.STARTING
 
     def _found(self) -> Record | None:
-        """The running process of an earlier keeper of this name, if there is one."""
+        """The running process of an earlier supervisor of this name, if there is one."""
         record = self._records.read(self.unit.name)
         if record is None or not is_running(record):
             return None
@@ -371,8 +371,8 @@ def _is_free(host: str, port: int) -> bool:
         return False
 
 
-class EngineKeeper(Keeper):
-    """The keeper of an engine. An engine has no HTTP: gateways report its load."""
+class EngineSupervisor(Supervisor):
+    """The supervisor of an engine. An engine has no HTTP: gateways report its load."""
 
     @property
     def drain_s(self) -> float:
@@ -400,8 +400,8 @@ _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\} (\S+)$', re.MULTILINE)
 
 
-class GatewayKeeper(Keeper):
-    """The keeper of a gateway: writes its table and the fleet's figures, and queries its state over HTTP."""
+class GatewaySupervisor(Supervisor):
+    """The supervisor of a gateway: writes its table and the fleet's figures, and queries its state over HTTP."""
 
     # The number of the table that was written last, and the engines that other gateways report.
     _table_number: int | None = None
@@ -471,7 +471,7 @@ class GatewayKeeper(Keeper):
 
     def facts(self) -> dict[str, Any]:
         return {
-            # None: the keeper has no table, or its file was removed. Then the manager sends the table again.
+            # None: the supervisor has no table, or its file was removed. Then the manager sends the table again.
             "table": self._table_number if self.table_path.is_file() else None,
             "is_up": self._is_up,
             "capacity": self._own_share(self._capacity),

@@ -305,12 +305,13 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class FleetConfig:
-    # JSON file with the engines of the fleet, kept up to date by the fleet's keeper; used instead of `model.engines`.
+    # JSON file with the engines of the fleet, kept up to date by the fleet's supervisor; used instead of
+    # `model.engines`.
     table: str | None = None
     # File with the fleet's secret. Connections over tcp are encrypted with keys derived from it, and all gateways of
     # the fleet accept each other's tokens.
     secret_file: str | None = None
-    # JSON file with the figures of the whole fleet, kept up to date by the fleet's keeper; /capacity shows them.
+    # JSON file with the figures of the whole fleet, kept up to date by the fleet's supervisor; /capacity shows them.
     figures: str | None = None
     # Name of this gateway in /capacity and /metrics; empty: host name and port.
     gateway: str = ""
@@ -631,7 +632,7 @@ def _check_fleet(fleet: FleetConfig) -> None:
     for name, path in (("fleet.table", fleet.table), ("fleet.figures", fleet.figures)):
         reason = path and _never_a_file(path)
         if reason:
-            text = "set the path of a JSON file that the fleet's keeper writes"
+            text = "set the path of a JSON file that the fleet's supervisor writes"
             raise ConfigError(f"{name}: {shown(path)} {reason}; {text}")
     reason = fleet.secret_file and _never_a_file(fleet.secret_file)
     if reason:

@@ -383,8 +383,9 @@ class GatewaySocket:
 def _monitor_of_refusals(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """A socket that receives an event for each refused handshake of `socket`.
 
-    ZeroMQ's thread waits while a monitor is full, and serves no connection meanwhile: strangers could stop all links of
-    an engine that is in a long step. So this monitor is never full; an event has about a hundred bytes.
+    ZeroMQ's thread waits while a monitor is full, and serves no connection meanwhile: clients without the key could
+    stop all links of an engine that is in a long step. So this monitor is never full; an event has about a hundred
+    bytes.
     """
     address = f"inproc://refusals-{socket.fileno()}"
     monitor = context.socket(zmq.PAIR)

@@ -50,7 +50,7 @@ def replace_if_unreachable() -> None:
 
 
 def make_private(folder: Path) -> None:
-    """Create a folder for this user alone, if it does not exist. Raises OSError if it belongs to somebody else."""
+    """Create a folder for this user alone, if it does not exist. Raises OSError if it belongs to another user."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
     if folder.stat().st_uid != os.geteuid():

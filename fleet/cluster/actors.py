@@ -1,8 +1,9 @@
-"""The Ray actors of a fleet: one around the manager on the head node, one around each keeper on its node.
+"""The Ray actors of a fleet: one around the manager on the head node, one around each supervisor on its node.
 
-A keeper starts and watches one engine or gateway process on its node (`fleet/supervisors.py`). `RayKeepers` is the
-manager's way to call them. Each actor has a thread that does its work; the decisions are in `fleet/manager.py`. Calls
-between actors carry only reports, tables of engines and orders, a few a second, independent of the load of the fleet.
+A supervisor starts and watches one engine or gateway process on its node (`fleet/supervisors.py`). `RaySupervisors` is
+the manager's way to call them. Each actor has a thread that does its work; the decisions are in `fleet/manager.py`.
+Calls between actors carry only reports, tables of engines and orders, a few a second, independent of the load of the
+fleet.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan, plan_from
 from fleet.state import FleetError, Kind, Node, Table, Unit, write_whole
-from fleet.supervisors import EngineKeeper, GatewayKeeper, Keeper, Place, Records
+from fleet.supervisors import EngineSupervisor, GatewaySupervisor, Place, Records, Supervisor
 
 logger = logging.getLogger(__name__)
 EDGE = "tickertape_edge"
@@ -32,20 +33,21 @@ ANSWER_S = 2.0
 FIRST_ANSWER_S = 60.0
 
 
-class RayKeepers:
-    """Keepers as Ray actors, for the manager: started on their nodes, called all at once, started again when lost."""
+class RaySupervisors:
+    """Supervisors as Ray actors, for the manager: started on their nodes, called all at once, started again when
+    lost."""
 
     def __init__(
-        self, plan: FleetPlan, fingerprint: str, keeper: type, units_on: Callable[[str, str], list[Unit]]
+        self, plan: FleetPlan, fingerprint: str, supervisor: type, units_on: Callable[[str, str], list[Unit]]
     ) -> None:
         self.calls = 0
         self._plan = plan
         self._fingerprint = fingerprint
-        self._keeper = ray.remote(keeper)
+        self._supervisor = ray.remote(supervisor)
         self._units_on = ray.remote(units_on)
         self._ids: dict[str, str] = {}
         self._nodes: dict[str, Node] = {}
-        self._hired: dict[str, tuple[Unit, FleetPlan, Any]] = {}
+        self._actors: dict[str, tuple[Unit, FleetPlan, Any]] = {}
 
     def nodes(self) -> list[Node]:
         found = [node for node in ray.nodes() if node["Alive"]]
@@ -65,10 +67,11 @@ class RayKeepers:
             raise FleetError(f"node {node.name} does not answer: {error}") from error
         return units
 
-    def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:
+    def start_supervisor(self, unit: Unit, plan: FleetPlan) -> None:
         needs = plan.needs[unit.kind]
         place = Place(unit.node, self._nodes[unit.node].host, self._fingerprint)
-        actor = self._keeper.options(
+        actor = self._supervisor.options(
+            # The name in earlier versions too: after an upgrade of the head, the actors that still run are found by it.
             name=f"keeper-{unit.name}",
             namespace=plan.name,
             lifetime="detached",
@@ -76,17 +79,17 @@ class RayKeepers:
             max_restarts=-1,
             num_cpus=needs.cpus,
             num_gpus=needs.gpus,
-            # Ray must not restart a keeper on another node: the manager starts another unit instead.
+            # Ray must not restart a supervisor on another node: the manager starts another unit instead.
             scheduling_strategy=self._on(unit.node),
         ).remote(unit, asdict(plan), place)
-        self._hired[unit.name] = (unit, plan, actor)
+        self._actors[unit.name] = (unit, plan, actor)
 
     def reports(
         self, table: Table, outdated: Collection[str], figures: Mapping[str, Any]
     ) -> Mapping[str, Mapping[str, Any]]:
         asked = {
             name: actor.report.remote(table if name in outdated else None, figures)
-            for name, (_, _, actor) in self._hired.items()
+            for name, (_, _, actor) in self._actors.items()
         }
         self.calls += len(asked)
         if not asked:
@@ -100,30 +103,30 @@ class RayKeepers:
         }
 
     def drain(self, name: str) -> None:
-        if name in self._hired:
+        if name in self._actors:
             self.calls += 1
-            self._hired[name][2].drain.remote()
+            self._actors[name][2].drain.remote()
 
     def dismiss(self, name: str) -> None:
-        hired = self._hired.pop(name, None)
-        if hired is not None:
+        known = self._actors.pop(name, None)
+        if known is not None:
             self.calls += 1
             try:
-                ray.kill(hired[2])
+                ray.kill(known[2])
             except (RayError, ValueError):
-                logger.info("the keeper of %s had ended already", name)
+                logger.info("the supervisor of %s had ended already", name)
 
     def _read(self, name: str, answer: Any) -> dict[str, Any] | None:
         try:
             report: dict[str, Any] = ray.get(answer, timeout=ANSWER_S)
             return report
         except ActorDiedError:
-            unit, plan, _ = self._hired[name]
+            unit, plan, _ = self._actors[name]
             if unit.node in self._ids:
-                logger.info("the keeper of %s is lost; another one is started", name)
-                self.start_keeper(unit, plan)
+                logger.info("the supervisor of %s is lost; another one is started", name)
+                self.start_supervisor(unit, plan)
         except RayError:
-            logger.info("the keeper of %s does not answer now", name)
+            logger.info("the supervisor of %s does not answer now", name)
         return None
 
     def _on(self, node: str) -> NodeAffinitySchedulingStrategy:
@@ -137,7 +140,7 @@ def as_node(node: dict[str, Any]) -> Node:
     )
 
 
-# Seconds between two steps of a keeper.
+# Seconds between two steps of a supervisor.
 STEP_S = 0.5
 
 
@@ -146,31 +149,31 @@ def units_on(folder: str, node: str) -> list[Unit]:
     return [record.unit(node) for record in Records(Path(folder)).running()]
 
 
-class KeeperActor:
-    """The actor of one keeper. The keeper's process outlives the actor; see `Keeper`."""
+class SupervisorActor:
+    """The actor of one supervisor. The supervisor's process outlives the actor; see `Supervisor`."""
 
     def __init__(self, unit: Unit, plan: dict[str, Any], place: Place) -> None:
-        made = EngineKeeper if unit.kind is Kind.ENGINE else GatewayKeeper
-        self._keeper: Keeper = made(unit, plan_from(plan), place)
+        made = EngineSupervisor if unit.kind is Kind.ENGINE else GatewaySupervisor
+        self._supervisor: Supervisor = made(unit, plan_from(plan), place)
         threading.Thread(target=self._work, name="keep", daemon=True).start()
 
     def report(self, table: Table | None, figures: dict[str, Any]) -> dict[str, Any]:
-        if isinstance(self._keeper, GatewayKeeper):
+        if isinstance(self._supervisor, GatewaySupervisor):
             if table is not None:
-                self._keeper.take_table(table)
-            self._keeper.take_figures(figures)
-        return self._keeper.report()
+                self._supervisor.take_table(table)
+            self._supervisor.take_figures(figures)
+        return self._supervisor.report()
 
     def drain(self) -> None:
-        self._keeper.drain()
+        self._supervisor.drain()
 
     def _work(self) -> None:
         pause = threading.Event()
         while not pause.wait(STEP_S):
             try:
-                self._keeper.step()
+                self._supervisor.step()
             except Exception:
-                logger.exception("a step of the keeper of %s failed", self._keeper.unit.name)
+                logger.exception("a step of the supervisor of %s failed", self._supervisor.unit.name)
 
 
 class ManagerActor:
@@ -180,8 +183,8 @@ class ManagerActor:
         wanted = plan_from(plan)
         self._file = wanted.folder / "memory.json"
         memory = self._remembered() or ManagerState.of(wanted)
-        self._keepers = RayKeepers(memory.plan, fingerprint, KeeperActor, units_on)
-        self._manager = Manager(self._keepers, memory, self._store)
+        self._supervisors = RaySupervisors(memory.plan, fingerprint, SupervisorActor, units_on)
+        self._manager = Manager(self._supervisors, memory, self._store)
         self._lock = threading.Lock()
         self._look_s = wanted.look_s
         threading.Thread(target=self._work, name="manage", daemon=True).start()
@@ -241,7 +244,12 @@ class ManagerActor:
 
     def _status(self) -> dict[str, Any]:
         is_down = self._manager.is_down
-        return {**self._manager.status(), "is_down": is_down, "actor_calls": self._keepers.calls, "pid": os.getpid()}
+        return {
+            **self._manager.status(),
+            "is_down": is_down,
+            "actor_calls": self._supervisors.calls,
+            "pid": os.getpid(),
+        }
 
     def _store(self, memory: dict[str, Any]) -> None:
         write_whole(self._file, json.dumps(memory))

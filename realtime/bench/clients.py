@@ -3,7 +3,7 @@
 `read_recordings` reads the manifest. The recordings are decoded into one file of raw samples (`Bank`); each client
 plays its own selection (`Playlist`) on an absolute schedule. Times are seconds since the client's first sample. Chunk k
 is sent at `start + k * chunk`, when its last sample would have been spoken, regardless of earlier chunks. The lateness
-of each chunk is recorded too: if the generator cannot keep up, the figures do not describe the server. `record.py`
+of each chunk is recorded too: if the generator cannot keep up, the figures do not describe the server. `load_test.py`
 reads what the clients wrote.
 """
 
@@ -56,7 +56,7 @@ class Bank:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class AudioPiece:
     """Part of a client's audio: samples of the bank, or silence if `start` is None."""
 
     start: int | None
@@ -67,7 +67,7 @@ class Piece:
 class Playlist:
     """The audio of one client."""
 
-    pieces: tuple[Piece, ...]
+    pieces: tuple[AudioPiece, ...]
     # Reference text; None if it is not known.
     text: str | None
 
@@ -150,35 +150,35 @@ def playlist(bank: Bank, client: int, seconds: float, pause_s: float) -> Playlis
     at a different place in it, and the reference text is not known.
     """
     order = random.Random(f"client {client}")
-    pause = Piece(None, round(pause_s * bank.rate))
+    pause = AudioPiece(None, round(pause_s * bank.rate))
     wanted = round(seconds * bank.rate)
     if len(bank.clips) == 1:
         return _rotated(bank, order, wanted, pause)
     clips = list(bank.clips)
     order.shuffle(clips)
-    pieces: list[Piece] = []
+    pieces: list[AudioPiece] = []
     texts: list[str] = []
     total = 0
     while fitting := [clip for clip in clips if total + clip.samples <= wanted or not texts]:
         for clip in fitting:
             if not texts or total + clip.samples <= wanted:
-                pieces += [Piece(clip.start, clip.samples), pause]
+                pieces += [AudioPiece(clip.start, clip.samples), pause]
                 texts.append(clip.text or "")
                 total += clip.samples + pause.samples
     known = all(clip.text is not None for clip in clips)
     return Playlist(tuple(pieces), " ".join(texts) if known else None)
 
 
-def _rotated(bank: Bank, order: random.Random, wanted: int, pause: Piece) -> Playlist:
+def _rotated(bank: Bank, order: random.Random, wanted: int, pause: AudioPiece) -> Playlist:
     (clip,) = bank.clips
     cut = order.randrange(clip.samples)
-    pieces: list[Piece] = []
+    pieces: list[AudioPiece] = []
     total = 0
     while total < wanted:
-        for piece in (Piece(clip.start + cut, clip.samples - cut), pause, Piece(clip.start, cut), pause):
+        for piece in (AudioPiece(clip.start + cut, clip.samples - cut), pause, AudioPiece(clip.start, cut), pause):
             room = wanted - total
             if room > 0 and piece.samples:
-                pieces.append(Piece(piece.start, min(piece.samples, room)))
+                pieces.append(AudioPiece(piece.start, min(piece.samples, room)))
                 total += pieces[-1].samples
     return Playlist((*pieces, pause), None)
 

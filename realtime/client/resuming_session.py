@@ -1,10 +1,10 @@
 """A realtime session that survives lost connections: it reconnects, resumes, and sends unacknowledged audio again.
 
 Live captions (`realtime/commands/captions.py`) and the clients in `benchmarks/` use it; one connection is a
-`WireSession` of `wire_client.py`. `KeptAudio` owns the audio that the server has not acknowledged, up to `KEEP_S`.
-Beyond that the oldest audio is dropped, and the server gets a gap of the same length, so that times stay right. Audio
-that the source itself misses is a gap too. If a session cannot be resumed, a new one begins with the kept audio, and
-the times of its words are shifted.
+`WireSession` of `wire_client.py`. `UnacknowledgedAudio` owns the audio that the server has not acknowledged, up to
+`KEEP_S`. Beyond that the oldest audio is dropped, and the server gets a gap of the same length, so that times stay
+right. Audio that the source itself misses is a gap too. If a session cannot be resumed, a new one begins with the kept
+audio, and the times of its words are shifted.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from realtime.client.wire_client import CannotConnect, OpenTurns, Refused, Sessi
 BYTES_PER_SAMPLE = 2
 
 
-class KeptAudio:
+class UnacknowledgedAudio:
     """16-bit samples `first` to `end` of the audio. When `most_samples` are kept, the oldest are dropped.
 
     A chunk is bytes, or the number of samples of a gap, which takes no room.
@@ -143,12 +143,12 @@ def _is_name_taken(event: dict[str, Any]) -> bool:
     return event.get("type") == "error" and event["error"].get("code") == "name_taken"
 
 
-class LastingSession:
+class ResumingSession:
     """A session over any number of connections. `append` and `finish` never wait for the network; `run` serves the
     session until its last text has arrived."""
 
     def __init__(self, url: str, key: str | None, session_options: SessionOptions) -> None:
-        self.kept = KeptAudio(KEEP_S * session_options.rate)
+        self.kept = UnacknowledgedAudio(KEEP_S * session_options.rate)
         self._url = url
         self._key = key
         self._options = session_options

@@ -1,7 +1,7 @@
 """`tickertape bench`: a load test of a running server: number of streams, time to final, word errors under load.
 
 This module reads the options and the manifest and prints the result; the load test itself is
-`realtime/bench/campaign.py`.
+`realtime/bench/load_test.py`.
 """
 
 from __future__ import annotations
@@ -109,9 +109,8 @@ def _rate(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from realtime.bench.campaign import Campaign
     from realtime.bench.clients import BadManifest, Target, build_bank
-    from realtime.bench.record import Objective
+    from realtime.bench.load_test import LoadTest, Objective
     from realtime.client.wire_client import CannotConnect, realtime_url
 
     if options.warm_up >= min(options.seconds, options.hold):
@@ -130,9 +129,9 @@ def run(options: argparse.Namespace) -> int:
     target = Target(url, key, options.model, options.chunk_ms, options.silence_ms, options.speakers)
     objective = Objective(options.slo_final, options.slo_lag)
     processes = options.processes or max(1, (os.cpu_count() or 2) // 2)
-    campaign = Campaign(target, bank, objective, options, processes, note)
+    load_test = LoadTest(target, bank, objective, options, processes, note)
     try:
-        result = campaign.measure()
+        result = load_test.measure()
     finally:
         bank.path.unlink()
     result.write(options.output)

@@ -3,7 +3,7 @@
 `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live` call `run` or `play_file`,
 each with its own source of audio. `CaptionOutput` takes the text, and owns the words that wait for their speakers and
 the gaps that are not shown yet; `CaptionView` and `TranscriptFile` (`transcripts.py`) show and save it. With a server
-the session is a `LastingSession` (`realtime/client/resuming_session.py`), which reconnects.
+the session is a `ResumingSession` (`realtime/client/resuming_session.py`), which reconnects.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from audio.errors import AudioError
 from audio.formats import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
-from realtime.client.resuming_session import LastingSession
+from realtime.client.resuming_session import ResumingSession
 from realtime.client.wire_client import (
     COMPLETED,
     DELTA,
@@ -359,7 +359,7 @@ async def _through_server(
             finals="streamed",
             publish=getattr(options, "publish", None),
         )
-        session = LastingSession(realtime_url(options.server), key, asked)
+        session = ResumingSession(realtime_url(options.server), key, asked)
         with CaptionView(Console(), show_words=options.words) as captions:
             caption_output = CaptionOutput(captions, clock, file, transcription_options.speakers)
 

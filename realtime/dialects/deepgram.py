@@ -49,7 +49,6 @@ from realtime.session.events import (
     WordsLabelled,
 )
 from realtime.session.formatting import Hit, format_final, search_words, settled_words
-from realtime.session.formatting_options import REDACTED, Formatting, make_formatting
 from realtime.session.settings import (
     DEFAULT_EOT_THRESHOLD,
     DEFAULT_EOT_TIMEOUT_MS,
@@ -62,10 +61,13 @@ from realtime.session.settings import (
     MIN_RATE,
     NAME_RULE,
     PUBLISHED_NAME,
+    REDACTED,
     STREAMED_FINALS,
     AudioFormat,
+    Formatting,
     Settings,
     TurnDetection,
+    make_formatting,
     text_language,
 )
 from realtime.session.words import languages_of, text_of

@@ -45,7 +45,8 @@ async def read_body(request: Request, most_bytes: int) -> bytes:
 
 
 def fleet_figures(path: str | None) -> dict[str, Any] | None:
-    """The figures of the whole fleet, from the file that the keeper of this gateway writes, with their age in seconds.
+    """The figures of the whole fleet, from the file that the supervisor of this gateway writes, with their age in
+    seconds.
 
     None if there is no such file. Blocks, so it must not run on the event loop.
     """

@@ -30,12 +30,11 @@ from realtime.http.authentication import Context, offered_key, select_subprotoco
 from realtime.http.info_routes import json_body
 from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Codes, Operation, Parameter, described
 from realtime.http.websocket_routes import check_once, refusal_response
-from realtime.serving.caption_segments import CaptionSegments
 from realtime.serving.publishing import Key, Publisher, owner_of
 from realtime.serving.quota import places_of_one_key
 from realtime.serving.signed_tokens import DEFAULT_LINK_S, LINK_PREFIX, MAX_LINK_S, MIN_LINK_S, Link, ViewerLinks
 from realtime.serving.uvicorn_protocols import EXTENSION, SocketExtras, ViewerLine
-from realtime.serving.viewers import RESTARTING, Audience, Framing, Message, Viewer
+from realtime.serving.viewers import RESTARTING, Audience, CaptionSegments, Framing, Message, Viewer
 from realtime.session.settings import NAME_RULE, PUBLISHED_NAME
 
 log = logging.getLogger("tickertape.viewers")

@@ -251,9 +251,9 @@ class WebSocketRoutes:
         # Many sockets that open at once are admitted one by one, with turns for open sockets between them.
         await self._fair_turns.wait()
         try:
-            async with enter(websocket) as entrance:
+            async with enter(websocket) as admitted:
                 entered = True
-                await self._run_socket(entrance, scope, receive, send)
+                await self._run_socket(admitted, scope, receive, send)
         except (Refusal, ClientFault) as error:
             if entered:
                 raise
@@ -262,20 +262,20 @@ class WebSocketRoutes:
             else:
                 await _close_refused(websocket, error)
 
-    async def _run_socket(self, entrance: _AdmittedSocket, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _run_socket(self, admitted: _AdmittedSocket, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve an admitted socket from the handshake to its end, then detach its sessions."""
-        await self._run_line(entrance, *_joined(entrance.entries), (receive, send, _extras(scope)))
+        await self._run_line(admitted, *_joined(admitted.entries), (receive, send, _extras(scope)))
 
     async def serve_call(self, entry: OpenSession, inbox: CallInbox, line: CallLine) -> None:
         """Serve a WebRTC call, whose line is used as a socket that is accepted already."""
         greeting = entry.live.dialect.created(entry.live.session.settings)
         frames = [encode_json(greeting)] if greeting else []
-        entrance = _AdmittedSocket((entry,), frames, None, is_call=True)
-        await self._run_line(entrance, entry.live, inbox, (line.receive, line.send, line.extras))
+        admitted = _AdmittedSocket((entry,), frames, None, is_call=True)
+        await self._run_line(admitted, entry.live, inbox, (line.receive, line.send, line.extras))
 
     async def _run_line(
         self,
-        entrance: _AdmittedSocket,
+        admitted: _AdmittedSocket,
         live: LiveSession | ChannelGroup,
         inbox: Inbox | ChannelInbox | CallInbox,
         line: tuple[Receive, Send, SocketExtras],
@@ -284,21 +284,21 @@ class WebSocketRoutes:
         receive, send, _ = line
         if self.sessions.standstill is not None:
             line = self.sessions.standstill.guard(
-                *line, lambda: not any(entry.is_released for entry in entrance.entries)
+                *line, lambda: not any(entry.is_released for entry in admitted.entries)
             )
         connection = Connection(live, inbox, *line, self._fair_turns)
         limits = self.config.limits
         paces = (self._pace(limits.messages_per_second), self._pace(limits.mistakes_per_second))
         try:
-            self.sessions.attach(entrance.entries, connection)
-            if not entrance.is_call:
+            self.sessions.attach(admitted.entries, connection)
+            if not admitted.is_call:
                 await receive()
-                accept = {"type": "websocket.accept", "subprotocol": entrance.subprotocol, "headers": entrance.headers}
+                accept = {"type": "websocket.accept", "subprotocol": admitted.subprotocol, "headers": admitted.headers}
                 await send(accept)
-            hangup = await connection.run(entrance.first_frames, *paces)
+            hangup = await connection.run(admitted.first_frames, *paces)
             if hangup is not None:
                 self.metrics.closed.labels(hangup.cause).inc()
-            elif entrance.is_call:
+            elif admitted.is_call:
                 await _finish(live, inbox)
         except* OSError:
             log.debug("session %s: the client left during the handshake", live.id)
@@ -307,7 +307,7 @@ class WebSocketRoutes:
             log.exception("session %s failed", live.id)
             await connection.close(Hangup(CloseCode.INTERNAL, "internal error", "internal"))
         finally:
-            await self.sessions.detach(entrance.entries, connection)
+            await self.sessions.detach(admitted.entries, connection)
 
     @staticmethod
     def _pace(per_second: float) -> Pace | None:

@@ -7,7 +7,7 @@ The gateway starts the program once, and sends it orders over the socket FD (`is
 the loaded libraries. Each fork has resource limits, and audio that crashes libav ends only its own fork.
 
 A fork that pulls a stream (HLS, RTMP, RTSP, Icecast, files over HTTP; SRT with the program ffmpeg) gets a job with the
-URL, and sends blocks of samples until the stream ends. `pulled_audio.py` is the other side, which starts another
+URL, and sends blocks of samples until the stream ends. `isolated_decoder.py` is the other side, which starts another
 process to reconnect. `read_network` yields `Block`s of 16 kHz mono with their time in the stream. A block whose time is
 later than the end of the block before it follows a gap. Libav may use the protocols and formats that are listed here
 and no others: a playlist cannot name a file of this machine. With `fetch`, libav uses no protocol at all: `fetch` opens

@@ -40,11 +40,11 @@ from realtime.serving.publishing import (
     Post,
     Publish,
     Published,
+    PublishedTranscript,
     Publisher,
     Revoke,
     State,
     ToCoordinator,
-    Transcript,
     Unpublish,
     Update,
 )
@@ -74,7 +74,7 @@ SELF = 0
 
 
 class Hello(msgspec.Struct, tag="hello"):
-    """The first message on a link: who calls, whom, and what the caller knows of viewer links."""
+    """The first message on a link: names of both gateways, and the caller's state of viewer links."""
 
     caller: str
     called: str
@@ -118,7 +118,7 @@ def _hash(*words: str) -> bytes:
 class _Name:
     """A name that a process of this gateway publishes or reads."""
 
-    transcript: Transcript = field(default_factory=Transcript)
+    transcript: PublishedTranscript = field(default_factory=PublishedTranscript)
     session: str = ""
     # The process that has the session, if it is one of this gateway and the home has granted the name.
     holder: int | None = None

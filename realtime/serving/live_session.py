@@ -33,7 +33,7 @@ from realtime.serving.publishing import SessionPublication
 from realtime.serving.quota import SHARE_S
 from realtime.serving.webhooks import SessionWebhooks
 from realtime.session.boundaries import turn_rule
-from realtime.session.core import PendingFlush, Phase, Session
+from realtime.session.core import PendingFlush, Session, SessionPhase
 from realtime.session.events import (
     Append,
     Configure,
@@ -617,7 +617,7 @@ class LiveSession:
         return await self._engine.inject(items)
 
     def tick(self) -> None:
-        if self.session.appended or self.session.phase is Phase.FINISHING:
+        if self.session.appended or self.session.phase is SessionPhase.FINISHING:
             self.submit(Tick())
         if self.handoff is not None and self.resumable:
             self.handoff.review()
@@ -743,7 +743,7 @@ class LiveSession:
             queue.put(FollowTurns(core.settings))
         if saved.reopen and not saved.runs_out and self._reanchor is None:
             queue.put(Reopen(core.settings))
-        if core.phase is Phase.FINISHING:
+        if core.phase is SessionPhase.FINISHING:
             queue.put(FinishEngine())
         if core.appended:
             self._start()

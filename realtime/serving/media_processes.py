@@ -1,6 +1,6 @@
 """The processes of a gateway for untrusted media (decoders, pulled streams, WebRTC calls): fork server and messages.
 
-Two programs read what strangers send: the decoder program (`decoder_process.py`) and that of WebRTC calls
+Two programs read untrusted input: the decoder program (`decoder_process.py`) and that of WebRTC calls
 (`realtime/webrtc/call_process.py`). Each loads its libraries once, and forks a process for each file, stream or call
 within milliseconds; a fork that crashes or hangs affects no other.
 
@@ -61,9 +61,9 @@ MORE, HUNGRY = b"m", b"h"
 # To a pulling process (`decoder_process.py`): the job, one line of JSON with `url`, `open_s` and `read_s`, the longest
 # waits for the network; and `hosts`, the allowed hosts, or null for the command of a user, who may contact any host.
 MAX_JOB_BYTES = 64 * 1024
-# From it (to `pulled_audio.py`), as frames. OPENED: JSON with `seconds` and `keeps_time` of `StreamKind`. BLOCK: START
-# (`start` and `clock_shift` of `Block`), then float32 samples. FAULT: JSON with `text`, and `final` if another attempt
-# is useless. DONE has no content.
+# From it (to `isolated_decoder.py`), as frames. OPENED: JSON with `seconds` and `keeps_time` of `StreamKind`. BLOCK:
+# START (`start` and `clock_shift` of `Block`), then float32 samples. FAULT: JSON with `text`, and `final` if another
+# attempt is useless. DONE has no content.
 OPENED, BLOCK = b"o", b"b"
 START = struct.Struct("<dd")
 

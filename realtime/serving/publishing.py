@@ -21,7 +21,7 @@ from realtime.errors import ClientFault
 from realtime.serving.signed_tokens import Revocation, Revocations
 from realtime.session.events import Cleared, Committed, Completed, Delta, ItemFailed, ServerEvent, TimedWord
 from realtime.session.formatting import FinalFormatter
-from realtime.session.formatting_options import NO_FORMATTING, Formatting
+from realtime.session.settings import NO_FORMATTING, Formatting
 
 log = logging.getLogger("tickertape.viewers")
 
@@ -88,7 +88,7 @@ Update = Begun | Added | Finished | Removed | Ended
 
 
 class State(msgspec.Struct, array_like=True):
-    """A `Transcript` as a value, which messages carry to another process."""
+    """A `PublishedTranscript` as a value, which messages carry to another process."""
 
     number: int
     is_live: bool
@@ -96,7 +96,7 @@ class State(msgspec.Struct, array_like=True):
     open: list[Line]
 
 
-class Transcript:
+class PublishedTranscript:
     """The newest words of one published session; its size is bounded. `number` grows with each update."""
 
     def __init__(self) -> None:
@@ -284,7 +284,7 @@ Key = tuple[str, str]
 class _Channel:
     """A name that a session is published under, or that viewers wait for."""
 
-    transcript: Transcript = field(default_factory=Transcript)
+    transcript: PublishedTranscript = field(default_factory=PublishedTranscript)
     session: str = ""
     # The process that has the session; None while the session moves from one process to another.
     member: int | None = None
@@ -437,7 +437,7 @@ class Coordinator:
             del self.channels[key]
 
 
-class Reader(Protocol):
+class UpdateReader(Protocol):
     """Takes the words of followed names."""
 
     def on_current(self, key: Key, state: State) -> None: ...
@@ -452,7 +452,7 @@ class Publisher:
     def __init__(self, send: Callable[[ToCoordinator], None]) -> None:
         self.revocations = Revocations()
         # Set by the part of this process that serves viewers.
-        self.reader: Reader | None = None
+        self.reader: UpdateReader | None = None
         self._send = send
         self._asked: dict[int, tuple[asyncio.Future[bool], Key, str]] = {}
         self._number = 0

@@ -124,7 +124,7 @@ class FairPlaces:
             first = queue.popleft()
             if queue:
                 self._waiting[caller] = queue
-            # Whoever has just been cancelled has no use for the place.
+            # A caller that was cancelled meanwhile does not take the place.
             if not first.cancelled():
                 first.set_result(None)
                 self._taken[caller] += 1

@@ -62,7 +62,7 @@ from realtime.session.settings import INCLUDE_ACKS, Settings
 from realtime.session.words import timed_word
 
 
-class Phase(Enum):
+class SessionPhase(Enum):
     """The states of a session."""
 
     # Audio and control events are handled at once.
@@ -75,11 +75,11 @@ class Phase(Enum):
 
 
 # Allowed transitions.
-MOVES: dict[Phase, frozenset[Phase]] = {
-    Phase.ACTIVE: frozenset({Phase.COMMITTING, Phase.FINISHING, Phase.CLOSED}),
-    Phase.COMMITTING: frozenset({Phase.ACTIVE, Phase.FINISHING, Phase.CLOSED}),
-    Phase.FINISHING: frozenset({Phase.CLOSED}),
-    Phase.CLOSED: frozenset(),
+MOVES: dict[SessionPhase, frozenset[SessionPhase]] = {
+    SessionPhase.ACTIVE: frozenset({SessionPhase.COMMITTING, SessionPhase.FINISHING, SessionPhase.CLOSED}),
+    SessionPhase.COMMITTING: frozenset({SessionPhase.ACTIVE, SessionPhase.FINISHING, SessionPhase.CLOSED}),
+    SessionPhase.FINISHING: frozenset({SessionPhase.CLOSED}),
+    SessionPhase.CLOSED: frozenset(),
 }
 
 _ENGINE = {
@@ -97,8 +97,8 @@ _ENGINE = {
 }
 
 # The method that handles an event in a phase. An event that is not in the table is illegal in that phase.
-TABLE: dict[Phase, dict[type, str]] = {
-    Phase.ACTIVE: {
+TABLE: dict[SessionPhase, dict[type, str]] = {
+    SessionPhase.ACTIVE: {
         Configure: "_configure",
         Append: "_append",
         Gap: "_gap",
@@ -109,7 +109,7 @@ TABLE: dict[Phase, dict[type, str]] = {
         Tick: "_tick",
         **_ENGINE,
     },
-    Phase.COMMITTING: {
+    SessionPhase.COMMITTING: {
         Configure: "_configure",
         Append: "_append",
         Gap: "_gap",
@@ -121,12 +121,12 @@ TABLE: dict[Phase, dict[type, str]] = {
         **_ENGINE,
     },
     # Client events have no effect while the session finishes.
-    Phase.FINISHING: {
+    SessionPhase.FINISHING: {
         **dict.fromkeys((Configure, Append, Gap, Commit, Clear, End, Drain), "_ignore"),
         Tick: "_tick",
         **_ENGINE,
     },
-    Phase.CLOSED: {},
+    SessionPhase.CLOSED: {},
 }
 
 
@@ -178,7 +178,7 @@ class SavedSession:
     """
 
     settings: Settings
-    phase: Phase
+    phase: SessionPhase
     boundaries: SavedBoundaries
     stall: SavedStall
     marks: list[PendingFlush]
@@ -198,7 +198,7 @@ class Session:
         self, settings: Settings, sample_rate: int, new_item_id: Callable[[], str], limits: SessionLimits | None = None
     ) -> None:
         self.settings = settings
-        self.phase = Phase.ACTIVE
+        self.phase = SessionPhase.ACTIVE
         self.sample_rate = sample_rate
         self.limits = limits or SessionLimits()
         self._effects: list[Effect] = []
@@ -217,7 +217,7 @@ class Session:
 
     @property
     def closed(self) -> bool:
-        return self.phase is Phase.CLOSED
+        return self.phase is SessionPhase.CLOSED
 
     @property
     def appended(self) -> int:
@@ -292,12 +292,12 @@ class Session:
 
     def close_without_effects(self) -> None:
         """Close the session without effects: every later event is illegal."""
-        self.phase = Phase.CLOSED
+        self.phase = SessionPhase.CLOSED
 
     def check_integrity(self) -> None:
         """Assert the invariants between the parts; for tests."""
         self._boundaries.check_integrity()
-        assert self.phase is not Phase.COMMITTING or self._waiting
+        assert self.phase is not SessionPhase.COMMITTING or self._waiting
         marks = [mark.sample for mark in self._marks]
         assert all(mark <= self.appended for mark in marks)
         assert marks == sorted(marks)
@@ -386,7 +386,7 @@ class Session:
         else:
             # Speech probabilities of the last audio are missing; they have arrived when the flush is answered.
             self._defer(event, now)
-            self._move(Phase.COMMITTING)
+            self._move(SessionPhase.COMMITTING)
 
     def _clear(self, event: Clear, now: float) -> None:
         self._boundaries.clear()
@@ -397,7 +397,7 @@ class Session:
 
     def _end(self, event: End, now: float) -> None:
         """Finish the engine stream. Turns that are open, or are still found, are committed when it is closed."""
-        self._move(Phase.FINISHING)
+        self._move(SessionPhase.FINISHING)
         self._effects.append(FinishEngine())
 
     def _drain(self, event: Drain, now: float) -> None:
@@ -407,7 +407,7 @@ class Session:
 
     def _tick(self, event: Tick, now: float) -> None:
         self._acknowledge(now)
-        if self.phase is Phase.FINISHING:
+        if self.phase is SessionPhase.FINISHING:
             return
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._end(End(), now)
@@ -463,8 +463,8 @@ class Session:
             self._resolve(self._waiting.popleft(), now)
         self._boundaries.send_events(self.turns.complete_until(mark, now), now)
         self._boundaries.settle(mark)
-        if self.phase is Phase.COMMITTING and not self._waiting:
-            self._move(Phase.ACTIVE)
+        if self.phase is SessionPhase.COMMITTING and not self._waiting:
+            self._move(SessionPhase.ACTIVE)
         self._recall_speech(now)
         self._drain_if_idle()
 
@@ -482,7 +482,7 @@ class Session:
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
         self._boundaries.send_events(self.turns.settle(now), now)
-        if self.phase is Phase.FINISHING:
+        if self.phase is SessionPhase.FINISHING:
             while self._waiting:
                 self._resolve(self._waiting.popleft(), now)
             self._recall_speech(now)
@@ -497,7 +497,7 @@ class Session:
         """The stream failed: committed items fail with it, and the session continues with a new stream."""
         self._engine_failures += 1
         self._effects.append(Measured("engine_failures", 1))
-        is_last = self.phase is Phase.FINISHING or self._engine_failures >= self.limits.max_engine_failures
+        is_last = self.phase is SessionPhase.FINISHING or self._engine_failures >= self.limits.max_engine_failures
         if is_last:
             self._end_open_speech(now)
         self._fail_items("transcription_failed", event.message, now)
@@ -516,7 +516,7 @@ class Session:
     def _end_open_speech(self, now: float) -> None:
         """Before the session ends with an error: end speech that goes on, so that its item fails with the others. What
         a client has not committed itself is no turn."""
-        if self.phase is Phase.FINISHING or self.settings.turn_detection is not None:
+        if self.phase is SessionPhase.FINISHING or self.settings.turn_detection is not None:
             self._boundaries.end_open(now)
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
@@ -535,7 +535,7 @@ class Session:
 
     def _flush(self, pause: int | None = None, ends_speech: bool = False, turn_over: bool = False) -> None:
         # A stream that is being finished sends all its text anyway.
-        if self.phase is not Phase.FINISHING:
+        if self.phase is not SessionPhase.FINISHING:
             self._marks.append(PendingFlush(self.appended, pause, ends_speech))
             self._effects.append(FlushEngine(pause, ends_speech, turn_over))
 
@@ -563,7 +563,7 @@ class Session:
             self._send(Acknowledged(safe))
 
     def _drain_if_idle(self) -> None:
-        if self._drain_deadline is not None and self.phase is Phase.ACTIVE and self.idle:
+        if self._drain_deadline is not None and self.phase is SessionPhase.ACTIVE and self.idle:
             self._close_finished()
 
     def _close_finished(self) -> None:
@@ -573,10 +573,10 @@ class Session:
             self._close(CloseCode.RESTART, "the server is restarting", "drain")
 
     def _close(self, code: CloseCode, reason: str, cause: str) -> None:
-        self._move(Phase.CLOSED)
+        self._move(SessionPhase.CLOSED)
         self._effects.append(Hangup(code, reason, cause))
 
-    def _move(self, to: Phase) -> None:
+    def _move(self, to: SessionPhase) -> None:
         if to not in MOVES[self.phase]:
             raise IllegalEvent(f"a session cannot change from {self.phase.name} to {to.name}")
         self.phase = to

@@ -2,9 +2,9 @@
 
 `format_final` is a pure function of the words and the text of a final. Each session has a `FinalFormatter`, which
 keeps its newest final, so that the dialect, published sessions and webhooks share one result; uploads call
-`format_words`. The options are in `formatting_options.py`. Deltas are never formatted. Words keep their times: a word
-that replaces several begins with the first and ends with the last of them. Redaction comes before (`redaction.py`), and
-formatting does not change a redacted word.
+`format_words`. The options are `Formatting` in `settings.py`. Deltas are never formatted. Words keep their times: a
+word that replaces several begins with the first and ends with the last of them. Redaction comes before
+(`redaction.py`), and formatting does not change a redacted word.
 
 Words are matched with tables, without regular expressions, so the time for a word does not depend on the length of the
 client's lists.
@@ -23,8 +23,8 @@ from realtime.session import english, european
 from realtime.session.english import WrittenForm, split_marks
 from realtime.session.european import RULES
 from realtime.session.events import TimedWord
-from realtime.session.formatting_options import Formatting, bare_word, words_of
 from realtime.session.redaction import Redactor, is_redacted
+from realtime.session.settings import Formatting, bare_word, words_of
 from realtime.session.words import spelled, text_of
 
 # A final of more words stays as it was spoken, because a final is formatted within one step of the event loop. Turns

@@ -291,7 +291,7 @@ class Turns:
         self._stray.clear()
 
     def _drop_revised_in_open_turn(self, start: int) -> None:
-        """The open turn, which begins at this sample, is dropped: nobody reads its revised words."""
+        """The open turn, which begins at this sample, is dropped, and its revised words with it."""
         while self._revised and self._revised[-1].start >= start:
             self._revised.pop()
 

@@ -21,7 +21,7 @@ SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WordPiece:
     """A complete word with the white space before it. `fresh` is the part that was not returned before."""
 
     fresh: str
@@ -49,7 +49,7 @@ class WordCutter:
     def load(self, loose: str, given: int) -> None:
         self._loose, self._given = loose, given
 
-    def cut_words(self, said: messages.Text, base: int) -> list[Piece]:
+    def cut_words(self, said: messages.Text, base: int) -> list[WordPiece]:
         """Add a delta; returns the words that it completes. `base` is the session sample where the stream began."""
         self._loose += said.delta
         pieces = []
@@ -59,7 +59,7 @@ class WordCutter:
             cut = found + len(word.text) if found >= 0 else len(self._loose)
             text, self._loose = self._loose[:cut], self._loose[cut:]
             given, self._given = min(self._given, cut), max(0, self._given - cut)
-            pieces.append(Piece(text[given:], timed, continues=given > 0))
+            pieces.append(WordPiece(text[given:], timed, continues=given > 0))
         return pieces
 
     @property

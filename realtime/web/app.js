@@ -114,7 +114,7 @@ function liveLink() {
   return link && !link.file && !link.finishing ? link : null;
 }
 
-// For whoever waits in another tab, or in another program.
+// The title shows the state to a user who is in another tab or another program.
 function showTitle(job) {
   const { state, text } = studio.status;
   const now = job?.progress ? `${percent(job.progress)} ${job.name}` : state === "idle" ? "" : text;
@@ -286,7 +286,7 @@ transcript.addEventListener("changed", ({ turn }) => {
   if (turn.state === "open") return;
   saved = false;
   $("after").hidden = false;
-  // A file is read faster than anybody can speak; its end is told.
+  // A file is read faster than a screen reader speaks: only its end is announced.
   if (preferences.choices.announce && !studio.link?.file) announce(turn.text);
 });
 
@@ -317,7 +317,7 @@ for (const button of document.querySelectorAll("[data-format]")) {
 $("turns").addEventListener("click", ({ target }) => {
   if (target.matches(".copy")) copy(target.closest("li").turn.text.trim(), target);
   if (target.matches(".who")) rename(target.speaker);
-  // Whoever marks text to copy it does not correct a word.
+  // Selecting text, to copy it, does not open a word for correction.
   if (target.matches(".word") && getSelection().isCollapsed) openWord(target);
 });
 $("name").addEventListener("change", () => {

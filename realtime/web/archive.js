@@ -10,7 +10,7 @@ const HEADS = "transcripts";
 // Of all transcripts together; beyond these the oldest go.
 const MOST_TURNS = 20_000;
 const MOST_TRANSCRIPTS = 100;
-// Longer texts, and more words of a turn, come from nobody who speaks.
+// Longer texts, and more words of a turn, do not come from speech.
 const MOST_LETTERS = 200_000;
 const MOST_WORDS = 20_000;
 const STATES = ["open", "done", "cut", "note"];

@@ -49,7 +49,7 @@ export class Captions extends EventTarget {
     this.#scrolled();
   }
 
-  // Stays where it is while somebody works on a caption, whatever comes below.
+  // Keeps the scroll position while the user edits a caption and new captions come below.
   stay() {
     this.#leaveLive();
     this.#controls();
@@ -77,7 +77,7 @@ export class Captions extends EventTarget {
     if (this.following) {
       while (this.last - this.first > MOST_SHOWN) this.#dropFirst();
     } else if (this.last - this.first > 2 * MOST_SHOWN) {
-      // Somebody reads further up: what is being read stays, the newest waits behind a button.
+      // The user reads further up: the captions in view stay, and a button leads to the newest.
       this.#rebuild(this.first, this.first + MOST_SHOWN);
     }
     this.#controls();
@@ -195,7 +195,7 @@ function fill(item, turn, voices) {
   item.dataset.state = turn.state;
   item.classList.toggle("listening", turn.state === "open" && !turn.text);
   const [mark, text] = item.children;
-  // A word that somebody corrects now stays under their hands.
+  // A word that the user corrects now stays as it is.
   if (text.querySelector("input")) return;
   mark.textContent = clock(turn.start);
   mark.dateTime = `PT${turn.start.toFixed(2)}S`;

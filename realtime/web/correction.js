@@ -12,7 +12,7 @@ export class Correction extends EventTarget {
     hear.addEventListener("click", () => play(this.word));
     restore.addEventListener("click", () => this.#keep(this.word.heard));
     remove.addEventListener("click", () => this.#keep(""));
-    // The field keeps the keyboard when somebody presses a button beside it.
+    // The field keeps the keyboard when the user presses a button beside it.
     bar.addEventListener("mousedown", (event) => event.preventDefault());
     bar.addEventListener("keydown", (event) => event.key === "Escape" && this.#close());
     bar.addEventListener("focusout", (event) => this.#left(event));

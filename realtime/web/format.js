@@ -18,7 +18,7 @@ export function shortSeconds(seconds) {
   return seconds < 10 ? `${Math.max(0, seconds).toFixed(1)} s` : `${Math.round(seconds)} s`;
 }
 
-// As long as somebody would say it.
+// A duration as people say it.
 export function roughly(seconds) {
   if (seconds < 5) return "a few seconds";
   if (seconds < 90) return `about ${Math.round(seconds / 5) * 5} s`;

@@ -62,13 +62,13 @@ export class Link extends EventTarget {
     this.heardAt = Date.now();
     this.timer = setInterval(() => this.#tick(), TICK_MS);
     this.left = new AbortController();
-    // The network is back, or somebody looks at the page again: no use in waiting for the next try.
+    // The network is back, or the page is visible again: try at once.
     addEventListener("online", () => this.#hurry(), { signal: this.left.signal });
     document.addEventListener("visibilitychange", () => document.hidden || this.#hurry(), { signal: this.left.signal });
     this.#connect();
   }
 
-  // Sound also keeps the time: timers of a page that nobody looks at may run once a minute.
+  // Sound also keeps the time: timers of a hidden page may run only once a minute.
   push(samples) {
     this.backlog.push(samples);
     this.#watch();

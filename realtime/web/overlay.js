@@ -86,7 +86,7 @@ export class Overlay {
     this.floating.draw(newest);
   }
 
-  // The last turns with text, as many as anybody reads at a glance, oldest first.
+  // The last turns with text, as many as viewers can read at once, oldest first.
   #newest() {
     const { entries } = this.transcript;
     const newest = [];

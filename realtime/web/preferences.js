@@ -1,4 +1,4 @@
-// What somebody has chosen for this page. The access key stays in this tab; the rest stays in this browser.
+// The user's settings of this page. The access key stays in this tab; the rest stays in this browser.
 
 const KEY = "tickertape.key";
 const CHOICES = "tickertape.choices";

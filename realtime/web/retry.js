@@ -1,6 +1,6 @@
 // When to try again. Pages that lost the same server at the same moment must not all come back at once.
 
-// A server that says that it starts is there within seconds; nobody should wait longer for it than for its model.
+// A server that reports that it is starting is ready within seconds, so the next try comes soon.
 const SOON_SECONDS = [1, 3];
 const LOST_SECONDS = [1, 2, 3, 5];
 const FULL_SECONDS = [2, 4, 8, 15];

@@ -1,6 +1,6 @@
 // Finds text in all captions, also in those that are not in the document now, and walks from one place to the next.
 
-// More than anybody walks through; a single letter has so many places that looking for them all would be felt.
+// More results than a user steps through. A single letter has so many that finding them all would take noticeable time.
 const MOST_FOUND = 5000;
 
 // What finds a text wherever it stands, in capitals or not; null if there is nothing to find.

@@ -1,5 +1,5 @@
 // Lets others read along: the session is published under a name of its own, and a link for viewers is made. It ends with
-// the session, or when somebody stops it here.
+// the session, or when the user stops it here.
 
 const NAME_LETTERS = "abcdefghijkmnpqrstuvwxyz23456789";
 const NAME_LENGTH = 10;
@@ -33,7 +33,7 @@ export class Share {
       const { watch } = await this.#ask(name, { method: "POST" });
       this.shared = { link, name, address: new URL(watch.replace(/^\//, ""), document.baseURI).href };
     } catch (error) {
-      // Without a link nobody could read it, so it is not published either.
+      // Without a link no viewer could read it, so it is not published either.
       await link.publish(null).catch(() => {});
       throw error;
     }

@@ -1,5 +1,5 @@
-// The sound of transcripts, where somebody wants it kept: in a database of its own in this browser, and never more than a
-// bound. The oldest goes first, also when the browser has no room left.
+// The sound of transcripts, if the user wants to keep it: in a database of its own in this browser, up to a bound.
+// The oldest goes first, also when the browser has no room left.
 
 import { answer, done, isTime, openDatabase, readAll } from "./database.js";
 

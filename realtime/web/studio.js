@@ -12,11 +12,11 @@ const RESUMED_SHOWN_MS = 4000;
 const NO_SOUND_MS = 3000;
 const MUTED_MS = 4000;
 const SLEPT_MS = 10_000;
-// Whoever spoke has spoken by then.
+// From this many seconds of sound on, the page says that no speech was heard.
 const LONG_ENOUGH_SECONDS = 5;
 // From the beginning of speech to the end of its first words.
 const SOME_WORDS_SECONDS = 1;
-// What was measured says little about now when nobody has spoken since.
+// A measured lag is shown this long; after a longer silence it says little about now.
 const LAG_SHOWN_MS = 10_000;
 const OFFLINE = "This device is offline";
 const CONTINUED = { resumed: "Resumed, nothing lost", restarted: "Back, in a new session" };

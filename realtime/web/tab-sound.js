@@ -6,7 +6,7 @@ export function canShareSound() {
   return Boolean(mediaDevices?.getDisplayMedia && mediaDevices.getSupportedConstraints().suppressLocalAudioPlayback);
 }
 
-// Browsers offer sound only together with a picture, which nobody needs here.
+// Browsers offer sound only together with a picture, which is not used here.
 export async function shareSound() {
   const shared = await navigator.mediaDevices.getDisplayMedia({
     video: true,

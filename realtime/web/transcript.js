@@ -28,7 +28,7 @@ export class Transcript extends EventTarget {
     // Where the newest finished turn ended.
     this.settledUntil = Math.max(0, ...this.entries.slice(-1).map((turn) => turn.end));
     this.byId = new Map();
-    // Names that somebody gave to the server's speakers, and all speakers of finished turns, in order of appearance.
+    // Names that the user gave to the server's speakers, and all speakers of finished turns, in order of appearance.
     this.renamed = new Map();
     this.voices = new Set(this.entries.flatMap((turn) => turn.words.map(({ speaker }) => speaker).filter(Boolean)));
     this.newRecording();
@@ -178,7 +178,7 @@ export class Transcript extends EventTarget {
 
   #grow(turn, event, base) {
     const words = this.#timed(event.words, base);
-    // Whoever was thought to have finished goes on.
+    // The speaker, who seemed to have finished, goes on.
     if (words.some(({ start }) => start > turn.scoredAt)) this.#change(turn, { sure: undefined, scoredAt: undefined });
     turn.text += event.delta;
     turn.words.push(...words);

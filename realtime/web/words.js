@@ -1,6 +1,6 @@
 // When was this word said? Shown for the word under the pointer, or the one reached with the arrow keys.
 
-// Tells `copy` with the turn whose word is shown when somebody presses C, `edit` with the word's element at Enter, and `hear`
+// Tells `copy` with the turn whose word is shown when the user presses C, `edit` with the word's element at Enter, and `hear`
 // with it at the space bar.
 export class WordTimes extends EventTarget {
   constructor(captions, tip, announce) {

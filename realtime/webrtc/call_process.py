@@ -5,10 +5,10 @@
 The gateway (`realtime/serving/webrtc_calls.py`) starts this program once; it loads aiortc and forks a process for each
 call. All that a client sends besides HTTP is read in the process of its call: ICE, DTLS, SRTP, SCTP and Opus. The
 process has limits on memory, open files and CPU time, so a hostile client can end its own call and nothing else. `Call`
-owns one call: its transports (`transports.py`) and its audio track (`opus_track.py`).
+owns one call: its peer connection (`peer_connection.py`) and its audio track (`opus_track.py`).
 
-`GatewaySocket` is the socket to the gateway; the format of its messages is `realtime/serving/media_processes.py`. It
-owns a bounded queue of outgoing messages: audio beyond the bound is dropped and reported as lost.
+`GatewayConnection` is the socket to the gateway; the format of its messages is `realtime/serving/media_processes.py`.
+It owns a bounded queue of outgoing messages: audio beyond the bound is dropped and reported as lost.
 """
 
 from __future__ import annotations
@@ -47,9 +47,19 @@ from realtime.serving.media_processes import (
     ForkServer,
     set_bounds,
 )
-from realtime.webrtc.opus_track import Heard, Missing, OpusTrack
-from realtime.webrtc.sdp import BadOffer, Local, Offer, read_offer, write_answer
-from realtime.webrtc.transports import BoundedSctp, CallDtls, EventChannel, IceLite, NoPort
+from realtime.webrtc.opus_track import Heard, MissingAudio, OpusTrack
+from realtime.webrtc.peer_connection import (
+    BadOffer,
+    BoundedSctp,
+    CallDtls,
+    EventChannel,
+    IceLite,
+    Local,
+    NoPort,
+    Offer,
+    read_offer,
+    write_answer,
+)
 
 # Bytes that wait for the gateway: 20 s of audio. Audio beyond it is dropped, and reported as lost when there is room.
 MAX_UNREAD_BYTES = 20 * 2 * MODEL_RATE
@@ -73,7 +83,7 @@ LOOK_S = 0.1
 LEAVE_S = 2.0
 
 
-class GatewaySocket:
+class GatewayConnection:
     """One connection to the gateway. `read` waits for the next frame; the `tell` methods queue frames for `write`."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -106,14 +116,14 @@ class GatewaySocket:
 
     def tell_heard(self, heard: Heard) -> None:
         """Queue samples, or the number of missing ones. When the queue is full they are dropped and reported later."""
-        samples = heard.samples if isinstance(heard, Missing) else len(heard)
+        samples = heard.samples if isinstance(heard, MissingAudio) else len(heard)
         if self._unread_bytes > MAX_UNREAD_BYTES:
             self._dropped += samples
             return
         if self._dropped:
             self.tell(LOST, SAMPLES.pack(self._dropped))
             self._dropped = 0
-        if isinstance(heard, Missing):
+        if isinstance(heard, MissingAudio):
             self.tell(LOST if heard.is_lost else SILENCE, SAMPLES.pack(samples))
         else:
             self.tell(AUDIO, _pcm16(heard))
@@ -177,7 +187,7 @@ def _live(kind: bytes, line: socket.socket, file: BinaryIO | None) -> None:
 async def _serve(line: socket.socket) -> None:
     # Exceptions in aiortc's own tasks end no more than these tasks.
     asyncio.get_running_loop().set_exception_handler(lambda loop, context: None)
-    gateway = GatewaySocket(line)
+    gateway = GatewayConnection(line)
     _, content = await gateway.read()
     call = Call(gateway, json.loads(content))
     writing = call.start(gateway.write())
@@ -194,7 +204,7 @@ async def _serve(line: socket.socket) -> None:
 class Call:
     """One call from its offer to its end."""
 
-    def __init__(self, gateway: GatewaySocket, job: dict[str, Any]) -> None:
+    def __init__(self, gateway: GatewayConnection, job: dict[str, Any]) -> None:
         self._gateway = gateway
         self._job = job
         self._over: asyncio.Future[str] = asyncio.get_running_loop().create_future()

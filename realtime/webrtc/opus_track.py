@@ -111,14 +111,14 @@ class JitterBuffer:
 
 
 @dataclass(frozen=True, slots=True)
-class Missing:
+class MissingAudio:
     """Samples at 16 kHz that did not come. `is_lost`: the network lost them; otherwise the client sent no silence."""
 
     samples: int
     is_lost: bool
 
 
-Heard = NDArray[np.float32] | Missing
+Heard = NDArray[np.float32] | MissingAudio
 
 
 def read_packet(data: bytes, payload_type: int) -> tuple[int, Packet] | None:
@@ -193,7 +193,7 @@ class OpusTrack:
             if len(rest):
                 yield rest
             self._samples += missing
-            yield Missing(missing * MODEL_RATE // OPUS_RATE, arrived.after_loss)
+            yield MissingAudio(missing * MODEL_RATE // OPUS_RATE, arrived.after_loss)
         if self._room() < MAX_PACKET_SAMPLES:
             return
         decoded = self._decoder.decode(packet.payload)

@@ -34,7 +34,6 @@ from realtime.workers.worker_link import (
     Counted,
     Enter,
     Leave,
-    Line,
     Own,
     QuotaCoordinator,
     Ready,
@@ -43,6 +42,7 @@ from realtime.workers.worker_link import (
     Scrape,
     Scraped,
     Start,
+    WorkerConnection,
     encode_config,
 )
 
@@ -87,10 +87,10 @@ class WorkerFailed(Exception):
 class Worker:
     """A worker process, with the connection to it."""
 
-    def __init__(self, number: int, process: asyncio.subprocess.Process, line: Line) -> None:
+    def __init__(self, number: int, process: asyncio.subprocess.Process, connection: WorkerConnection) -> None:
         self.number = number
         self.process = process
-        self.line = line
+        self.connection = connection
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self.hearing: asyncio.Task[None] | None = None
 
@@ -169,7 +169,7 @@ class Parent:
         set_log_level(self.config.server.log_level)
         encoded = encode_config(self.config)
         for worker in self.workers.values():
-            worker.line.send(Reload(encoded))
+            worker.connection.send(Reload(encoded))
         return changes
 
     async def stop(self, force: Callable[[], bool]) -> None:
@@ -194,22 +194,22 @@ class Parent:
     async def _spawn(self) -> Worker:
         """Start a worker. Raises WorkerFailed if the system has no process, memory or descriptor for it."""
         try:
-            process, line = await self._start_process()
+            process, connection = await self._start_process()
         except (OSError, MemoryError) as error:
             reason = getattr(error, "strerror", None) or "out of memory"
             text = f"a worker cannot be started: {reason}; raise the limits for processes, memory and open files"
             raise WorkerFailed(text) from error
         self._numbers += 1
-        worker = Worker(self._numbers, process, line)
+        worker = Worker(self._numbers, process, connection)
         self.workers[worker.number] = worker
-        self._quota.add(worker.number, worker.line)
+        self._quota.add(worker.number, worker.connection)
         config = encode_config(self.config)
-        worker.line.send(Start(config, self._secret, self._engines, self.port, self._link_secret))
-        self.coordinator.add(worker.number, worker.line.send)
+        worker.connection.send(Start(config, self._secret, self._engines, self.port, self._link_secret))
+        self.coordinator.add(worker.number, worker.connection.send)
         worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
         return worker
 
-    async def _start_process(self) -> tuple[asyncio.subprocess.Process, Line]:
+    async def _start_process(self) -> tuple[asyncio.subprocess.Process, WorkerConnection]:
         ours, theirs = socket.socketpair()
         with theirs:
             try:
@@ -222,7 +222,7 @@ class Parent:
             except BaseException:
                 ours.close()
                 raise
-        return process, await Line.over(ours)
+        return process, await WorkerConnection.over(ours)
 
     async def _spawn_again(self) -> Worker | None:
         """Start a worker, and retry until the system can start it; None if the server stops."""
@@ -248,13 +248,13 @@ class Parent:
         """Take the messages of a worker until its connection ends or a message fails; then it is told to stop, and is
         replaced."""
         try:
-            async for message in worker.line:
+            async for message in worker.connection:
                 self._take(worker, message)
         except Exception:
             log.exception("a message of worker %d could not be handled; the worker is replaced", worker.number)
         finally:
-            worker.line.send(Retire())
-            worker.line.close()
+            worker.connection.send(Retire())
+            worker.connection.close()
 
     def _take(self, worker: Worker, message: Any) -> None:
         if isinstance(message, Ready):
@@ -267,7 +267,7 @@ class Parent:
         elif isinstance(message, Counted | Scrape):
             self.totals.add_report(worker.number, message.report)
             if isinstance(message, Scrape):
-                worker.line.send(Scraped(message.number, self._exposition()))
+                worker.connection.send(Scraped(message.number, self._exposition()))
 
     def _exposition(self) -> str:
         if self._engine_counters is not None:
@@ -308,7 +308,7 @@ class Parent:
         self._quota.remove(worker.number)
         self.coordinator.remove(worker.number)
         self.totals.forget(worker.number)
-        worker.line.close()
+        worker.connection.close()
 
     async def _replace_all(self) -> None:
         for old in list(self.workers.values()):
@@ -329,7 +329,7 @@ class Parent:
             # If the old one died while the new one started, its supervisor starts another one too: the new one must go.
             surplus = old if old.process.returncode is None else new
             self._retiring.add(surplus.number)
-            surplus.line.send(Retire())
+            surplus.connection.send(Retire())
             await surplus.process.wait()
             log.info("worker %d has replaced worker %d", new.number, old.number)
 

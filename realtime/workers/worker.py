@@ -30,7 +30,6 @@ from realtime.serving.signed_tokens import Signer
 from realtime.workers.worker_link import (
     Counted,
     Entered,
-    Line,
     Others,
     Ready,
     Reload,
@@ -39,6 +38,7 @@ from realtime.workers.worker_link import (
     Scraped,
     SharedQuota,
     Start,
+    WorkerConnection,
     decode_config,
 )
 
@@ -60,8 +60,8 @@ class SharedMetrics:
     """Reports this worker's metrics to the parent, and asks the parent for the sums. `families` returns the
     worker's metrics, each with a flag: all workers see the same values."""
 
-    def __init__(self, line: Line, families: Callable[[], Iterable[tuple[Metric, bool]]]) -> None:
-        self._line = line
+    def __init__(self, connection: WorkerConnection, families: Callable[[], Iterable[tuple[Metric, bool]]]) -> None:
+        self._connection = connection
         self._families = families
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
@@ -72,13 +72,13 @@ class SharedMetrics:
             await asyncio.sleep(REPORT_S)
 
     def report(self) -> None:
-        self._line.send(Counted(report(self._families())))
+        self._connection.send(Counted(report(self._families())))
 
     async def of_all(self) -> bytes:
         """The metrics of all workers as Prometheus text, with the current ones of this worker. Raises TimeoutError."""
         self._number = number = self._number + 1
         self._asked[number] = asked = asyncio.get_running_loop().create_future()
-        self._line.send(Scrape(number, report(self._families())))
+        self._connection.send(Scrape(number, report(self._families())))
         try:
             return await asyncio.wait_for(asked, ANSWER_S)
         finally:
@@ -92,19 +92,19 @@ class SharedMetrics:
 
 async def work(end: socket.socket) -> None:
     """Serve until the parent ends or tells this worker to stop; `end` is the socket to the parent."""
-    line = await Line.over(end)
-    messages = aiter(line)
+    connection = await WorkerConnection.over(end)
+    messages = aiter(connection)
     start = await anext(messages)
     assert isinstance(start, Start), "the parent's first message is Start"
     config = decode_config(start.config)
     set_log_level(config.server.log_level)
-    quota = SharedQuota(line, asyncio.get_running_loop().time)
+    quota = SharedQuota(connection, asyncio.get_running_loop().time)
     listener = port_socket(config.server.host, start.port)
-    publisher, link_signer = Publisher(line.send), Signer(start.link_secret)
+    publisher, link_signer = Publisher(connection.send), Signer(start.link_secret)
     shared_parts = SharedParts(Signer(start.secret), quota, publisher, link_signer)
     async with gateway_of_several(config, start.engines, shared_parts, listener) as server:
         gateway = server.server.gateway
-        shared = SharedMetrics(line, gateway.metrics.families)
+        shared = SharedMetrics(connection, gateway.metrics.families)
         gateway.metrics.of_all = shared.of_all
 
         def take(message: Any) -> None:
@@ -135,15 +135,15 @@ async def work(end: socket.socket) -> None:
         reporting = asyncio.create_task(shared.run(), name="metrics for the parent")
         try:
             if await server.wait_until_ready():
-                line.send(Ready())
+                connection.send(Ready())
                 await server.wait()
         finally:
             hearing.cancel()
             reporting.cancel()
     # The last report, after all sockets were closed.
     shared.report()
-    await line.drain()
-    line.close()
+    await connection.drain()
+    connection.close()
 
 
 def _reload(server: Server, config: Config) -> None:

@@ -1,8 +1,8 @@
 """The link between the parent process and its workers: messages, their connection, and the session limits over all.
 
-The messages are msgspec structs; `Line` is one end of a socket pair and sends them as lines of JSON. The parent sends
-the configuration and stops workers. Workers ask it to admit sessions, exchange counts of sessions and metrics with it,
-and reach the coordinator of published sessions through it.
+The messages are msgspec structs; `WorkerConnection` is one end of a socket pair and sends them as lines of JSON. The
+parent sends the configuration and stops workers. Workers ask it to admit sessions, exchange counts of sessions and
+metrics with it, and reach the coordinator of published sessions through it.
 
 Session limits count over all workers. `QuotaCoordinator` counts in the parent. `SharedQuota` runs in each worker and
 implements `SessionQuota` (`realtime/serving/quota.py`) with messages to the parent; if the parent does not answer in
@@ -155,7 +155,7 @@ def decode_config(encoded: msgspec.Raw) -> Config:
     return msgspec.json.decode(encoded, type=Config, dec_hook=lambda kind, text: kind(text))
 
 
-class Line:
+class WorkerConnection:
     """One end of the connection between the parent and a worker."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -163,7 +163,7 @@ class Line:
         self._writer = writer
 
     @classmethod
-    async def over(cls, end: socket.socket) -> Line:
+    async def over(cls, end: socket.socket) -> WorkerConnection:
         return cls(*await asyncio.open_connection(sock=end, limit=LONGEST_LINE))
 
     def send(self, message: Message) -> None:
@@ -212,9 +212,9 @@ class _Question:
 class SharedQuota:
     """The quota in a worker: asks the parent, and has the last figures of the other workers."""
 
-    def __init__(self, line: Line, clock: Callable[[], float]) -> None:
+    def __init__(self, connection: WorkerConnection, clock: Callable[[], float]) -> None:
         self.others = Figures()
-        self._line = line
+        self._connection = connection
         self._clock = clock
         # Requests stay here until they are answered, also after a timeout or cancellation: a late grant is returned.
         self.asked: dict[int, _Question] = {}
@@ -227,7 +227,7 @@ class SharedQuota:
         self._number = number = self._number + 1
         question = _Question(caller, sessions, asyncio.get_running_loop().create_future())
         self.asked[number] = question
-        self._line.send(Enter(number, caller, sessions))
+        self._connection.send(Enter(number, caller, sessions))
         try:
             async with asyncio.timeout(ANSWER_S):
                 # Shielded, because a cancellation must not cancel the future, which still gets its answer.
@@ -245,15 +245,15 @@ class SharedQuota:
             self.leave(question.caller, question.sessions)
 
     def enter_again(self, caller: str) -> None:
-        self._line.send(Enter(0, caller, again=True))
+        self._connection.send(Enter(0, caller, again=True))
 
     def leave(self, caller: str, sessions: int = 1) -> None:
-        self._line.send(Leave(caller, sessions))
+        self._connection.send(Leave(caller, sessions))
 
     def tick(self, own: Figures) -> None:
         if self._clock() - self._told_at >= TELL_S:
             self._told_at = self._clock()
-            self._line.send(Own(own))
+            self._connection.send(Own(own))
 
     def on_message(self, message: Entered | Others) -> None:
         """Take a message of the parent."""
@@ -270,34 +270,34 @@ class QuotaCoordinator:
 
     def __init__(self, limits: LimitsConfig, clock: Callable[[], float]) -> None:
         self.counts = Counts(limits, clock)
-        self._lines: dict[int, Line] = {}
+        self._connections: dict[int, WorkerConnection] = {}
         # The last figures of each worker, plus the sessions granted to it since.
         self._figures: dict[int, Figures] = {}
 
-    def add(self, worker: int, line: Line) -> None:
-        self._lines[worker], self._figures[worker] = line, Figures()
+    def add(self, worker: int, connection: WorkerConnection) -> None:
+        self._connections[worker], self._figures[worker] = connection, Figures()
 
     def remove(self, worker: int) -> None:
-        self._lines.pop(worker, None)
+        self._connections.pop(worker, None)
         self._figures.pop(worker, None)
         self.counts.forget(worker)
 
     def on_message(self, worker: int, message: Enter | Leave | Own) -> None:
         """Take a message of a worker; ignored if the worker was removed."""
-        if worker not in self._lines:
+        if worker not in self._connections:
             return
         match message:
             case Enter(again=True):
                 self.counts.add(worker, message.caller)
             case Enter():
-                self._lines[worker].send(Entered(message.number, self._enter(worker, message)))
+                self._connections[worker].send(Entered(message.number, self._enter(worker, message)))
             case Leave():
                 self.counts.leave(worker, message.caller, message.sessions)
             case Own():
                 self._figures[worker] = message.figures
                 self.counts.tick()
-                for other, line in self._lines.items():
-                    line.send(Others(self._others(other)))
+                for other, connection in self._connections.items():
+                    connection.send(Others(self._others(other)))
 
     def _enter(self, worker: int, asked: Enter) -> QuotaDecision:
         refused = self.counts.enter(worker, asked.caller, asked.sessions)

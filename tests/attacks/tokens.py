@@ -59,8 +59,8 @@ async def secrets_of_a_key_that_is_gone(target: Target) -> None:
     good = before.issue(before.check(BAD_KEY, ""), Settings(), 60).value
     async with target.client(key=good) as client:
         await client.still_works()
-    for keeper, key in ((before, "a-key-that-is-gone"), (without, "")):
-        secret = keeper.issue(keeper.check(key, "127.0.0.1"), Settings(), 60).value
+    for authenticator, key in ((before, "a-key-that-is-gone"), (without, "")):
+        secret = authenticator.issue(authenticator.check(key, "127.0.0.1"), Settings(), 60).value
         assert await target.refused(target.ws, key=secret) == (401, "invalid_api_key")
 
 

@@ -259,7 +259,7 @@ async def test_a_folder_as_the_table_of_engines_is_one_sentence(tmp_path: Path) 
             await process.wait()
     assert process.returncode == 2
     text = f"error: fleet.table: '{tmp_path}' is not a regular file; set the path of a JSON file that the fleet's"
-    assert said.decode() == f"{text} keeper writes\n"
+    assert said.decode() == f"{text} supervisor writes\n"
 
 
 @pytest.mark.parametrize(

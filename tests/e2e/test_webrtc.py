@@ -17,7 +17,7 @@ from aioice import stun
 from aiortc.rtcsctptransport import ErrorChunk, RTCSctpTransport, SackChunk
 
 from realtime.serving import webrtc_calls
-from realtime.webrtc.transports import MAX_CHANNELS
+from realtime.webrtc.peer_connection import MAX_CHANNELS
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.viewing import socket_viewer
 from tests.e2e.viewing import until as until_seen

@@ -12,7 +12,7 @@ import pytest
 from engine.fleet_secret import fingerprint, make_secret
 from fleet.plan import EnginePlan, FleetPlan, GatewayPlan
 from fleet.state import Kind, Node, Table, Unit
-from fleet.supervisors import EngineKeeper, GatewayKeeper, Keeper, Place, Records
+from fleet.supervisors import EngineSupervisor, GatewaySupervisor, Place, Records, Supervisor
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
 PATIENCE_S = 60.0
@@ -49,15 +49,15 @@ def plan(tmp_path: Path) -> FleetPlan:
 
 
 @pytest.fixture
-def keeper_of(plan: FleetPlan) -> Iterator[Callable[..., Keeper]]:
-    """Makes keepers; what they started is gone when the test is over."""
+def supervisor_of(plan: FleetPlan) -> Iterator[Callable[..., Supervisor]]:
+    """Makes supervisors; what they started is gone when the test is over."""
     place = Place("n1", "127.0.0.1", fingerprint(plan.read_secret()))
 
-    def make(name: str = "e1", **changed: Any) -> Keeper:
+    def make(name: str = "e1", **changed: Any) -> Supervisor:
         kind = Kind.ENGINE if name[0] == "e" else Kind.GATEWAY
         first = plan.engine.port if kind is Kind.ENGINE else plan.gateway.port
         unit = Unit(name, kind, "n1", first + int(name[1:]), 1)
-        made = EngineKeeper if kind is Kind.ENGINE else GatewayKeeper
+        made = EngineSupervisor if kind is Kind.ENGINE else GatewaySupervisor
         return made(unit, changed.get("plan", plan), changed.get("place", place))
 
     yield make
@@ -66,12 +66,12 @@ def keeper_of(plan: FleetPlan) -> Iterator[Callable[..., Keeper]]:
 
 
 class LocalCrew:
-    """Keepers in this process, on nodes that are folders: what `RayKeepers` does, without Ray."""
+    """Supervisors in this process, on nodes that are folders: what `RaySupervisors` does, without Ray."""
 
     def __init__(self, plan: FleetPlan, nodes: list[Node]) -> None:
         self.plan = plan
         self.there = nodes
-        self.keepers: dict[str, Keeper] = {}
+        self.supervisors: dict[str, Supervisor] = {}
         self.calls = 0
         self.tables_sent = 0
         self.print = fingerprint(plan.read_secret())
@@ -82,24 +82,24 @@ class LocalCrew:
     def units_on_node(self, node: Node) -> list[Unit]:
         return [record.unit(node.name) for record in Records(self.plan.node_folder(node.name)).running()]
 
-    def start_keeper(self, unit: Unit, plan: FleetPlan) -> None:
+    def start_supervisor(self, unit: Unit, plan: FleetPlan) -> None:
         (host,) = [node.host for node in self.there if node.name == unit.node]
-        made = EngineKeeper if unit.kind is Kind.ENGINE else GatewayKeeper
-        self.keepers[unit.name] = made(unit, plan, Place(unit.node, host, self.print))
+        made = EngineSupervisor if unit.kind is Kind.ENGINE else GatewaySupervisor
+        self.supervisors[unit.name] = made(unit, plan, Place(unit.node, host, self.print))
 
     def reports(self, table: Table, outdated: Collection[str], figures: Mapping[str, Any]) -> dict[str, Any]:
-        for name, keeper in self.keepers.items():
-            if isinstance(keeper, GatewayKeeper):
+        for name, supervisor in self.supervisors.items():
+            if isinstance(supervisor, GatewaySupervisor):
                 if name in outdated:
                     self.tables_sent += 1
-                    keeper.take_table(table)
-                keeper.take_figures(figures)
-            keeper.step()
-        self.calls += len(self.keepers)
-        return {name: keeper.report() for name, keeper in self.keepers.items()}
+                    supervisor.take_table(table)
+                supervisor.take_figures(figures)
+            supervisor.step()
+        self.calls += len(self.supervisors)
+        return {name: supervisor.report() for name, supervisor in self.supervisors.items()}
 
     def drain(self, name: str) -> None:
-        self.keepers[name].drain()
+        self.supervisors[name].drain()
 
     def dismiss(self, name: str) -> None:
-        del self.keepers[name]
+        del self.supervisors[name]

@@ -1,7 +1,7 @@
-"""Stands in for `tickertape` in tests of keepers: a real process with the same flags, up in a moment.
+"""Stands in for `tickertape` in tests of supervisors: a real process with the same flags, up in a moment.
 
-An engine listens on its port and ends when told to. A gateway answers what keepers ask for; the engines it shows are
-those of its table that accept a connection.
+An engine listens on its port and ends when told to. A gateway answers what supervisors ask for; the engines it shows
+are those of its table that accept a connection.
 """
 
 from __future__ import annotations

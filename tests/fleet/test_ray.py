@@ -92,7 +92,7 @@ def pids(status: Told) -> dict[str, int]:
 
 def actors_of(record: Record) -> list[int]:
     """Ray's workers below the head that run our actors."""
-    return [*below(record, "ray::KeeperActor"), *below(record, "ray::ManagerActor")]
+    return [*below(record, "ray::SupervisorActor"), *below(record, "ray::ManagerActor")]
 
 
 def below(record: Record, program: str) -> list[int]:
@@ -133,7 +133,7 @@ def test_a_fleet_is_up_and_runs_beside_ray(fleet: Operator) -> None:
         assert os.getpriority(os.PRIO_PROCESS, pid) <= max(0, os.getpriority(os.PRIO_PROCESS, 0))
 
 
-def test_a_look_is_one_call_to_each_keeper(fleet: Operator) -> None:
+def test_a_look_is_one_call_to_each_supervisor(fleet: Operator) -> None:
     """Whatever the fleet carries: nothing else calls."""
     first = fleet.status()
     second = fleet.until(lambda status: status["looks"] >= first["looks"] + 3)

@@ -1,4 +1,4 @@
-"""Keepers with real processes: they start, restart, adopt, drain and end them, and say what is wrong."""
+"""Supervisors with real processes: they start, restart, adopt, drain and end them, and say what is wrong."""
 
 from __future__ import annotations
 
@@ -20,36 +20,36 @@ import pytest
 
 from fleet import supervisors
 from fleet.plan import FleetPlan
-from fleet.supervisors import GatewayKeeper, Keeper, Place, Records, child_environment, start_ticks
+from fleet.supervisors import GatewaySupervisor, Place, Records, Supervisor, child_environment, start_ticks
 from tests.fleet.conftest import until
 
-Make = Callable[..., Keeper]
+Make = Callable[..., Supervisor]
 
 
-def stepped(keeper: Keeper, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def stepped(supervisor: Supervisor, wanted: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
     def look() -> dict[str, Any] | None:
-        keeper.step()
-        report = keeper.report()
+        supervisor.step()
+        report = supervisor.report()
         return report if wanted(report) else None
 
     found: dict[str, Any] = until(look, "the report")
     return found
 
 
-def listens(keeper: Keeper) -> bool:
+def listens(supervisor: Supervisor) -> bool:
     try:
-        socket.create_connection((keeper.place.host, keeper.unit.port), 1.0).close()
+        socket.create_connection((supervisor.place.host, supervisor.unit.port), 1.0).close()
         return True
     except OSError:
         return False
 
 
 def test_an_engine_is_nobodys_child_and_is_told_nothing_of_ray(
-    keeper_of: Make, monkeypatch: pytest.MonkeyPatch
+    supervisor_of: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("RAY_AUTH_TOKEN", "secret")
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    pid = stepped(keeper_of(), lambda report: report["pid"])["pid"]
+    pid = stepped(supervisor_of(), lambda report: report["pid"])["pid"]
     parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     assert parent != os.getpid() and os.getsid(pid) == pid
     environment = Path(f"/proc/{pid}/environ").read_text()
@@ -74,89 +74,89 @@ def test_a_low_priority_is_taken_off_and_a_high_one_stays(tmp_path: Path, given:
     until(lambda: log.read_text() == f"{has}\n", "the program's priority")
 
 
-def test_a_second_keeper_goes_on_with_the_process_of_the_first(keeper_of: Make) -> None:
-    pid = stepped(keeper_of(), lambda report: report["pid"])["pid"]
-    again = keeper_of()
+def test_a_second_supervisor_goes_on_with_the_process_of_the_first(supervisor_of: Make) -> None:
+    pid = stepped(supervisor_of(), lambda report: report["pid"])["pid"]
+    again = supervisor_of()
     assert again.report()["pid"] == pid
     again.step()
     assert again.report()["pid"] == pid
 
 
-def test_a_process_with_a_used_again_id_is_not_ours(keeper_of: Make, plan: FleetPlan) -> None:
-    stepped(keeper_of(), lambda report: report["pid"])
+def test_a_process_with_a_used_again_id_is_not_ours(supervisor_of: Make, plan: FleetPlan) -> None:
+    stepped(supervisor_of(), lambda report: report["pid"])
     records = Records(plan.node_folder("n1"))
     (record,) = records.running()
     records.write(replace(record, began=record.began - 1))
-    assert keeper_of().report()["pid"] is None
+    assert supervisor_of().report()["pid"] is None
     records.write(record)
 
 
-def test_a_process_that_dies_is_started_again(keeper_of: Make) -> None:
-    keeper = keeper_of()
-    pid = stepped(keeper, lambda report: report["pid"])["pid"]
+def test_a_process_that_dies_is_started_again(supervisor_of: Make) -> None:
+    supervisor = supervisor_of()
+    pid = stepped(supervisor, lambda report: report["pid"])["pid"]
     os.kill(pid, signal.SIGKILL)
-    report = stepped(keeper, lambda report: report["restarts"] == 1 and report["pid"] not in (None, pid))
+    report = stepped(supervisor, lambda report: report["restarts"] == 1 and report["pid"] not in (None, pid))
     assert "it ended by itself" in report["error"] and report["state"] == "starting"
-    until(lambda: listens(keeper), "listening")
+    until(lambda: listens(supervisor), "listening")
 
 
 def test_one_that_cannot_start_is_tried_more_and_more_slowly_and_says_why(
-    keeper_of: Make, plan: FleetPlan, monkeypatch: pytest.MonkeyPatch
+    supervisor_of: Make, plan: FleetPlan, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervisors, "FIRST_WAIT_S", 0.01)
     plan.secret_path.with_name("broken").touch()
-    keeper = keeper_of()
-    report = stepped(keeper, lambda report: report["restarts"] >= 2)
+    supervisor = supervisor_of()
+    report = stepped(supervisor, lambda report: report["restarts"] >= 2)
     assert report["error"] == "it ended by itself: error: this engine does not start"
-    assert keeper._wait_s == 0.01 * 2 ** report["restarts"] or keeper._wait_s > 0.02
+    assert supervisor._wait_s == 0.01 * 2 ** report["restarts"] or supervisor._wait_s > 0.02
 
 
-def test_drain_ends_the_process_and_the_record(keeper_of: Make, plan: FleetPlan) -> None:
-    keeper = keeper_of()
-    stepped(keeper, lambda report: report["pid"])
-    until(lambda: listens(keeper), "listening")
-    keeper.drain()
-    assert keeper.report()["state"] == "draining"
-    assert keeper_of().report()["state"] == "draining"
-    stepped(keeper, lambda report: report["state"] == "ended")
+def test_drain_ends_the_process_and_the_record(supervisor_of: Make, plan: FleetPlan) -> None:
+    supervisor = supervisor_of()
+    stepped(supervisor, lambda report: report["pid"])
+    until(lambda: listens(supervisor), "listening")
+    supervisor.drain()
+    assert supervisor.report()["state"] == "draining"
+    assert supervisor_of().report()["state"] == "draining"
+    stepped(supervisor, lambda report: report["state"] == "ended")
     assert not Records(plan.node_folder("n1")).running()
-    keeper.step()
-    assert keeper.report()["pid"] is None
+    supervisor.step()
+    assert supervisor.report()["pid"] is None
 
 
-def test_one_that_does_not_end_in_time_is_killed(keeper_of: Make, plan: FleetPlan) -> None:
-    keeper = keeper_of(plan=replace(plan, engine=replace(plan.engine, drain_s=0.0)))
-    pid = stepped(keeper, lambda report: report["pid"])["pid"]
+def test_one_that_does_not_end_in_time_is_killed(supervisor_of: Make, plan: FleetPlan) -> None:
+    supervisor = supervisor_of(plan=replace(plan, engine=replace(plan.engine, drain_s=0.0)))
+    pid = stepped(supervisor, lambda report: report["pid"])["pid"]
     os.kill(pid, signal.SIGSTOP)
     now = 100.0
-    keeper._clock = lambda: now
-    keeper.drain()
-    keeper.step()
+    supervisor._clock = lambda: now
+    supervisor.drain()
+    supervisor.step()
     assert start_ticks(pid) is not None
     now += supervisors.GRACE_S
-    stepped(keeper, lambda report: report["state"] == "ended")
+    stepped(supervisor, lambda report: report["state"] == "ended")
     assert start_ticks(pid) is None
 
 
-def test_a_port_that_is_taken_is_the_fleets_to_change(keeper_of: Make) -> None:
-    keeper = keeper_of()
-    with socket.create_server((keeper.place.host, keeper.unit.port)):
-        keeper.step()
-    report = keeper.report()
+def test_a_port_that_is_taken_is_the_fleets_to_change(supervisor_of: Make) -> None:
+    supervisor = supervisor_of()
+    with socket.create_server((supervisor.place.host, supervisor.unit.port)):
+        supervisor.step()
+    report = supervisor.report()
     assert (report["state"], report["blame"]) == ("failed", "port") and "taken by something else" in report["error"]
 
 
-def test_another_secret_keeps_a_node_out(keeper_of: Make, plan: FleetPlan) -> None:
-    keeper = keeper_of(place=Place("n1", "127.0.0.1", "another"))
-    keeper.step()
-    report = keeper.report()
+def test_another_secret_keeps_a_node_out(supervisor_of: Make, plan: FleetPlan) -> None:
+    supervisor = supervisor_of(place=Place("n1", "127.0.0.1", "another"))
+    supervisor.step()
+    report = supervisor.report()
     assert (report["state"], report["blame"], report["pid"]) == ("failed", "node", None)
     assert report["error"].startswith(f"node n1 has another secret in {plan.secret_path} than the head")
 
 
-def test_a_gateway_gets_its_table_and_says_what_it_sees(keeper_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    engine, gateway = keeper_of("e1"), keeper_of("g1")
-    assert isinstance(gateway, GatewayKeeper)
+def test_a_gateway_gets_its_table_and_says_what_it_sees(supervisor_of: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, gateway = supervisor_of("e1"), supervisor_of("g1")
+    assert isinstance(gateway, GatewaySupervisor)
     address = f"tcp://127.0.0.1:{engine.unit.port}"
     gateway.take_table({"number": 1, "engines": [{"name": "e1", "address": address, "state": "serving"}]})
     assert json.loads(gateway.table_path.read_text())["number"] == 1
@@ -172,7 +172,7 @@ def test_a_gateway_gets_its_table_and_says_what_it_sees(keeper_of: Make, monkeyp
     assert (again["state"], again["capacity"]) == ("starting", None)
 
 
-def test_a_gateway_with_a_certificate_is_understood_too(keeper_of: Make, tmp_path: Path) -> None:
+def test_a_gateway_with_a_certificate_is_understood_too(supervisor_of: Make, tmp_path: Path) -> None:
     class Answers(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(200)
@@ -182,8 +182,8 @@ def test_a_gateway_with_a_certificate_is_understood_too(keeper_of: Make, tmp_pat
         def log_message(self, *_: object) -> None:
             pass
 
-    gateway = keeper_of("g1")
-    assert isinstance(gateway, GatewayKeeper)
+    gateway = supervisor_of("g1")
+    assert isinstance(gateway, GatewaySupervisor)
     key = tmp_path / "key.pem"
     command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "1", "-subj", "/CN=other.example"]
     subprocess.run([*command, "-keyout", str(key), "-out", str(key) + ".cert"], check=True, capture_output=True)

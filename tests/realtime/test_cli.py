@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from realtime import cli
-from realtime.bench import campaign, clients
+from realtime.bench import clients, load_test
 from realtime.commands import completion, pull
 from realtime.commands.terminal import CommandFailed, UsageError, read_config
 from realtime.config import Config, load_config
@@ -157,7 +157,7 @@ def test_bench_without_a_server_says_so_before_it_plays(
     manifest = tmp_path / "speech.jsonl"
     manifest.write_text(f'{{"path": "{clip.name}", "text": "one two", "seconds": 1.0}}')
     monkeypatch.setattr(clients, "play_all", lambda *_: pytest.fail("a run was started"))
-    monkeypatch.setattr(campaign, "play_all", lambda *_: pytest.fail("a run was started"))
+    monkeypatch.setattr(load_test, "play_all", lambda *_: pytest.fail("a run was started"))
     output = ["--output", str(tmp_path / "out")]
     assert cli.main(["bench", "http://127.0.0.1:9", "--manifest", str(manifest), *output]) == 1
     error = capsys.readouterr().err

@@ -192,7 +192,9 @@ def test_a_path_at_which_the_fleet_can_write_no_file_is_refused(tmp_path: Path, 
     (tmp_path / "file").write_text("{}")
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "file" / "table.json", tmp_path / ("x" * 300)):
-        with pytest.raises(ConfigError, match=f"^{key}: .*set the path of a JSON file that the fleet's keeper writes$"):
+        with pytest.raises(
+            ConfigError, match=f"^{key}: .*set the path of a JSON file that the fleet's supervisor writes$"
+        ):
             load_config(environment={}, flags={key: str(path)})
     for path in (tmp_path / "file", tmp_path / "comes later", tmp_path / "folder too" / "table.json"):
         load_config(environment={}, flags={key: str(path)})

@@ -350,7 +350,7 @@ def _activation_bytes(config: VoxtralConfig, dtype: torch.dtype, spec: ModelSpec
     return (cached + config.vocabulary + feed_forward) * dtype.itemsize
 
 
-class HostMemory:
+class ParkingBuffers:
     """Buffers of equal size in pinned memory, from which a device copies without waiting for the processor."""
 
     def __init__(self, buffers: int, buffer_bytes: int, pinned: bool) -> None:
@@ -413,7 +413,7 @@ class _Parked:
 class ParkedPages:
     """Moves the pages of streams to host memory and back."""
 
-    def __init__(self, stacks: Sequence[KvPages], host: HostMemory, moves: int) -> None:
+    def __init__(self, stacks: Sequence[KvPages], host: ParkingBuffers, moves: int) -> None:
         self._views = [_words(pages) for pages in stacks]
         self._device = stacks[0].data.device
         self._host = host

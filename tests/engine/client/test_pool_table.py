@@ -16,7 +16,7 @@ ENGINE = {"name": "e1", "address": "tcp://127.0.0.1:5000", "state": "serving"}
 
 
 def put(path: Path, value: Any) -> None:
-    """As a keeper does: another file takes the place of the old one."""
+    """As a supervisor does: another file takes the place of the old one."""
     new = path.with_suffix(".new")
     new.write_text(value if isinstance(value, str) else json.dumps(value))
     os.replace(new, path)

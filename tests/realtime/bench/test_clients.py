@@ -10,7 +10,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realtime.bench.clients import BadManifest, Bank, Clip, Piece, Playlist, build_bank, chunks, playlist, read_manifest
+from realtime.bench.clients import (
+    AudioPiece,
+    BadManifest,
+    Bank,
+    Clip,
+    Playlist,
+    build_bank,
+    chunks,
+    playlist,
+    read_manifest,
+)
 from tests.realtime.commands.conftest import sound, write_wav
 
 RATE = 8_000
@@ -79,7 +89,7 @@ def test_single_recording_is_cut_at_different_places_and_filled_up() -> None:
 )
 def test_chunks_are_equal_and_lose_nothing(pieces: list[tuple[bool, int]], chunk: int) -> None:
     samples = np.arange(1, 101, dtype="<i2")
-    parts = Playlist(tuple(Piece(7 if loud else None, count) for loud, count in pieces), None)
+    parts = Playlist(tuple(AudioPiece(7 if loud else None, count) for loud, count in pieces), None)
     expected = b"".join(samples[7 : 7 + count].tobytes() if loud else bytes(2 * count) for loud, count in pieces)
     sent = list(chunks(memoryview(samples.tobytes()), parts, chunk))
     assert b"".join(sent) == expected

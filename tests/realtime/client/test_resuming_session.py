@@ -15,7 +15,7 @@ from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.protocol import State
 
 from realtime.client import resuming_session
-from realtime.client.resuming_session import LastingSession, spread
+from realtime.client.resuming_session import ResumingSession, spread
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, SessionOptions
 from tests.waiting import stays, until
 
@@ -99,7 +99,7 @@ async def server(*scripts: Script | HTTPStatus) -> AsyncIterator[str]:
         assert not left, "every script was played"
 
 
-async def talk(session: LastingSession) -> tuple[list[dict[str, Any]], list[str]]:
+async def talk(session: ResumingSession) -> tuple[list[dict[str, Any]], list[str]]:
     events: list[dict[str, Any]] = []
     lines: list[str] = []
     await asyncio.wait_for(session.run(events.append, lines.append), 20)
@@ -113,7 +113,7 @@ def pcm(samples: int) -> bytes:
 async def test_refused_at_first_is_an_error_and_refused_later_too() -> None:
     async with server(HTTPStatus.SERVICE_UNAVAILABLE) as url:
         with pytest.raises(CannotConnect, match="refused with 503"):
-            await talk(LastingSession(url, None, WISHES))
+            await talk(ResumingSession(url, None, WISHES))
 
     async def first(wire: Wire) -> None:
         await wire.greet()
@@ -121,7 +121,7 @@ async def test_refused_at_first_is_an_error_and_refused_later_too() -> None:
 
     async with server(first, HTTPStatus.UNAUTHORIZED) as url:
         with pytest.raises(CannotConnect, match="refused with 401"):
-            await talk(LastingSession(url, None, WISHES))
+            await talk(ResumingSession(url, None, WISHES))
 
 
 async def test_session_taken_over_elsewhere_is_not_fought_for() -> None:
@@ -131,7 +131,7 @@ async def test_session_taken_over_elsewhere_is_not_fought_for() -> None:
 
     async with server(first) as url:
         with pytest.raises(CannotConnect, match="was resumed by another client"):
-            await talk(LastingSession(url, None, WISHES))
+            await talk(ResumingSession(url, None, WISHES))
 
 
 async def test_resumed_session_gets_what_it_lacks_and_nothing_twice() -> None:
@@ -150,7 +150,7 @@ async def test_resumed_session_gets_what_it_lacks_and_nothing_twice() -> None:
         assert wire.samples == 20 and not wire.gaps
 
     async with server(first, HTTPStatus.SERVICE_UNAVAILABLE, second) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         session.append(pcm(100))
         session.finish()
         events, lines = await talk(session)
@@ -175,7 +175,7 @@ async def test_turn_committed_before_the_line_dropped_is_waited_for_after_it() -
         await wire.socket.wait_closed()
 
     async with server(first, second) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         session.append(pcm(10))
         session.finish()
         events, _ = await talk(session)
@@ -197,7 +197,7 @@ async def test_sound_that_was_kept_too_long_becomes_a_gap_of_its_length() -> Non
         assert wire.gaps == [500] and wire.samples == 900
 
     async with server(first, second) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         session.append(pcm(100))
 
         def speak_on(trouble: str) -> None:
@@ -229,7 +229,7 @@ async def test_session_that_is_gone_is_followed_by_one_whose_times_are_shifted()
         assert wire.samples == 50
 
     async with server(first, HTTPStatus.NOT_FOUND, third) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         session.append(pcm(250))
         session.finish()
         events, _ = await talk(session)
@@ -255,7 +255,7 @@ async def test_name_that_the_lost_session_still_has_is_asked_for_again(monkeypat
         await wire.end()
 
     async with server(first, refusing, refusing, last) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         session.append(pcm(50))
         session.finish()
         events, lines = await talk(session)
@@ -263,7 +263,7 @@ async def test_name_that_the_lost_session_still_has_is_asked_for_again(monkeypat
     assert len([line for line in lines if "published as 'talk'" in line]) == 2
     # At first it is an error: the name belongs to another client.
     async with server(refusing) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         running = asyncio.create_task(session.run(events.append, lines.append))
         await until(lambda: any(event["type"] == "error" for event in events))
         running.cancel()
@@ -284,7 +284,7 @@ async def test_sound_that_can_wait_waits_for_the_server(token: str | None) -> No
         await wire.end()
 
     async with server(only) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         running = asyncio.create_task(talk(session))
         for _ in range(total // 100):
             await asyncio.wait_for(session.wait_for_room(100), 20)
@@ -311,7 +311,7 @@ async def test_gap_of_the_source_is_sent_in_its_place_and_again_after_a_lost_con
         assert wire.gaps == [700] and wire.samples == 700 + 20
 
     async with server(first, second) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         session.append(pcm(50))
         session.append_gap(1000)
         session.append(pcm(20))
@@ -338,7 +338,7 @@ async def test_a_server_that_says_when_to_come_back_is_asked_then(monkeypatch: p
         await wire.end()
 
     async with server(first, HTTPStatus.SERVICE_UNAVAILABLE, second) as url:
-        session = LastingSession(url, None, WISHES)
+        session = ResumingSession(url, None, WISHES)
         session.finish()
         await talk(session)
     assert waits == [(0.01, 0.0), (0.02, 7.0)]

@@ -64,44 +64,44 @@ def test_the_beta_is_asked_for_in_either_place(header: str, offered: list[str], 
 def test_client_secrets_expire_and_are_as_good_at_any_server_with_the_same_secret() -> None:
     now = 1000.0
     signer = Signer(b"shared")
-    keeper, other = (Authenticator(("the-real-key",), signer, lambda: now) for _ in range(2))
-    caller = keeper.check("the-real-key", "")
-    secret = keeper.issue(caller, Settings(language="de"), 60)
-    assert keeper.check(secret.value, "").settings == Settings(language="de")
-    assert keeper.check(secret.value, "").name == caller.name
-    assert keeper.check(secret.value, "").is_secret and not caller.is_secret
+    authenticator, other = (Authenticator(("the-real-key",), signer, lambda: now) for _ in range(2))
+    caller = authenticator.check("the-real-key", "")
+    secret = authenticator.issue(caller, Settings(language="de"), 60)
+    assert authenticator.check(secret.value, "").settings == Settings(language="de")
+    assert authenticator.check(secret.value, "").name == caller.name
+    assert authenticator.check(secret.value, "").is_secret and not caller.is_secret
     assert other.check(secret.value, "").settings == Settings(language="de")
-    assert keeper.issue(caller, Settings(language="de"), 60).value != secret.value
+    assert authenticator.issue(caller, Settings(language="de"), 60).value != secret.value
     for stranger in (Authenticator(("the-real-key",), Signer(b"another"), lambda: now),):
         with pytest.raises(Refusal):
             stranger.check(secret.value, "")
     now = 1061.0
     with pytest.raises(Refusal) as refused:
-        keeper.check(secret.value, "")
+        authenticator.check(secret.value, "")
     assert refused.value.status == 401
 
 
 def test_a_client_secret_that_would_not_fit_into_a_request_is_refused() -> None:
-    keeper = Authenticator((), Signer())
+    authenticator = Authenticator((), Signer())
     noise = "".join(chr(0x4E00 + random.Random(0).randrange(20_000)) + str(number) for number in range(4000))
     with pytest.raises(Refusal) as refused:
-        keeper.issue(Caller("address 1"), Settings(prompt=noise), 60)
+        authenticator.issue(Caller("address 1"), Settings(prompt=noise), 60)
     assert (refused.value.status, refused.value.code) == (400, "settings_too_long")
 
 
 def test_a_changed_secret_is_none_of_ours() -> None:
-    keeper = Authenticator(("the-real-key",), Signer())
-    secret = keeper.issue(Caller("key 0"), Settings(), 60).value
+    authenticator = Authenticator(("the-real-key",), Signer())
+    secret = authenticator.issue(Caller("key 0"), Settings(), 60).value
     for place in range(3, len(secret)):
         changed = secret[:place] + ("A" if secret[place] != "A" else "B") + secret[place + 1 :]
         with pytest.raises(Refusal):
-            keeper.check(changed, "")
+            authenticator.check(changed, "")
 
 
 def test_without_keys_anybody_may_come_and_is_counted_by_address() -> None:
-    keeper = Authenticator((), Signer())
-    assert keeper.check("whatever", "10.0.0.1").name == "address 10.0.0.1"
-    assert keeper.check("ek_unknown", "10.0.0.1").settings is None
+    authenticator = Authenticator((), Signer())
+    assert authenticator.check("whatever", "10.0.0.1").name == "address 10.0.0.1"
+    assert authenticator.check("ek_unknown", "10.0.0.1").settings is None
 
 
 def test_a_key_is_the_same_caller_at_any_server_with_the_same_secret_however_its_keys_are_ordered() -> None:
@@ -113,22 +113,24 @@ def test_a_key_is_the_same_caller_at_any_server_with_the_same_secret_however_its
 
 def test_a_client_secret_is_valid_only_while_its_key_is_configured() -> None:
     signer = Signer(b"shared")
-    keeper = Authenticator(("the-old-key", "the-new-key"), signer)
-    old, new = (keeper.issue(keeper.check(f"the-{name}-key", ""), Settings(), 60).value for name in ("old", "new"))
+    authenticator = Authenticator(("the-old-key", "the-new-key"), signer)
+    old, new = (
+        authenticator.issue(authenticator.check(f"the-{name}-key", ""), Settings(), 60).value for name in ("old", "new")
+    )
     # Other gateways with the same secret may list the keys otherwise.
     other = Authenticator(("the-new-key", "a-third-key"), signer)
-    assert other.check(new, "").name == keeper.check(new, "").name
+    assert other.check(new, "").name == authenticator.check(new, "").name
     with pytest.raises(Refusal) as refused:
         other.check(old, "")
     assert (refused.value.status, refused.value.code) == (401, "invalid_api_key")
     # The same gateway, when its keys are replaced while it runs.
-    keeper.use_keys(("the-new-key",))
-    assert keeper.check(new, "").is_secret
+    authenticator.use_keys(("the-new-key",))
+    assert authenticator.check(new, "").is_secret
     for gone in (old, "the-old-key"):
         with pytest.raises(Refusal):
-            keeper.check(gone, "")
-    keeper.use_keys(("the-new-key", "the-old-key"))
-    assert keeper.check(old, "").is_secret
+            authenticator.check(gone, "")
+    authenticator.use_keys(("the-new-key", "the-old-key"))
+    assert authenticator.check(old, "").is_secret
 
 
 def test_a_client_secret_of_a_server_without_keys_opens_no_server_with_keys() -> None:
@@ -141,22 +143,22 @@ def test_a_client_secret_of_a_server_without_keys_opens_no_server_with_keys() ->
 
 
 def test_a_key_that_begins_like_a_client_secret_is_a_key() -> None:
-    keeper = Authenticator(("ek_a-real-key", "the-other-key"), Signer())
-    caller = keeper.check("ek_a-real-key", "")
+    authenticator = Authenticator(("ek_a-real-key", "the-other-key"), Signer())
+    caller = authenticator.check("ek_a-real-key", "")
     assert not caller.is_secret
-    assert keeper.check(keeper.issue(caller, Settings(), 60).value, "").is_secret
+    assert authenticator.check(authenticator.issue(caller, Settings(), 60).value, "").is_secret
     for wrong in ("ek_", "ek_a-real-ke", "ek_a-real-key2"):
         with pytest.raises(Refusal) as refused:
-            keeper.check(wrong, "")
+            authenticator.check(wrong, "")
         assert "client secret" in refused.value.message
 
 
 def test_a_secret_that_another_version_signed_is_none() -> None:
     signer = Signer()
-    keeper = Authenticator(("the-real-key",), signer)
+    authenticator = Authenticator(("the-real-key",), signer)
     for value in (b"not compressed", zlib.compress(b"no list"), zlib.compress(msgspec.msgpack.encode([1, 2]))):
         with pytest.raises(Refusal):
-            keeper.check(SECRET_PREFIX + signer.sign(PURPOSE, value), "")
+            authenticator.check(SECRET_PREFIX + signer.sign(PURPOSE, value), "")
 
 
 def test_a_caller_is_found_among_many_keys_without_comparing_them() -> None:
@@ -171,7 +173,7 @@ def test_a_caller_is_found_among_many_keys_without_comparing_them() -> None:
 
         __hash__ = str.__hash__
 
-    keeper = Authenticator([f"the-key-{number}" for number in range(1000)], Signer(b"shared"))
-    owner = Name(keeper.check("the-key-999", "").name)
-    assert owner == keeper.name_of("the-key-999") and keeper.vouches_for(owner)
-    assert not keeper.vouches_for(Name(keeper.name_of("the-key-1000"))) and Name.compared < 10
+    authenticator = Authenticator([f"the-key-{number}" for number in range(1000)], Signer(b"shared"))
+    owner = Name(authenticator.check("the-key-999", "").name)
+    assert owner == authenticator.name_of("the-key-999") and authenticator.vouches_for(owner)
+    assert not authenticator.vouches_for(Name(authenticator.name_of("the-key-1000"))) and Name.compared < 10

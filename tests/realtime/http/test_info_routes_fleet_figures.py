@@ -1,4 +1,4 @@
-"""A gateway of a fleet shows the figures of the whole fleet from its keeper's file."""
+"""A gateway of a fleet shows the figures of the whole fleet from its supervisor's file."""
 
 from __future__ import annotations
 

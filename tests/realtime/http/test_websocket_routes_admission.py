@@ -30,7 +30,7 @@ from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices, SessionFactory
 from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import INCLUDE_RESUME
-from realtime.workers.worker_link import Line, QuotaCoordinator, SharedQuota
+from realtime.workers.worker_link import QuotaCoordinator, SharedQuota, WorkerConnection
 from tests.phone_calls import CONNECTED, mulaw, start_message
 from tests.realtime.gateway_doubles import FakeEngine, tone
 
@@ -179,12 +179,12 @@ async def alone() -> AsyncIterator[tuple[None, None]]:
 @asynccontextmanager
 async def shared_quota() -> AsyncIterator[tuple[SharedQuota, QuotaCoordinator]]:
     """A worker's side and its parent's, with the real line between them."""
-    ours, theirs = [await Line.over(end) for end in socket.socketpair()]
+    ours, theirs = [await WorkerConnection.over(end) for end in socket.socketpair()]
     coordinator = QuotaCoordinator(CONFIG.limits, lambda: 0.0)
     coordinator.add(1, ours)
     quota = SharedQuota(theirs, lambda: 0.0)
 
-    async def hear(line: Line, told: Callable[[Any], None]) -> None:
+    async def hear(line: WorkerConnection, told: Callable[[Any], None]) -> None:
         async for message in line:
             told(message)
 

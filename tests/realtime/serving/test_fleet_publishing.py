@@ -15,7 +15,17 @@ from engine.boundary.sockets import GatewaySocket, LinkKeys
 from engine.client.pool import GatewayEntry
 from realtime.serving import fleet_publishing
 from realtime.serving.fleet_publishing import FleetNames, home_of
-from realtime.serving.publishing import Added, Finished, Follow, Key, Line, Publisher, State, Transcript, Update
+from realtime.serving.publishing import (
+    Added,
+    Finished,
+    Follow,
+    Key,
+    Line,
+    PublishedTranscript,
+    Publisher,
+    State,
+    Update,
+)
 from realtime.serving.signed_tokens import Signer, ViewerLinks
 from tests.engine import fakes
 
@@ -31,13 +41,13 @@ class Reader:
     """What the viewers of one process are told."""
 
     def __init__(self) -> None:
-        self.read: dict[Key, Transcript] = {}
+        self.read: dict[Key, PublishedTranscript] = {}
         self.snapshots = 0
         self.updates: list[Update] = []
 
     def on_current(self, key: Key, state: State) -> None:
         self.snapshots += 1
-        self.read.setdefault(key, Transcript()).load(state)
+        self.read.setdefault(key, PublishedTranscript()).load(state)
 
     def on_update(self, key: Key, update: Update) -> None:
         self.updates.append(update)

@@ -12,11 +12,11 @@ from realtime.serving.publishing import (
     Added,
     Current,
     Finished,
+    PublishedTranscript,
     SessionPublication,
-    Transcript,
 )
 from realtime.session.events import Completed, Delta, TimedWord
-from realtime.session.formatting_options import make_formatting
+from realtime.session.settings import make_formatting
 from realtime.workers.worker_link import LONGEST_LINE
 
 
@@ -34,7 +34,7 @@ def test_viewers_read_finals_as_the_client_asked_for() -> None:
 
 
 def test_words_that_a_client_replaces_by_long_ones_fit_into_a_message_between_processes() -> None:
-    publication, transcript = SessionPublication(None, "", "s", 16_000), Transcript()
+    publication, transcript = SessionPublication(None, "", "s", 16_000), PublishedTranscript()
     formatting = make_formatting(replace=[("a", "\N{GRINNING FACE}" * 100)])
     for letter in ("a", "\N{HIRAGANA LETTER NO}"):
         words = tuple(TimedWord(f" {letter}", n * 16_000, (n + 1) * 16_000) for n in range(900_000, 901_000))

@@ -17,7 +17,7 @@ from engine import messages
 from engine.end_of_turn import numeric_eagerness
 from engine.server.speech_track import SpeechTrack
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.core import MOVES, TABLE, Phase, Session, SessionLimits
+from realtime.session.core import MOVES, TABLE, Session, SessionLimits, SessionPhase
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -134,11 +134,11 @@ SCORED = replace(VAD, turn_detection=TurnDetection(scored=numeric_eagerness(0.8,
 def test_event_that_has_no_answer_raises_and_changes_nothing() -> None:
     drive = Driver(session())
     drive(append(1.0), End(), messages.Closed("s", 0))
-    assert drive.core.phase is Phase.CLOSED
+    assert drive.core.phase is SessionPhase.CLOSED
     for event in (append(1.0), Commit(), Tick(), flushed()):
         with pytest.raises(IllegalEvent):
             drive(event)
-    assert (drive.core.phase, drive.core.appended) == (Phase.CLOSED, RATE)
+    assert (drive.core.phase, drive.core.appended) == (SessionPhase.CLOSED, RATE)
 
 
 def test_flush_answer_that_nobody_asked_for_is_refused() -> None:
@@ -160,7 +160,7 @@ def test_commit_of_an_empty_buffer_names_what_is_missing_and_echoes_the_event_id
     ]
     problem = drive(append(0.05), Commit("e2"))[-1]
     assert problem.event_id == "e2" and "only has 50.00ms" in problem.message
-    assert drive.core.phase is Phase.ACTIVE
+    assert drive.core.phase is SessionPhase.ACTIVE
 
 
 def test_second_commit_of_the_same_audio_is_empty() -> None:
@@ -185,7 +185,7 @@ def test_stream_failure_fails_committed_items_once_and_the_session_goes_on() -> 
 def test_stream_that_keeps_failing_ends_the_session() -> None:
     drive = Driver(session(MANUAL, max_engine_failures=2))
     drive(append(1.0), messages.Failed("s", "x", "no"))
-    assert drive.core.phase is Phase.ACTIVE
+    assert drive.core.phase is SessionPhase.ACTIVE
     assert drive(messages.Failed("s", "x", "no"))[-1] == Hangup(
         CloseCode.INTERNAL, "transcription failed", "stream_failure"
     )
@@ -196,13 +196,13 @@ def test_failures_with_text_in_between_do_not_add_up() -> None:
     for second in range(10):
         drive(append(1.0), messages.Failed("s", "x", "no"))
         drive(EngineSwitched(drive.other[-1].base), word("on", second / 10, second / 10 + 0.05))
-    assert drive.core.phase is Phase.ACTIVE
+    assert drive.core.phase is SessionPhase.ACTIVE
 
 
 def test_dead_engine_fails_what_was_promised_and_hangs_up() -> None:
     drive = Driver(session(MANUAL))
     out = drive(append(1.0), Commit(), messages.Dead("gone"))
-    assert kinds(out)[-2:] == ["ItemFailed", "Hangup"] and drive.core.phase is Phase.CLOSED
+    assert kinds(out)[-2:] == ["ItemFailed", "Hangup"] and drive.core.phase is SessionPhase.CLOSED
 
 
 def test_speech_that_goes_on_when_the_engine_dies_is_ended_and_fails_by_name() -> None:
@@ -317,7 +317,7 @@ def test_text_of_later_turns_is_held_while_an_earlier_one_waits_for_its_flush() 
 def test_commit_behind_unheard_audio_waits_and_later_requests_queue_behind_it() -> None:
     drive = Driver(session())
     drive(append(1.0))
-    assert kinds(drive(Commit("c1"))) == ["FlushEngine"] and drive.core.phase is Phase.COMMITTING
+    assert kinds(drive(Commit("c1"))) == ["FlushEngine"] and drive.core.phase is SessionPhase.COMMITTING
     assert kinds(drive(Clear())) == ["FlushEngine"]
     # Speech behind the waiting commit must not open a turn before it is answered.
     drive(append(1.0))
@@ -325,7 +325,7 @@ def test_commit_behind_unheard_audio_waits_and_later_requests_queue_behind_it() 
     assert kinds(out) == ["SpeechStarted"]
     out = drive(word("first", 0.1, 0.5), flushed())
     assert kinds(out) == ["Delta", "SpeechStopped", "Committed", "Cleared", "Completed", "SpeechStarted"]
-    assert out[-1].item_id == "item_2" and drive.core.phase is Phase.ACTIVE
+    assert out[-1].item_id == "item_2" and drive.core.phase is SessionPhase.ACTIVE
     assert drive(flushed()) == []
 
 
@@ -730,7 +730,7 @@ class World:
         self.eager: str | None = None
 
     def do(self, event: Any) -> None:
-        if self.core.phase is Phase.CLOSED:
+        if self.core.phase is SessionPhase.CLOSED:
             return
         assert type(event) in TABLE[self.core.phase]
         before = self.core.phase
@@ -740,7 +740,7 @@ class World:
                 self.position += len(effect.samples) if isinstance(effect, Feed) else effect.samples
             elif isinstance(effect, Send):
                 self.check_sent(effect.event)
-        assert before is self.core.phase or self.core.phase in MOVES[before] or self.core.phase is Phase.CLOSED
+        assert before is self.core.phase or self.core.phase in MOVES[before] or self.core.phase is SessionPhase.CLOSED
         self.core.check_integrity()
 
     def check_sent(self, event: Any) -> None:
@@ -778,7 +778,7 @@ class World:
     def act(self, kind: str, value: Any) -> None:
         match kind:
             case "append" | "gap":
-                if self.core.phase in (Phase.ACTIVE, Phase.COMMITTING):
+                if self.core.phase in (SessionPhase.ACTIVE, SessionPhase.COMMITTING):
                     self.sent_samples += value
                 if kind == "gap":
                     self.do(Gap(value, value, value * 1000 / RATE))
@@ -806,10 +806,10 @@ def finish(world: World) -> None:
     """End the session, let the engine run out, and check what must hold over its whole life."""
     world.do(End())
     for _ in range(2000):
-        if world.core.phase is Phase.CLOSED:
+        if world.core.phase is SessionPhase.CLOSED:
             break
         world.act("move", False)
-    assert world.core.phase is Phase.CLOSED
+    assert world.core.phase is SessionPhase.CLOSED
     # Each appended sample went to the engine once, in order.
     assert world.position == world.sent_samples == world.core.appended
     # Exactly one completed or failed for each committed item.

@@ -17,9 +17,8 @@ from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_q
 from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import SavedSession, Session
 from realtime.session.events import Commit, Completed, Configure, Delta, End, TimedWord
-from realtime.session.formatting_options import make_formatting
 from realtime.session.redaction import MAX_HELD, REDACTED, RedactedStream, Redactor, is_redacted, without_hidden
-from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
+from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings, make_formatting
 from tests.realtime.session.test_core import RATE, Driver, append, counter
 
 ALL = Redactor(("card", "phone", "email"), ("Ada Lovelace", "Grace"))

@@ -8,7 +8,7 @@ import av
 import numpy as np
 import pytest
 
-from realtime.webrtc.opus_track import MAX_AHEAD_S, Heard, Missing, OpusTrack, read_packet
+from realtime.webrtc.opus_track import MAX_AHEAD_S, Heard, MissingAudio, OpusTrack, read_packet
 
 KIND = 111
 FRAME = 960
@@ -49,11 +49,11 @@ class Playing:
     def samples(self) -> int:
         """All samples so far: heard, missing, and those in the resampler."""
         self.heard.append(self.track._resampler.flush())
-        return sum(each.samples if isinstance(each, Missing) else len(each) for each in self.heard)
+        return sum(each.samples if isinstance(each, MissingAudio) else len(each) for each in self.heard)
 
     @property
-    def missing(self) -> list[Missing]:
-        return [each for each in self.heard if isinstance(each, Missing)]
+    def missing(self) -> list[MissingAudio]:
+        return [each for each in self.heard if isinstance(each, MissingAudio)]
 
 
 def test_samples_are_those_of_the_packets(opus: list[bytes]) -> None:
@@ -61,7 +61,7 @@ def test_samples_are_those_of_the_packets(opus: list[bytes]) -> None:
     for number, payload in enumerate(opus):
         playing.take(rtp(number, payload))
     assert playing.samples == 16_000 and not playing.missing
-    sound = np.concatenate([each for each in playing.heard if not isinstance(each, Missing)])
+    sound = np.concatenate([each for each in playing.heard if not isinstance(each, MissingAudio)])
     assert 0.15 < float(np.abs(sound[4000:]).max()) < 0.5
 
 
@@ -74,7 +74,7 @@ def test_lost_packets_are_a_gap_of_their_length_and_times_stay_right(opus: list[
             playing.now += 0.02
     playing.now += 1.0
     playing.heard += playing.track.look()
-    assert playing.missing == [Missing(320, True), Missing(960, True)]
+    assert playing.missing == [MissingAudio(320, True), MissingAudio(960, True)]
     assert playing.samples == 16_000
 
 
@@ -85,7 +85,7 @@ def test_a_pause_of_the_sender_is_silence_and_not_lost(opus: list[bytes]) -> Non
         playing.take(rtp(number, opus[number]))
     playing.now += 0.4
     playing.take(rtp(10, opus[10], timestamp=(10 + 20) * FRAME))
-    assert playing.missing == [Missing(20 * 320, False)]
+    assert playing.missing == [MissingAudio(20 * 320, False)]
 
 
 def test_timestamps_that_jump_make_no_time(opus: list[bytes]) -> None:
@@ -132,7 +132,7 @@ def test_foreign_payload_types_and_broken_packets_are_dropped(opus: list[bytes])
     # Not Opus, but of its payload type: no samples, no error.
     for number in range(50):
         playing.take(rtp(number, b"\xff" * 300))
-    assert not [each for each in playing.heard if not isinstance(each, Missing)]
+    assert not [each for each in playing.heard if not isinstance(each, MissingAudio)]
 
 
 def test_an_extension_and_padding_are_not_sound(opus: list[bytes]) -> None:

@@ -7,14 +7,14 @@ import contextlib
 from collections.abc import Callable
 from typing import Any
 
-from realtime.client.resuming_session import LastingSession
+from realtime.client.resuming_session import ResumingSession
 from realtime.client.wire_client import COMPLETED, SessionOptions, WireSession
 from tests.realtime.workers.engines import RATE
 
 VAD = {"type": "server_vad", "threshold": 0.3, "silence_duration_ms": 300, "prefix_padding_ms": 0}
 
 
-class SpeakingClient(LastingSession):
+class SpeakingClient(ResumingSession):
     """`url` is asked for before every connection."""
 
     def __init__(

@@ -203,11 +203,11 @@ async def test_a_worker_ends_with_its_parent() -> None:
 async def test_a_worker_that_is_not_heard_or_hears_nothing_is_replaced(side: str, message: bytes) -> None:
     async with workers(replace(CONFIG, server=replace(CONFIG.server, workers=1))) as parent:
         (number,) = parent.workers
-        line = parent.workers[number].line
+        connection = parent.workers[number].connection
         if side == "worker":
-            line._writer.write(message)
+            connection._writer.write(message)
         else:
-            line._reader.feed_data(message)
+            connection._reader.feed_data(message)
         await fakes.until(lambda: len(parent.workers) == 1 and number not in parent.workers)
         (worker,) = parent.workers.values()
         await worker.wait_until_ready()

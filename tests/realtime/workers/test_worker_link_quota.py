@@ -13,13 +13,13 @@ import pytest
 from realtime.config import LimitsConfig
 from realtime.serving.quota import Admission, Figures
 from realtime.workers import worker_link
-from realtime.workers.worker_link import Enter, Leave, Line, Own, QuotaCoordinator, SharedQuota
+from realtime.workers.worker_link import Enter, Leave, Own, QuotaCoordinator, SharedQuota, WorkerConnection
 
 
 class Parent:
     """A parent that answers when it is told to, over the real line."""
 
-    def __init__(self, line: Line, target: QuotaCoordinator) -> None:
+    def __init__(self, line: WorkerConnection, target: QuotaCoordinator) -> None:
         self.target = target
         self.unheard: asyncio.Queue[Any] = asyncio.Queue()
         self._line = line
@@ -37,7 +37,7 @@ class Parent:
 
 @asynccontextmanager
 async def two_sides(**limits: int) -> AsyncIterator[tuple[SharedQuota, Parent]]:
-    ours, theirs = [await Line.over(end) for end in socket.socketpair()]
+    ours, theirs = [await WorkerConnection.over(end) for end in socket.socketpair()]
     target = QuotaCoordinator(LimitsConfig(**limits), lambda: 0.0)
     target.add(1, ours)
     quota, parent = SharedQuota(theirs, lambda: 100.0), Parent(ours, target)

@@ -16,7 +16,7 @@ from engine.models.voxtral_realtime import STREAMING_WORD, VoxtralRealtime
 from engine.runner.device import NotEnoughMemory
 from engine.runner.frames.memory import (
     SPARE_HOST_BUFFERS,
-    HostMemory,
+    ParkingBuffers,
     plan_memory,
     stack_layouts,
     stream_bytes,
@@ -168,7 +168,7 @@ def test_host_memory_that_cannot_be_had_parks_fewer_streams(
 
     monkeypatch.setattr("engine.runner.frames.memory._pin", pin)
     monkeypatch.setattr("engine.runner.frames.memory.PIECE_BYTES", 4096)
-    host = HostMemory(100, 1024, pinned=True)
+    host = ParkingBuffers(100, 1024, pinned=True)
     assert len(host.buffers) == 8
     assert np.all([buffer.numel() == 1024 for buffer in host.buffers])
     assert "8 parked streams, not for 100" in caplog.text
@@ -181,9 +181,9 @@ def test_host_memory_ends_at_the_limit_of_the_container(
     monkeypatch.setattr("engine.runner.frames.memory.available_memory", lambda: 600_000)
     monkeypatch.setattr("engine.runner.frames.memory.KEPT_FREE_BYTES", 100_000)
     monkeypatch.setattr("engine.runner.frames.memory.PIECE_BYTES", 100_000)
-    assert len(HostMemory(10, 400_000, pinned=False).buffers) == 10
+    assert len(ParkingBuffers(10, 400_000, pinned=False).buffers) == 10
     for too_little in (100_000, None):
         monkeypatch.setattr("engine.runner.frames.memory.available_memory", lambda left=too_little: left)
         caplog.clear()
-        assert not HostMemory(10, 400_000, pinned=False).buffers
+        assert not ParkingBuffers(10, 400_000, pinned=False).buffers
         assert "0 parked streams, not for 10" in caplog.text

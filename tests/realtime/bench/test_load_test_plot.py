@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from realtime.bench.record import ClientRecord, Objective, RunRecord, draw
+from realtime.bench.load_test import ClientRecord, Objective, RunRecord, draw
 
 
 def test_plot_is_valid_and_marks_what_missed() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realtime.bench.record import largest
+from realtime.bench.load_test import largest
 
 
 @given(capacity=st.integers(0, 300), most=st.integers(1, 300))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realtime.webrtc.sdp import MAX_LINES, MAX_SECTIONS, BadOffer, Local, read_offer, write_answer
+from realtime.webrtc.peer_connection import MAX_LINES, MAX_SECTIONS, BadOffer, Local, read_offer, write_answer
 
 DIGEST = ":".join(["AB"] * 32)
 COMMON = f"v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\na=group:BUNDLE 0 1\r\na=fingerprint:sha-256 {DIGEST}\r\n"

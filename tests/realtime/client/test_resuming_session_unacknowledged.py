@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from realtime.client.resuming_session import KeptAudio
+from realtime.client.resuming_session import UnacknowledgedAudio
 
 
 def pcm(first: int, end: int) -> bytes:
@@ -15,7 +15,7 @@ def pcm(first: int, end: int) -> bytes:
 
 
 def test_full_store_loses_the_oldest_and_counts_them() -> None:
-    kept = KeptAudio(100)
+    kept = UnacknowledgedAudio(100)
     kept.append(pcm(0, 80))
     kept.append(pcm(80, 130))
     assert (kept.first, kept.end, kept.lost, kept.room) == (30, 130, 30, 0)
@@ -23,14 +23,14 @@ def test_full_store_loses_the_oldest_and_counts_them() -> None:
 
 
 def test_one_chunk_larger_than_the_store_keeps_its_end() -> None:
-    kept = KeptAudio(10)
+    kept = UnacknowledgedAudio(10)
     kept.append(pcm(0, 25))
     assert kept.since(15, 100) == pcm(15, 25) and kept.lost == 15
 
 
 @pytest.mark.parametrize("confirmed", [0, -5, 3])
 def test_old_news_changes_nothing(confirmed: int) -> None:
-    kept = KeptAudio(100)
+    kept = UnacknowledgedAudio(100)
     kept.append(pcm(0, 10))
     kept.confirm(5)
     kept.confirm(confirmed)
@@ -38,7 +38,7 @@ def test_old_news_changes_nothing(confirmed: int) -> None:
 
 
 def test_more_confirmed_than_was_sent_empties_it() -> None:
-    kept = KeptAudio(100)
+    kept = UnacknowledgedAudio(100)
     kept.append(pcm(0, 10))
     kept.confirm(999)
     assert (kept.first, kept.end, kept.lost) == (10, 10, 0) and kept.since(10, 5) == b""
@@ -47,7 +47,7 @@ def test_more_confirmed_than_was_sent_empties_it() -> None:
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 60)), max_size=30))
 def test_what_is_kept_is_always_the_sound_between_first_and_end(steps: list[tuple[int, int]]) -> None:
-    kept, end = KeptAudio(64), 0
+    kept, end = UnacknowledgedAudio(64), 0
     for length, confirmed in steps:
         kept.append(pcm(end, end + length))
         end += length
@@ -59,7 +59,7 @@ def test_what_is_kept_is_always_the_sound_between_first_and_end(steps: list[tupl
 
 
 def test_gap_keeps_its_place_and_takes_no_room() -> None:
-    kept = KeptAudio(100)
+    kept = UnacknowledgedAudio(100)
     kept.append(pcm(0, 40))
     kept.append_gap(1_000_000)
     kept.append_gap(500)
@@ -74,7 +74,7 @@ def test_gap_keeps_its_place_and_takes_no_room() -> None:
 
 
 def test_confirmation_within_a_gap_leaves_its_rest() -> None:
-    kept = KeptAudio(100)
+    kept = UnacknowledgedAudio(100)
     kept.append(pcm(0, 10))
     kept.append_gap(30)
     kept.append(pcm(0, 5))

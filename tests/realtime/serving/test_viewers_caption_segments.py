@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from realtime.serving.caption_segments import HOLD_S, LISTED, MAX_WORDS, SEGMENT_S, CaptionSegments
 from realtime.serving.publishing import Added, Begun, Finished, Line
+from realtime.serving.viewers import HOLD_S, LISTED, MAX_SEGMENT_WORDS, SEGMENT_S, CaptionSegments
 
 # The beginning of a segment.
 NOON = 1_800_000_000.0
@@ -91,7 +91,7 @@ def test_words_and_segments_are_bounded() -> None:
         )
         newest = segments.newest(NOON + second)
         segments.segment(newest, NOON + second)
-    assert len(segments._words) <= MAX_WORDS and len(segments._made) <= 11
+    assert len(segments._words) <= MAX_SEGMENT_WORDS and len(segments._made) <= 11
 
 
 def test_captions_go_on_when_the_clock_is_set_back() -> None:

@@ -1,11 +1,14 @@
-"""The transports of one WebRTC call: ICE over UDP, DTLS, and SCTP with the data channel for events.
+"""The peer connection of one WebRTC call: SDP offer and answer, ICE over UDP, DTLS, and SCTP with the data channel.
 
-They run in the process of the call; `Call` in `call_process.py` opens and closes them. aiortc has DTLS and SCTP; the
+It runs in the process of the call; `Call` in `call_process.py` opens and closes it. aiortc has DTLS and SCTP; the
 classes here put bounds on what a client can make it hold or compute.
 
+- `read_offer` reads the client's SDP offer, and `write_answer` writes the server's answer: one audio track in, one data
+  channel. The candidates of an offer are ignored.
+
 - `IceLite` is ICE lite (RFC 8445): a UDP port that answers the client's connectivity checks, and sends none. The server
-  sends to an address only after a check from it that was signed with the password of the answer. Datagrams from all
-  other addresses are dropped.
+  sends to an address only after a check from it that was signed with the password of the answer, so an offer cannot
+  make it send to any other address. Datagrams from all other addresses are dropped.
 - `CallDtls` passes RTP to the audio track of the call.
 - `BoundedSctp` refuses packets that would cost too much. `EventChannel` is the one data channel that carries JSON
   events in both directions (`oai-events`). The call ends if a bound is exceeded.
@@ -16,11 +19,13 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
+import re
 import secrets
 import socket
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, field
 from struct import unpack_from
 from typing import cast
 
@@ -48,7 +53,7 @@ MAX_WAITING_DATAGRAMS = 200
 # Addresses of one client: its networks, and the ports of its NAT when these change.
 MAX_PEER_ADDRESSES = 16
 # Sources of RTP that are looked at; the library keeps a state for each of them. A new source replaces the one that was
-# silent for longest, if that was silent for this many seconds. So a stranger cannot replace a source that sends.
+# silent for longest, if that was silent for this many seconds. So another sender cannot replace a source that sends.
 MAX_RTP_SOURCES = 16
 SOURCE_SILENT_S = 5.0
 # Datagrams per second from all addresses, beyond which the process sleeps: a flood costs little CPU time. A call has 50
@@ -130,7 +135,7 @@ class IceLite(asyncio.DatagramProtocol):
         if not data or len(data) > MAX_DATAGRAM_BYTES:
             return
         if data[0] < 4:
-            # Nothing in a message of a stranger may raise out of here.
+            # An untrusted message must not raise an exception out of here.
             with suppress(Exception):
                 self._take_check(stun.parse_message(data), address)
         elif address in self.known and self.datagrams.qsize() < MAX_WAITING_DATAGRAMS and self._is_wanted(data):
@@ -387,3 +392,241 @@ class EventChannel:
             self._on_text(message)
         else:
             self._on_fault("events are texts; the client sent bytes")
+
+
+# SDP: the offer and its answer
+
+MAX_LINES = 2000
+MAX_LINE_CHARACTERS = 1024
+# Sections of media in an offer. A browser's offer has one for each track, and one for all data channels.
+MAX_SECTIONS = 16
+MAX_FINGERPRINTS = 4
+OPUS = re.compile(r"opus/48000(?:/[12])?", re.IGNORECASE)
+TOKEN = re.compile(r"[A-Za-z0-9!#$%&'*+.^_`{|}~-]{1,64}")
+ICE_CHARACTERS = re.compile(r"[A-Za-z0-9+/]{4,256}")
+DIGEST = re.compile(r"(sha-256|sha-384|sha-512) ((?:[0-9A-F]{2}:)+[0-9A-F]{2})", re.IGNORECASE)
+MEDIA = re.compile(r"([a-z]{1,20}) ([0-9]{1,5})(?:/[0-9]{1,5})? ([A-Z/]{1,30}) ([^ ].*)")
+RTP, SCTP = ("UDP/TLS/RTP/SAVPF", "UDP/TLS/RTP/SAVP", "RTP/SAVPF", "RTP/SAVP"), ("UDP/DTLS/SCTP", "DTLS/SCTP")
+# What a client without the attribute takes (RFC 8841).
+DEFAULT_MESSAGE_BYTES = 65536
+
+
+class BadOffer(Exception):
+    """The offer cannot be answered. The text says why, without words of the offer."""
+
+
+@dataclass(slots=True)
+class Section:
+    """One media section (`m=`) of the offer, with its attributes."""
+
+    kind: str
+    protocol: str
+    formats: list[str]
+    is_off: bool
+    attributes: list[tuple[str, str]] = field(default_factory=list)
+
+    def get(self, name: str) -> str | None:
+        return next((value for known, value in self.attributes if known == name), None)
+
+    def all(self, name: str) -> list[str]:
+        return [value for known, value in self.attributes if known == name]
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """The values of an offer that the server needs."""
+
+    sections: tuple[Section, ...]
+    audio: Section
+    payload_type: int
+    # The section of data channels, if there is one.
+    data: Section | None
+    ufrag: str
+    fingerprints: tuple[tuple[str, str], ...]
+    # The client begins the DTLS handshake.
+    client_begins: bool
+    sctp_port: int
+    message_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Local:
+    """The server's own values in an answer."""
+
+    # Addresses at which the client reaches this server, all with the same port.
+    addresses: Sequence[str]
+    port: int
+    ufrag: str
+    password: str
+    # A digest of the certificate: algorithm, value.
+    fingerprint: tuple[str, str]
+    message_bytes: int
+
+
+def read_offer(text: str) -> Offer:
+    """Raises BadOffer."""
+    common, sections = _sections(text)
+    audio = next((section for section in sections if _is_audio(section)), None)
+    if audio is None:
+        raise BadOffer("the offer has no audio section with Opus that the client sends")
+    data = next((section for section in sections if _is_data(section)), None)
+    if data is not None and not _is_bundled(common, audio, data):
+        raise BadOffer("audio and data channel must share one transport; offer them in one group BUNDLE")
+    return Offer(
+        sections=tuple(sections),
+        audio=audio,
+        payload_type=_opus_type(audio) or 0,
+        data=data,
+        ufrag=_checked(_first(common, audio, "ice-ufrag"), ICE_CHARACTERS, "ice-ufrag"),
+        fingerprints=_fingerprints(common, audio),
+        client_begins=_first(common, audio, "setup") != "passive",
+        sctp_port=_number(data.get("sctp-port") if data else None, 5000, 65535),
+        message_bytes=_number(data.get("max-message-size") if data else None, DEFAULT_MESSAGE_BYTES, 2**31),
+    )
+
+
+def write_answer(offer: Offer, local: Local) -> str:
+    bundled = [section.get("mid") for section in (offer.audio, offer.data) if section is not None]
+    lines = ["v=0", "o=- 1 1 IN IP4 0.0.0.0", "s=-", "t=0 0", "a=ice-lite"]
+    if all(bundled):
+        lines.append(f"a=group:BUNDLE {' '.join(mid for mid in bundled if mid)}")
+    for section in offer.sections:
+        if section is offer.audio:
+            lines += _audio_lines(offer, local)
+        elif section is offer.data:
+            lines += _data_lines(offer, local)
+        else:
+            lines += [f"m={section.kind} 0 {section.protocol} {section.formats[0]}", "c=IN IP4 0.0.0.0", "a=inactive"]
+            lines += _mid_lines(section)
+    return "".join(f"{line}\r\n" for line in lines)
+
+
+def _audio_lines(offer: Offer, local: Local) -> list[str]:
+    kind = offer.payload_type
+    return [
+        f"m=audio {local.port} {offer.audio.protocol} {kind}",
+        *_transport_lines(offer, local),
+        *_mid_lines(offer.audio),
+        "a=recvonly",
+        "a=rtcp-mux",
+        f"a=rtpmap:{kind} opus/48000/2",
+        f"a=fmtp:{kind} minptime=10;useinbandfec=1;stereo=0",
+    ]
+
+
+def _data_lines(offer: Offer, local: Local) -> list[str]:
+    assert offer.data is not None
+    old = offer.data.protocol == "DTLS/SCTP"
+    lines = ["a=sctpmap:5000 webrtc-datachannel 16"] if old else ["a=sctp-port:5000"]
+    return [
+        f"m=application {local.port} {offer.data.protocol} {'5000' if old else 'webrtc-datachannel'}",
+        *_transport_lines(offer, local),
+        *_mid_lines(offer.data),
+        *lines,
+        f"a=max-message-size:{local.message_bytes}",
+    ]
+
+
+def _transport_lines(offer: Offer, local: Local) -> Iterable[str]:
+    family = "IP6" if ":" in local.addresses[0] else "IP4"
+    yield f"c=IN {family} {local.addresses[0]}"
+    for number, address in enumerate(local.addresses, start=1):
+        # The priority of a host candidate; the first address has the highest.
+        priority = (126 << 24) + ((65536 - number) << 8) + 255
+        yield f"a=candidate:{number} 1 udp {priority} {address} {local.port} typ host"
+    yield "a=end-of-candidates"
+    yield f"a=ice-ufrag:{local.ufrag}"
+    yield f"a=ice-pwd:{local.password}"
+    yield f"a=fingerprint:{local.fingerprint[0]} {local.fingerprint[1]}"
+    yield f"a=setup:{'passive' if offer.client_begins else 'active'}"
+
+
+def _mid_lines(section: Section) -> list[str]:
+    mid = section.get("mid")
+    return [] if mid is None else [f"a=mid:{mid}"]
+
+
+def _sections(text: str) -> tuple[list[tuple[str, str]], list[Section]]:
+    """The attributes of the whole session, and the sections."""
+    lines = text.split("\n")
+    if len(lines) > MAX_LINES:
+        raise BadOffer(f"the offer has more than {MAX_LINES} lines")
+    if lines[0].rstrip("\r") != "v=0":
+        raise BadOffer("the offer is no SDP: it must begin with the line v=0")
+    common: list[tuple[str, str]] = []
+    sections: list[Section] = []
+    for line in lines[1:]:
+        line = line.rstrip("\r")
+        if len(line) > MAX_LINE_CHARACTERS or not line.isprintable():
+            raise BadOffer(f"a line of the offer is longer than {MAX_LINE_CHARACTERS} characters, or not printable")
+        if line.startswith("m="):
+            sections.append(_section(line[2:]))
+            if len(sections) > MAX_SECTIONS:
+                raise BadOffer(f"the offer has more than {MAX_SECTIONS} sections of media")
+        elif line.startswith("a="):
+            name, _, value = line[2:].partition(":")
+            if name == "mid" and not TOKEN.fullmatch(value):
+                raise BadOffer("a=mid is no token")
+            (sections[-1].attributes if sections else common).append((name, value))
+    return common, sections
+
+
+def _section(line: str) -> Section:
+    found = MEDIA.fullmatch(line)
+    if found is None:
+        raise BadOffer("an m= line of the offer is not valid")
+    kind, port, protocol, formats = found.groups()
+    names = formats.split()
+    if not all(TOKEN.fullmatch(name) for name in names):
+        raise BadOffer("an m= line of the offer is not valid")
+    return Section(kind, protocol, names, is_off=port == "0")
+
+
+def _is_audio(section: Section) -> bool:
+    sends = section.get("recvonly") is None and section.get("inactive") is None
+    is_rtp = section.kind == "audio" and section.protocol in RTP
+    return is_rtp and sends and not section.is_off and _opus_type(section) is not None
+
+
+def _is_data(section: Section) -> bool:
+    return section.kind == "application" and section.protocol in SCTP and not section.is_off
+
+
+def _is_bundled(common: list[tuple[str, str]], audio: Section, data: Section) -> bool:
+    wanted = {audio.get("mid"), data.get("mid")}
+    groups = [value.split() for name, value in common if name == "group"]
+    return None not in wanted and any(mids[:1] == ["BUNDLE"] and wanted <= set(mids[1:]) for mids in groups)
+
+
+def _opus_type(section: Section) -> int | None:
+    for value in section.all("rtpmap"):
+        kind, _, codec = value.partition(" ")
+        if OPUS.fullmatch(codec.strip()) and kind in section.formats and kind.isdecimal() and len(kind) <= 3:
+            return int(kind) if int(kind) < 128 else None
+    return None
+
+
+def _first(common: list[tuple[str, str]], section: Section, name: str) -> str | None:
+    """An attribute of the section, or else of the whole session."""
+    return section.get(name) or next((value for known, value in common if known == name), None)
+
+
+def _fingerprints(common: list[tuple[str, str]], section: Section) -> tuple[tuple[str, str], ...]:
+    given = section.all("fingerprint") or [value for name, value in common if name == "fingerprint"]
+    found = [DIGEST.fullmatch(value) for value in given[:MAX_FINGERPRINTS]]
+    digests = tuple((match[1].lower(), match[2].upper()) for match in found if match)
+    if not digests:
+        raise BadOffer("the offer has no a=fingerprint with sha-256, sha-384 or sha-512")
+    return digests
+
+
+def _checked(value: str | None, pattern: re.Pattern[str], name: str) -> str:
+    if value is None or not pattern.fullmatch(value):
+        raise BadOffer(f"the offer has no valid a={name}")
+    return value
+
+
+def _number(value: str | None, otherwise: int, most: int) -> int:
+    if value is None or not (value.isascii() and value.isdecimal()) or len(value) > 10:
+        return otherwise
+    return min(int(value), most)

@@ -11,8 +11,8 @@ from contextlib import asynccontextmanager
 import pytest
 from aioice import stun
 
-from realtime.webrtc import transports
-from realtime.webrtc.transports import MAX_PEER_ADDRESSES, MAX_RTP_SOURCES, MAX_WAITING_DATAGRAMS, IceLite, NoPort
+from realtime.webrtc import peer_connection
+from realtime.webrtc.peer_connection import MAX_PEER_ADDRESSES, MAX_RTP_SOURCES, MAX_WAITING_DATAGRAMS, IceLite, NoPort
 
 CLIENT = ("127.0.0.1", 40_000)
 OTHER = ("127.0.0.1", 40_001)
@@ -122,7 +122,7 @@ async def test_a_silent_source_of_rtp_gives_way_and_a_live_one_does_not(
     ice: IceLite, wire: Wire, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(transports.time, "monotonic", lambda: now)
+    monkeypatch.setattr(peer_connection.time, "monotonic", lambda: now)
 
     def is_heard(source: int) -> bool:
         before = ice.datagrams.qsize()
@@ -133,11 +133,11 @@ async def test_a_silent_source_of_rtp_gives_way_and_a_live_one_does_not(
     # A client that changes its source again and again, as after each renegotiation, is heard each time.
     for source in range(3 * MAX_RTP_SOURCES):
         assert is_heard(source)
-        now += transports.SOURCE_SILENT_S
+        now += peer_connection.SOURCE_SILENT_S
     # Sources that go on sending, of a stranger too, neither push out the live one nor each other.
     live = 1_000_000
     assert is_heard(live)
-    for second in range(3 * int(transports.SOURCE_SILENT_S)):
+    for second in range(3 * int(peer_connection.SOURCE_SILENT_S)):
         now += 1.0
         assert is_heard(live)
         heard = [source for source in range(50 * second, 50 * second + 50) if is_heard(source)]
@@ -148,17 +148,17 @@ async def test_a_silent_source_of_rtp_gives_way_and_a_live_one_does_not(
 
 async def test_a_flood_makes_the_process_sleep(ice: IceLite, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     naps: list[float] = []
-    monkeypatch.setattr(transports.time, "sleep", naps.append)
-    for _ in range(3 * transports.MAX_DATAGRAMS_PER_S):
+    monkeypatch.setattr(peer_connection.time, "sleep", naps.append)
+    for _ in range(3 * peer_connection.MAX_DATAGRAMS_PER_S):
         ice.datagram_received(b"\xff", OTHER)
     assert naps
 
 
 async def test_a_client_that_stops_checking_is_gone(ice: IceLite, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
     now = ice._checked_at
-    monkeypatch.setattr(transports.time, "monotonic", lambda: now)
+    monkeypatch.setattr(peer_connection.time, "monotonic", lambda: now)
     assert not ice.is_gone
-    now += transports.CONSENT_S + 1
+    now += peer_connection.CONSENT_S + 1
     assert ice.is_gone
     ice.datagram_received(check(ice, nominate=False), CLIENT)
     assert not ice.is_gone

@@ -17,7 +17,7 @@ from aiortc.rtcsctptransport import (
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realtime.webrtc.transports import MAX_NAMED_CHUNKS, TooMuch, check_packet
+from realtime.webrtc.peer_connection import MAX_NAMED_CHUNKS, TooMuch, check_packet
 
 
 def packet(chunk: Chunk) -> bytes:
