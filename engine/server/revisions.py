@@ -60,6 +60,8 @@ PLACES_FOR_OTHERS = 2
 # A revision is given up after this time, because a client waits for its final; while the speaker goes on, none does.
 PATIENCE_SECONDS = 0.9
 UNHURRIED_SECONDS = 5.0
+# With more streams than this, a revision must take less time to be begun: they share the processor.
+FEW_STREAMS = 4
 # The weight of the newest revision in the measured pace. One in PROBE_EVERY revisions that would be late is begun all
 # the same, because the load may be over.
 NEWEST_SHARE = 0.25
@@ -427,6 +429,7 @@ class Revisions:
     def _would_be_late(self, revision: Revision, patience: float) -> bool:
         if revision.goes_on and self._waiting_seconds():
             return True  # finals for which clients wait go first
+        patience *= min(1.0, FEW_STREAMS / len(self._streams))
         if self._pace * (self._waiting_seconds() + revision.seconds) <= patience:
             return False
         self._late += 1

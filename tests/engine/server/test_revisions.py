@@ -16,6 +16,7 @@ from engine.messages import Closed, Flushed, Item, Output, Revised, Text, Word
 from engine.options import REVISED
 from engine.runner.base import EndedUtterance, Reviser
 from engine.server.revisions import (
+    FEW_STREAMS,
     LONG_SAMPLES,
     MOST_SAMPLES,
     MOST_WAITING,
@@ -198,6 +199,23 @@ def test_a_revision_that_would_come_late_is_not_begun_and_another_is_tried_later
     assert begun.index(True) == PROBE_EVERY - 2, "the load may be over"
     assert begun[-1], "and it is"
     assert bench.revisions.skipped == begun.count(False) + 1
+
+
+@pytest.mark.parametrize(("streams", "begins"), [(FEW_STREAMS, True), (2 * FEW_STREAMS, False)])
+def test_with_many_streams_a_revision_must_take_less_time_to_be_begun(streams: int, begins: bool) -> None:
+    bench = Bench(*map(str, range(streams)))
+    found = []
+    for tag, start in ((1, 0.0), (2, 4.0)):
+        bench.revisions.add_audio("0", audio(4.0, start))
+        word, flush = said("one", start + 1.5, start + 2, 0, stream="0"), Flushed("0", tag, int(start + 3) * RATE)
+        found += [output.is_revised for output in bench.step(word, flush) if isinstance(output, Flushed)]
+        # The second utterance is decoded with the first as context, and takes 2.6 times as long.
+        bench.now += int(0.3 * PATIENCE_SECONDS * 1e9)
+        for _, answer in bench.reviser.asked:
+            if not answer.done():
+                answer.set_result([])
+        bench.step()
+    assert found == [True, begins]
 
 
 def test_a_turn_waits_for_parts_before_its_last_one_that_keeps_its_words() -> None:
