@@ -411,6 +411,8 @@ class Session:
             return
         if self._drain_deadline is not None and now >= self._drain_deadline:
             self._end(End(), now)
+        elif self.appended - self._audio.covered > BEHIND_SECONDS * self.sample_rate:
+            self.stall.postpone(now)
         elif self.stall.stalled(now):
             self._effects.append(Measured("stalls", 1))
             self._reanchor(now)
@@ -626,6 +628,8 @@ def _cut(speech: messages.Speech, sample: int, before: messages.TrackState) -> t
 MARGIN_SECONDS = 1.0
 # Pieces of audio are joined up to this length.
 JOINED_SAMPLES = 1600
+# An engine that has so much audio not heard yet is late or being replaced: its text is not awaited.
+BEHIND_SECONDS = 3.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -698,6 +702,11 @@ class StallGuard:
         """There is silence at sample `covered`. If there was no speech since the last text, drop older audio."""
         if self._speech_samples == 0:
             self.forget_before(covered - self._margin_samples)
+
+    def postpone(self, now: float) -> None:
+        """No text can be expected at this time."""
+        if self._last_sign is not None:
+            self._last_sign = now
 
     def stalled(self, now: float) -> bool:
         limit = self._stall_seconds * self._patience

@@ -475,6 +475,24 @@ def test_speech_without_text_reanchors_from_kept_audio_and_backs_off() -> None:
     assert kinds(drive(Tick())) == ["Reanchor"]
 
 
+def test_no_stall_while_an_engine_is_replaced_and_hears_what_it_missed() -> None:
+    drive = Driver(session(MANUAL, stall_seconds=8.0))
+    drive(append(1.0), word("start", 0.1, 0.6), speech(0.0, 0.992, 0.99))
+    # The engine is lost for ten seconds, in which the client speaks on.
+    for second in range(1, 11):
+        drive.now = float(second)
+        drive(append(1.0))
+        assert drive(Tick()) == []
+    # The next one hears all of it at once, before it has decoded it.
+    drive.now = 10.5
+    drive(speech(0.992, 9.984, 0.99))
+    assert drive(Tick()) == []
+    drive.now = 12.0
+    assert drive(Tick()) == []
+    drive.now = 18.5
+    assert kinds(drive(Tick())) == ["Reanchor"], "it has had the time to decode it"
+
+
 def test_reanchored_stream_is_asked_again_for_what_the_old_one_owed() -> None:
     drive = Driver(session(MANUAL, stall_seconds=1.0))
     drive(append(4.0), speech(0.0, 4.0, 0.99), Commit())
