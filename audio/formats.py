@@ -2,7 +2,7 @@
 
 The gateway has one of each per session with raw audio (`realtime/serving/inbox.py`). A piece may end within a
 sample, so a `Decoder` keeps the bytes of an incomplete sample for the next piece. Whole samples are read as views of
-the caller's bytes; only the conversion to float32 allocates.
+the caller's bytes, except after an incomplete sample; only the conversion to float32 allocates.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
 """Decides in a pause whether the speaker's turn has ended: from the turn detector, the words so far, and the silence.
 
-Pure functions. The gateway's session core calls them (`realtime/session/boundaries.py`); the engine's speech track
-knows none of it. A pause is a value (`Pause`); the functions return a new one, and know neither clock nor model. Time
-is a sample count. The detector is asked shortly before its answer could end the turn (`Eagerness.questions`) and again
-while the pause lasts, and words may arrive at any time. What is known gives the log-odds that the turn is over:
+`Judge` has the rule, without side effects. The gateway's session core calls it (`realtime/session/boundaries.py`); the
+engine's speech track knows none of it. A pause is a value (`Pause`); its methods return a new one, and know neither
+clock nor model. Time is a sample count. The detector is asked shortly before its answer could end the turn
+(`Eagerness.questions`) and again while the pause lasts, and words may arrive at any time. What is known gives the
+log-odds that the turn is over:
 
     log-odds = bias + detector's log-odds * weight + what the words tell + growth * ln(silence / 200 ms)
 

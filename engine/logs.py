@@ -1,9 +1,9 @@
 """Logging set-up of all server processes: log lines as text or JSON, escaped and rate-limited.
 
-Every process calls it at its start. Log lines can contain text from clients: names, values, and library errors that
-quote invalid input. Control characters are escaped, so that such text cannot forge a line or control the operator's
-terminal. A client can also cause the same line again and again: each kind of line is written a limited number of times
-per minute, and the rest is counted.
+Gateways, workers, engines and their background processes call `set_up_logging` at their start. Log lines can contain
+text from clients: names, values, and library errors that quote invalid input. Control characters are escaped, so that
+such text cannot forge a line or control the operator's terminal. A client can also cause the same line again and again:
+each kind of line is written a limited number of times per minute, and the rest is counted.
 """
 
 from __future__ import annotations

@@ -62,8 +62,9 @@ class Phase(IntEnum):
 
 class TrackState(Struct, array_like=True, gc=False, frozen=True):
     """The state of a speech track after the frame that ends at `sample`: its phase, where the current or last speech
-    began and fell, the sample before which no speech begins any more, and how many more times the turn detector is
-    asked in this pause. A sample is negative if it lies before the first one that this engine was sent."""
+    began and fell (the first sample of the silence after it), the sample before which no speech begins any more, and
+    how many more times the turn detector is asked in this pause. A sample is negative if it lies before the first one
+    that this engine was sent."""
 
     phase: Phase = Phase.QUIET
     start: SignedCount = 0
@@ -157,8 +158,9 @@ class Feed(Message, tag="feed"):
 class Flush(Message, tag="flush"):
     """Produce the text of everything fed so far without waiting for more audio; answered by `Flushed`.
 
-    With a `pause`, text is wanted only up to this sample, which lies in silence. Behind a speech gate, audio after it
-    waits for the audio that follows, so the words do not depend on when the message arrives. If a turn of the stream's
+    With a `pause`, text is wanted only up to this sample, which lies in silence. Where a speech gate decides which
+    audio the model reads (windowed models), audio after the pause is read together with later audio only, so the words
+    do not depend on when the message arrives. If a turn of the stream's
     rule ended at the pause, they do not depend on it even if speech has begun again. A frame-synchronous model answers
     when the following audio has brought the last word out. `ends_speech`: the client ended the turn here, so that
     speech which goes on begins anew. `turn_over`: the turn before the pause has ended, so that the turn detector need
@@ -229,7 +231,8 @@ class SaveHandoff(Message, tag="save_handoff"):
 
 
 class Ask(Message, tag="ask"):
-    """Ask for the number that this session has here. Answered by `Held` with the same tag; changes nothing."""
+    """Ask for the owner number that a session has on this engine. Answered by `Held` with the same tag; changes
+    nothing."""
 
     stream: str
     key: str
@@ -318,15 +321,15 @@ class Text(Message, tag="text"):
 
 
 class SpeechStarted(Message, tag="started"):
-    """Speech began at `sample`, and has lasted long enough to be no click. Of this and the other events of speech, `at`
-    is the end of the frame that showed it."""
+    """Speech began at `sample`, and has lasted for the shortest speech of the rule. In all events of speech, `at` is
+    the end of the frame in which it was detected."""
 
     sample: int
     at: int
 
 
 class SpeechPaused(Message, tag="paused"):
-    """Speech fell at `sample`; it may go on."""
+    """Speech stopped at `sample`; it may resume."""
 
     sample: int
     at: int

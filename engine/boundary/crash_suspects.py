@@ -121,7 +121,7 @@ class CrashSuspicion:
         self.spot = range(0)
         # The spot must not be in one step with another suspect's spot.
         self.alone = False
-        # The stream must not be reopened while another suspect is being tried.
+        # The stream must not be reopened while another suspect is computed again.
         self.must_wait = False
         # Earliest time to reopen it, in seconds of the event loop's clock.
         self.not_before = 0.0

@@ -8,8 +8,8 @@ In the gateway each `EngineStream` (`engine/client/stream.py`) also has a `Memor
 dropped from the log, and makes the `Replay` that a new engine is sent. For a frame-synchronous model (`TokenMemory`) a
 replay is the audio of its attention window, at most `limits.replay_s`, and the tokens for it, which the new engine
 repeats without sending their text again; items with known tokens are joined when they are sent (`join_known`), because
-an engine needs as long to take in an item as to compute a position. For a windowed model (`SavedWindow`) it is the
-state that came with its last text, and the audio from which that state continues. Text that was received is not
+to receive an item costs an engine about as much time as to compute a position. For a windowed model (`SavedWindow`) it
+is the state that came with its last text, and the audio from which that state continues. Text that was received is not
 repeated; text that was lost is produced again.
 """
 

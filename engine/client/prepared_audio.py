@@ -84,7 +84,7 @@ def render(
     engine_holds: SenderCache,
     delay_positions: int | None = None,
 ) -> Rendered:
-    """Cut and hash one complete piece of audio at the model's rate. Changes neither the engine nor its mirror."""
+    """Cut and hash one complete piece of audio at the model's rate. Changes nothing in the engine."""
     if samples.ndim != 1 or samples.dtype != np.float32:
         raise ItemRefused(
             f"audio of shape {samples.shape} and type {samples.dtype}; give one channel of float32 samples"
@@ -174,7 +174,7 @@ PIECE_BYTES = 64 * 1024
 
 
 class Injection:
-    """Items on their way to one engine: a source of its link's outbox until all are sent."""
+    """Items on their way to one engine: a `Source` of its link's `SendQueue` until all are sent."""
 
     def __init__(self, items: Sequence[Item]) -> None:
         self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()

@@ -1,9 +1,10 @@
 """`StepPlan`: one step of the engine as data, from scheduler to runner, and `DecodeResult`, what the runner returns.
 
 `engine/core/scheduler.py` fills a plan, `engine/server/loop.py` gives it to a runner. A plan contains integers and
-audio, no tensors. An *embedding* is the encoded audio of one position, and a *row* is its index in the runner's array
-of embeddings. Row 0 is the model's constant silence and is never written. A *slot* is an index into the runner's
-per-stream state: it belongs to one stream from the plan that opens it to the plan that closes it.
+audio, no tensors. A *position* is the model's time step (`ModelSpec.samples_per_position` samples). An *embedding* is
+the encoded audio of one position, and a *row* is its index in the runner's array of embeddings. Row 0 is the model's
+constant silence and is never written. A *slot* is an index into the runner's per-stream state: it belongs to one stream
+from the plan that opens it to the plan that closes it.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class DecodeTask:
     """Compute positions [start, end) of a stream.
 
     `rows[i]` is the input of position `base + i`; base == start unless the model rereads its window. `new_pages` are
-    the ring-table entries (group, ring index, page) that changed since the stream's last task. `final`: a windowed
+    the ring-table entries (KV group, ring index, page) that changed since the stream's last task. `final`: a windowed
     model must commit all text, because no more audio belongs to it. `pause`: there is a pause at `end`; a final task
     may follow there, so the model decodes to the end now. `cut_off`: a final task ends in speech, so its last word may
     be incomplete. `pending`: the punctuation that the model left pending has not been emitted.
@@ -80,7 +81,7 @@ class MoveTask:
 
 @dataclass(slots=True)
 class StepPlan:
-    """The work of one step, in this order: open and close slots, park, restore, encode, decode."""
+    """The work of one step, in this order: close slots, park, restore, open slots, encode, decode."""
 
     step: int
     opened: list[OpenTask] = field(default_factory=list)

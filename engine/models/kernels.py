@@ -1,4 +1,4 @@
-"""Triton kernels of Voxtral Realtime on CUDA: norm, gate, rotary positions with storing, and attention over pages.
+"""Triton kernels of Voxtral Realtime on CUDA: RMSNorm, SwiGLU, rotary positions, cache writes and paged attention.
 
 `voxtral_realtime.py` calls them for live steps and rebuilt chunks; each function computes the same as its reference in
 `layers.py`. Reading the keys and values of each stream is most of a step's memory traffic, so the attention kernel
@@ -25,7 +25,7 @@ from engine.models.layers import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowSca
 WANTED_WARPS = 1024
 # A longer slice of a window leaves multiprocessors idle when the last programs run out.
 LONGEST_SLICE_ROWS = 1024
-# (head dim, 8-bit storage) -> warps, pipeline stages; by benchmarks/kernels.py on an H200.
+# (head dim, 8-bit storage) -> warps, pipeline stages: the fastest on an H200.
 SHAPES = {(64, False): (2, 2), (128, False): (2, 2), (64, True): (1, 3), (128, True): (1, 3)}
 DEFAULT_SHAPE = (2, 2)
 # A tensor core multiplies at least 16 rows; a live step has 4 query rows per key head, the rest is padding. A chunk of
@@ -62,7 +62,7 @@ def _add_norm_kernel(
 def add_norm(
     residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, scale: RowScale | None
 ) -> tuple[Tensor, Tensor]:
-    """See `layers.add_norm`."""
+    """See `layers.add_norm_reference`."""
     rows, width = residual.shape
     total = residual if delta is None else torch.empty_like(residual)
     normed = torch.empty_like(residual)
@@ -95,7 +95,7 @@ def _swiglu_kernel(gate_up, out, width, BLOCK: tl.constexpr):
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """See `layers.swiglu`."""
+    """See `layers.swiglu_reference`."""
     rows, width = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(rows, width)
     block = 1024

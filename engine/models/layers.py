@@ -1,4 +1,4 @@
-"""The layers of Voxtral Realtime as functions of tensors: norm, gate (SwiGLU), rotary positions, and paged attention.
+"""The layers of Voxtral Realtime as functions of tensors: RMSNorm, SwiGLU, rotary positions, paged attention.
 
 This is the torch implementation, for a CPU and as the reference of the Triton kernels (`kernels.py`), which compute the
 same on CUDA; `voxtral_realtime.py` chooses between the two. The argument types of both come first: the shape of a
@@ -168,9 +168,7 @@ def gather_ring(layer: int, pages: KvPages, span: Span, dtype: torch.dtype) -> t
     index = torch.arange(ring_pages, device=tables.device)
     block = last_block - (last_block - index) % ring_pages  # newest block at each ring index
     rows = (block[:, :, None] * page_rows + torch.arange(page_rows, device=tables.device)).flatten(1)
-    rows = torch.where(
-        rows < span.first[:, None], rows, -1
-    )  # the rest of the current block is from the ring's previous lap
+    rows = torch.where(rows < span.first[:, None], rows, -1)  # older rows, not overwritten yet
 
     scales = None if pages.scales is None else pages.scales[layer][tables].movedim(-1, 2)
     held = unpack(pages.data[layer][tables], scales, dtype)  # [streams, ring_pages, 2, heads, page_rows, dim]

@@ -7,10 +7,10 @@ together when a window is encoded.
 
 `StreamingEncoder` works in blocks and encodes every frame once, with bounded context on both sides.
 `engine/runner/windowed/encoders.py` runs it in place of the published encoder; the decoder stays. The weights are
-Moonshine's, trained further for this (`docs/training.md`). A block of frames sees up to `left` frames before it and
+Moonshine's, fine-tuned for this (`docs/training.md`). A block of frames sees up to `left` frames before it and
 `look_ahead` frames after it. The look-ahead frames are computed with the block in every layer and again with their own
-block, so the context of a frame does not grow with the layers; until then the first result for them can be used. The
-norm over the whole utterance becomes a running norm. Weights are shared, state is passed: `step(audio, state) ->
+block, so the look-ahead does not grow with the layers; until their own block is computed, the first result can be used.
+The norm over the whole utterance becomes a running norm. Weights are shared, state is passed: `step(audio, state) ->
 (frames, state)`. Audio is processed in portions that depend only on the position in the stream, so the results do not
 depend on how the input is split, bit for bit.
 """
@@ -543,7 +543,7 @@ class StreamingEncoder:
     def _take(audio: Tensor, state: EncoderState) -> None:
         # The norm accumulates: one NaN would spoil the rest of the stream.
         if not bool(torch.isfinite(audio).all()):
-            raise ValueError("audio with values that are not numbers")
+            raise ValueError("the audio contains NaN or infinite values")
         state.audio = torch.cat((state.audio, audio))
 
     def _hear(self, frames: int, state: EncoderState) -> None:

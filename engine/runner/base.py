@@ -1,7 +1,9 @@
-"""Interfaces between the engine loop and everything that computes: `Runner`, `Detector`, and the background models.
+"""Interfaces between the engine loop and everything that computes: runners, detectors, background models.
 
-Background models (`Reviser`, `Embedder`, `TurnDetector`) compute beside the loop, on threads. The engine loop knows
-only these interfaces and does not import torch; `engine/runner/load.py` builds the implementations.
+A `Runner` computes text, a `Detector` finds speech. The background models compute beside the loop, on threads or in
+another process: `Reviser` decodes a finished utterance again, `Embedder` makes speaker embeddings, `TurnDetector` finds
+ends of turns. The engine loop knows only these interfaces and does not import torch; `engine/runner/load.py` builds the
+implementations.
 """
 
 from __future__ import annotations

@@ -11,14 +11,15 @@ it. A token that leaves the keyword gets none. A short beginning is worth little
 it. Tokens that occur only in an unusual tokenisation of a keyword get no bonus: models use the tokeniser's
 pieces, so such a token is a sign of another word.
 
-With its bonus a token must be more likely than all others together without one. Where a model has no idea, a hundred
-tokens are nearly as likely as its best guess, and a keyword must not be forced then.
+A token is favoured only if its logit with the bonus exceeds the log-sum-exp of all logits without one. Where a model
+has no idea, a hundred tokens are nearly as likely as its best guess, and a keyword must not be forced then.
 
 The state of a stream in its tree is a number that depends only on its tokens. So the text does not depend on load or on
 how the audio was split, and a draft is checked exactly as it would be decoded.
 
-A model that announces words says blanks while it waits for the next word. Nothing is favoured then, or words would come
-too early. While it waits, its state is the bitwise complement (~) of the number.
+A frame-synchronous model outputs a token for the start of a word before each word, and blanks between words. In blanks
+no token gets a bonus, or words would come too early. While the model waits, its state is the bitwise complement (~) of
+the number.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from engine.spec import Vocabulary
 def joined_pairs(letters: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
     """Tokenise by byte-pair merges: of all neighbours that can be joined, those with the lowest rank first, then the
     leftmost. Pairs are kept in a heap, not searched for: a client may send one very long word, and the step of all
-    streams waits for this."""
+    streams may wait for this."""
     parts, count = list(letters), len(letters)
     before, after = list(range(-1, count - 1)), list(range(1, count + 1))
     pairs: list[tuple[int, int, bytes]] = []

@@ -408,7 +408,7 @@ Bytes = Annotated[Any, Meta(description="A file in any container, or raw samples
 
 
 class ListenRoute:
-    """The endpoint. Its files count as uploads like those of other clients."""
+    """`POST /v1/listen`: Deepgram's files. They count as uploads like those of other clients."""
 
     def __init__(self, context: Context, forms: FormReader, uploads: UploadRoutes) -> None:
         self._context = context

@@ -69,7 +69,7 @@ MESSAGE_ROOM_BYTES = 64 * 1024
 MAX_CALL_BYTES = 192 * 1024 * 1024
 # A process needs the socket to the gateway, one UDP socket, and those of its event loop.
 MAX_CALL_FILES = 32
-# CPU seconds that a call may take without looking at its timers, and the share of a core that it may take over some
+# CPU seconds that a call may use between two checks of its timers, and the share of a core that it may take over some
 # seconds. A call of speech takes a few hundredths of a core.
 MAX_BUSY_S = 1
 MAX_CPU_SHARE = 0.5
@@ -77,7 +77,7 @@ CPU_WINDOW_S = 10.0
 # Seconds after the deadline of the connection in which a client must take an event. While one waits, the process reads
 # nothing from the gateway, and would not notice that the call has been ended.
 TAKE_S = 30.0
-# Seconds between looks at the timers.
+# Seconds between two checks of the timers.
 LOOK_S = 0.1
 # Seconds for the last events and messages of a call that ends.
 LEAVE_S = 2.0
@@ -314,7 +314,7 @@ class Call:
                     if kind == EVENT and channel is not None:
                         await channel.send(content.decode())
         except TimeoutError:
-            self._end("the client does not take its events")
+            self._end("the client does not read its events")
         except (EOFError, OSError):
             pass
         self._end("the server has ended the call")

@@ -361,7 +361,7 @@ class ParkingBuffers:
         while len(self.buffers) < buffers:
             count = min(per_piece, buffers - len(self.buffers))
             try:
-                # The system promises memory that it does not have, and ends the process that uses it.
+                # Linux overcommits memory, and its OOM killer ends the process that touches it.
                 if (available_memory() or 0) < count * buffer_bytes + KEPT_FREE_BYTES:
                     raise RuntimeError("it would use up the memory of the machine or the container")
                 piece = torch.empty(count, buffer_bytes, dtype=torch.uint8)
@@ -430,8 +430,8 @@ class ParkedPages:
         self._in = [_Transfer(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(2 * moves)]
 
     def begin_step(self, closed: Sequence[int], parked: Sequence[MoveTask], restored: Sequence[MoveTask]) -> None:
-        """Free the buffers of closed streams, write the pages that the last step has sent for, then start the moves of
-        this step."""
+        """Free the buffers of closed streams, write the pages whose copies the last step has started, then start the
+        moves of this step."""
         for slot in closed:
             self._arriving.pop(slot, None)
             if (gone := self._parked.pop(slot, None)) is not None:
