@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realtime.bench.load_test import percentile, trend
+from realtime.bench.statistics import percentile, trend
 
 
 def test_trend_needs_points_and_matching_lengths() -> None:
