@@ -311,7 +311,7 @@ class Turns:
             place = self._loose_turn if piece.continues else self._place(piece.word)
             self._give(piece.fresh, piece.word, place)
             if piece.continues and place is not None:
-                # Its first part was sent before words had to wait, so the turn cannot end before it, whatever its speaker.
+                # Its first part was sent before words had to wait: the turn cannot end before it.
                 place.begun, place.speaker = spelled(piece.word).removesuffix(piece.fresh), None
             out += self._complete_passed(piece.word, now)
             if self._is_too_long(piece.word):
