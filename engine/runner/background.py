@@ -78,7 +78,7 @@ class BackgroundModel(Background[Task, Result]):
     def __init__(self, name: str, device: torch.device, threads: int, batches: Batches) -> None:
         self._name = name
         self._device = device
-        self._threads = threads if device.type == "cpu" else 1
+        self.threads = threads if device.type == "cpu" else 1
         self._batches = batches if device.type != "cpu" else ONE_BY_ONE
         self._queue: SimpleQueue[tuple[Task, Future[Result]] | None] = SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
@@ -96,7 +96,7 @@ class BackgroundModel(Background[Task, Result]):
             return
         self.running = [
             threading.Thread(target=self._work, args=(number,), name=f"{self._name}-{number}", daemon=True)
-            for number in range(self._threads)
+            for number in range(self.threads)
         ]
         for thread in self.running:
             thread.start()

@@ -37,6 +37,8 @@ class Background(ABC, Generic[Task, Result]):
     # Makes one like it in another process, for hundreds of streams (engine/server/background_process.py); None: tasks
     # are computed in this process.
     recipe: Callable[[], Background[Task, Result]] | None = None
+    # Tasks that are computed at the same time.
+    threads = 1
     # Batches that failed since the last one that did not; a model that could not be loaded has none.
     failed_in_a_row = 0
 

@@ -53,15 +53,16 @@ NEAR_SAMPLES = 3 * SAMPLE_RATE
 # A part whose words are all at least this probable is not decoded again. On development speech (docs/experiments.md)
 # two thirds of the audio has a less probable word, and nearly all errors are there.
 SURE = 0.7
-# Revisions of an engine that may wait. The last places are for streams that have none waiting, so a client that sends
-# audio faster than it is spoken does not take them all.
+# Revisions of an engine that may wait, for each thread that computes them. The last places are for streams that have
+# none waiting, so a client that sends audio faster than it is spoken does not take them all.
 MOST_WAITING = 6
 PLACES_FOR_OTHERS = 2
 # A revision is given up after this time, because a client waits for its final; while the speaker goes on, none does.
 PATIENCE_SECONDS = 0.9
 UNHURRIED_SECONDS = 5.0
-# With more streams than this, a revision must take less time to be begun: they share the processor.
-FEW_STREAMS = 4
+# With more speaking streams than this for each thread that computes revisions, clients wait for less time: all words
+# come later then, because the streams share the processor.
+FEW_STREAMS = 3
 # The weight of the newest revision in the measured pace. One in PROBE_EVERY revisions that would be late is begun all
 # the same, because the load may be over.
 NEWEST_SHARE = 0.25
@@ -267,6 +268,7 @@ class Revisions:
         self._computed = computed
         self._vocabulary = vocabulary
         self._reviser = reviser
+        self._threads = 1 if reviser is None else reviser.threads
         self._listener = listener
         self._clock = clock
         self._end_failed = end_failed
@@ -309,7 +311,7 @@ class Revisions:
             stream.add_audio(items, self._spec)
             for one in stream.waiting:
                 if one.seconds:
-                    self._submit(one, stream, PATIENCE_SECONDS)
+                    self._submit(one, stream, self._patience)
 
     def kept_samples(self, name: str) -> int:
         """Samples of audio that are kept of a stream."""
@@ -360,19 +362,25 @@ class Revisions:
                 self._begin(stream, cut, UNHURRIED_SECONDS, goes_on=True)
         elif isinstance(output, Flushed):
             self._hurry(stream)
-            begun = self._begin(stream, output.sample, PATIENCE_SECONDS)
+            begun = self._begin(stream, output.sample, self._patience)
             output.is_revised = begun or self._waits(stream, output.sample)
             if output.tag in stream.borders:
                 stream.borders, stream.previous = set(), None
         elif isinstance(output, Closed):
             self._hurry(stream)
-            self._begin(stream, max(output.sample, stream.audio.end), PATIENCE_SECONDS)
+            self._begin(stream, max(output.sample, stream.audio.end), self._patience)
             stream.closed = output if stream.waiting else None
         return stream.closed is output
 
+    @property
+    def _patience(self) -> float:
+        """Seconds for which a client waits for a revision of its final."""
+        speaking = sum(bool(stream.words or stream.waiting) for stream in self._streams.values())
+        return PATIENCE_SECONDS * min(1.0, FEW_STREAMS * self._threads / max(1, speaking))
+
     def _hurry(self, stream: RevisedStream) -> None:
         """A client waits for the final from now on."""
-        latest = self._clock() + int(PATIENCE_SECONDS * 1e9)
+        latest = self._clock() + int(self._patience * 1e9)
         for revision in stream.waiting:
             revision.give_up_ns = min(revision.give_up_ns, latest)
 
@@ -391,7 +399,7 @@ class Revisions:
             self.skipped += 1
             return False
         waiting = sum(one.result is not None for other in self._streams.values() for one in other.waiting)
-        if waiting >= MOST_WAITING - (PLACES_FOR_OTHERS if stream.waiting else 0):
+        if waiting >= MOST_WAITING * self._threads - (PLACES_FOR_OTHERS if stream.waiting else 0):
             self.skipped += 1
             return False
         if self._would_be_late(revision, patience):
@@ -429,7 +437,6 @@ class Revisions:
     def _would_be_late(self, revision: Revision, patience: float) -> bool:
         if revision.goes_on and self._waiting_seconds():
             return True  # finals for which clients wait go first
-        patience *= min(1.0, FEW_STREAMS / len(self._streams))
         if self._pace * (self._waiting_seconds() + revision.seconds) <= patience:
             return False
         self._late += 1

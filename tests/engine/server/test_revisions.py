@@ -47,8 +47,9 @@ class FakeReviser(Reviser):
 class Bench:
     """One engine's revisions, and the clock that they use."""
 
-    def __init__(self, *streams: str) -> None:
+    def __init__(self, *streams: str, threads: int = 1) -> None:
         self.reviser, self.now = FakeReviser(), 0
+        self.reviser.threads = threads
         self.failed: list[str] = []
         self.revisions = Revisions(
             SPEC,
@@ -201,9 +202,16 @@ def test_a_revision_that_would_come_late_is_not_begun_and_another_is_tried_later
     assert bench.revisions.skipped == begun.count(False) + 1
 
 
-@pytest.mark.parametrize(("streams", "begins"), [(FEW_STREAMS, True), (2 * FEW_STREAMS, False)])
-def test_with_many_streams_a_revision_must_take_less_time_to_be_begun(streams: int, begins: bool) -> None:
-    bench = Bench(*map(str, range(streams)))
+@pytest.mark.parametrize(
+    ("speaking", "threads", "begins"), [(FEW_STREAMS, 1, True), (2 * FEW_STREAMS, 1, False), (2 * FEW_STREAMS, 2, True)]
+)
+def test_with_many_speaking_streams_a_revision_must_take_less_time_to_be_begun(
+    speaking: int, threads: int, begins: bool
+) -> None:
+    bench = Bench(*map(str, range(4 * FEW_STREAMS)), threads=threads)
+    for name in map(str, range(1, speaking)):
+        bench.revisions.add_audio(name, audio(2.0))
+        bench.step(said("one", 0.5, 1.0, 0, stream=name))
     found = []
     for tag, start in ((1, 0.0), (2, 4.0)):
         bench.revisions.add_audio("0", audio(4.0, start))
@@ -216,6 +224,18 @@ def test_with_many_streams_a_revision_must_take_less_time_to_be_begun(streams: i
                 answer.set_result([])
         bench.step()
     assert found == [True, begins]
+
+
+def test_with_many_speaking_streams_a_revision_is_given_up_sooner() -> None:
+    bench = Bench(*map(str, range(2 * FEW_STREAMS)))
+    for name in map(str, range(2 * FEW_STREAMS)):
+        bench.revisions.add_audio(name, audio(2.0))
+        bench.step(said("one", 0.5, 1.0, 0, stream=name))
+    bench.step(Flushed("0", 1, 2 * RATE))
+    bench.now = int(0.49 * PATIENCE_SECONDS * 1e9)
+    assert bench.step() == []
+    bench.now = int(0.51 * PATIENCE_SECONDS * 1e9)
+    assert [output.words for output in bench.step() if isinstance(output, Revised)] == [None]
 
 
 def test_a_turn_waits_for_parts_before_its_last_one_that_keeps_its_words() -> None:
