@@ -1,5 +1,5 @@
-"""Byte streams from which libav reads untrusted containers, and filters that pass on only what describes or holds
-audio.
+"""Filters for the bytes of untrusted containers, before libav reads them: only what describes or holds audio passes,
+other files are refused.
 
 They run in the decoder processes of a gateway and in the commands; `audio/containers.py` puts them before libav.
 

@@ -1,19 +1,16 @@
-"""Writes docs/files.md, the index of all product files: `python -m tests.file_index`. tests/test_docs.py compares."""
+"""Writes the index of all product files into docs/architecture.md: `python -m tests.file_index`. tests/test_docs.py
+compares."""
 
 from __future__ import annotations
 
 import ast
 from pathlib import Path
 
-from tests.test_layering import FLOORS, OPENINGS
-
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "files.md"
+PAGE = ROOT / "docs" / "architecture.md"
 PACKAGES = ("audio", "engine", "realtime", "fleet")
-HEAD = """# Index of files
-
-Generated from the module docstrings by `python -m tests.file_index`; [architecture.md](architecture.md) explains.
-"""
+# The index follows this line, up to the end of the page.
+HEAD = "Generated from the module docstrings by `python -m tests.file_index`.\n"
 
 
 def first_sentence(path: Path) -> str:
@@ -23,12 +20,11 @@ def first_sentence(path: Path) -> str:
     return paragraph.split(". ")[0].rstrip(".:")
 
 
-def page() -> str:
-    """The whole page: a section for each folder, a row for each file."""
-    sections = [HEAD]
+def index() -> str:
+    """A section for each folder, a row for each file."""
+    sections = []
     for package in PACKAGES:
-        folders = sorted({path.parent for path in (ROOT / package).rglob("*.py")})
-        for folder in folders:
+        for folder in sorted({path.parent for path in (ROOT / package).rglob("*.py")}):
             files = sorted(path for path in folder.glob("*.py") if path.name != "__init__.py")
             if not files:
                 continue
@@ -38,22 +34,16 @@ def page() -> str:
                 f"| `{path.relative_to(ROOT).as_posix()}` | {first_sentence(path).replace('|', '/')} |"
                 for path in files
             ]
-            sections.append(
-                f"## {name}\n\n{about + chr(10) + chr(10) if about else ''}| file | what it is for |\n|---|---|\n"
-                + "\n".join(rows)
-                + "\n"
-            )
-    rows = [
-        f"| `{folder}` | {', '.join(f'`{name}`' for name in sorted(below)) or 'no other layer'} |"
-        for folder, below in sorted(FLOORS.items())
-    ]
-    sections.append("## Layers\n\n| folder | may import |\n|---|---|\n" + "\n".join(rows) + "\n")
-    single = [
-        f"- `{path}` may also import {', '.join(f'`{name}`' for name in sorted(more))}"
-        for path, more in sorted(OPENINGS.items())
-    ]
-    sections.append("Single files:\n\n" + "\n".join(single) + "\n")
+            title = f"### {name}\n\n{about + chr(10) + chr(10) if about else ''}"
+            sections.append(title + "| file | what it is for |\n|---|---|\n" + "\n".join(rows) + "\n")
     return "\n".join(sections)
+
+
+def page() -> str:
+    """The whole page, with the index as it should be."""
+    explanation, found, _ = PAGE.read_text().partition(HEAD)
+    assert found, f"{PAGE} has no line {HEAD!r}"
+    return explanation + HEAD + "\n" + index()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Webhooks: queues the finals and ends of sessions, and delivers them to the URLs of API keys and of clients.
+"""Webhooks: queues finals and ends of sessions, and delivers them to the URLs of API keys and clients, with retries.
 
 `Webhooks` owns the queues of this gateway process. Every URL of every key has an `Endpoint` with a bounded queue. The
 events of a session are delivered in order, and retried with growing pauses until they are too old; sessions do not wait

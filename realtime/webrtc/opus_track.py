@@ -1,4 +1,4 @@
-"""The audio track of a WebRTC call: turns RTP packets with Opus into samples at 16 kHz, lost audio and silence.
+"""The audio track of a WebRTC call: orders RTP packets (jitter buffer), decodes Opus to samples at 16 kHz, fills gaps.
 
 It runs in the process of the call, which sends the result to the gateway. `JitterBuffer` puts the packets in order, and
 marks where packets are missing. A late packet is waited for, but not longer than `WAIT_S`, and not after
