@@ -60,6 +60,8 @@ PLACES_FOR_OTHERS = 2
 # A revision is given up after this time, because a client waits for its final; while the speaker goes on, none does.
 PATIENCE_SECONDS = 0.9
 UNHURRIED_SECONDS = 5.0
+# A rebuilt stream has caught up when it is nearer than this to the end of its audio.
+BEHIND_SAMPLES = SAMPLE_RATE
 # With more speaking streams than this for each thread that computes revisions, clients wait for less time: all words
 # come later then, because the streams share the processor.
 FEW_STREAMS = 3
@@ -146,6 +148,8 @@ class RevisedStream:
     waiting: deque[Revision] = field(default_factory=deque)
     # The end of the stream, which waits for its last revision.
     closed: Closed | None = None
+    # Whether it was rebuilt after the loss of an engine, and no revision was done since it has caught up.
+    recovers: bool = False
 
     def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
         self.audio.add(items, spec)
@@ -308,10 +312,11 @@ class Revisions:
             return
         with reading_state(name, "revisions"):
             stream.resume(saved)
+            stream.recovers = True
             stream.add_audio(items, self._spec)
             for one in stream.waiting:
                 if one.seconds:
-                    self._submit(one, stream, self._patience)
+                    self._submit(one, stream, UNHURRIED_SECONDS)
 
     def kept_samples(self, name: str) -> int:
         """Samples of audio that are kept of a stream."""
@@ -361,26 +366,30 @@ class Revisions:
             while (cut := stream.long_part()) is not None:
                 self._begin(stream, cut, UNHURRIED_SECONDS, goes_on=True)
         elif isinstance(output, Flushed):
-            self._hurry(stream)
-            begun = self._begin(stream, output.sample, self._patience)
+            patience = self._patience(stream)
+            self._hurry(stream, patience)
+            begun = self._begin(stream, output.sample, patience)
             output.is_revised = begun or self._waits(stream, output.sample)
             if output.tag in stream.borders:
                 stream.borders, stream.previous = set(), None
         elif isinstance(output, Closed):
-            self._hurry(stream)
-            self._begin(stream, max(output.sample, stream.audio.end), self._patience)
+            patience = self._patience(stream)
+            self._hurry(stream, patience)
+            self._begin(stream, max(output.sample, stream.audio.end), patience)
             stream.closed = output if stream.waiting else None
         return stream.closed is output
 
-    @property
-    def _patience(self) -> float:
-        """Seconds for which a client waits for a revision of its final."""
+    def _patience(self, stream: RevisedStream) -> float:
+        """Seconds for which a client waits for a revision of its final. It has waited for the loss of an engine already,
+        and its final should not depend on that."""
+        if stream.recovers:
+            return UNHURRIED_SECONDS
         speaking = sum(bool(stream.words or stream.waiting) for stream in self._streams.values())
         return PATIENCE_SECONDS * min(1.0, FEW_STREAMS * self._threads / max(1, speaking))
 
-    def _hurry(self, stream: RevisedStream) -> None:
+    def _hurry(self, stream: RevisedStream, patience: float) -> None:
         """A client waits for the final from now on."""
-        latest = self._clock() + int(self._patience * 1e9)
+        latest = self._clock() + int(patience * 1e9)
         for revision in stream.waiting:
             revision.give_up_ns = min(revision.give_up_ns, latest)
 
@@ -402,7 +411,7 @@ class Revisions:
         if waiting >= MOST_WAITING * self._threads - (PLACES_FOR_OTHERS if stream.waiting else 0):
             self.skipped += 1
             return False
-        if self._would_be_late(revision, patience):
+        if not stream.recovers and self._would_be_late(revision, patience):
             self.skipped += 1
             return False
         stream.waiting.append(revision)
@@ -442,8 +451,11 @@ class Revisions:
         self._late += 1
         return self._late % PROBE_EVERY != 0
 
-    def _measure_pace(self, revision: Revision) -> None:
-        """A revision was done, or was given up after this time."""
+    def _measure_pace(self, revision: Revision, stream: RevisedStream) -> None:
+        """A revision was done, or was given up after this time. The pace during a rebuild says nothing about the time
+        after it."""
+        if stream.recovers:
+            return
         found = (self._clock() - revision.begun_ns) / 1e9 / max(revision.queued_seconds, 0.1)
         self._pace += (NEWEST_SHARE if self._pace else 1.0) * (found - self._pace)
 
@@ -455,15 +467,16 @@ class Revisions:
             elif revision.result.done():
                 words = self._words(name, revision)
                 self.done += 1
-                self._measure_pace(revision)
+                self._measure_pace(revision, stream)
             elif self._clock() > revision.give_up_ns:
                 revision.result.cancel()
                 words = None
-                self._measure_pace(revision)
+                self._measure_pace(revision, stream)
                 self.skipped += 1
             else:
                 return
             stream.waiting.popleft()
+            stream.recovers &= stream.audio.end - self._computed(name) > BEHIND_SAMPLES
             yield Revised(name, revision.start, revision.end, words)
         if stream.closed is not None:
             closed, stream.closed = stream.closed, None

@@ -226,6 +226,32 @@ def test_with_many_speaking_streams_a_revision_must_take_less_time_to_be_begun(
     assert found == [True, begins]
 
 
+def test_a_rebuilt_stream_is_revised_however_long_that_takes() -> None:
+    """The engine is new and busy with the audio that it missed: finals must not depend on that."""
+    first = Bench()
+    first.revisions.add_audio("s", audio(2.0))
+    first.step(said("one", 0.5, 1.0, 0))
+    state, _ = first.revisions.save("s")
+    bench = Bench()
+    bench.revisions.resume("s", state["revisions"], audio(2.0))
+    bench.revisions.add_audio("s", audio(10.0, 2.0))
+    # The model is behind at the first flush, and has caught up at the second.
+    for tag, (behind, patience) in enumerate([(8.0, 4.0), (0.0, 4.0), (0.0, 1.0)], start=1):
+        bench.behind = behind
+        end = 2 + 4 * tag
+        bench.step(said("two", end - 2, end - 1.5, 0))
+        (flushed,) = bench.step(Flushed("s", tag, end * RATE))
+        assert isinstance(flushed, Flushed) and flushed.is_revised
+        bench.now += int(patience * PATIENCE_SECONDS * 1e9) - 1
+        assert bench.step() == [] and bench.revisions.is_waiting
+        if tag < 3:
+            bench.reviser.asked[-1][1].set_result([TimedToken(0, 0.0, 1.0, -0.1)])
+        else:
+            bench.now += 2
+        (revised,) = bench.step()
+        assert isinstance(revised, Revised) and (revised.words is None) == (tag == 3)
+
+
 def test_with_many_speaking_streams_a_revision_is_given_up_sooner() -> None:
     bench = Bench(*map(str, range(2 * FEW_STREAMS)))
     for name in map(str, range(2 * FEW_STREAMS)):
