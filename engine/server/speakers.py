@@ -8,8 +8,8 @@ when they are sent depends on how fast embeddings are computed.
 
 A track has two parts. `PieceCutter` collects the frames with a voice and cuts them into pieces for the embedding model;
 where it cuts does not depend on how the audio arrived. `SpeakerLabels` compares the pieces' embeddings with the voices
-that it knows and decides. A label is decided when the audio is `lag_samples` past the middle of its piece; it never
-changes.
+that it knows and decides. A label is decided when the audio is `lag_samples` past the middle of its piece, or when a
+pause has ended the run of speech; it never changes.
 
 Both are pure functions of the stream: a saved state continues with the same labels. Embeddings are rounded to integers
 first, and voices are sums of integers, so that the order of additions and the machine do not matter.
@@ -93,6 +93,11 @@ class Piece:
     cut_at: int
     # Starts of its frames, with which its audio can be taken from the stream again; empty once it has an embedding.
     starts: tuple[int, ...] = ()
+
+    @property
+    def ends_run(self) -> bool:
+        """Whether a pause follows, which ended its run."""
+        return self.cut_at > self.end
 
 
 def piece_of(saved: Mapping[str, Any]) -> Piece:
@@ -417,13 +422,15 @@ class SpeakerLabels:
 
     def advance(self, sample: int) -> list[Label]:
         """All pieces that were cut up to `sample` have been pushed. Returns the labels that are decided by now."""
+        if self._pending and self._pending[-1].piece.ends_run:
+            return self.end()
         labels = []
         while self._pending and sample >= self._pending[0].piece.middle + self.settings.lag_samples:
             labels.append(self._decide())
         return labels
 
     def end(self) -> list[Label]:
-        """The stream has ended: decide everything."""
+        """The stream or a run of speech has ended: decide everything."""
         return [self._decide() for _ in range(len(self._pending))]
 
     def best_guess(self) -> list[Label]:

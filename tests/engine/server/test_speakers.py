@@ -34,6 +34,7 @@ from engine.server.speech_track import voiced_frames
 
 WHOLE = CutSettings().piece_frames * FRAME_SAMPLES
 HOP = CutSettings().hop_frames * FRAME_SAMPLES
+PAUSE = CutSettings().pause_frames * FRAME_SAMPLES
 
 
 def audio_of(frames: int, seed: int = 0) -> Samples:
@@ -60,7 +61,9 @@ def conversation(turns: list[tuple[int, int]], spread: float = 0.5) -> list[tupl
         for index in range(count):
             end = at + WHOLE + index * HOP
             new = WHOLE if index == 0 else HOP
-            piece = Piece(end - WHOLE, end, end - WHOLE // 2, WHOLE, new, index == 0, end)
+            # As from a cutter: the last piece of a run is cut after the pause that ends it.
+            cut_at = end + PAUSE if index == count - 1 else end
+            piece = Piece(end - WHOLE, end, end - WHOLE // 2, WHOLE, new, index == 0, cut_at)
             found.append((piece, embedding(voice, spread, seed=100 * number + index)))
         at += WHOLE + (count - 1) * HOP
     return found
@@ -216,7 +219,7 @@ def test_labels_follow_each_other_without_overlaps() -> None:
     assert all(0 <= label.confidence <= 1 for label in labels)
 
 
-def test_a_label_is_decided_at_most_1_5_s_after_the_middle_of_its_piece() -> None:
+def test_a_label_is_decided_at_most_1_5_s_after_the_middle_of_its_piece_and_at_once_after_a_pause() -> None:
     labels = SpeakerLabels()
     waiting: list[Piece] = []
     for piece, one in conversation([(0, 6), (1, 6), (0, 4)]):
@@ -227,6 +230,9 @@ def test_a_label_is_decided_at_most_1_5_s_after_the_middle_of_its_piece() -> Non
         for _ in labels.push(piece, one):
             waiting.pop(0)
         waiting.append(piece)
+        if piece.ends_run:
+            assert len(labels.advance(piece.cut_at)) == len(waiting)
+            waiting.clear()
     assert labels.settings.lag_samples <= 1.5 * SAMPLE_RATE
 
 
