@@ -380,8 +380,8 @@ class Revisions:
         return stream.closed is output
 
     def _patience(self, stream: RevisedStream) -> float:
-        """Seconds for which a client waits for a revision of its final. It has waited for the loss of an engine already,
-        and its final should not depend on that."""
+        """Seconds for which a client waits for a revision of its final. After the loss of an engine it has waited
+        already, and its final should not depend on that."""
         if stream.recovers:
             return UNHURRIED_SECONDS
         speaking = sum(bool(stream.words or stream.waiting) for stream in self._streams.values())
