@@ -1,9 +1,10 @@
-"""Live captions in the terminal: sends audio to a local engine or a server as it comes, and shows and saves the text.
+"""Live captions in the terminal: sends audio to a server as it comes, and shows and saves the text.
 
 `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live` call `run` or `play_file`,
-each with its own source of audio. `CaptionOutput` takes the text, and owns the words that wait for their speakers and
-the gaps that are not shown yet; `CaptionView` and `TranscriptFile` (`transcripts.py`) show and save it. With a server
-the session is a `ResumingSession` (`realtime/client/resuming_session.py`), which reconnects.
+each with its own source of audio. The audio goes to a session of a server, which is a `ResumingSession`
+(`realtime/client/resuming_session.py`) and reconnects; without `--server` the command runs a server of its own.
+`CaptionOutput` takes the text, and owns the turns that are not final and the gaps that are not shown yet; `CaptionView`
+and `TranscriptFile` (`transcripts.py`) show and save it.
 """
 
 from __future__ import annotations
@@ -11,8 +12,11 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
+import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +26,6 @@ from rich.console import Console
 
 from audio.errors import AudioError
 from audio.formats import MODEL_RATE
-from engine import messages
-from engine.errors import EngineError
 from realtime.client.resuming_session import ResumingSession
 from realtime.client.wire_client import (
     COMPLETED,
@@ -46,11 +48,18 @@ from realtime.commands.terminal import (
     note,
 )
 from realtime.commands.transcription_options import TranscriptionOptions
-from realtime.commands.transcripts import CaptionView, ShownWord, TranscriptFile, chosen_extension
+from realtime.commands.transcripts import (
+    RECENT_WORDS,
+    CaptionView,
+    ShownWord,
+    TranscriptFile,
+    caption_lines,
+    chosen_extension,
+    split_at_word,
+)
 from realtime.session.events import Samples, TimedWord
-from realtime.session.speakers import SpeakerTimeline, speaker_number
 from realtime.session.speakers import shown_name as speaker_name
-from realtime.session.words import timed_word
+from realtime.session.speakers import speaker_number
 
 
 class AudioClock:
@@ -77,58 +86,146 @@ class AudioClock:
         return 0.0 if self._began is None else max(self._time() - self._began, self.heard_s)
 
 
+@dataclass(slots=True)
+class _Turn:
+    """A turn on its way: what was streamed of it, until its final is known."""
+
+    text: str = ""
+    words: list[ShownWord] = field(default_factory=list)
+    # For each shown word that has no times yet: when it was shown.
+    shown: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_WORDS))
+    is_final: bool = False
+    # The end of its words that have become final already, in seconds, because the turn is long.
+    final_until: float = 0.0
+
+
 class CaptionOutput:
-    """Takes the results: text goes to the terminal and to the file, problems to the line below the captions."""
+    """Takes the events of a session: text for the terminal and the file, problems for the line below the captions.
+
+    Streamed text is shown as it comes. The final of a turn, which may have better words, takes its place and stays.
+    Of a long turn, text that is more than `MOST_OPEN_CHARACTERS` behind is final as it was streamed. Turns become final
+    in the order in which they began.
+    """
 
     def __init__(
         self, captions: CaptionView, clock: AudioClock, file: TranscriptFile | None, speakers: bool = False
     ) -> None:
-        # Words are shown when their speakers are known: of a server at the end of a turn, else one by one.
-        self.speakers = SpeakerTimeline() if speakers else None
-        self._unlabelled: deque[TimedWord] = deque()
-        self._speaker: int | None = None
         # Time of the last text, on the event loop's clock.
         self.last_news = 0.0
         self._captions = captions
         self._clock = clock
         self._file = file
+        # Whether the finals name speakers, and the last one of whom a line was shown.
+        self._names_speakers = speakers
+        self._speaker: int | None = None
         self._troubles: dict[str, str] = {}
-        # Gaps in the audio (start, end in seconds) that wait for the first word after them.
+        # Gaps in the audio (start, end in seconds) that wait for the first final word after them.
         self._gaps: deque[tuple[float, float]] = deque(maxlen=MAX_GAPS)
-        # Text of the open turn, if none of its words had times so far.
-        self._untimed = ""
-        self._timed = False
-        # Number of words of the open turn that came with deltas.
-        self._words = 0
+        # Item id -> turn, in the order in which they began.
+        self._turns: dict[str, _Turn] = {}
+        self._session: str | None = None
         if file is not None:
             file.on_trouble = lambda text: self.trouble("disk", text)
 
-    def on_text(self, delta: str, words: Sequence[ShownWord]) -> None:
-        """Take final text, and the words that it completes."""
+    def on_event(self, event: dict[str, Any]) -> None:
+        """Handle an event of the server. Raises CommandFailed for an error event."""
+        match event.get("type"):
+            case kind if kind == DELTA:
+                self._on_delta(self._turn_of(event), event["delta"], _shown_words(event))
+            case kind if kind == COMPLETED:
+                self._on_final(self._turn_of(event), str(event["transcript"]), _shown_words(event))
+            case kind if kind == FAILED:
+                self._turn_of(event).is_final = True
+                self._settle()
+                self.trouble("turn", f"a turn failed: {event['error'].get('message')}")
+            case "session.updated":
+                # Another session has begun, because the one before could not be resumed: its finals do not come.
+                if (session := event["session"].get("id")) != self._session:
+                    self._settle(all_turns=True)
+                    self._session = session
+            case "error" if not is_expected(event):
+                raise CommandFailed(f"the server says: {event['error'].get('message')}")
+
+    def _turn_of(self, event: dict[str, Any]) -> _Turn:
+        return self._turns.setdefault(str(event.get("item_id")), _Turn())
+
+    def _on_delta(self, turn: _Turn, delta: str, words: Sequence[ShownWord]) -> None:
         self.last_news = asyncio.get_running_loop().time()
-        while self._gaps and words and words[0].end > self._gaps[0][1]:
-            self._show_gap()
-        self._captions.add(delta, words, self._clock.now)
-        self._timed |= bool(words)
-        self._words += len(words)
-        self._untimed = "" if self._timed else self._untimed + delta
-        self._save(words)
+        turn.text += delta
+        turn.words += words
+        self._captions.measure_delays(turn.shown, delta, words, self._clock.now)
+        while (lines := caption_lines(turn.text, turn.words)) and len(turn.text) > MOST_OPEN_CHARACTERS:
+            line, line_words = lines[0]
+            if turn is not next(iter(self._turns.values())) or len(lines) < 3 or not line_words:
+                break
+            self._add(line, line_words)
+            turn.final_until = line_words[-1].end
+            turn.words = turn.words[len(line_words) :]
+            turn.text = turn.text.lstrip()[len(line) :]
+        self._show_open()
 
-    def end_turn(self) -> None:
-        self._captions.end_turn()
-        # If the server sends no word times, the words are saved with the time of the turn's end.
+    def _on_final(self, turn: _Turn, text: str, words: Sequence[ShownWord]) -> None:
+        self.last_news = asyncio.get_running_loop().time()
+        # The last word of a turn has its times only now.
+        self._captions.measure_delays(turn.shown, "", words[max(0, len(words) - len(turn.shown)) :], self._clock.now)
+        known = sum((word.start + word.end) / 2 < turn.final_until for word in words)
+        if words or not turn.final_until:
+            turn.text, turn.words = split_at_word(text, words, known)[1], list(words[known:])
+        turn.is_final = True
+        self._settle()
+
+    def _settle(self, all_turns: bool = False) -> None:
+        """Show and save the turns that are final, up to the first one that is not."""
+        while self._turns:
+            name, turn = next(iter(self._turns.items()))
+            if not (turn.is_final or all_turns):
+                break
+            del self._turns[name]
+            self._add(turn.text, self._words_of(turn))
+        self._show_open()
+
+    def _words_of(self, turn: _Turn) -> list[ShownWord]:
+        """The words of a turn; if the server sends no word times, with the time at which they were shown."""
         now = self._clock.now
-        self._save([ShownWord(text, now, now) for text in self._untimed.split()])
-        self._untimed, self._timed, self._words = "", False, 0
+        return turn.words or [ShownWord(text, now, now) for text in turn.text.split()]
 
-    def on_gap(self, start: float, end: float) -> None:
-        """Audio is missing between these seconds. It is shown before the first word that comes after it."""
-        self._gaps.append((start, end))
+    def _show_open(self) -> None:
+        self._captions.show_open("  ".join(turn.text.strip() for turn in self._turns.values()))
+        if self._file is not None:
+            self._file.show([_timed(word) for turn in self._turns.values() for word in self._words_of(turn)])
 
-    def show_gaps(self) -> None:
-        """Show the gaps after the last word: no more words come."""
+    def _add(self, text: str, words: Sequence[ShownWord]) -> None:
+        """Final text with its words: broken at gaps, at changes of the speaker, and into lines."""
+        while words:
+            count = len(words)
+            if self._gaps:
+                count = next((index for index, word in enumerate(words) if word.end > self._gaps[0][1]), count)
+                if not count:
+                    self._show_gap()
+                    continue
+            who = ""
+            if self._names_speakers:
+                speaker = words[0].speaker
+                count = next((index for index in range(count) if words[index].speaker != speaker), count)
+                if speaker is not None and speaker != self._speaker:
+                    who, self._speaker = f"{speaker_name(speaker)}: ", speaker
+            part, text = (text, "") if count == len(words) else split_at_word(text, words, count)
+            for line, line_words in caption_lines(part, words[:count]):
+                self._captions.add_line(who + line, line_words)
+                who = ""
+            if self._file is not None:
+                self._file.add([_timed(word) for word in words[:count]])
+            words = words[count:]
+
+    def end(self) -> None:
+        """No more events come: what was streamed is final, and the gaps after the last word are shown."""
+        self._settle(all_turns=True)
         while self._gaps:
             self._show_gap()
+
+    def on_gap(self, start: float, end: float) -> None:
+        """Audio is missing between these seconds. It is shown before the first final word that comes after it."""
+        self._gaps.append((start, end))
 
     def _show_gap(self) -> None:
         start, end = self._gaps.popleft()
@@ -141,57 +238,10 @@ class CaptionOutput:
         self._troubles[kind] = text
         self._captions.note("; ".join(filter(None, self._troubles.values())))
 
-    def on_labels(self, labels: messages.Labels | None) -> None:
-        """Show the words of a local engine whose speakers are known now; None: no more labels come."""
-        assert self.speakers is not None
-        if labels is not None:
-            self.speakers.add(labels, 0)
-        while self._unlabelled and (labels is None or self.speakers.knows(self._unlabelled[0])):
-            word = self.speakers.best(self._unlabelled.popleft())
-            self.speakers.forget_before(word.start)
-            self._show_labelled(word)
 
-    def wait_for_label(self, words: Sequence[messages.Word]) -> None:
-        """Keep words of a local engine until their speakers are known."""
-        self._unlabelled.extend(map(timed_word, words))
-
-    def _show_labelled(self, word: TimedWord) -> None:
-        """Show a word; a line begins with its speaker."""
-        who = ""
-        if word.speaker is not None and word.speaker != self._speaker:
-            self.end_turn()
-            who, self._speaker = f"{speaker_name(word.speaker)}:", word.speaker
-        times = word.start / MODEL_RATE, word.end / MODEL_RATE
-        self.on_text(f"{who} {word.text}", [ShownWord(word.text, *times, word.confidence, word.speaker)])
-
-    def on_event(self, event: dict[str, Any]) -> None:
-        """Handle an event of the server. Raises CommandFailed for an error event."""
-        match event.get("type"):
-            case kind if self.speakers is not None and kind in (DELTA, COMPLETED):
-                for word in _shown_words(event) if kind == COMPLETED else ():
-                    start, end = round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)
-                    self._show_labelled(TimedWord(word.text, start, end, (), word.confidence, speaker=word.speaker))
-            case kind if kind == DELTA:
-                self.on_text(event["delta"], _shown_words(event))
-            case kind if kind == COMPLETED:
-                # The last word of a turn is completed by the end of the turn and not by a delta.
-                self.on_text("", _shown_words(event)[self._words :])
-                self.end_turn()
-            case kind if kind == FAILED:
-                self.end_turn()
-                self.trouble("turn", f"a turn failed: {event['error'].get('message')}")
-            case "error" if not is_expected(event):
-                raise CommandFailed(f"the server says: {event['error'].get('message')}")
-
-    def _save(self, words: Sequence[ShownWord]) -> None:
-        if self._file is not None:
-            timed = [(word, round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)) for word in words]
-            self._file.add(
-                [
-                    TimedWord(word.text, start, end, confidence=word.confidence, speaker=word.speaker)
-                    for word, start, end in timed
-                ]
-            )
+def _timed(word: ShownWord) -> TimedWord:
+    start, end = round(word.start * MODEL_RATE), round(word.end * MODEL_RATE)
+    return TimedWord(word.text, start, end, confidence=word.confidence, speaker=word.speaker)
 
 
 def _shown_words(event: dict[str, Any]) -> list[ShownWord]:
@@ -208,6 +258,8 @@ LAST_WORDS_S = 15.0
 
 # Gaps that wait for the first word after them; beyond that the oldest marks are dropped.
 MAX_GAPS = 1000
+# Characters of a turn that may still change: more would not fit into a terminal.
+MOST_OPEN_CHARACTERS = 600
 
 # Chunks of 16 kHz mono in real time. A number is a gap of that many samples.
 Sound = AsyncIterator[Samples | int]
@@ -288,103 +340,76 @@ async def caption(
     `can_wait` is False for a microphone, whose audio cannot wait for a server. Raises CommandFailed, EngineError, and
     errors of `sound`.
     """
-    clock = AudioClock()
+    wanted = TranscriptionOptions.of(options)
     if options.server:
-        await _through_server(sound, options, clock, file, can_wait)
-    else:
-        await _through_engine(sound, options, clock, file)
-
-
-async def _through_engine(
-    sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None
-) -> None:
-    transcription_options = TranscriptionOptions.of(options).without_unsupported(options.model)
-    async with file_transcription.local_engine(options.model, options.device) as client:
-        wanted = transcription_options.engine_options(client.spec)
+        key = os.environ.get(KEY_VARIABLE)
         try:
-            stream = await client.open("live", live=True, options=wanted)
-        except ValueError as error:
+            if wanted.given():
+                await asyncio.to_thread(warn_unsupported_options, HttpClient(options.server, key), wanted)
+            await _through_server(options.server, key, sound, options, wanted, file, can_wait)
+        except CannotConnect as error:
             raise CommandFailed(str(error)) from error
-        with CaptionView(Console(), show_words=options.words) as captions:
-            caption_output = CaptionOutput(captions, clock, file, transcription_options.speakers)
-
-            async def listen() -> None:
-                async for output in stream:
-                    if caption_output.speakers is not None and isinstance(output, messages.Text):
-                        caption_output.wait_for_label(output.words)
-                    elif caption_output.speakers is not None and isinstance(output, messages.Labels | messages.Closed):
-                        caption_output.on_labels(output if isinstance(output, messages.Labels) else None)
-                    elif isinstance(output, messages.Text):
-                        caption_output.on_text(output.delta, [_shown(word) for word in output.words])
-                    elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
-                        raise EngineError(output.message)
-
-            async def send(audio: Samples | int) -> None:
-                if isinstance(audio, int):
-                    caption_output.on_gap(clock.heard_s - audio / MODEL_RATE, clock.heard_s)
-                    await stream.gap(audio)
-                else:
-                    await stream.feed(audio)
-
-            try:
-                feeding = _feed(sound, clock, captions, send, stream.finish)
-                await both(feeding, listen(), lambda: caption_output.last_news)
-            finally:
-                caption_output.show_gaps()
-                await stream.abort()
+        return
+    wanted = wanted.without_unsupported(options.model)
+    async with _own_server(options.model, options.device) as (url, key):
+        await _through_server(url, key, sound, options, wanted, file, can_wait)
 
 
-def _shown(word: messages.Word) -> ShownWord:
-    timed = timed_word(word)
-    return ShownWord(timed.text, timed.start / MODEL_RATE, timed.end / MODEL_RATE, timed.confidence)
+@asynccontextmanager
+async def _own_server(model: str, device: str) -> AsyncIterator[tuple[str, str]]:
+    """A server for this command alone, on a free port of this machine and with a key of its own: (URL, key)."""
+    from realtime.app import listening
+    from realtime.config import AuthConfig, Config, Secret, ServerConfig
+
+    key = secrets.token_urlsafe()
+    config = Config(ServerConfig(host="127.0.0.1", port=0), AuthConfig(keys=(Secret(key),)))
+    async with file_transcription.local_engine(model, device) as engine, listening(engine, config) as server:
+        yield server.url, key
 
 
 async def _through_server(
-    sound: Sound, options: argparse.Namespace, clock: AudioClock, file: TranscriptFile | None, can_wait: bool
+    url: str,
+    key: str | None,
+    sound: Sound,
+    options: argparse.Namespace,
+    wanted: TranscriptionOptions,
+    file: TranscriptFile | None,
+    can_wait: bool,
 ) -> None:
-    transcription_options, key = TranscriptionOptions.of(options), os.environ.get(KEY_VARIABLE)
-    try:
-        if transcription_options.given():
-            await asyncio.to_thread(warn_unsupported_options, HttpClient(options.server, key), transcription_options)
-        asked = SessionOptions(
-            MODEL_RATE,
-            TURNS,
-            None,
-            transcription_options.language,
-            transcription_options.prompt,
-            transcription_options.keywords,
-            transcription_options.task,
-            transcription_options.speakers,
-            # What the terminal has shown is not changed any more.
-            finals="streamed",
-            publish=getattr(options, "publish", None),
-        )
-        session = ResumingSession(realtime_url(options.server), key, asked)
-        with CaptionView(Console(), show_words=options.words) as captions:
-            caption_output = CaptionOutput(captions, clock, file, transcription_options.speakers)
+    clock = AudioClock()
+    asked = SessionOptions(
+        MODEL_RATE,
+        TURNS,
+        None,
+        wanted.language,
+        wanted.prompt,
+        wanted.keywords,
+        wanted.task,
+        wanted.speakers,
+        publish=getattr(options, "publish", None),
+    )
+    session = ResumingSession(realtime_url(url), key, asked)
+    with CaptionView(Console(), show_words=options.words) as captions:
+        caption_output = CaptionOutput(captions, clock, file, wanted.speakers)
 
-            async def send(samples: Samples | int) -> None:
-                if isinstance(samples, int):
-                    caption_output.on_gap(clock.heard_s - samples / MODEL_RATE, clock.heard_s)
-                    return session.append_gap(samples)
-                if can_wait:
-                    await session.wait_for_room(len(samples))
-                session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
-                if session.kept.lost:
-                    caption_output.trouble(
-                        "sound", f"{session.kept.lost / MODEL_RATE:.0f} s of audio were lost meanwhile"
-                    )
+        async def send(samples: Samples | int) -> None:
+            if isinstance(samples, int):
+                caption_output.on_gap(clock.heard_s - samples / MODEL_RATE, clock.heard_s)
+                return session.append_gap(samples)
+            if can_wait:
+                await session.wait_for_room(len(samples))
+            session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
+            if session.kept.lost:
+                caption_output.trouble("sound", f"{session.kept.lost / MODEL_RATE:.0f} s of audio were lost meanwhile")
 
-            async def finish() -> None:
-                session.finish()
+        async def finish() -> None:
+            session.finish()
 
-            talking = session.run(caption_output.on_event, partial(caption_output.trouble, "line"))
-            try:
-                await both(_feed(sound, clock, captions, send, finish), talking, lambda: caption_output.last_news)
-            finally:
-                caption_output.show_gaps()
-    except CannotConnect as error:
-        raise CommandFailed(str(error)) from error
+        talking = session.run(caption_output.on_event, partial(caption_output.trouble, "line"))
+        try:
+            await both(_feed(sound, clock, captions, send, finish), talking, lambda: caption_output.last_news)
+        finally:
+            caption_output.end()
 
 
 async def _feed(

@@ -1,15 +1,16 @@
 """Output of the commands: live captions in the terminal (`CaptionView`), and files as text, JSON, SubRip or WebVTT.
 
-Used by `tickertape transcribe` and live captions (`captions.py`). In the terminal finished lines scroll, the current
-line grows, and a status line shows the delay; without a terminal (a pipe, a log) only finished lines are written. A
-file is written at once, or with live captions as they come: `TranscriptFile` owns their output file and writes every
-word as soon as it is shown. The server writes its own responses in `realtime/http/file_transcription.py`.
+Used by `tickertape transcribe` and live captions (`captions.py`). In the terminal lines of final text scroll, the text
+of open turns grows below them, and a status line shows the delay; without a terminal (a pipe, a log) only final lines
+are written. A file is written at once, or with live captions as they come: `TranscriptFile` owns their output file and
+writes every word as soon as it is shown. The server writes its own responses in `realtime/http/file_transcription.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import re
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -55,17 +56,55 @@ class ShownWord:
     speaker: int | None = None
 
 
+def _count(text: str) -> int:
+    """Characters without spaces."""
+    return sum(map(len, text.split()))
+
+
+def split_at_word(text: str, words: Sequence[ShownWord], count: int) -> tuple[str, str]:
+    """The text of the first `count` words, and the rest. Words are found by their numbers of characters, because the
+    text may write them in another way."""
+    wanted = sum(_count(word.text) for word in words[:count])
+    for token in re.finditer(r"\S+", text):
+        if wanted <= 0:
+            return text[: token.start()], text[token.start() :]
+        wanted -= len(token.group())
+    return text, ""
+
+
+def caption_lines(text: str, words: Sequence[ShownWord]) -> list[tuple[str, list[ShownWord]]]:
+    """Text and its words, broken into lines: after a sentence, or where a line is too long."""
+    lines, line, left = list[tuple[str, list[ShownWord]]](), "", list(words)
+    for token in re.findall(r"\s*\S+", text):
+        line += token
+        if len(line) > MOST_CHARACTERS or (len(line) > ENOUGH_CHARACTERS and ends_sentence(line)):
+            lines.append((line.strip(), _take(left, _count(line))))
+            line = ""
+    if line or left:
+        lines.append((line.strip(), left))
+    return lines
+
+
+def _take(words: list[ShownWord], characters: int) -> list[ShownWord]:
+    """Remove the first words, as many as have these characters, and return them."""
+    taken: list[ShownWord] = []
+    while words and characters > 0:
+        characters -= _count(words[0].text)
+        taken.append(words.pop(0))
+    return taken
+
+
 class CaptionView:
-    """Shows text as it arrives. `now` is in seconds of audio time: the time since the audio began."""
+    """Shows captions in the terminal. Lines that are final stay; below them is text that may still change, and a status
+    line. Without a terminal only final lines are written. `now` is in seconds of audio time: the time since the audio
+    began."""
 
     def __init__(self, console: Console, *, show_words: bool = False) -> None:
         self.delays: deque[float] = deque(maxlen=RECENT_WORDS)
         self._console = console
         self._show_words = show_words
-        self._line = ""
-        self._words: list[ShownWord] = []
-        # For each shown word that has no times yet: when it was shown. Times arrive when a word is complete.
-        self._shown: deque[float] = deque(maxlen=RECENT_WORDS)
+        # The text of turns that are not final.
+        self._open = ""
         self._last: ShownWord | None = None
         self._now = 0.0
         self._note = ""
@@ -81,39 +120,30 @@ class CaptionView:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end_line()
         if self._console.is_terminal:
             self._live.stop()
         if self.typical_delay is not None:
             said = f"words were shown {self.typical_delay:.2f} s after they were spoken (median of {len(self.delays)})"
             self._print(Text(said, "dim"))
 
-    def add(self, delta: str, words: Sequence[ShownWord], now: float) -> None:
-        """Add final text, and the words that it completes."""
-        self._now = max(now, self._now)
-        delta = harmless(delta)
-        self._line += delta
-        self._note_shown(delta, now)
-        for word in (replace(word, text=harmless(word.text)) for word in words):
-            self.delays.append((self._shown.popleft() if self._shown else now) - word.end)
-            self._words.append(word)
-            self._last = word
-        if len(self._line) > MOST_CHARACTERS or (len(self._line) > ENOUGH_CHARACTERS and ends_sentence(self._line)):
-            self.end_line()
+    def show_open(self, text: str) -> None:
+        """Show this text of turns that are not final, in place of the text before."""
+        self._open = harmless(text).strip()
 
-    def _note_shown(self, delta: str, now: float) -> None:
+    def measure_delays(self, shown: deque[float], delta: str, words: Sequence[ShownWord], now: float) -> None:
+        """Text of a turn was shown now; it completes these words. `shown` has the times at which words were shown that
+        were not complete, and is updated."""
+        self._now = max(now, self._now)
         pieces = delta.split()
-        if pieces and self._shown and not delta[0].isspace():
+        if pieces and shown and not delta[0].isspace():
             # The rest of the last word. Punctuation after a word does not count for its delay.
             if delta[0].isalnum():
-                self._shown[-1] = now
+                shown[-1] = now
             pieces = pieces[1:]
-        self._shown.extend(now for _ in pieces)
-
-    def end_turn(self) -> None:
-        """End the turn: the next text begins a new word."""
-        self.end_line()
-        self._shown.clear()
+        shown.extend(now for _ in pieces)
+        for word in words:
+            self.delays.append((shown.popleft() if shown else now) - word.end)
+            self._last = replace(word, text=harmless(word.text))
 
     def heard(self, now: float) -> None:
         """Advance the clock, with or without speech."""
@@ -127,24 +157,18 @@ class CaptionView:
         self._note = text
 
     def gap(self, start: float, end: float) -> None:
-        """Show that audio is missing between these seconds, below the line of the words before it."""
-        if self._words and self._words[-1].start < start:
-            self.end_line()
+        """Show that audio is missing between these seconds."""
         self._print(Text(f"{clock(start)}  [no sound until {clock(end)}]", "yellow"))
 
-    def end_line(self) -> None:
-        line, words = self._line.strip(), self._words
-        self._line, self._words = "", []
+    def add_line(self, line: str, words: Sequence[ShownWord]) -> None:
+        """Show a line that does not change any more."""
+        line = harmless(line).strip()
         if not line:
             return
-        if self._live.is_started:
-            # Remove the line from the live area before it is printed above it.
-            self._live.refresh()
         at = words[0].start if words else self._now
-        shown = Text.assemble((f"{clock(at)}  ", "dim"), line)
-        self._print(shown)
+        self._print(Text.assemble((f"{clock(at)}  ", "dim"), line))
         if self._show_words and words:
-            times = "  ".join(f"{word.text.strip()} {word.start:.2f}-{word.end:.2f}" for word in words)
+            times = "  ".join(f"{harmless(word.text).strip()} {word.start:.2f}-{word.end:.2f}" for word in words)
             self._print(Text(times, "dim"))
 
     def _print(self, text: Text) -> None:
@@ -163,7 +187,7 @@ class CaptionView:
             status.append(f"behind {self.delays[-1]:.2f} s (typically {self.typical_delay:.2f} s)")
         if self._last is not None:
             status.append(f"“{self._last.text.strip()}” {self._last.start:.2f}-{self._last.end:.2f} s")
-        lines = [Text(self._line.strip(), "bold"), Text("  ".join(status), "dim")]
+        lines = [Text(self._open, "bold"), Text("  ".join(status), "dim")]
         if self._note:
             lines.append(Text(self._note, "yellow"))
         return Group(*lines)
@@ -318,8 +342,9 @@ LIVE_FORMATS: dict[str, tuple[Callable[[Subtitle, int, bool], str], str]] = {
 class TranscriptFile:
     """A transcript that is written while the audio is transcribed, so that everything shown is saved.
 
-    Complete captions are final; the current one is overwritten with every word. If the disk is full, `on_trouble` is
-    called once with the problem, and with an empty text when it is solved; captions wait in memory meanwhile.
+    Captions of final words stay, except the last one while its sentence goes on. Words of turns that are not final
+    follow them in the file, and are overwritten by the next ones. If the disk is full, `on_trouble` is called once with
+    the problem, and with an empty text when it is solved; captions wait in memory meanwhile.
     """
 
     def __init__(self, path: Path, extension: str, words: bool) -> None:
@@ -328,7 +353,9 @@ class TranscriptFile:
         self._write_gap = GAPS[extension]
         self._path = path
         self._words = words
+        # Words of the last caption, if its sentence goes on, and of turns that are not final.
         self._open: list[TimedWord] = []
+        self._not_final: list[TimedWord] = []
         self._captions = 0
         # Complete captions that are not on the disk yet.
         self._unsaved: deque[bytes] = deque(maxlen=MAX_UNSAVED)
@@ -342,7 +369,12 @@ class TranscriptFile:
         except OSError as error:
             raise CommandFailed(f"cannot write {path}: {error.strerror}") from error
         self._keep(head)
-        self._save("")
+        self._save()
+
+    def show(self, words: Sequence[TimedWord]) -> None:
+        """Save the words of all turns that are not final, in place of those of the last call."""
+        self._not_final = list(words)
+        self._save()
 
     def add(self, words: Sequence[TimedWord]) -> None:
         """Add final words."""
@@ -354,13 +386,13 @@ class TranscriptFile:
         for caption in complete:
             self._complete(caption)
         self._open = [word for caption in spoken for word in caption.words]
-        self._save("".join(self._write_caption(caption, self._captions + 1, self._words) for caption in spoken))
+        self._save()
 
     def add_gap(self, start: float, end: float) -> None:
         """Mark missing audio, in seconds, after the words so far."""
         self._complete_open()
         self._keep(self._write_gap(start, end))
-        self._save("")
+        self._save()
 
     def _complete_open(self) -> None:
         for caption in subtitles(self._open, MODEL_RATE):
@@ -369,8 +401,10 @@ class TranscriptFile:
 
     def close(self) -> None:
         """Save the rest. A file without captions is removed. Raises CommandFailed if something could not be saved."""
+        self._open += self._not_final
+        self._not_final = []
         self._complete_open()
-        self._save("")
+        self._save()
         os.close(self._fd)
         if not self._captions:
             self._path.unlink(missing_ok=True)
@@ -386,8 +420,13 @@ class TranscriptFile:
             self._lost += len(self._unsaved) == MAX_UNSAVED
             self._unsaved.append(text.encode())
 
-    def _save(self, spoken: str) -> None:
-        """Write the waiting captions, then the current one, which the next write overwrites."""
+    def _save(self) -> None:
+        """Write the waiting captions, then those that may change, which the next write overwrites."""
+        changing = subtitles([*self._open, *self._not_final], MODEL_RATE)
+        spoken = "".join(
+            self._write_caption(caption, number, self._words)
+            for number, caption in enumerate(changing, start=self._captions + 1)
+        )
         try:
             while self._unsaved:
                 self._write(self._unsaved[0])

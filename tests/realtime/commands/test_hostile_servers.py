@@ -8,6 +8,7 @@ import os
 import pty
 import socket
 import time
+from collections import deque
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -61,9 +62,10 @@ def test_words_of_a_server_cannot_control_the_terminal(is_terminal: bool) -> Non
     file = io.StringIO()
     view = CaptionView(Console(file=file, width=500, force_terminal=is_terminal), show_words=True)
     with view:
-        view.add(ESCAPES, [ShownWord(ESCAPES, 0.0, 1.0)], 1.0)
+        view.measure_delays(deque(), ESCAPES, [ShownWord(ESCAPES, 0.0, 1.0)], 1.0)
+        view.show_open(ESCAPES)
         view.note(ESCAPES)
-        view.end_turn()
+        view.add_line(ESCAPES, [ShownWord(ESCAPES, 0.0, 1.0)])
     assert harmless(file.getvalue())
 
 
@@ -88,8 +90,7 @@ def test_marks_of_hebrew_and_arabic_text_stay_and_what_turns_letters_around_does
     file = io.StringIO()
     view = CaptionView(Console(file=file, width=500, force_terminal=False), show_words=False)
     with view:
-        view.add(said, [ShownWord(said, 0.0, 1.0)], 1.0)
-        view.end_turn()
+        view.add_line(said, [ShownWord(said, 0.0, 1.0)])
     assert said in file.getvalue()
     for turns in map(chr, (*range(0x202A, 0x202F), *range(0x2066, 0x206A))):
         assert terminal.harmless(f"a{turns}b") == f"a\\u{ord(turns):x}b"

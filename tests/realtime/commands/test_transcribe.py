@@ -224,13 +224,19 @@ def test_what_the_model_does_not_take_is_said_once_and_left_out(
     assert "does not support" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("mode", [[], ["--live"]])
+@pytest.mark.parametrize(
+    "mode,end",
+    [
+        ([], "error: these keywords are too long together\n"),
+        (["--live"], "error: the server says: these keywords are too long together.\n"),
+    ],
+)
 def test_wishes_that_only_the_engine_can_refuse_are_no_surprise(
-    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str], mode: list[str]
+    tmp_path: Path, engine: FakeEngine, capsys: pytest.CaptureFixture[str], mode: list[str], end: str
 ) -> None:
     engine.refuse_open = ValueError("these keywords are too long together")
     assert cli.main(["transcribe", *mode, str(write_wav(tmp_path / "a.wav", sound(0.5)))]) == 1
-    assert capsys.readouterr().err.endswith("error: these keywords are too long together\n")
+    assert capsys.readouterr().err.endswith(end)
 
 
 def test_file_that_grows_is_read_as_it_was_and_said(

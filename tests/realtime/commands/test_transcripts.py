@@ -141,6 +141,33 @@ def test_subtitles_are_those_of_transcribe(extension: str, tmp_path: Path) -> No
     assert (tmp_path / "talk").read_text() == FORMATS[extension](transcript, False)
 
 
+@pytest.mark.parametrize("extension", list(LIVE_FORMATS))
+def test_words_that_are_not_final_are_on_the_disk_and_give_way_to_the_final_ones(
+    extension: str, tmp_path: Path
+) -> None:
+    path = tmp_path / "talk"
+    file = TranscriptFile(path, extension, False)
+    final, streamed = words(), words(TEXT.replace("t", "streamed"))
+    for count in range(1, 17):
+        file.show(streamed[:count])
+    assert "streamedwo" in path.read_text()
+    file.add(final[:7])
+    file.show(streamed[7:])
+    file.show([])
+    assert "streamed" not in path.read_text()
+    file.add(final[7:])
+    file.close()
+    assert path.read_text() == whole(extension, final, tmp_path / "reference")
+
+
+def test_words_that_never_became_final_are_kept(tmp_path: Path) -> None:
+    file = TranscriptFile(tmp_path / "talk.txt", "txt", False)
+    file.add(words("One two."))
+    file.show(words("Three"))
+    file.close()
+    assert (tmp_path / "talk.txt").read_text().split() == ["One", "two.", "Three"]
+
+
 def test_file_in_which_nothing_was_said_is_not_left_behind(tmp_path: Path) -> None:
     file = TranscriptFile(tmp_path / "talk.vtt", "vtt", False)
     assert (tmp_path / "talk.vtt").read_text() == "WEBVTT\n"
