@@ -57,7 +57,10 @@ async def test_bench_holds_streams_and_scores_their_words(
             running.http, tmp_path, "--seconds", "2", "--hold", "2", "--streams", "2", "--alone", "1"
         )
     shown = capsys.readouterr()
-    assert code == 0, shown.err
+    # A busy machine may be too slow for the objective. Then that alone is missed, and the exit status says so.
+    times = ("time to final p95 ", "lag ", "the generator itself was late ")
+    assert code == (0 if result["good"] else 1), shown.err
+    assert all(str(missed).startswith(times) for missed in result["missed"]), shown.err  # type: ignore[attr-defined]
     written = [file.read_text() for file in (tmp_path / "out").rglob("*") if file.is_file()]
     assert written and not [text for text in (*written, shown.out, shown.err) if "mark-key-5e1f7a" in text]
     assert result["streams"] == 2 and result["held"]["failures"] == 0  # type: ignore[index]
