@@ -359,10 +359,12 @@ async def caption(
 async def _own_server(model: str, device: str) -> AsyncIterator[tuple[str, str]]:
     """A server for this command alone, on a free port of this machine and with a key of its own: (URL, key)."""
     from realtime.app import listening
-    from realtime.config import AuthConfig, Config, Secret, ServerConfig
+    from realtime.config import AuthConfig, Config, LimitsConfig, Secret, ServerConfig
 
     key = secrets.token_urlsafe()
-    config = Config(ServerConfig(host="127.0.0.1", port=0), AuthConfig(keys=(Secret(key),)))
+    # Its only session is not refused because the machine is slow.
+    limits = LimitsConfig(max_load=0.0)
+    config = Config(ServerConfig(host="127.0.0.1", port=0), AuthConfig(keys=(Secret(key),)), limits)
     async with file_transcription.local_engine(model, device) as engine, listening(engine, config) as server:
         yield server.url, key
 
