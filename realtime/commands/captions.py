@@ -95,8 +95,10 @@ class _Turn:
     # For each shown word that has no times yet: when it was shown.
     shown: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_WORDS))
     is_final: bool = False
-    # The end of its words that have become final already, in seconds, because the turn is long.
-    final_until: float = 0.0
+    # Whether its beginning has become final already, because the turn is long; and the end of that in seconds, if words
+    # have times.
+    has_scrolled: bool = False
+    scrolled_until: float = 0.0
 
 
 class CaptionOutput:
@@ -154,23 +156,36 @@ class CaptionOutput:
         turn.text += delta
         turn.words += words
         self._captions.measure_delays(turn.shown, delta, words, self._clock.now)
-        while (lines := caption_lines(turn.text, turn.words)) and len(turn.text) > MOST_OPEN_CHARACTERS:
-            line, line_words = lines[0]
-            if turn is not next(iter(self._turns.values())) or len(lines) < 3 or not line_words:
-                break
-            self._add(line, line_words)
-            turn.final_until = line_words[-1].end
-            turn.words = turn.words[len(line_words) :]
-            turn.text = turn.text.lstrip()[len(line) :]
+        while len(self._turns) > MOST_OPEN_TURNS:
+            next(iter(self._turns.values())).is_final = True
+            self._settle()
+        if len(turn.text) > MOST_OPEN_CHARACTERS and turn is next(iter(self._turns.values())):
+            self._scroll(turn)
         self._show_open()
+
+    def _scroll(self, turn: _Turn) -> None:
+        """Make the beginning of a long turn final, line by line, but no word whose times may still come."""
+        lines = caption_lines(turn.text, turn.words)
+        open_characters = len(turn.text)
+        for line, words in lines[:-1]:
+            if open_characters <= MOST_OPEN_CHARACTERS or (turn.words and not words):
+                break
+            self._add(line, words or self._untimed(line))
+            open_characters -= len(line)
+            turn.words = turn.words[len(words) :]
+            turn.text = turn.text.lstrip()[len(line) :]
+            turn.has_scrolled = True
+            turn.scrolled_until = words[-1].end if words else turn.scrolled_until
 
     def _on_final(self, turn: _Turn, text: str, words: Sequence[ShownWord]) -> None:
         self.last_news = asyncio.get_running_loop().time()
         # The last word of a turn has its times only now.
         self._captions.measure_delays(turn.shown, "", words[max(0, len(words) - len(turn.shown)) :], self._clock.now)
-        known = sum((word.start + word.end) / 2 < turn.final_until for word in words)
-        if words or not turn.final_until:
+        if words and turn.scrolled_until:
+            known = sum((word.start + word.end) / 2 < turn.scrolled_until for word in words)
             turn.text, turn.words = split_at_word(text, words, known)[1], list(words[known:])
+        elif not turn.has_scrolled:
+            turn.text, turn.words = text, list(words)
         turn.is_final = True
         self._settle()
 
@@ -186,8 +201,11 @@ class CaptionOutput:
 
     def _words_of(self, turn: _Turn) -> list[ShownWord]:
         """The words of a turn; if the server sends no word times, with the time at which they were shown."""
+        return turn.words or self._untimed(turn.text)
+
+    def _untimed(self, text: str) -> list[ShownWord]:
         now = self._clock.now
-        return turn.words or [ShownWord(text, now, now) for text in turn.text.split()]
+        return [ShownWord(word, now, now) for word in text.split()]
 
     def _show_open(self) -> None:
         self._captions.show_open("  ".join(turn.text.strip() for turn in self._turns.values()))
@@ -260,6 +278,8 @@ LAST_WORDS_S = 15.0
 MAX_GAPS = 1000
 # Characters of a turn that may still change: more would not fit into a terminal.
 MOST_OPEN_CHARACTERS = 600
+# Turns without a final; beyond that the oldest is final as it was streamed.
+MOST_OPEN_TURNS = 16
 
 # Chunks of 16 kHz mono in real time. A number is a gap of that many samples.
 Sound = AsyncIterator[Samples | int]

@@ -56,7 +56,7 @@ class ShownWord:
     speaker: int | None = None
 
 
-def _count(text: str) -> int:
+def count_characters(text: str) -> int:
     """Characters without spaces."""
     return sum(map(len, text.split()))
 
@@ -64,7 +64,7 @@ def _count(text: str) -> int:
 def split_at_word(text: str, words: Sequence[ShownWord], count: int) -> tuple[str, str]:
     """The text of the first `count` words, and the rest. Words are found by their numbers of characters, because the
     text may write them in another way."""
-    wanted = sum(_count(word.text) for word in words[:count])
+    wanted = sum(count_characters(word.text) for word in words[:count])
     for token in re.finditer(r"\S+", text):
         if wanted <= 0:
             return text[: token.start()], text[token.start() :]
@@ -74,23 +74,23 @@ def split_at_word(text: str, words: Sequence[ShownWord], count: int) -> tuple[st
 
 def caption_lines(text: str, words: Sequence[ShownWord]) -> list[tuple[str, list[ShownWord]]]:
     """Text and its words, broken into lines: after a sentence, or where a line is too long."""
-    lines, line, left = list[tuple[str, list[ShownWord]]](), "", list(words)
+    lines, line, left = list[tuple[str, list[ShownWord]]](), "", deque(words)
     for token in re.findall(r"\s*\S+", text):
         line += token
         if len(line) > MOST_CHARACTERS or (len(line) > ENOUGH_CHARACTERS and ends_sentence(line)):
-            lines.append((line.strip(), _take(left, _count(line))))
+            lines.append((line.strip(), _take(left, count_characters(line))))
             line = ""
     if line or left:
-        lines.append((line.strip(), left))
+        lines.append((line.strip(), list(left)))
     return lines
 
 
-def _take(words: list[ShownWord], characters: int) -> list[ShownWord]:
+def _take(words: deque[ShownWord], characters: int) -> list[ShownWord]:
     """Remove the first words, as many as have these characters, and return them."""
     taken: list[ShownWord] = []
     while words and characters > 0:
-        characters -= _count(words[0].text)
-        taken.append(words.pop(0))
+        characters -= count_characters(words[0].text)
+        taken.append(words.popleft())
     return taken
 
 

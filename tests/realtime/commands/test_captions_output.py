@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED
-from realtime.commands.captions import MOST_OPEN_CHARACTERS, AudioClock, CaptionOutput
+from realtime.commands.captions import MOST_OPEN_CHARACTERS, MOST_OPEN_TURNS, AudioClock, CaptionOutput
 from realtime.commands.transcripts import CaptionView, TranscriptFile
 
 SPOKEN_S = 0.5
@@ -134,6 +134,24 @@ async def test_without_word_times_the_text_is_shown_and_saved(tmp_path: Path) ->
         shown.output.on_event({"type": DELTA, "item_id": "b", "delta": long})
         shown.output.on_event({"type": COMPLETED, "item_id": "b", "transcript": long})
     assert " ".join(shown.lines()) == f"One two. {long}" and shown.saved() == f"One two. {long}"
+
+
+async def test_turns_without_finals_are_bounded(tmp_path: Path) -> None:
+    """A server that opens turns and never completes them takes no memory, and no text is lost."""
+    with captions(tmp_path / "talk.txt") as shown:
+        for number in range(100):
+            shown.output.on_event(delta(f"item{number}", f"word{number}.", 2.0 * number))
+        assert len(shown.lines()) == 100 - MOST_OPEN_TURNS
+    assert shown.lines() == [f"word{number}." for number in range(100)]
+    assert shown.saved() == " ".join(f"word{number}." for number in range(100))
+
+
+async def test_a_huge_delta_without_times_scrolls_at_once(tmp_path: Path) -> None:
+    text = " ".join(f"number{number}" for number in range(50_000))
+    with captions(tmp_path / "talk.txt") as shown:
+        shown.output.on_event({"type": DELTA, "item_id": "a", "delta": text})
+        shown.output.on_event({"type": COMPLETED, "item_id": "a", "transcript": text})
+    assert " ".join(shown.lines()) == text
 
 
 async def test_lines_name_the_speaker_when_it_changes(tmp_path: Path) -> None:
