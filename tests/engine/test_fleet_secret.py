@@ -18,8 +18,8 @@ from engine.boundary.sockets import EngineSocket, GatewaySocket, KeyPair, LinkKe
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
 from engine.fleet_secret import (
+    MAX_SECRET_BYTES,
     MIN_SECRET_BYTES,
-    MOST_SECRET_BYTES,
     cluster_token,
     derive,
     fingerprint,
@@ -123,11 +123,11 @@ def test_what_is_no_secret_is_said(tmp_path: Path) -> None:
     assert read_secret(path) == b"a secret that is long enough"
 
 
-@pytest.mark.parametrize("length", [MIN_SECRET_BYTES - 1, MIN_SECRET_BYTES, MOST_SECRET_BYTES, MOST_SECRET_BYTES + 1])
+@pytest.mark.parametrize("length", [MIN_SECRET_BYTES - 1, MIN_SECRET_BYTES, MAX_SECRET_BYTES, MAX_SECRET_BYTES + 1])
 def test_a_secret_has_bounds(length: int, tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("x" * length)
-    if MIN_SECRET_BYTES <= length <= MOST_SECRET_BYTES:
+    if MIN_SECRET_BYTES <= length <= MAX_SECRET_BYTES:
         assert read_secret(path) == b"x" * length
     else:
         with pytest.raises(ValueError, match="use 16 to 4096 random ones"):
