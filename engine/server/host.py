@@ -607,7 +607,7 @@ class EngineHost:
     def _step(self) -> str | None:
         """Run one step if there is work; returns the reason if the engine died of it, else None."""
         dead = None
-        self._loop.scheduler.set_time(time.monotonic_ns())
+        self._loop.scheduler.advance_clock(time.monotonic_ns())
         if self._loop.has_work():
             result = self._loop.step()
             for output in [] if result is None else result.outputs:

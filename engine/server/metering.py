@@ -236,7 +236,7 @@ class RebuildBudget:
         if not scheduler.rebuild_waits:
             self._steps = REBUILDS_AHEAD
             return 0
-        if scheduler.others_wait and self._steps >= (1 if scheduler.on_time else REBUILDS_AHEAD):
+        if scheduler.others_wait and self._steps >= (1 if scheduler.on_time_count else REBUILDS_AHEAD):
             self._steps = 0
             return 0
         self._steps += 1
@@ -252,7 +252,7 @@ class RebuildBudget:
     def _limit(self) -> int:
         """Most positions of a step that rebuilds."""
         scheduler = self._scheduler
-        on_time = scheduler.on_time
+        on_time = scheduler.on_time_count
         if not on_time:
             # With few streams smaller steps: else all of them would be ready only at the end.
             return min(self._most, max(self._most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))

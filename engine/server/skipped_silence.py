@@ -285,7 +285,7 @@ class SilenceSkipper:
 
     def check_open(self, name: str) -> None:
         """Raises StreamError if the stream takes no more audio or flushes."""
-        self._scheduler.open_stream(name)
+        self._scheduler.require_open(name)
         stream = self._streams.get(name)
         if stream is not None and stream.finished:
             raise StreamFinished(name, "was finished; open a new stream for more audio")
@@ -392,4 +392,4 @@ class SilenceSkipper:
             return
         skipping.forget_before(stream.computed)
         if skipping.unreported >= REPORT_AFTER_TOKENS and stream.computed == stream.available:
-            self._emit(stream.text.report())
+            self._emit(stream.text.unsent_tokens())
