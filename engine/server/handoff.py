@@ -405,4 +405,4 @@ def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
     adopted.track = None if speech else hosted.track
     adopted.labels = hosted.labels
     if hosted.kept is not None:
-        adopted.state, adopted.kept = hosted.state, hosted.kept.give()
+        adopted.state, adopted.kept = hosted.state, hosted.kept.to_commands()

@@ -60,7 +60,6 @@ from engine.messages import (
     Refused,
     Revised,
     Speech,
-    StepOutput,
     StreamState,
     Text,
 )
@@ -105,6 +104,14 @@ def keep_freed_memory() -> None:
     if hasattr(library, "mallopt"):
         library.mallopt(*_TRIM_THRESHOLD)
         library.mallopt(*_MMAP_THRESHOLD)
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """The outputs of one step, for all streams. Steps with outputs are numbered from 1."""
+
+    step: int
+    outputs: list[Output]
 
 
 @dataclass(slots=True)

@@ -67,7 +67,7 @@ class SkippingStream:
         if gate is not None:
             # The last word before a pause comes out this much later; the audio until then must not be skipped.
             delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
-            least = (spec.said_positions_for(delay) + 2) * self._rate
+            least = (spec.pause_positions_for(delay) + 2) * self._rate
             gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, least))
         self.gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False

@@ -342,7 +342,7 @@ class Listener:
         name, scheduler = flush.stream, self._scheduler
         stream, gate, spoken = scheduler.streams[name], self._gates.get(name), self._spoken.get(name)
         if spoken is not None:
-            said, clock, asked = scheduler.spec.said_positions_for(stream.delay), stream.clock, spoken.asked_until
+            said, clock, asked = scheduler.spec.pause_positions_for(stream.delay), stream.clock, spoken.asked_until
             # Not before the position of an earlier flush, answered or not.
             spoken.ask(lambda at: then(lambda: max(clock.position_at(at) + said, clock.position_at(asked))))
             return

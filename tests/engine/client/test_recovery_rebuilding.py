@@ -285,11 +285,11 @@ async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state(bu
     for number in range(len(audio) // PACKET):
         await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
         session.run()
-        replay = session.stream._memory.replay(session.stream.kept)
+        replay = session.stream._replay_state.replay(session.stream.kept)
         if replay.state is None or replay.state.position != session.stream.kept.end:
             continue
         link = LocalLink(build_tiny())
-        link.send(Open("s", state=replay.state), replay.known)
+        link.send(Open("s", state=replay.state), replay.before_state)
         link.step()
         states = link.loop._states
         assert states is not None

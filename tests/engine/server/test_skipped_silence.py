@@ -200,7 +200,7 @@ def test_a_flush_at_a_pause_is_answered_with_the_audio_that_brings_the_words_out
         if answered_after is None and any(isinstance(output, Flushed) for output in run.outputs):
             answered_after = index - spoken
     run.submit(Finish("a")).drain()
-    behind = SPEC.said_positions_for(SPEC.default_delay_positions)
+    behind = SPEC.pause_positions_for(SPEC.default_delay_positions)
     assert answered_after is not None and behind - 2 <= answered_after <= behind + 2
     assert run.tokens == calm.tokens and run.said.text == calm.said.text != ""
 

@@ -283,7 +283,7 @@ def test_another_engine_goes_on_with_the_same_events(
     expected = told + whole.hear(frames[died_at:], FRAME)
     # The other engine counts from the beginning of its window.
     other, before = SpeechTrack(in_force), start * FRAME
-    other.continue_from(state.later(-before))
+    other.continue_from(state.shifted(-before))
     apply(other, [(sample - before, new) for sample, new in changes if sample >= before])
     again = other.hear(frames[start:], FRAME)
     for event in again:
