@@ -628,7 +628,7 @@ class EngineStream:
             forced_tokens=replay.forced_tokens,
             state=replay.state,
             catch_up_until=replay.catch_up_until,
-            suspect=self.placement.engine_count(suspicion.spot) if suspicion.alone else None,
+            suspect=self.placement.engine_count(suspicion.spot) if suspicion.keep_apart else None,
             sample=replay.sample,
             segment=max(0, self._cutter.segment - replay.samples),
             heard_until=max(0, self.outputs.reported_until - replay.samples),

@@ -26,8 +26,9 @@ from engine.boundary.codec import (
     Status,
     UnreadableCommand,
     WireError,
-    code_of,
     decode_commands,
+    error_code_of,
+    package_version,
 )
 from engine.boundary.crash_suspects import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
@@ -38,7 +39,6 @@ from engine.boundary.sockets import (
     STOPPED_SECONDS,
     Arrival,
     EngineSocket,
-    package_version,
 )
 from engine.errors import AtCapacity, BadItem, DuplicateStream, EngineDead, StreamFailed
 from engine.options import COUNTED_SECONDS
@@ -206,7 +206,7 @@ class CommandIntake:
             (key, peer.repaired[key].nbytes if data is None and key in peer.repaired else size, data)
             for key, size, data in keyed
         ]
-        found = peer.cache.unpack(sized, peer.repaired)
+        found = peer.cache.resolve(sized, peer.repaired)
         peer.repaired, peer.gone = {}, set()
         return found
 
@@ -312,10 +312,10 @@ class CommandIntake:
             return
         name = peer.streams.get(unread.stream)
         if name is not None:
-            self._fail(name, unread.why, code_of(unread.opens))
+            self._fail(name, unread.why, error_code_of(unread.opens))
         elif unread.opens:
             text = f"stream {unread.stream!r}: {unread.why}"
-            peer.outputs.append(messages.Failed(unread.stream, code_of(unread.opens), text))
+            peer.outputs.append(messages.Failed(unread.stream, error_code_of(unread.opens), text))
 
     def _fail(self, name: str, why: str, code: str = BadItem.__name__) -> None:
         """End one stream with an error."""
@@ -417,7 +417,7 @@ class EngineHost:
 
     def _patience(self) -> float:
         """How long to wait for a message when there is nothing to do."""
-        unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self.peers.values())
+        unacknowledged = any(peer.numbering.accepted > peer.acknowledged for peer in self.peers.values())
         return ACK_SECONDS if unacknowledged or self._loop.waits_for_results else BEAT_SECONDS / 4
 
     def _runnable(self) -> bool:
@@ -510,7 +510,7 @@ class EngineHost:
         """Ask a gateway to give up a session; False if it is gone, which only a failed send shows."""
         if self.peers.get(peer.name) is not peer:
             return False
-        beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self.load.status)
+        beat = codec.Beat(peer.numbering.sent, peer.numbering.accepted, self.load.status)
         if not self._socket.send(peer.name, codec.encode(beat)):
             self._lose_gateway(peer)
             return False
@@ -522,16 +522,16 @@ class EngineHost:
         match message:
             case codec.Batch():
                 numbering.acknowledged(message.ack)
-                arrival = numbering.arrive(message.seq, len(peer.inbox))
+                arrival = numbering.classify(message.seq, len(peer.inbox))
                 if arrival is Arrival.NEXT:
                     peer.inbox.append((message, frames, peer.last_received_at))
                 elif arrival is Arrival.AFTER_A_GAP:
                     self._ask_again(peer)
             case codec.Beat():
                 numbering.acknowledged(message.ack)
-                if message.sent > numbering.taken + len(peer.inbox):
+                if message.sent > numbering.accepted + len(peer.inbox):
                     self._ask_again(peer)
-            case codec.Again():
+            case codec.ResendRequest():
                 for kept in numbering.kept_since(message.seq):
                     self._socket.send(peer.name, kept)
             case codec.Repair():
@@ -540,7 +540,7 @@ class EngineHost:
                 self._drop(peer)
 
     def _take_repair(self, peer: Peer, repair: codec.Repair, frames: Frames) -> None:
-        if repair.seq != peer.numbering.taken + 1:
+        if repair.seq != peer.numbering.accepted + 1:
             return  # a second answer, because the question was repeated
         for data in repair.data:
             try:
@@ -555,7 +555,7 @@ class EngineHost:
         peer.asked_at = None
 
     def _ask_again(self, peer: Peer) -> None:
-        again = codec.Again(peer.numbering.taken + len(peer.inbox) + 1)
+        again = codec.ResendRequest(peer.numbering.accepted + len(peer.inbox) + 1)
         self._socket.send(peer.name, codec.encode(again))
 
     # Batches into the loop.
@@ -599,7 +599,7 @@ class EngineHost:
             return False
         peer.inbox.popleft()
         peer.asked_at, peer.unreadable = None, 0
-        peer.numbering.take(batch.seq)
+        peer.numbering.accept(batch.seq)
         return True
 
     # Outputs.
@@ -658,16 +658,16 @@ class EngineHost:
             elif peer.outputs or peer.name in progress:
                 self._send(peer, self._update(peer, progress.get(peer.name, [])), now)
             elif self._beat_is_due(peer, now):
-                beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self.load.status)
+                beat = codec.Beat(peer.numbering.sent, peer.numbering.accepted, self.load.status)
                 self._send(peer, codec.encode(beat), now)
 
     def _beat_is_due(self, peer: Peer, now: float) -> bool:
-        unacknowledged = peer.numbering.taken > peer.acknowledged
+        unacknowledged = peer.numbering.accepted > peer.acknowledged
         return now - peer.last_sent_at >= (ACK_SECONDS if unacknowledged else BEAT_SECONDS)
 
     def _send(self, peer: Peer, frames: list[Any], now: float) -> None:
         """Send to a gateway. Only a failed send shows that a gateway is gone."""
-        peer.acknowledged, peer.last_sent_at = peer.numbering.taken, now
+        peer.acknowledged, peer.last_sent_at = peer.numbering.accepted, now
         if not self._socket.send(peer.name, frames):
             self._lose_gateway(peer)
 
@@ -691,7 +691,7 @@ class EngineHost:
 
     def _encode_update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
         numbering = peer.numbering
-        update = codec.Update(numbering.next_number, numbering.taken, peer.outputs, progress, self.load.status)
+        update = codec.Update(numbering.next_number, numbering.accepted, peer.outputs, progress, self.load.status)
         return codec.encode(update)
 
     def _end_unwritable(self, peer: Peer) -> None:

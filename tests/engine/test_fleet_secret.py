@@ -77,7 +77,7 @@ async def test_another_secret_is_refused_and_both_sides_say_so(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sockets, "REFUSAL_SAID_SECONDS", 0.0)
+    monkeypatch.setattr(sockets, "REFUSAL_LOG_SECONDS", 0.0)
     with engine_over_tcp(None) as open_port, caplog.at_level(logging.WARNING):
         port = open_port if theirs is None else locked
         client = EngineClient([RemoteEngine(f"tcp://127.0.0.1:{port}")], ClientSettings(fleet_secret=ours))
@@ -96,7 +96,7 @@ async def test_who_knows_the_engines_key_alone_does_not_come_in() -> None:
     keys = LinkKeys.from_secret(SECRET)
     engine = EngineSocket(zmq.Context.instance(), "tcp://127.0.0.1:0", keys)
     refused = asyncio.Event()
-    guessed = LinkKeys(keys.engine, KeyPair.of(bytes(31) + b"1"))
+    guessed = LinkKeys(keys.listener, KeyPair.of(bytes(31) + b"1"))
     gateway = GatewaySocket(
         zmq.Context.instance(), engine.bound_to, lambda frames: None, lambda: None, refused.set, guessed
     )
