@@ -27,7 +27,7 @@ from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamFinished
 from engine.messages import SKIPPED, Finish, Flush, Item, Open, Output, Text
 from engine.server.speech import Target
-from engine.server.speech_track import GateSettings, SpeechGate
+from engine.server.speech_gate import GateSettings, SpeechGate
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
