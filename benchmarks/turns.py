@@ -167,7 +167,7 @@ def silences(played: Played) -> list[tuple[float, float]]:
     track = SpeechTrack(TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, 1 << 40))
     found: list[tuple[float, float]] = []
     fell: float | None = None
-    for event in track.hear(played.probabilities, round(played.frame_seconds * SAMPLE_RATE)):
+    for event in track.add_frames(played.probabilities, round(played.frame_seconds * SAMPLE_RATE)):
         if isinstance(event, SpeechPaused):
             fell = event.sample / SAMPLE_RATE
         elif isinstance(event, SpeechResumed) and fell is not None:

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import messages
-from engine.server.hosted_streams import MOST_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
+from engine.server.hosted_streams import MAX_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
 
 logger = logging.getLogger(__name__)
 
@@ -306,9 +306,7 @@ class HandoffTable:
 
     def _is_overgrown(self, handoff: SavedHandoff) -> bool:
         kept = 0 if handoff.hosted is None else len(handoff.hosted.outputs)
-        return (
-            len(handoff.entries) > MOST_ENTRIES or handoff.entry_bytes > MOST_ENTRY_BYTES or kept >= MOST_OUTPUTS_KEPT
-        )
+        return len(handoff.entries) > MOST_ENTRIES or handoff.entry_bytes > MOST_ENTRY_BYTES or kept >= MAX_OUTPUTS_KEPT
 
     def _adopt(self, peer: Peer, key: str, number: int) -> None:
         handoff = self._handoffs.get(key)

@@ -107,7 +107,7 @@ class SkippingStream:
         """Whether a flush or the end of the stream waits."""
         return bool(self._marks)
 
-    def heard(self, sample: int, frame_samples: int) -> None:
+    def on_track(self, sample: int, frame_samples: int) -> None:
         """The speech track has heard the audio up to this sample, in frames of this length."""
         self._judged = sample
         self._frame = min(self._frame, frame_samples) or frame_samples
@@ -343,12 +343,12 @@ class SilenceSkipper:
             return False
         return not is_silence or stream.is_marked
 
-    def heard(self, name: str, sample: int, frame_samples: int) -> None:
+    def on_track(self, name: str, sample: int, frame_samples: int) -> None:
         """The stream's speech track has heard the audio up to this sample: release what it can. Raises StreamError."""
         stream = self._streams.get(name)
         if stream is None or stream.gate is None or name not in self._scheduler.streams:
             return
-        stream.heard(sample, frame_samples)
+        stream.on_track(sample, frame_samples)
         if not stream.all_waits:
             self._pass_on(name, stream)
 

@@ -181,35 +181,35 @@ class SpeechGate:
         """Judge the next frames alone, without a track. Returns decisions in order of time, with at most one Skip."""
         decisions: list[Decision] = []
         for probability in probabilities:
-            decisions += self.take(probability, frame_samples, None, False)
+            decisions += self.add_frame(probability, frame_samples, None, False)
         return decisions + self.skip_silence()
 
-    def take(self, probability: float, frame_samples: int, since: int | None, sure: bool) -> list[Decision]:
-        """Judge the next frame. `since`: where the speech began that the track has found (`sure`) or expects; None if
-        there is none. Call `skip_silence` after the last frame."""
+    def add_frame(self, probability: float, frame_samples: int, since: int | None, is_certain: bool) -> list[Decision]:
+        """Judge the next frame. `since`: where the speech began that the track has found (`is_certain`) or whose
+        possible start it has found; None: there is none. Call `skip_silence` after the last frame."""
         self._sample += frame_samples
         if not self.settings.follows_track:
-            since, sure = None, False
+            since, is_certain = None, False
         if self.state is not GateState.OPEN:
-            begun = self._weigh(probability, frame_samples, since, sure)
-            return [] if begun is None else [begun]
-        found = self._follow(probability if since is None else 1.0)
-        decisions: list[Decision] = [] if found is None else [found]
+            begin = self._weigh(probability, frame_samples, since, is_certain)
+            return [] if begin is None else [begin]
+        change = self._follow(probability if since is None else 1.0)
+        decisions: list[Decision] = [] if change is None else [change]
         if self.settings.longest_samples is not None:
-            cut = self._cut_if_long(probability, frame_samples)
-            if cut is not None:
-                decisions.append(cut)
+            split = self._split_if_long(probability, frame_samples)
+            if split is not None:
+                decisions.append(split)
         return decisions
 
     def skip_silence(self) -> list[Decision]:
-        """After frames: the audio that the model surely does not need, as at most one Skip."""
+        """To be called after frames: returns a Skip if there is more audio that the model certainly does not need."""
         if self.is_open:
             return []
         kept = self._held_from() if self.state is GateState.DOUBTFUL else self._sample
         return self._skip(kept - self.settings.pre_roll_samples)
 
     def pass_silence(self, samples: int) -> list[Decision]:
-        """In QUIET: the next frames are so quiet that none of them is evidence. As `take` and `skip_silence`."""
+        """In QUIET: the next frames are so quiet that none of them is evidence. As `add_frame` and `skip_silence`."""
         self._sample += samples
         return self.skip_silence()
 
@@ -256,7 +256,7 @@ class SpeechGate:
         """Audio before this sample was skipped, or belongs to an utterance that has ended."""
         return self._floor
 
-    def _weigh(self, probability: float, frame_samples: int, since: int | None, sure: bool) -> Begin | None:
+    def _weigh(self, probability: float, frame_samples: int, since: int | None, is_certain: bool) -> Begin | None:
         """In QUIET and DOUBTFUL: add the frame's evidence; returns Begin if there is enough, or if the track has found
         speech."""
         probability = min(max(probability, _SURE), 1 - _SURE)
@@ -271,7 +271,7 @@ class SpeechGate:
             self._speech_start = self._sample - frame_samples if since is None else since
         elif since is not None:
             self._speech_start = min(self._speech_start, since)
-        if self._evidence < self._needed() and not sure:
+        if self._evidence < self._needed() and not is_certain:
             return None
         self.state = GateState.OPEN
         self._speech_end = self._sample
@@ -293,7 +293,7 @@ class SpeechGate:
             return Pause(self._sample)
         return self._end(self._paused_at) if quiet >= self.settings.hang_over_samples else None
 
-    def _cut_if_long(self, probability: float, frame_samples: int) -> SplitUtterance | None:
+    def _split_if_long(self, probability: float, frame_samples: int) -> SplitUtterance | None:
         """In OPEN: split an utterance that is too long at the quietest point in its second half."""
         longest = self.settings.longest_samples
         if longest is None or not self.is_open:
@@ -308,11 +308,13 @@ class SpeechGate:
         return SplitUtterance(self._floor)
 
     def _needed(self) -> float:
+        """The evidence that opens the gate now."""
         settings, last = self.settings, self._last_utterance_end
         in_conversation = last is not None and self._speech_start - last <= settings.conversation_samples
         return settings.conversation_evidence if in_conversation else settings.evidence
 
     def _held_from(self) -> int:
+        """In DOUBTFUL: the first sample that is held back."""
         return max(self._speech_start, self._sample - self.settings.hold_samples)
 
     def _end(self, sample: int) -> End:
@@ -322,6 +324,7 @@ class SpeechGate:
         return End(sample, self._speech_end)
 
     def _rest(self) -> None:
+        """Return to QUIET."""
         self.state = GateState.QUIET
         self._calmest = None
         self._evidence = 0.0

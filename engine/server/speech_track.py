@@ -1,8 +1,8 @@
-"""`SpeechTrack` and `SpeechGate`: where one stream has speech and silence, and which of its audio the model gets.
+"""`SpeechTrack`: where one stream has speech and silence.
 
 A track turns speech probabilities into events at exact samples. `Listener` (`engine/server/speech.py`) has one per
-stream, in the engine loop. No other module compares a speech
-probability with a threshold. These use what it finds:
+stream, in the engine loop. Only the track and its gate (`engine/server/speech_gate.py`) compare a speech probability
+with a threshold. These use its results:
 
 - the session, through the gateway: where turns begin, pause and end, where utterances end, whether a model stalls;
 - the gate of a windowed model and the skipped silence of a frame-synchronous one: which audio the model gets;
@@ -20,8 +20,9 @@ changes nothing:
 | SPEAKING | stay | stay | `SpeechPaused`, PAUSED |
 | PAUSED | `SpeechResumed`, SPEAKING | stay; `SpeechEnded` and QUIET after `silence_samples` | the same |
 
-With a rule that asks the turn detector, the track says when: `TurnScored` without an answer, after each silence of
-`questions`, until there is speech again. engine/server/turn_questions.py gets the answers.
+The track passes each frame to its gate, and with it where it has found speech. If the turn rule has questions to the
+turn detector, the track adds `TurnScored` without an answer after each silence of `questions`, until there is speech
+again; `engine/server/turn_questions.py` asks the detector.
 
 A track is a pure function of the frames, the rule, and the samples at which the rule was changed or the open speech was
 ended. Events depend on the probabilities over time, not on the length of frames or on how they are split into calls.
@@ -112,6 +113,7 @@ class SpeechTrack:
         self.phase = Phase.QUIET
         # Audio before this sample belongs to earlier speech or was dropped; no speech begins there any more.
         self._floor = 0
+        # First sample of the current or last speech, and of the silence after it.
         self._start = 0
         self._fell = 0
         # How many more times the turn detector is asked in this pause.
@@ -147,12 +149,12 @@ class SpeechTrack:
 
     @property
     def last_sound(self) -> int:
-        """Where the last sound ended that the model gets: it may be speech."""
+        """Where the last sound ended that the model gets. A sound may be speech."""
         return self._last_sound if self.gate is None else self.gate.speech_end
 
     @property
     def quiet_until(self) -> int | None:
-        """Up to this sample there is certainly no speech since the last; None while there is speech."""
+        """There is certainly no speech between the last speech and this sample; None while there is speech."""
         if self.phase is Phase.SPEAKING:
             return None
         return self._start if self.phase is Phase.STARTING else self.sample
@@ -173,7 +175,7 @@ class SpeechTrack:
         self._changes.append(Change(sample, True))
 
     def end_questions(self, sample: int) -> None:
-        """No more questions in the pause that holds `sample`. The events of speech do not change."""
+        """No more questions in the pause that contains `sample`. The events of speech do not change."""
         if self._fell < sample:
             self._questions = 0
 
@@ -189,10 +191,10 @@ class SpeechTrack:
                 return False
         return True
 
-    def hear(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
-        """Take the next frames. Returns events and decisions in order of time, with at most one Skip, at the end.
+    def add_frames(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
+        """Process the next frames. Returns events and decisions in order of time, with at most one Skip, at the end.
 
-        Raises ValueError for a probability that is none, at the frame that has it.
+        Raises ValueError at the first frame whose probability is not between 0 and 1.
         """
         if frame_samples < 1:
             raise ValueError(f"a frame cannot have {frame_samples} samples")
@@ -200,9 +202,9 @@ class SpeechTrack:
             samples = len(probabilities) * frame_samples
             self.sample += samples
             return [] if self.gate is None else [*self.gate.pass_silence(samples)]
-        return self._hear_each(probabilities, frame_samples)
+        return self._add_each(probabilities, frame_samples)
 
-    def _hear_each(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
+    def _add_each(self, probabilities: Sequence[float], frame_samples: int) -> list[TrackEvent]:
         found: list[TrackEvent] = []
         gate = self.gate
         for probability in probabilities:
@@ -276,17 +278,17 @@ class SpeechTrack:
         start = max(start, self._floor)
         loud, quiet = probability >= self._loud, probability < self._quiet
         if phase is Phase.QUIET or phase is Phase.STARTING:
-            return self._listen(start, loud, quiet)
-        return self._follow(start, loud, quiet)
+            return self._in_silence(start, loud, quiet)
+        return self._in_speech(start, loud, quiet)
 
     def _drive(self, gate: SpeechGate, probability: float, frame_samples: int) -> list[Decision]:
         """Pass the last frame to the gate."""
         since = self._start if self.speaking and self.sample > self._judged_before else None
         if self._sounds is not None and probability >= gate.settings.stop_threshold:
             self._note_sound(self.sample - frame_samples, self.sample)
-        return gate.take(probability, frame_samples, since, since is not None and self.phase is Phase.SPEAKING)
+        return gate.add_frame(probability, frame_samples, since, since is not None and self.phase is Phase.SPEAKING)
 
-    def _listen(self, start: int, loud: bool, quiet: bool) -> list[SpeechEvent]:
+    def _in_silence(self, start: int, loud: bool, quiet: bool) -> list[SpeechEvent]:
         """QUIET and STARTING."""
         if quiet:
             self.phase = Phase.QUIET
@@ -302,7 +304,7 @@ class SpeechTrack:
         self._questions = 0
         return [SpeechStarted(self._start, self.sample)]
 
-    def _follow(self, start: int, loud: bool, quiet: bool) -> list[SpeechEvent]:
+    def _in_speech(self, start: int, loud: bool, quiet: bool) -> list[SpeechEvent]:
         """SPEAKING and PAUSED."""
         if loud:
             was, self.phase = self.phase, Phase.SPEAKING
@@ -349,7 +351,8 @@ class SpeechTrack:
             change = self._changes.popleft()
             if not change.restarts:
                 self._use(change.rule)
-            elif change.sample >= self._judged_before:  # else the state that was continued has it
+            elif change.sample >= self._judged_before:
+                # A change before that is part of the state that was continued.
                 self.phase = Phase.QUIET
                 self._questions = 0
                 self._floor = max(change.sample, self._floor)
@@ -359,17 +362,17 @@ class SpeechTrack:
         # Samples of silence after which the turn detector is asked.
         self._asked_after = () if rule is None else rule.questions
         self._questions = min(self._questions, len(self._asked_after))
-        used = DEFAULT_RULE if rule is None else rule
-        if not 0 < used.threshold <= 1:
-            raise ValueError(f"the threshold of speech must be above 0 and at most 1, not {used.threshold}")
-        if min(used.min_speech_samples, used.silence_samples) < 0:
+        effective = DEFAULT_RULE if rule is None else rule
+        if not 0 < effective.threshold <= 1:
+            raise ValueError(f"the threshold of speech must be above 0 and at most 1, not {effective.threshold}")
+        if min(effective.min_speech_samples, effective.silence_samples) < 0:
             raise ValueError("the durations of a turn rule cannot be negative")
-        self._loud, self._quiet = used.threshold, stop_threshold(used.threshold)
-        # Frames below this are no sound, no speech and no evidence of it.
+        self._loud, self._quiet = effective.threshold, stop_threshold(effective.threshold)
+        # Frames below this probability are no sound, no speech and no evidence of speech.
         self._silent_below = min(SOUND, self._loud)
         if self.gate is not None:
             self._silent_below = min(self._silent_below, self.gate.settings.stop_threshold)
-        self._min_speech, self._silence = used.min_speech_samples, used.silence_samples
+        self._min_speech, self._silence = effective.min_speech_samples, effective.silence_samples
 
     def _note_sound(self, start: int, end: int) -> None:
         assert self._sounds is not None

@@ -48,7 +48,7 @@ class StreamStates:
         self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
         # Per stream: tag of its last flush, and its position when its state was last saved.
         self._tags: dict[str, int] = {}
-        self._taken_at: dict[str, int] = {}
+        self._saved_at: dict[str, int] = {}
 
     def note_flush(self, message: Flush) -> None:
         self._tags[message.stream] = message.tag
@@ -58,7 +58,7 @@ class StreamStates:
         state, name = message.state, message.stream
         assert state is not None
         if "speakers" in state.parts:
-            # First: the scheduler removes audio that only labels and turns need.
+            # Labels and turns come first: `Scheduler.resume` removes audio that only they need.
             self._speakers.resume(name, state.parts["speakers"])
             self._speakers.replay(name, message.items)
         self._questions.resume(name, state.parts, message.items)
@@ -66,7 +66,7 @@ class StreamStates:
             self._revisions.resume(name, state.parts["revisions"], message.items)
         self._scheduler.resume(message, now)
         self._tags[name] = state.tag
-        self._taken_at[name] = state.position
+        self._saved_at[name] = state.position
         if self._listener is not None:
             self._listener.resume(name, state.parts)
 
@@ -79,13 +79,13 @@ class StreamStates:
                 names[output.stream] = None
             elif isinstance(output, Speech) and output.stream in streams:
                 position = streams[output.stream].available
-                if position - self._taken_at.get(output.stream, 0) >= self._quiet_positions:
+                if position - self._saved_at.get(output.stream, 0) >= self._quiet_positions:
                     names[output.stream] = None
         states = []
         for name in names:
             if name in streams:
                 try:
-                    states.append(self._take(name))
+                    states.append(self._save(name))
                 except Exception as error:
                     self._end_failed(name, error)
         return states
@@ -93,9 +93,9 @@ class StreamStates:
     def forget(self, name: str) -> None:
         """The stream has ended. Does nothing if it is unknown."""
         self._tags.pop(name, None)
-        self._taken_at.pop(name, None)
+        self._saved_at.pop(name, None)
 
-    def _take(self, name: str) -> StreamState:
+    def _save(self, name: str) -> StreamState:
         stream = self._scheduler.streams[name]
         runner, audio_from = self._runner.save(stream.slot, stream.base, stream.computed)
         parts = {"stream": stream.save(), "runner": runner}
@@ -106,6 +106,6 @@ class StreamStates:
         revisions, revised_from = self._revisions.save(name)
         needed = [position for position in (labels_from, turns_from, revised_from) if position is not None]
         audio_from = min(audio_from, stream.base, *needed)
-        self._taken_at[name] = stream.available
+        self._saved_at[name] = stream.available
         parts |= labels | turns | revisions
         return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts)

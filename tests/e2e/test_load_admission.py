@@ -82,7 +82,7 @@ def blockbuster() -> None:
 @pytest.fixture(autouse=True)
 def messages_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What messages cost depends on what else this machine does; the model's cost is what is asked about here."""
-    monkeypatch.setattr("engine.server.load_report.LoadReport.spend_beside_steps", lambda report, seconds: None)
+    monkeypatch.setattr("engine.server.load_report.LoadReport.add_time_between_steps", lambda report, seconds: None)
 
 
 @pytest.fixture(autouse=True)

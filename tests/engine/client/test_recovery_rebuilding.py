@@ -113,7 +113,7 @@ class Session:
             for output in self.link.step():
                 self.stream.on_output(output)
         for name in self.link.loop.scheduler.streams:
-            self.stream.progress(self.link.loop.reached(name))
+            self.stream.progress(self.link.loop.progress_of(name))
         self.link.loop.scheduler.check_integrity()
         self.most_kept = max(self.most_kept, len(self.stream.kept))
 

@@ -19,7 +19,7 @@ from engine.server.handoff import (
     REVIEW_SECONDS,
     STOOD_STILL_SECONDS,
 )
-from engine.server.host import COMMANDS_AN_ITEM, LEAST_ITEMS
+from engine.server.host import COMMANDS_AN_ITEM, MIN_ITEMS
 from tests.engine.server.test_host import Host, calm, command, say_all
 
 __all__ = ["calm"]
@@ -381,7 +381,7 @@ def test_a_late_owner_is_heard_out_however_much_it_has_sent(host: Host) -> None:
     listen(host, RELEASE_SECONDS - 0.1)
     assert not adopted(host, b"b")
     for _ in range(3):
-        host.post(b"a", *(command(messages.Ask("", "other", 1)) for _ in range(COMMANDS_AN_ITEM * LEAST_ITEMS)))
+        host.post(b"a", *(command(messages.Ask("", "other", 1)) for _ in range(COMMANDS_AN_ITEM * MIN_ITEMS)))
     host.post(b"a", command(messages.SaveHandoff("good", "s", 1, 0, [], base=b"last", keep_s=KEEP_S, last=True)))
     host.now += REVIEW_SECONDS
     host.tick()

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS
 from engine.server.speaker_labels import (
     MAX_STATE_BYTES,
     MAX_VOICES,
@@ -21,7 +22,6 @@ from engine.server.speaker_labels import (
     rounded,
     shipped_model,
 )
-from engine.server.speakers import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS
 from engine.server.speech_pieces import FRAME_SAMPLES, SAMPLE_RATE, CutSettings, Piece, PieceCutter, Samples
 from engine.server.speech_track import voiced_frames
 
