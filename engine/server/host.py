@@ -398,7 +398,7 @@ class EngineHost:
             if self.peers.get(peer.name) is not peer:
                 return
         del self.peers[peer.name]
-        self.handoffs.leave(peer)
+        self.handoffs.on_lost(peer)
         for name in self.hosted.forget_all(peer):
             self._abort(name)
 

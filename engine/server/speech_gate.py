@@ -166,7 +166,7 @@ class SpeechGate:
         self._calmest: tuple[float, int] | None = None
 
     def save(self) -> dict[str, Any]:
-        """Return the state as plain data."""
+        """Return the state as plain data. The names of the attributes are part of its format."""
         return {**vars(self), "settings": None, "state": self.state.name}
 
     def resume(self, saved: dict[str, Any]) -> None:

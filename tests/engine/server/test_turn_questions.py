@@ -90,7 +90,7 @@ def answered(questions: TurnQuestions) -> list[Output]:
     return outputs
 
 
-EXPECTED = scores([speech for one in speeches() for speech in questions_of(Answers(instant=True)).take(one)])
+EXPECTED = scores([speech for one in speeches() for speech in questions_of(Answers(instant=True)).add(one)])
 
 
 def test_a_pause_has_at_most_three_questions_each_about_the_last_eight_seconds() -> None:
