@@ -125,7 +125,7 @@ class Bench:
         runner = LaunchingRunner(SPEC)
         scheduler = Scheduler(SPEC, room_for(streams, SPEC), runner.vocabulary)
         cut = skip_settings(EngineConfig().cut_silence_s)
-        self.loop = EngineLoop(scheduler, runner, LaunchingDetector(silent_every), cut=cut)
+        self.loop = EngineLoop(scheduler, runner, LaunchingDetector(silent_every), skipping=cut)
         self.line, self.now = Line(), 0.0
         self.host = EngineHost(self.loop, self.line, "engine", lambda: self.now)  # type: ignore[arg-type]
         self.gateways = [Gateway(number, list(range(number, streams, gateways))) for number in range(gateways)]

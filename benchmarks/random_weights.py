@@ -44,7 +44,7 @@ from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech_track import GateSettings
+from engine.server.speech_gate import GateSettings
 from engine.spec import Vocabulary
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
@@ -136,7 +136,7 @@ def voxtral_loop(kv: str, max_streams: int | None, small: bool) -> EngineLoop:
     options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turns is not None)
     scheduler = Scheduler(replace(runner.spec, options=options), frames_limits(runner.memory), runner.vocabulary)
     detector, cut = load_detector(runner, runner.memory.streams), skip_settings(config.cut_silence_s)
-    return EngineLoop(scheduler, runner, detector, cut=cut, embedder=embedder, turn_detector=turns)
+    return EngineLoop(scheduler, runner, detector, skipping=cut, embedder=embedder, turn_detector=turns)
 
 
 # Whisper

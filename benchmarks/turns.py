@@ -40,7 +40,7 @@ from benchmarks.recordings import (
 )
 from benchmarks.scoring import plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples
-from engine.end_of_turn import EAGERNESS, LEAST_MS, Ask, Eagerness, End, Judge
+from engine.end_of_turn import EAGERNESS, MIN_SILENCE_MS, AskDetector, Eagerness, End, Judge
 from engine.messages import SpeechPaused, SpeechResumed, TurnRule
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
@@ -151,7 +151,7 @@ def with_tail(source: Source) -> Samples:
 def cases_in(sources: Sequence[Source], model: str) -> list[PauseCase]:
     """The labelled pauses of all recordings, each played to the engine."""
     loop = warm_loop(model, 2)
-    rule = TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, LEAST_MS * SAMPLE_RATE // 1000)
+    rule = TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, MIN_SILENCE_MS * SAMPLE_RATE // 1000)
     cases = []
     for source in sources:
         (played,) = Run(loop, streams=1, turns=rule).play([sound_session(source.name, with_tail(source))])
@@ -167,7 +167,7 @@ def silences(played: Played) -> list[tuple[float, float]]:
     track = SpeechTrack(TurnRule(THRESHOLD, MIN_SPEECH_SAMPLES, 1 << 40))
     found: list[tuple[float, float]] = []
     fell: float | None = None
-    for event in track.hear(played.probabilities, round(played.frame_seconds * SAMPLE_RATE)):
+    for event in track.add_frames(played.probabilities, round(played.frame_seconds * SAMPLE_RATE)):
         if isinstance(event, SpeechPaused):
             fell = event.sample / SAMPLE_RATE
         elif isinstance(event, SpeechResumed) and fell is not None:
@@ -297,7 +297,7 @@ def learnt_rule(threshold: float, timeout_s: float = 3.0) -> Rule:
 
 def judged_rule(eagerness: Eagerness, learnt: bool) -> Rule:
     """The rule of the product, with the detector or without."""
-    judge = Judge(eagerness, SAMPLE_RATE, learnt=learnt)
+    judge = Judge(eagerness, SAMPLE_RATE, has_detector=learnt)
     moments = question_moments(eagerness) if learnt else []
 
     def end(case: PauseCase) -> float:
@@ -309,12 +309,12 @@ def judged_rule(eagerness: Eagerness, learnt: bool) -> Rule:
                 pause, signs = judge.advance(pause, min(stop, limit))
                 if signs and isinstance(signs[-1], End):
                     return signs[-1].sample / SAMPLE_RATE
-                if not (signs and isinstance(signs[-1], Ask)):
+                if not (signs and isinstance(signs[-1], AskDetector)):
                     break
-                pause = judge.hear_answer(pause, case.answers[moments[pause.answers]])
+                pause = judge.with_answer(pause, case.answers[moments[pause.answers]])
             if stop >= limit:
                 break
-            pause = judge.hear_words(pause, text)
+            pause = judge.with_words(pause, text)
         return np.inf
 
     return Rule(end, moments)

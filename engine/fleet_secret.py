@@ -1,6 +1,6 @@
-"""The shared secret of a fleet: makes and reads its file, and derives keys from it (of links, tokens, the Ray cluster).
+"""The shared secret of a fleet: makes and reads its file, and derives keys for links, signed tokens and Ray.
 
-Every machine of a fleet has a file with the same content. Gateways, engines and `tickertape fleet` read it at their
+Every machine of a fleet has a file with the same content. Gateways, engines and `tickertape fleet` read it when they
 start. Holders of the secret can derive every key; no derived value reveals the secret.
 """
 
@@ -13,39 +13,41 @@ import secrets
 from pathlib import Path
 
 MIN_SECRET_BYTES = 16
-# A longer file is not a secret; refuse it.
-MOST_SECRET_BYTES = 4096
+# A longer file is not a secret but something else, and is refused.
+MAX_SECRET_BYTES = 4096
 KEY_BYTES = 32
-MADE_BYTES = 32
+# Random bytes of a new secret; its file has them as hexadecimal digits.
+NEW_SECRET_BYTES = 32
 
 
 def read_secret(path: str | Path) -> bytes:
     """The contents of the file without surrounding white space. Raises ValueError with a text that says what to fix."""
     try:
         with Path(path).open("rb") as file:
-            secret = file.read(MOST_SECRET_BYTES + 1).strip()
+            secret = file.read(MAX_SECRET_BYTES + 1).strip()
     except OSError as error:
         raise ValueError(
             f"the fleet's secret cannot be read from {str(path)!r}: {error.strerror}; copy the file of another "
             f"machine of the fleet, or make one with `openssl rand -hex 32`, readable for the server's user"
         ) from None
-    if not MIN_SECRET_BYTES <= len(secret) <= MOST_SECRET_BYTES:
+    if not MIN_SECRET_BYTES <= len(secret) <= MAX_SECRET_BYTES:
+        size = f"more than {MAX_SECRET_BYTES}" if len(secret) > MAX_SECRET_BYTES else str(len(secret))
         raise ValueError(
-            f"the fleet's secret in {str(path)!r} has {len(secret)} bytes; use {MIN_SECRET_BYTES} to "
-            f"{MOST_SECRET_BYTES} random ones, for instance `openssl rand -hex 32`"
+            f"the fleet's secret in {str(path)!r} has {size} bytes; use {MIN_SECRET_BYTES} to "
+            f"{MAX_SECRET_BYTES} random ones, for instance `openssl rand -hex 32`"
         )
     return secret
 
 
 def make_secret(path: Path) -> None:
-    """Writes a random secret that only its owner can read; an existing file stays."""
+    """Write a random secret to a file that only its owner can read; an existing file is kept."""
     path.parent.mkdir(parents=True, exist_ok=True)
     try:
         handle = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     except FileExistsError:
         return
     with os.fdopen(handle, "w") as file:
-        file.write(secrets.token_hex(MADE_BYTES) + "\n")
+        file.write(secrets.token_hex(NEW_SECRET_BYTES) + "\n")
 
 
 def derive(secret: bytes, purpose: str) -> bytes:
@@ -55,7 +57,7 @@ def derive(secret: bytes, purpose: str) -> bytes:
 
 
 def fingerprint(secret: bytes) -> str:
-    """A value that differs for different secrets and may be shown."""
+    """A short value that differs for different secrets; it may be shown and sent, because it does not reveal them."""
     return hmac.digest(secret, b"tickertape fleet fingerprint", hashlib.sha256).hex()[:16]
 
 

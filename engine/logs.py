@@ -20,35 +20,37 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TextIO
 
+# Layouts of text lines. The second has the process id, for processes of which several write to one terminal.
 PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 WITH_PROCESS = "%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s"
-# Formats of the log.
 FORMATS = ("text", "json")
-# Tells the processes that this one starts how to log: engines, workers and decoders read no configuration.
+# The environment variable that passes the format on to child processes (engines, workers, decoders), which read no
+# configuration.
 FORMAT_VARIABLE = "_TICKERTAPE_LOG_FORMAT"
 # The access log, which is on only if the operator wants every line.
 ACCESS_LOG = "tickertape.access"
 
-# Lines of one kind (one place in the code) per period.
-MOST_LINES = 20
+# At most this many lines of one kind (level, logger and place in the code) are written per period; further ones are
+# suppressed and counted.
+MAX_LINES = 20
 PERIOD_S = 60.0
-# Characters that are quoted of the last line left out.
-LONGEST_REPEATED = 300
+# The report about suppressed lines quotes the last one, up to this many characters.
+MAX_QUOTED_CHARACTERS = 300
 # Prefix of the second and later lines of one event, such as a stack trace.
 CONTINUED = "    | "
 
-# Control characters, Unicode line separators, what changes the direction of text, and surrogates.
+# Control characters, Unicode line separators, characters that change the direction of text, and surrogates.
 _UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
-# The same without U+200E and U+200F, which Hebrew and Arabic texts contain. Such a mark has the effect of a letter that
-# is not seen: unlike an override or an embedding it turns no letters around.
+# The same without the direction marks U+200E and U+200F, which Hebrew and Arabic texts contain. They are harmless:
+# unlike overrides and embeddings (U+202A to U+202E) they do not reverse the letters around them.
 _UNPRINTABLE_IN_TEXT = re.compile(_UNPRINTABLE.pattern.replace("\u200e\u200f", ""))
 
 
 def printable(text: str, marks: bool = False) -> str:
-    """The text in one line, with control characters and direction marks escaped; `marks`: left-to-right and
-    right-to-left marks stay."""
+    """The text in one line, with control characters and direction characters escaped. With `marks`, the marks U+200E
+    and U+200F are kept."""
     pattern = _UNPRINTABLE_IN_TEXT if marks else _UNPRINTABLE
-    return pattern.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return pattern.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 class LineFormatter(logging.Formatter):
@@ -67,7 +69,8 @@ class LineFormatter(logging.Formatter):
 
 
 class JsonFormatter(logging.Formatter):
-    """One object in one line for each event. Everything but ASCII is escaped, so that no text can forge a line."""
+    """Formats each record as a JSON object in one line. All characters but ASCII are escaped, so that no text can forge
+    a line. A record's attribute `fields` adds its entries to the object."""
 
     def format(self, record: logging.LogRecord) -> str:
         time_ = datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
@@ -92,16 +95,17 @@ def _continued(text: str) -> Iterator[str]:
 
 @dataclass(slots=True)
 class _Kind:
-    """Counts of one kind of line in the period that began at `began` (clock seconds)."""
+    """Counts of one kind of line in the period that began at `began` (seconds of the handler's clock)."""
 
     began: float
     written: int = 0
-    left_out: int = 0
-    last: str = ""
+    # Lines that were not written and not reported yet, and the beginning of the last one.
+    suppressed: int = 0
+    last_suppressed: str = ""
 
 
-class LimitedHandler(logging.StreamHandler[TextIO]):
-    """Writes at most `MOST_LINES` lines of a kind per period, and after the period how many more there were."""
+class RateLimitedHandler(logging.StreamHandler[TextIO]):
+    """Writes at most `MAX_LINES` lines of a kind per period, and after the period how many more there were."""
 
     def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(stream)
@@ -115,54 +119,61 @@ class LimitedHandler(logging.StreamHandler[TextIO]):
             # Debug lines and the access log are not limited.
             super().emit(record)
             return
-        self.tell_left_out()
+        self.report_suppressed()
         now = self._clock()
         kind = self._kinds.setdefault((record.name, record.levelno, record.pathname, record.lineno), _Kind(now))
         if now - kind.began >= PERIOD_S:
             kind.began, kind.written = now, 0
-        if kind.written < MOST_LINES:
+        if kind.written < MAX_LINES:
             kind.written += 1
             super().emit(record)
             return
-        kind.left_out += 1
-        kind.last = record.getMessage()[:LONGEST_REPEATED]
+        kind.suppressed += 1
+        kind.last_suppressed = record.getMessage()[:MAX_QUOTED_CHARACTERS]
         if self._timer is None:
-            # Report them even if nothing else is logged. If no thread can be started, the next line reports them.
-            timer = threading.Timer(PERIOD_S, self._period_is_over)
+            # The suppressed lines are reported even if nothing else is logged. If no thread can be started, the next
+            # log line causes the report.
+            timer = threading.Timer(PERIOD_S, self._on_timer)
             timer.daemon = True
             with suppress(RuntimeError):
                 timer.start()
                 self._timer = timer
 
-    def tell_left_out(self, *, all_of_them: bool = False) -> None:
-        """Log how many lines were left out in finished periods. The caller holds the handler's lock."""
+    def report_suppressed(self, *, include_running: bool = False) -> None:
+        """Log how many lines were suppressed in finished periods, and with `include_running` also in the running ones.
+        The caller holds the handler's lock."""
         now = self._clock()
         for (name, level, path, line), kind in self._kinds.items():
-            if kind.left_out and (all_of_them or now - kind.began >= PERIOD_S):
-                told = (kind.left_out, kind.last)
-                kind.left_out, kind.last = 0, ""
-                super().emit(logging.LogRecord(name, level, path, line, "%d more like this: %s", told, None))
+            if kind.suppressed and (include_running or now - kind.began >= PERIOD_S):
+                args = (kind.suppressed, kind.last_suppressed)
+                kind.suppressed, kind.last_suppressed = 0, ""
+                super().emit(logging.LogRecord(name, level, path, line, "%d more like this: %s", args, None))
 
-    def _period_is_over(self) -> None:
+    # `Handler.lock` may be None by its declared type; `Handler.__init__` always sets it.
+
+    def _on_timer(self) -> None:
         with self.lock or threading.RLock():
             self._timer = None
-            self.tell_left_out(all_of_them=True)
+            self.report_suppressed(include_running=True)
 
     def close(self) -> None:
         with self.lock or threading.RLock():
             timer, self._timer = self._timer, None
             if timer is not None:
                 timer.cancel()
-            self.tell_left_out(all_of_them=True)
+            self.report_suppressed(include_running=True)
         super().close()
 
 
 def set_up_logging(layout: str = PLAIN, level: str = "info", log_format: str = "") -> None:
-    """Send the log of this process, libraries included, to its standard error. The processes that it starts use the
-    same format, which is one of `FORMATS`; empty: the one of the process that has started this one."""
+    """Send the log of this process, libraries included, to its standard error.
+
+    `log_format` is one of `FORMATS`; empty: the format of the parent process. Child processes use the same format.
+    `layout` is the layout of text lines (`PLAIN` or `WITH_PROCESS`); JSON ignores it.
+    """
     if log_format:
         os.environ[FORMAT_VARIABLE] = log_format
-    handler = LimitedHandler()
+    handler = RateLimitedHandler()
     is_json = os.environ.get(FORMAT_VARIABLE) == "json"
     handler.setFormatter(JsonFormatter() if is_json else LineFormatter(layout))
     logging.basicConfig(handlers=[handler])

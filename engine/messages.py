@@ -2,17 +2,16 @@
 
 Commands for streams (`Open`, `Feed`, `Flush`, `Finish` and others) are answered by outputs of streams (`Text`,
 `Speech`, `Flushed`, `Closed` and others). Commands for sessions (`SaveHandoff`, `Ask`, `Adopt`, `Renew`, `Claim`,
-`DropHandoff`) store a session's state on an engine and let another gateway take it. `engine/boundary/codec.py` puts
-many of them into one message and encodes it; the order of fields is the wire format.
+`DropHandoff`) store a session's state on an engine, so that another gateway can adopt the session; their outputs are
+`Wanted`, `Fenced`, `Held`, `Renewed`, `Claimed` and `SessionGiven`. `engine/boundary/codec.py` puts many commands or
+outputs into one message and encodes it; the order of the fields is the wire format.
 
-Offsets are positions of the stream and include the silence that a flush inserts. `sample` is the audio sample at which
-an item starts, so that the engine can turn positions back into audio time. Samples are counted at the model's rate from
-the first sample that the client sent.
+Offsets are positions of the stream and include the silence that a flush inserts. Samples are counted at the model's
+rate from the first sample that the client sent. An item has both, so that the engine can convert positions to samples.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from enum import IntEnum
 from typing import Annotated, Any
 
@@ -29,7 +28,7 @@ Token = Annotated[int, Meta(ge=SKIPPED, le=LARGEST_COUNT)]
 Share = Annotated[float, Meta(gt=0, le=1)]
 
 
-# A saved state: numbers, strings, bytes, and lists and dictionaries of them.
+# A saved state: numbers, strings and bytes, and lists and dictionaries of these.
 Saved = dict[str, Any]
 
 
@@ -41,13 +40,15 @@ class Message(Struct, array_like=True, gc=False):
 
 
 class TurnRule(Struct, array_like=True, gc=False, frozen=True):
-    """The rule of a stream's speech track: speech has at least this probability and this length, and ends after
-    `silence_samples` of silence. The turn detector is asked after each of `questions`, samples of silence in rising
-    order, and answers with `TurnScored`; without any it is never asked."""
+    """The rule by which a stream's speech track finds speech, and asks the turn detector about pauses."""
 
+    # Speech has at least this probability.
     threshold: Share
+    # Speech begins when it has lasted this long, and ends after this much silence.
     min_speech_samples: Count
     silence_samples: Count
+    # The turn detector is asked after each of these lengths of silence, in samples, in rising order. `TurnScored` has
+    # its answer. Empty: it is never asked.
     questions: tuple[Count, ...] = ()
 
 
@@ -61,16 +62,17 @@ class Phase(IntEnum):
 
 
 class TrackState(Struct, array_like=True, gc=False, frozen=True):
-    """The state of a speech track after the frame that ends at `sample`: its phase, where the current or last speech
-    began and fell (the first sample of the silence after it), the sample before which no speech begins any more, and
-    how many more times the turn detector is asked in this pause. A sample is negative if it lies before the first one
-    that this engine was sent."""
+    """The state of a speech track. A sample is negative if it lies before the first one that this engine was sent."""
 
     phase: Phase = Phase.QUIET
+    # The first sample of the current or last speech, and the first sample of the silence after it.
     start: SignedCount = 0
     fell: SignedCount = 0
+    # No speech begins before this sample any more.
     floor: SignedCount = 0
+    # The end of the last frame.
     sample: SignedCount = 0
+    # How many more times the turn detector is asked in this pause.
     questions: Count = 0
 
     @property
@@ -78,10 +80,10 @@ class TrackState(Struct, array_like=True, gc=False, frozen=True):
         """There is speech, or the possible start of it."""
         return self.phase is Phase.SPEAKING or self.phase is Phase.STARTING
 
-    def later(self, samples: int) -> TrackState:
-        """The same state, counted from a point `samples` samples earlier."""
-        places = (self.start, self.fell, self.floor, self.sample)
-        start, fell, floor, sample = (place + samples for place in places)
+    def shifted(self, samples: int) -> TrackState:
+        """The same state with `samples` added to all sample counts."""
+        counts = (self.start, self.fell, self.floor, self.sample)
+        start, fell, floor, sample = (count + samples for count in counts)
         return TrackState(self.phase, start, fell, floor, sample, self.questions)
 
 
@@ -90,53 +92,60 @@ class Open(Message, tag="open"):
 
     stream: str
     live: bool = True
+    # Positions between audio and the token for it; None: the model's default.
     delay_positions: int | None = None
     # Model options such as language or prompt; the runner refuses unknown ones.
     options: dict[str, str] = {}
-    # Tokens already emitted for the audio that is about to be replayed; they are forced, not sampled or emitted again.
+    # Tokens already emitted for the audio that is about to be replayed. They are used instead of decoded ones, and
+    # their text is not emitted again.
     forced_tokens: list[Token] = []
     # Continue from this state instead of from the beginning. `items`: audio before that state which is still needed.
     state: StreamState | None = None
     items: list[Item] = []
-    # Audio below this position is late because an engine was lost: it is still processed stride by stride, as if live.
+    # Audio below this position is late because an engine was lost: it is still computed stride by stride, as if live.
     catch_up_until: int = 0
     # Crash suspect: an engine died while it computed these positions. No step computes two suspects together.
     suspect: tuple[int, int] | None = None
     # The rule for the ends of turns, where text ends too. None: text ends only at a flush.
     turns: TurnRule | None = None
-    # Of a stream that is reopened: the sample at which its audio continues, the one at which its segment began, and the
-    # one up to which speech probabilities were received; tags of the last flush sent and of the last one answered.
+    # The fields from here on are for a stream that is opened again.
+    # The sample at which its audio continues, and the sample at which its current segment began.
     sample: Count = 0
     segment: Count = 0
+    # Speech probabilities of the audio before this sample were received.
     heard_until: Count = 0
+    # Tags of the last flush sent and of the last flush answered.
     flushes: Count = 0
     answered: Count = 0
-    # The speech track after frames that another stream or engine has judged.
+    # Where the speech track continues, if another stream or engine has judged the audio before.
     track: TrackState | None = None
-    # Speaker labels go on from this state (of `Labels`), whose samples are counted from `labels_earlier` samples before
-    # the first one of this stream. A `state` with labels of its own goes first.
+    # The state (of `Labels`) from which speaker labels continue. Its sample 0 lies `labels_earlier` samples before the
+    # first sample of this stream. Labels inside `state` take precedence.
     labels: Saved | None = None
     labels_earlier: int = 0
 
 
 class Item(Message):
-    """Prepared audio for `length` positions from `offset`.
+    """Audio for `length` positions from position `offset`; its first own sample is `sample`.
 
-    `payload` is float32 PCM with the model's look-back and look-ahead around the item's own samples, and `key` is the
-    hash of its bytes. A gap (declared silence, lost packets) has no key and no payload, only a length: it advances the
-    position and has no embedding. `mask`, if set, says which positions of the payload have an embedding. `samples` is
-    the number of samples the item covers: fewer than its positions hold if a flush padded it, 0 for silence that a
-    flush inserted, None for all of its positions. The engine sets `arrival` and `embeds` (number of positions with an
-    embedding) when it receives the item.
+    A gap (declared silence, lost packets) has no key and no payload, only a length: it advances the position, and the
+    model reads silence there.
     """
 
     offset: Count
     length: Count
     sample: Count
+    # Hash of the payload's bytes.
     key: bytes = b""
+    # float32 PCM with the model's look-back and look-ahead around the item's own samples, or features.
     payload: Any = None
+    # Which positions of the payload are used, the others are silence; None: all.
     mask: list[bool] | None = None
+    # Number of samples that the item covers: fewer than its positions have if a flush padded it, 0 for silence that a
+    # flush inserted, None for those of all its positions.
     samples: Count | None = None
+    # Set by the engine: the time of arrival (monotonic, ns), and the number of positions that need a row in the encoder
+    # cache.
     arrival: int = 0
     embeds: int = 0
     # Only in transit: index of the item's payload in the batch, None for a gap. Key and payload are left out then, and
@@ -149,7 +158,7 @@ class Item(Message):
 
 
 class Feed(Message, tag="feed"):
-    """Audio for a stream: items that follow each other."""
+    """Audio for a stream: consecutive items."""
 
     stream: str
     items: list[Item]
@@ -158,24 +167,23 @@ class Feed(Message, tag="feed"):
 class Flush(Message, tag="flush"):
     """Produce the text of everything fed so far without waiting for more audio; answered by `Flushed`.
 
-    With a `pause`, text is wanted only up to this sample, which lies in silence. Where a speech gate decides which
-    audio the model reads (windowed models), audio after the pause is read together with later audio only, so the words
-    do not depend on when the message arrives. If a turn of the stream's
-    rule ended at the pause, they do not depend on it even if speech has begun again. A frame-synchronous model answers
-    when the following audio has brought the last word out. `ends_speech`: the client ended the turn here, so that
-    speech which goes on begins anew. `turn_over`: the turn before the pause has ended, so that the turn detector need
-    not be asked about it.
+    With a `pause`, text is wanted only up to this sample, which lies in silence. A windowed model reads the audio after
+    the pause only together with later audio, so the words do not depend on when this message arrives. That holds even
+    if speech has begun again, provided that a turn ended at the pause by the stream's rule. A frame-synchronous model
+    answers when it has computed enough of the following audio for the last word.
     """
 
     stream: str
     tag: int
     pause: Count | None = None
+    # The client has ended the turn here: speech that continues counts as new speech.
     ends_speech: bool = False
+    # The turn before the pause has ended, so the turn detector need not be asked about the pause.
     turn_over: bool = False
 
 
 class ChangeTurns(Message, tag="turns"):
-    """Use another rule from here on: for the first frame that ends after the audio so far, and all later ones."""
+    """Use another turn rule from the first frame on that ends after the audio sent so far."""
 
     stream: str
     turns: TurnRule | None
@@ -193,46 +201,55 @@ class Abort(Message, tag="abort"):
     stream: str
 
 
-# Commands from which a gateway that adopts a stream can have it rebuilt. Their payloads are bytes.
-KeptCommand = Feed | Flush | ChangeTurns
+# The commands that an engine keeps so that a gateway that adopts the stream can have another engine rebuild it. In
+# transit, the payloads of their items are bytes and no arrays.
+ReplayCommand = Feed | Flush | ChangeTurns
 
-# A session's number rises by this with each new owner. An owner raises the number by one whenever it migrates the
-# session to another engine, so a former owner never reaches the number of a later one.
+# The owner number of a session is a fencing token: messages with a lower number than the current one are ignored. It
+# rises by this with each new owner. An owner raises it by one whenever it migrates the session to another engine, so a
+# former owner never reaches the number of a later one.
 NEXT_OWNER = 1 << 32
 
 
-def same_owner(number: int, other: int) -> bool:
-    """Whether two numbers of a session are of the same owner."""
-    return number // NEXT_OWNER == other // NEXT_OWNER
+def same_owner(owner_number: int, other: int) -> bool:
+    """Whether two owner numbers of a session belong to the same owner."""
+    return owner_number // NEXT_OWNER == other // NEXT_OWNER
 
 
 class SaveHandoff(Message, tag="save_handoff"):
-    """Store the gateway's state of a session beside its stream, so that another gateway can adopt both.
+    """Save the gateway's state of a session on the engine of its stream, so that another gateway can adopt both.
 
-    The state is opaque bytes. A `base` replaces what was saved before; `entries` are appended to it. Together they
-    cover the first `consumed` outputs of the stream. Of the chunks that came with bases, the newest `keep_bytes` bytes
-    are kept. `owner_number` rises with each owner (`NEXT_OWNER`); messages of a former owner are ignored. `last` gives
-    the session up: it waits `keep_s` seconds for a gateway to adopt it, as it does when its owner is lost.
+    The state is opaque to the engine: a base, and entries that are appended to it.
     """
 
     stream: str
+    # The session.
     key: str
+    # Messages with the number of a former owner are ignored.
     owner_number: Count
+    # The saved state includes the first `consumed` outputs of the stream.
     consumed: Count
     entries: list[bytes]
+    # Replaces the base and the entries that were saved before.
     base: bytes | None = None
+    # Comes with a base: the frames that the client was sent since the last base. The engine keeps the chunks of all
+    # bases up to `keep_bytes` bytes, and drops the oldest first.
     chunk: bytes = b""
     keep_bytes: Count = 0
+    # How long (seconds) the session waits to be adopted after its owner is lost or has released it.
     keep_s: float = 0.0
     # Stream position minus engine position, and stream sample minus engine sample.
     position_offset: Count = 0
     sample_offset: Count = 0
+    # The owner releases the session: another gateway may adopt it.
     last: bool = False
 
 
+# In `Ask`, `Adopt`, `Renew`, `Claim` and `DropHandoff`, `stream` is empty: it is the first field of every command.
+
+
 class Ask(Message, tag="ask"):
-    """Ask for the owner number that a session has on this engine. Answered by `Held` with the same tag; changes
-    nothing."""
+    """Ask for the owner number of a session on this engine. Answered by `Held` with the same tag; changes nothing."""
 
     stream: str
     key: str
@@ -240,10 +257,10 @@ class Ask(Message, tag="ask"):
 
 
 class Adopt(Message, tag="adopt"):
-    """Adopt this session and its stream, if it still belongs to the owner of `owner_number` (taken from `Held`).
+    """Adopt this session and its stream, if it still belongs to the owner of `owner_number` (from `Held`).
 
     Answered by `SessionGiven`; the former owner is sent `Wanted`, then `Fenced`. A request that arrives after another
-    gateway has adopted the session is answered with number 0 and changes nothing.
+    gateway has adopted the session is answered with owner number 0 and changes nothing.
     """
 
     stream: str
@@ -252,8 +269,8 @@ class Adopt(Message, tag="adopt"):
 
 
 class Renew(Message, tag="renew"):
-    """The client has resumed at the owner itself: the session gets the number of a new owner, so that an older request
-    to adopt it fails. Answered by `Renewed` with the same tag."""
+    """The client has resumed at the owner itself: the session gets the owner number of a new owner, so that an older
+    request to adopt it fails. Answered by `Renewed` with the same tag."""
 
     stream: str
     key: str
@@ -262,7 +279,7 @@ class Renew(Message, tag="renew"):
 
 
 class Claim(Message, tag="claim"):
-    """All sessions of a gateway: the key, the number, and whether another engine holds the handoff now.
+    """All sessions that a gateway owns.
 
     It is the first message on a new connection; a gateway whose event loop was stalled sends it again. The engine
     answers with `Fenced` for each session that has been adopted by another gateway, then with `Claimed` with the same
@@ -271,11 +288,13 @@ class Claim(Message, tag="claim"):
 
     stream: str
     tag: Count
+    # (key, owner number, whether another engine has the session's handoff now)
     claims: list[tuple[str, Count, bool]]
 
 
 class DropHandoff(Message, tag="drop_handoff"):
-    """The session is over: drop its handoff. An Abort ends its stream, if there still is one."""
+    """The session has ended, or has migrated to another engine: drop its handoff here. Its stream is not affected; an
+    Abort ends it."""
 
     stream: str
     key: str
@@ -294,29 +313,32 @@ TokenLogProbability = tuple[bytes, float]
 
 
 class Word(Message):
-    """A finished word and the samples it spans. `chances`: its tokens' log-probabilities, if the model has them."""
+    """A finished word and the samples it spans."""
 
     text: str
     start_sample: int
     end_sample: int
+    # The word's tokens with their log-probabilities, if the model has them.
     chances: list[TokenLogProbability] = []
 
 
 class Text(Message, tag="text"):
-    """New text of a stream; append-only, never revised. `words` are the words that this delta completed.
+    """New text of a stream. It is appended to the text so far and does not change it.
 
-    `tokens` are all tokens since the last Text, with blanks and `SKIPPED`: a replay forces them. Every sample before
-    `sample` has been processed. In a long silence a Text with an empty delta is sent now and then, so that both stay
-    current. If the model provides them: `language` is the code of the spoken language, `no_speech` the probability
-    that there is no speech.
+    In a long silence a Text with an empty delta is sent now and then, so that `tokens` and `sample` stay current.
     """
 
     stream: str
     delta: str
+    # The words that this delta completed.
     words: list[Word]
+    # All tokens since the last Text, with blanks and `SKIPPED`. A replay forces them (`Open.forced_tokens`).
     tokens: list[int]
+    # Every sample before this one has been processed.
     sample: int = 0
+    # Code of the spoken language, if the model provides it.
     language: str = ""
+    # Probability that there is no speech, if the model provides it.
     no_speech: float | None = None
 
 
@@ -336,7 +358,7 @@ class SpeechPaused(Message, tag="paused"):
 
 
 class SpeechResumed(Message, tag="resumed"):
-    """Speech goes on at `sample`, after a pause that was shorter than the rule's silence."""
+    """Speech continues at `sample`, after a pause that was shorter than the rule's silence."""
 
     sample: int
     at: int
@@ -352,13 +374,15 @@ class SpeechEnded(Message, tag="ended"):
 
 
 class TurnScored(Message, tag="scored"):
-    """The turn detector's answer to question `number` (from 0) in the pause that began at `fell`: the probability that
-    the turn is complete, by the audio before `sample`. None: there is no answer."""
+    """The turn detector's answer to a question about a pause."""
 
+    # The detector was given the audio before this sample.
     sample: int
     at: int
+    # The first sample of the pause, and the number of the question in the pause, from 0.
     fell: int
     number: int
+    # The probability that the turn is complete; None: there is no answer.
     probability: float | None = None
 
 
@@ -366,28 +390,29 @@ SpeechEvent = SpeechStarted | SpeechPaused | SpeechResumed | SpeechEnded | TurnS
 
 
 class Speech(Message, tag="speech"):
-    """The speech in the next frames of a stream; the first frame starts at `sample`. The message has the events of
-    speech, the state of the speech track after the last frame, and how many samples are surely speech (`spoken`).
-
-    `probabilities`, one for each frame, are for measurements. Only the speech track compares them with thresholds.
-    """
+    """The speech in the next frames of a stream."""
 
     stream: str
+    # The first sample of the first frame, and the length of a frame.
     sample: int
     frame_samples: int
+    # The speech probability of each frame, for measurements. Only the speech track compares it with thresholds.
     probabilities: list[float]
     events: list[SpeechEvent] = []
+    # The state of the speech track after the last frame.
     track: TrackState = TrackState()
+    # How many samples of the frames are surely speech.
     spoken: int = 0
 
     @property
     def end(self) -> int:
+        """The end of the last frame."""
         return self.sample + self.frame_samples * len(self.probabilities)
 
-    def later(self, samples: int) -> None:
-        """Count all samples from a point `samples` samples earlier, in place."""
+    def shift(self, samples: int) -> None:
+        """Add `samples` to all sample counts, in place."""
         self.sample += samples
-        self.track = self.track.later(samples)
+        self.track = self.track.shifted(samples)
         for event in self.events:
             event.sample += samples
             event.at += samples
@@ -397,39 +422,41 @@ class Speech(Message, tag="speech"):
                 event.fell += samples
 
 
-# Samples from start to end, the number of the speaker, and how sure that is (0 to 1).
+# (first sample, end, number of the speaker, confidence from 0 to 1). Enrolled voices have the first numbers, in the
+# order in which they were given.
 LabelSpan = tuple[int, int, int, float]
 
 
 class Labels(Message, tag="labels"):
-    """Who speaks. `decided` never changes; its spans follow each other. `guess` is about the speech after them, as it
-    would be decided without more audio; the next message replaces it. Enrolled voices have the first numbers, in order.
-
-    `state` comes now and then, and with the last labels of a stream: another engine or stream can go on from it. All
-    spans that begin before the sample `settled` are decided; 0 if that is not known. `is_behind`: the engine goes on
-    with the stream of another one and has not computed the labels of its speech yet."""
+    """Speaker labels: which spans of a stream belong to which speaker."""
 
     stream: str
+    # Consecutive spans after those of the message before. They never change.
     decided: list[LabelSpan]
+    # The labels of the speech after them, as they would be decided without more audio. The next message replaces them.
     guess: list[LabelSpan] = []
+    # The state from which another engine or stream can continue. Sent now and then, and with a stream's last labels.
     state: Saved | None = None
+    # All spans that begin before this sample are decided; 0 if that is not known.
     settled: int = 0
+    # The engine continues the stream of another one and has not computed the labels of the speech so far yet.
     is_behind: bool = False
 
 
 class StreamState(Message, tag="state"):
-    """The state of a stream of a windowed model: with the audio, it determines all further text.
+    """The state of a windowed model's stream. Together with the audio it determines all further text.
 
     A state is sent with every text: a gateway that has received a text has also received the state after it, and can
-    have the stream rebuilt in exactly that state. Audio from position `audio_from` on is still needed; the engine has
-    received all audio before `position`, and the flushes up to `tag`. Each of `parts` is read only by the component
-    that wrote it.
+    have the stream rebuilt in exactly that state.
     """
 
     stream: str
+    # Audio from this position on is still needed.
     audio_from: int
+    # The engine had received all audio before this position, and the flushes up to this tag.
     position: int
     tag: int
+    # By component; each part is read only by the component that wrote it.
     parts: dict[str, Saved]
 
 
@@ -440,21 +467,22 @@ class Opened(Message, tag="opened"):
 
 
 class Flushed(Message, tag="flushed"):
-    """Answers `Flush`: the text sent so far covers every sample before `sample`. `is_revised`: a `Revised` that ends
-    there follows."""
+    """Answers `Flush`: the text sent so far covers every sample before `sample`."""
 
     stream: str
     tag: int
     sample: int
+    # A `Revised` that ends at `sample` follows.
     is_revised: bool = False
 
 
 class Revised(Message, tag="revised"):
-    """Better words for the samples from `start` to `end`, in place of the streamed ones. None: those stay."""
+    """The result of the second pass for the samples from `start` to `end`."""
 
     stream: str
     start: int
     end: int
+    # They replace the words that were streamed. None: the streamed words stay.
     words: list[Word] | None
 
 
@@ -488,32 +516,34 @@ class Dead(Message, tag="dead"):
 
 
 class Wanted(Message, tag="wanted"):
-    """Another gateway asks for this session: its owner must give it up with a last `SaveHandoff`. An owner with a
-    higher number has migrated it to another engine, and answers with a `DropHandoff` of this number."""
+    """Another gateway asks for this session: its owner must release it with a last `SaveHandoff`. If the owner's own
+    number is higher, it has migrated the session to another engine, and answers `DropHandoff` with this number."""
 
     key: str
     owner_number: int
 
 
 class Fenced(Message, tag="fenced"):
-    """This session belongs to another gateway now, if the receiver's number of it is lower."""
+    """Another gateway owns this session now. A receiver whose own number of it is not lower ignores this message."""
 
     key: str
     owner_number: int
 
 
 class Held(Message, tag="held"):
-    """Answers `Ask`: the number of the session here, 0 if there is none. `whole` is False while the owner has
-    reconnected but has not saved the handoff again."""
+    """Answers `Ask` for a session's handoff on this engine."""
 
     key: str
     tag: int
+    # 0: this engine does not know the session.
     owner_number: int = 0
+    # False: the session cannot be adopted here now. Its owner has reconnected and not saved the handoff again, or the
+    # owner may have continued it on another engine.
     whole: bool = True
 
 
 class Renewed(Message, tag="renewed"):
-    """Answers `Renew`: the session's new number, or 0 if it belongs to another gateway."""
+    """Answers `Renew`: the session's new owner number, or 0 if it belongs to another gateway."""
 
     tag: int
     owner_number: int
@@ -526,41 +556,44 @@ class Claimed(Message, tag="claimed"):
 
 
 class SessionGiven(Message, tag="session_given"):
-    """Answers `Adopt`: the saved handoff of a session and the state of its stream; `owner_number` is 0 if it was
-    refused.
+    """Answers `Adopt`: the saved handoff of a session and the state of its stream.
 
-    The outputs that the entries do not cover follow at once. `end` (position) and `sample` are where the stream's audio
-    ends, `segment` the sample where its current segment began, `flushes` and `answered` the tags of the last flush
-    received and answered, `token` the position of the next token: all as the engine counts. `stream` is empty if there
-    is none. Speech probabilities up to sample `heard_until` are in the entries.
-
-    If another engine can rebuild the stream (windowed models), `kept` has what it needs: the commands since the last
-    `state`, or all of them if there is no state, and the audio before that state which is still needed.
+    The stream's outputs that the saved handoff does not include follow at once. Positions and samples are as the engine
+    counts them.
     """
 
     key: str
+    # The new owner number; 0: the adoption was refused.
     owner_number: int = 0
+    # The former gateway's name for the stream; empty if the session has none.
     stream: str = ""
+    # As in `SaveHandoff`.
     base: bytes = b""
     chunks: list[bytes] = []
     entries: list[bytes] = []
     consumed: int = 0
     position_offset: int = 0
     sample_offset: int = 0
+    # Position and sample at which the stream's audio ends, and the sample at which its current segment began.
     end: int = 0
     sample: int = 0
     segment: int = 0
+    # Tags of the last flush received and of the last flush answered.
     flushes: int = 0
     answered: int = 0
+    # Position of the next token.
     token: int = 0
     delay_positions: int | None = None
     options: dict[str, str] = {}
+    # Speech probabilities of the audio before this sample are in the handoff.
     heard_until: Count = 0
     turns: TurnRule | None = None
     # The speech track after the frames up to `heard_until`.
     track: TrackState | None = None
+    # For a stream that another engine can rebuild (windowed models): its last state, if there is one, and the commands
+    # since then with the audio that the state still needs.
     state: StreamState | None = None
-    kept: list[KeptCommand] | None = None
+    kept: list[ReplayCommand] | None = None
     # The last state of the stream's speaker labels.
     labels: Saved | None = None
 
@@ -569,11 +602,3 @@ class SessionGiven(Message, tag="session_given"):
 SessionOutput = Wanted | Fenced | Held | Renewed | Claimed | SessionGiven
 StreamOutput = Text | Speech | Labels | StreamState | Opened | Flushed | Revised | Closed | Failed | Refused
 Output = StreamOutput | Dead | SessionOutput
-
-
-@dataclass(slots=True)
-class StepOutput:
-    """The outputs of one step, for all streams."""
-
-    step: int
-    outputs: list[Output]

@@ -1,9 +1,9 @@
 """Settings of an engine (`EngineConfig`, `cache_folder`) and options of a stream (`Options`, keywords, voices).
 
-Plain data that both processes use, and that commands use before they import slow modules. The gateway fills
-`EngineConfig` from the configuration and starts an engine with it. `Options` says what a model accepts; the gateway and
-the runner check a stream's options with it. Keywords and enrolled voices travel as strings, which are written and
-parsed here.
+Plain data that gateway and engine share, and that commands use before they import slow modules. The gateway fills
+`EngineConfig` from the configuration and starts an engine with it. `Options` says which options of a stream a model
+accepts; the gateway and the runner check a stream's options with it. Keywords and enrolled voices are sent as strings,
+which are written and parsed here.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from typing import NamedTuple
 from unicodedata import category
 
 DEFAULT_MODEL = "moonshine-base-streaming"
-# A stream counts as speaking for this long after it was opened and after its last speech: longer than the pauses of a
-# conversation, so that capacity is not given away while a speaker is silent for a moment.
+# A stream counts against capacity for this long after it was opened and after its last speech: longer than the pauses
+# of a conversation, so that capacity is not given to new streams while a speaker is silent for a moment.
 COUNTED_SECONDS = 30.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineConfig:
-    """The settings an engine process is started with. It loads weights and torch itself."""
+    """The settings that an engine process is started with."""
 
     # A name that `tickertape pull` knows, or the path of a checkpoint.
     model: str = DEFAULT_MODEL
@@ -33,13 +33,15 @@ class EngineConfig:
     device: str = "auto"
     # Most concurrent streams; 0: as many as the device allows.
     max_streams: int = 0
-    # CPU threads for the model; 0: one per core. A windowed model decodes this many streams in parallel.
+    # CPU threads for the model; 0: one per core. A windowed model on a CPU decodes this many streams in parallel.
     threads: int = 0
-    # Frame-synchronous models: decoder window in tokens, 8-bit keys and values, and the guard against endless blanks.
+    # Frame-synchronous models: the decoder's attention window in tokens.
     decoder_window: int = 1024
+    # Frame-synchronous models: store keys and values with 8 bits.
     kv_8bit: bool = False
+    # Frame-synchronous models: make blank tokens less likely when the model has produced only blanks during speech.
     blank_guard: bool = True
-    # Number of engines on the device; each uses its share of the memory.
+    # Number of engines on the device; each uses an equal share of the memory.
     share_of: int = 1
     # Frame-synchronous models: seconds of silence to compute before the rest of it is skipped until speech; 0: never.
     cut_silence_s: float = 3.0
@@ -50,8 +52,8 @@ class EngineConfig:
     speakers: bool = True
     # Ask the turn detector where a turn ends, if its weights are in the cache.
     turn_detector: bool = True
-    # For uploads alone: what only live streams need is not loaded, so that the engine starts sooner. One file is read
-    # at a time, and without speaker labels its encoder uses all threads.
+    # The engine serves uploads only, one file at a time: what only live streams need is not loaded, so that the engine
+    # starts sooner. Without speaker labels the encoder then uses several threads.
     files_only: bool = False
 
     @classmethod
@@ -61,8 +63,8 @@ class EngineConfig:
 
     @classmethod
     def setting_names(cls) -> list[str]:
-        """The fields that come from the configuration: all but the model, the share of the device, and `files_only`."""
-        return [one.name for one in fields(cls) if one.name not in ("model", "share_of", "files_only")]
+        """The fields that come from the configuration: all but `model`, `share_of` and `files_only`."""
+        return [field.name for field in fields(cls) if field.name not in ("model", "share_of", "files_only")]
 
 
 # Options of a stream, in addition to its delay. They are sent as strings under these names: `language` (a code),
@@ -80,16 +82,17 @@ MIN_BOOST, MAX_BOOST = 0.1, 10.0
 TRANSLATE = "translate"
 SPEAKERS = "speakers"
 REVISED = "revised"
-# Enrolled voices of a stream, and their names.
+# Most enrolled voices of a stream, and the longest name of one.
 MAX_ENROLLED = 16
 MAX_NAME_CHARACTERS = 64
-# Numbers of a speaker embedding, and what they are multiples of. An embedding has length 1.
+# A speaker embedding is a unit vector of this many numbers, each rounded to a multiple of `ROUNDING`.
 EMBEDDING_SIZE = 192
 ROUNDING = 1 / 1024
-# Samples of speech in a piece that gets an embedding: 31 frames of the speech detector.
+# An embedding is computed of a piece of speech of this many samples: 31 frames of the speech detector.
 PIECE_SAMPLES = 31 * 512
-# Unicode categories that a keyword must not contain: control characters, surrogates, line and paragraph separators.
-_NO_LETTERS = frozenset({"Cc", "Cs", "Zl", "Zp"})
+# Unicode categories that a keyword or a name must not contain: control characters, surrogates, line and paragraph
+# separators.
+_FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
 
 
 class Keyword(NamedTuple):
@@ -101,16 +104,17 @@ class Keyword(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options that a model accepts."""
+    """The stream options that an engine accepts with its model."""
 
-    # Codes of the languages it can be set to. Empty: the language cannot be set.
+    # Codes of the languages that the model can be set to. Empty: the language cannot be set.
     languages: tuple[str, ...] = ()
-    # Detects which of its languages is spoken.
+    # The model detects which of its languages is spoken.
     detects_language: bool = False
-    # Can translate speech in another language into English.
+    # The model can translate speech in another language into English.
     translates: bool = False
+    # The model can be given a text that precedes the transcript.
     prompt: bool = False
-    # Most keywords of a stream.
+    # Most keywords of a stream; 0: none are accepted.
     keywords: int = 0
     # Live text is decoded again at the end of an utterance, with fewer errors.
     revises: bool = False
@@ -121,38 +125,39 @@ class Options:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the options that a client can set."""
-        taken = {
+        """Names of the options that steer the model's text. `check` also accepts `languages`, `speakers` and `revised`
+        where the engine supports them."""
+        accepted = {
             "language": bool(self.languages),
             "task": self.translates,
             "prompt": self.prompt,
             "keywords": self.keywords > 0,
         }
-        return tuple(name for name, takes in taken.items() if takes)
+        return tuple(name for name, is_accepted in accepted.items() if is_accepted)
 
     @property
     def only_language(self) -> str:
         """The code of the model's language if it has exactly one, else empty."""
         return self.languages[0] if len(self.languages) == 1 else ""
 
-    def check(self, given: Mapping[str, str]) -> None:
-        """Raises ValueError if the model does not accept these options."""
-        known = (*self.names, "languages") if self.detects_language else self.names
-        known = (*known, SPEAKERS) if self.speakers else known
-        known = (*known, REVISED) if self.revises else known
-        for name in given:
-            if name not in known:
+    def check(self, options: Mapping[str, str]) -> None:
+        """Raises ValueError if the engine does not accept these options of a stream."""
+        accepted = (*self.names, "languages") if self.detects_language else self.names
+        accepted = (*accepted, SPEAKERS) if self.speakers else accepted
+        accepted = (*accepted, REVISED) if self.revises else accepted
+        for name in options:
+            if name not in accepted:
                 raise ValueError(f"this model takes no option {name[:40]!r}")
-        spoken = given["languages"].split(",") if "languages" in given else []
-        for language in (*spoken, *([given["language"]] if "language" in given else [])):
+        languages = options["languages"].split(",") if "languages" in options else []
+        for language in (*languages, *([options["language"]] if "language" in options else [])):
             if language not in self.languages:
                 raise ValueError(f"this model has no language {language[:40]!r}; it has {', '.join(self.languages)}")
-        if given.get("task", TRANSLATE) != TRANSLATE:
-            raise ValueError(f"the task can be {TRANSLATE!r}, not {given['task'][:40]!r}")
-        if len(given.get("prompt", "")) > MAX_PROMPT_CHARACTERS:
+        if options.get("task", TRANSLATE) != TRANSLATE:
+            raise ValueError(f"the task can be {TRANSLATE!r}, not {options['task'][:40]!r}")
+        if len(options.get("prompt", "")) > MAX_PROMPT_CHARACTERS:
             raise ValueError(f"a prompt has at most {MAX_PROMPT_CHARACTERS} characters")
-        if "keywords" in given:
-            check_keywords(read_keywords(given["keywords"]), self.keywords)
+        if "keywords" in options:
+            check_keywords(read_keywords(options["keywords"]), self.keywords)
 
 
 def keywords_text(keywords: Iterable[Keyword]) -> str:
@@ -172,17 +177,17 @@ def read_keywords(text: str) -> list[Keyword]:
     return words
 
 
-def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> None:
+def check_keywords(keywords: Iterable[Keyword], max_keywords: int = MAX_KEYWORDS) -> None:
     """Raises ValueError if a keyword or the list is out of bounds; the text says which bound."""
     size = 0
     for number, word in enumerate(keywords):
-        if number == most:
-            raise ValueError(f"at most {most} keywords can be given")
+        if number == max_keywords:
+            raise ValueError(f"at most {max_keywords} keywords can be given")
         if not word.text.strip():
             raise ValueError("a keyword is empty")
         if len(word.text) > MAX_KEYWORD_CHARACTERS:
             raise ValueError(f"a keyword has at most {MAX_KEYWORD_CHARACTERS} characters: {word.text[:40]!r} is longer")
-        if any(category(letter) in _NO_LETTERS for letter in word.text):
+        if any(category(letter) in _FORBIDDEN_CATEGORIES for letter in word.text):
             raise ValueError(f"keyword {word.text[:40]!r} holds control characters")
         if not MIN_BOOST <= word.boost <= MAX_BOOST:
             raise ValueError(
@@ -194,9 +199,10 @@ def check_keywords(keywords: Iterable[Keyword], most: int = MAX_KEYWORDS) -> Non
             raise ValueError(f"{bound}; give fewer or shorter ones")
 
 
-# Enrolled voices: a name and the mean embedding of a reference recording less that of all voices (as a state of speaker
-# labels has it), as 16-bit integers in multiples of `ROUNDING`.
+# An enrolled voice: its name, and the mean embedding of a reference recording minus the mean of all voices, as 16-bit
+# integers in multiples of `ROUNDING`.
 Enrolled = tuple[str, bytes]
+# First line of the option for speaker labels.
 _LABELS = "labels"
 
 
@@ -212,7 +218,7 @@ def read_speakers(text: str) -> list[Enrolled]:
     first, *lines = text.split("\n")
     if first != _LABELS:
         raise ValueError(f"the option {SPEAKERS!r} must begin with {_LABELS!r}")
-    found = []
+    enrolled = []
     for line in lines:
         name, _, encoded = line.partition("\t")
         try:
@@ -221,26 +227,26 @@ def read_speakers(text: str) -> list[Enrolled]:
             vector = b""
         if len(vector) != 2 * EMBEDDING_SIZE or not any(vector):
             raise ValueError(f"the embedding of the speaker {name[:40]!r} is not {EMBEDDING_SIZE} 16-bit integers")
-        found.append((name, vector))
-    check_names([name for name, _ in found])
-    return found
+        enrolled.append((name, vector))
+    check_names([name for name, _ in enrolled])
+    return enrolled
 
 
 def check_names(names: Sequence[str]) -> None:
-    """Raises ValueError if the names of enrolled speakers are out of bounds."""
+    """Raises ValueError if there are too many names of enrolled speakers, or if one is invalid or occurs twice."""
     if len(names) > MAX_ENROLLED:
         raise ValueError(f"at most {MAX_ENROLLED} speakers can be enrolled")
     for number, name in enumerate(names):
         if not name.strip() or len(name) > MAX_NAME_CHARACTERS:
             raise ValueError(f"the name of a speaker has 1 to {MAX_NAME_CHARACTERS} characters")
-        if any(category(letter) in _NO_LETTERS for letter in name):
+        if any(category(letter) in _FORBIDDEN_CATEGORIES for letter in name):
             raise ValueError(f"the name of the speaker {name[:40]!r} holds control characters")
         if name in names[:number]:
             raise ValueError(f"two speakers are named {name[:40]!r}")
 
 
 def cache_folder() -> Path:
-    """`TICKERTAPE_CACHE`, or `tickertape` in the user's cache folder."""
-    if own := os.environ.get("TICKERTAPE_CACHE"):
-        return Path(own)
+    """The folder of downloaded weights: `TICKERTAPE_CACHE`, or `tickertape` in the user's cache folder."""
+    if folder := os.environ.get("TICKERTAPE_CACHE"):
+        return Path(folder)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tickertape"

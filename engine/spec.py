@@ -1,9 +1,9 @@
-"""`ModelSpec`: facts about a model for all code without torch (time steps, windows, caches), vocabulary, language
-codes.
+"""`ModelSpec`: what code without torch knows about a model (time steps, windows, options); vocabulary and languages.
 
-The runner provides it when it has loaded a model; the engine sends it to every gateway in its greeting. A model's time
-is counted in *positions* of `samples_per_position` samples. Scheduler and gateway know a model only by its `ModelSpec`,
-never by the name of its family.
+The runner provides the spec when it has loaded a model; the engine sends it to every gateway in its greeting. A model's
+time is counted in *positions* of `samples_per_position` samples. Scheduler and gateway know a model only by its
+`ModelSpec`, never by the name of its family. `Vocabulary` is loaded with the weights. The languages are the codes that
+models take and the names that clients write for them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from engine.options import Options
 
 @dataclass(frozen=True, slots=True)
 class KvGroup:
-    """A stack of attention layers. Its keys and values are stored in pages; each stream has one ring table of pages."""
+    """A group of attention layers with the same window. Its keys and values are stored in pages; each stream has one
+    ring table of pages (`engine/core/kv_pages.py`) for it."""
 
     name: str
     window_positions: int
@@ -24,7 +25,8 @@ class KvGroup:
 
     @property
     def ring_pages(self) -> int:
-        """Most pages of one stream: its window, and the page being written while the oldest one leaves the window."""
+        """Most pages of one stream: those of its window, and the page being written while the oldest one still is in
+        the window."""
         return -(-self.window_positions // self.page_positions) + 1
 
 
@@ -37,6 +39,7 @@ class FeatureShape:
     context_frames: int = 0
 
     def of(self, positions: int) -> tuple[int, int]:
+        """The shape for an item of this many positions."""
         return self.bins, self.context_frames + positions * self.frames_per_position
 
 
@@ -47,14 +50,16 @@ class ModelSpec:
     name: str
     sample_rate: int
     samples_per_position: int
-    # Distinguishes weights with the same model name; empty if not determined.
+    # Fingerprint of the weights: distinguishes weights with the same model name; empty if not determined.
     weights: str = ""
+    # Samples before and after a position's own samples that are encoded together with them.
     look_back_samples: int = 0
     look_ahead_samples: int = 0
     # Positions of every stream before its first sample. They are computed once and copied into each stream.
     prefix_positions: int = 0
-    # Positions of silence fed after the end of the audio until the last text is out, in addition to the stream's delay.
+    # Positions of silence computed after the end of the audio for the last text, in addition to the stream's delay.
     flush_positions: int = 0
+    # Delay: positions between audio and the token for it.
     default_delay_positions: int = 0
     max_delay_positions: int = 0
     # While more audio is expected, a stream takes part in a step once it has this many new positions.
@@ -62,16 +67,16 @@ class ModelSpec:
     # Windowed (encoder-decoder) models read their whole window in every step, from its first item. Frame-synchronous
     # models read only positions that are not computed yet.
     rereads_window: bool = False
-    # Windowed models: most positions in a window, for live streams and for uploads. An upload may have a longer one,
+    # Windowed models: most positions in a window, for live streams and for uploads. An upload may have a longer window,
     # because the latency of its words does not matter.
     window_positions: int = 1
     file_window_positions: int = 1
-    # Most new positions of one stream in one step; `replay_positions` while the tokens of a replay are forced.
+    # Most new positions of one stream in one step, and while the tokens of a replay are forced.
     step_positions: int = 1
     replay_positions: int = 64
-    # Positions kept before the last computed one, for word times and for computing positions again.
+    # Positions before the window whose items and sample times are still kept, for word times.
     history_positions: int = 64
-    # Encoder-cache embeddings a live stream may reference at once; admission reserves them.
+    # Rows of the encoder cache that a live stream may reference at once; admission reserves them.
     embeds_per_stream: int = 16
     kv_groups: tuple[KvGroup, ...] = ()
     # Features that are accepted in place of an item's samples; None: the model takes samples only.
@@ -81,10 +86,9 @@ class ModelSpec:
 
     @property
     def upload_positions(self) -> int:
-        """Positions an upload to a windowed model waits for while more audio is expected: a window and one stride.
-
-        With that much audio it is known where utterances end in the window, so windows do not depend on arrival times.
-        """
+        """Positions that an upload to a windowed model must have for a step while more audio is expected: a window and
+        one stride. With that much audio it is known where utterances end in the window, so windows do not depend on
+        arrival times."""
         return self.window_for(live=False) + self.stride_positions
 
     def window_for(self, live: bool) -> int:
@@ -92,26 +96,21 @@ class ModelSpec:
         return self.window_positions if live else max(self.window_positions, self.file_window_positions)
 
     def embeds_for(self, live: bool) -> int:
-        """Encoder-cache embeddings a stream may reference: a longer window adds its extra positions."""
+        """Rows of the encoder cache that a stream may reference: a longer window adds its extra positions."""
         return self.embeds_per_stream + self.window_for(live) - self.window_positions
 
     def flush_positions_for(self, delay_positions: int) -> int:
-        """Positions of silence to compute before the last word of a stream with this delay is out."""
+        """Positions of silence to compute after the end of a stream with this delay until the last word is complete."""
         return self.flush_positions + delay_positions
 
-    def said_positions_for(self, delay_positions: int) -> int:
-        """Positions of silence to compute at a pause before its last word is out, unless the word is very long.
-
-        Fewer than at the end of a stream, because more audio follows.
-        """
+    def pause_positions_for(self, delay_positions: int) -> int:
+        """Positions to compute after the last speech before a pause until its last word is complete, unless the word is
+        very long. Fewer than at the end of a stream, because more audio follows."""
         return self.flush_positions // 3 + delay_positions
 
 
-# The vocabulary: loaded with the weights, read by runners and the core.
-
-
 class Vocabulary:
-    """The bytes of each token; b"" for tokens that are not text.
+    """The bytes of each token (`pieces`); b"" for tokens that are not text.
 
     `word_marker` is the token with which a model announces a word, if it has one. The word's time is the marker's time.
     """
@@ -121,13 +120,13 @@ class Vocabulary:
     def __init__(self, pieces: list[bytes], word_marker: int | None = None) -> None:
         self.pieces = pieces
         self.word_marker = word_marker
-        # Text of the tokens that are valid UTF-8 on their own; the others must be joined as bytes.
-        self.texts = [_whole_text(piece) for piece in pieces]
+        # Text of each token that is valid UTF-8 on its own; None for the others, whose bytes must be joined.
+        self.texts = [_text_of(piece) for piece in pieces]
         # Tokens without text, except the word marker.
         self.blanks = frozenset(token for token, piece in enumerate(pieces) if not piece and token != word_marker)
 
 
-def _whole_text(piece: bytes) -> str | None:
+def _text_of(piece: bytes) -> str | None:
     try:
         return piece.decode()
     except UnicodeDecodeError:
@@ -157,19 +156,19 @@ NAMES = {
     "ba": "bashkir", "jw": "javanese", "su": "sundanese", "yue": "cantonese",
 }  # fmt: skip
 
-# Sizes of Whisper's English vocabulary. A multilingual one has one more text token, so the size tells which one it is.
+# Sizes of Whisper's English vocabulary. A multilingual one has one more text token, so it is recognised by its size.
 ENGLISH_TEXT_TOKENS = 50_256
 ENGLISH_VOCABULARY = 51_864
-# Tokens that are neither text nor a language: start, translate, transcribe, ..., 1501 time stamps.
+# Tokens of Whisper that are neither text nor a language: start, translate, transcribe, ..., 1501 time stamps.
 _SPECIALS_WITHOUT_LANGUAGES = 1_509
 
 # Other codes and names of the same languages.
-_ALSO = {
+_ALIASES = {
     "cmn": "zh", "mandarin": "zh", "iw": "he", "jv": "jw", "nb": "no", "bokmal": "no", "fil": "tl", "filipino": "tl",
     "castilian": "es", "valencian": "ca", "flemish": "nl", "moldavian": "ro", "moldovan": "ro", "farsi": "fa",
     "burmese": "my", "pushto": "ps", "panjabi": "pa", "sinhalese": "si", "haitian": "ht", "letzeburgesch": "lb",
 }  # fmt: skip
-_CODES = {**{name: code for code, name in NAMES.items()}, **_ALSO}
+_CODES = {**{name: code for code, name in NAMES.items()}, **_ALIASES}
 # Clients send these to have the language detected.
 _ANY = frozenset({"auto", "multi", "detect"})
 

@@ -22,7 +22,7 @@ from torch.nn.utils.rnn import pad_sequence
 from engine.models.moonshine import Moonshine, StreamingEncoder, StreamingSpec, frames_after
 from engine.models.silero import load_silero
 from engine.runner.speech import SpeechDetector
-from engine.server.speech_track import Begin, End, GateSettings, SpeechGate
+from engine.server.speech_gate import Begin, End, GateSettings, SpeechGate
 from realtime.bench.words import Normaliser, edit_distance
 from training.data import SAMPLE_RATE, read_recording
 from training.model import block_plan, encode_blocks, greedy_tokens, token_limit

@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.measuring import parser_of, run_command, show
 from benchmarks.recordings import SMALL_MODEL, add_manifest, exit_status
 from benchmarks.turns import MOMENTS_S, PauseCase, labelled_cases
-from engine.end_of_turn import LEAST_MS, LEAST_SURE, SUREST, Words, tell
+from engine.end_of_turn import MAX_PROBABILITY, MIN_PROBABILITY, MIN_SILENCE_MS, WordEvidence, evidence_of
 from engine.options import DEFAULT_MODEL
 from engine.runner.device import compute_on_one_thread
 
@@ -39,11 +39,12 @@ def fit(cases: Sequence[PauseCase], detector: bool) -> dict[str, Any]:
     for case in cases:
         moments = [at for at in _MOMENTS_S if case.silence is None or at <= case.silence]
         for at in moments:
-            told = tell(case.text(case.fell + at))
+            evidence = evidence_of(case.text(case.fell + at))
             answer = case.answers[max(asked for asked in MOMENTS_S if asked <= at)]
-            sure = min(max(answer, LEAST_SURE), SUREST)
-            odds = np.log(sure / (1 - sure)) if detector else 0.0
-            rows.append([1.0, odds, *(float(told is kind) for kind in Words), np.log(at * 1000 / LEAST_MS)])
+            probability = min(max(answer, MIN_PROBABILITY), MAX_PROBABILITY)
+            odds = np.log(probability / (1 - probability)) if detector else 0.0
+            words = (float(evidence is kind) for kind in WordEvidence)
+            rows.append([1.0, odds, *words, np.log(at * 1000 / MIN_SILENCE_MS)])
             labels.append(float(case.silence is None))
             weights.append(counts[case.silence is None] / len(moments))
     x, y, weight = np.array(rows), np.array(labels), np.array(weights)

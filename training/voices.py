@@ -1,6 +1,6 @@
 """Estimates how voices differ, from speaker embeddings: their mean and two variances, which speaker labels compare by.
 
-`python -m training voices` writes the result, a `VoiceModel` (`engine/server/speakers.py`). The recordings of each
+`python -m training voices` writes the `VoiceModel` (`engine/server/speaker_labels.py`). The recordings of each
 speaker are placed in a simulated room (`benchmarks/conversations.py`); speech is found, cut into pieces and embedded as
 the engine does it. `within` is the variance of pieces around the mean of their speaker, `between` that of the speakers'
 means around the mean of all; both are means over the numbers of an embedding.
@@ -20,7 +20,8 @@ from numpy.typing import NDArray
 from benchmarks.conversations import mixed
 from benchmarks.speakers import Labeller, Voices
 from engine.options import ROUNDING
-from engine.server.speakers import CutSettings, LabelSettings, VoiceModel
+from engine.server.speaker_labels import LabelSettings, VoiceModel
+from engine.server.speech_pieces import CutSettings
 from training.data import SAMPLE_RATE, CorpusError, Utterance
 
 # Speech of a speaker; with less than the second there are too few pieces.

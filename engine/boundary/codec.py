@@ -1,13 +1,13 @@
 """The link protocol between a gateway and an engine: its envelope messages, and their encoding as frames of bytes.
 
-Greeting (`Hello`, `Welcome`, `Unwelcome`), numbered messages (`Batch` with a gateway's commands, `Update` with an
-engine's outputs), heartbeats and resends (`Beat`, `Again`), repair of the audio cache (`Missing`, `Repair`), and the
-engine's `Status`. The commands and outputs inside are in `engine/messages.py`, the sockets in
-`engine/boundary/sockets.py`. `WIRE_VERSION` is the version of all of them.
+Greeting and farewell (`Hello`, `Welcome`, `Unwelcome`, `Bye`), numbered messages (`Batch` with a gateway's commands,
+`Update` with an engine's outputs), heartbeats and resends (`Beat`, `ResendRequest`), repair of the input cache
+(`Missing`, `Repair`), and the engine's `Status`. The commands and outputs inside are in `engine/messages.py`, the
+sockets in `engine/boundary/sockets.py`. `WIRE_VERSION` is the version of all of them.
 
-A message is a header frame, then one frame with all payloads. Headers are msgpack arrays with a tag, decoded into
-checked types. Payloads are float32 data of a few kilobytes. They share a frame because an additional frame is more
-expensive than a copy, and each is copied out of it so that a payload that is kept does not keep the whole frame in
+A message is a header frame, and if there are payloads one frame with all of them. Headers are msgpack arrays with a
+tag, decoded into checked types. Payloads are float32 data of a few kilobytes. They share a frame, because an additional
+frame costs more than a copy. Each is copied out of the frame, so that a payload that is kept does not keep the frame in
 memory.
 """
 
@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import msgspec
@@ -26,7 +27,7 @@ from engine.errors import BadItem, BadOption
 from engine.messages import Message
 from engine.spec import ModelSpec
 
-# Raise it whenever an older peer could misread a message.
+# Must be raised whenever an older peer could misread a message.
 WIRE_VERSION = 21
 
 Frames = Sequence[Any]
@@ -37,8 +38,16 @@ class WireError(Exception):
     """The received bytes are not a message of this protocol."""
 
 
+def package_version() -> str:
+    """The installed version of tickertape, for greetings."""
+    try:
+        return version("tickertape")
+    except PackageNotFoundError:
+        return "unknown"
+
+
 class Progress(Message):
-    """Progress of a stream: positions below `computed` are done."""
+    """Progress of a stream: positions below `computed` have been computed."""
 
     stream: str
     computed: int
@@ -47,14 +56,19 @@ class Progress(Message):
 class Status(Message):
     """Capacity, load and counters of an engine."""
 
+    # Open streams, and most streams.
     slots_used: int = 0
     slots_total: int = 0
-    # How many of `slots_total` can be active at once (the others are silent and parked), and how many are parked now.
+    # Most streams that can be active at once (the others are silent and parked), and streams that are parked now.
     active_total: int = 0
     parked: int = 0
+    # Streams with speech now.
     speaking: int = 0
+    # Share of the engine's time that live streams need.
     load: float = 0.0
+    # Age of the oldest audio of a live stream that is not computed.
     lag_ms: float = 0.0
+    # Items that needed rows of the encoder cache, and those of them that had rows already.
     encoder_queries: int = 0
     encoder_hits: int = 0
     steps: int = 0
@@ -66,22 +80,27 @@ class Status(Message):
     revised: int = 0
     revisions_skipped: int = 0
     words_revised: int = 0
-    # Live streams with speech now or a short time ago, and the cost of a step and of each such stream, as shares of
-    # the engine's time.
+    # Live streams to count against capacity: those with speech in the last `COUNTED_SECONDS`; of many streams, how many
+    # are likely to compute at the same time.
     counted: int = 0
+    # The fixed cost of steps, and the cost per counted stream, as shares of the engine's time.
     load_per_step: float = 0.0
     load_per_stream: float = 0.0
-    # The engine takes no new streams, and its streams are to be migrated.
+    # The engine accepts no new streams, and its streams are to be migrated.
     draining: bool = False
 
 
 class Hello(msgspec.Struct, tag="hello"):
     """First message of a gateway. Greetings are maps, so that every version can read every other version's."""
 
+    # `WIRE_VERSION`, and the version of the package.
     wire: int
     version: str
+    # A name that is unique for each start of the gateway.
     gateway: str
+    # Capacity of the input cache that the engine keeps for this gateway.
     cache_bytes: int
+    # The model that the gateway expects; None: any.
     model: str | None = None
 
 
@@ -102,7 +121,7 @@ class Unwelcome(msgspec.Struct, tag="unwelcome"):
 
 
 class PayloadPlace(Message):
-    """The audio of one item of a message: its hash, and the place of its bytes in the payload frame."""
+    """The payload of one item of a message: its hash, and the place of its bytes in the payload frame."""
 
     key: bytes
     # Byte offset in the payload frame; None: the receiver's cache holds the payload.
@@ -115,13 +134,15 @@ class PayloadPlace(Message):
 class Batch(Message, tag="batch"):
     """The commands of a gateway in one tick, for all its streams.
 
-    The audio of all commands is listed apart from them, so that an unreadable command does not make the two caches
-    differ. Audio that no command refers to is for the receiver's cache only. `commands` are decoded one by one.
+    The payloads of all commands are listed apart from them, so that an unreadable command does not make the two caches
+    differ. A payload that no command refers to is for the receiver's cache only.
     """
 
+    # Number of this message, and of the last message accepted from the other side.
     seq: int
     ack: int
     data: list[PayloadPlace]
+    # Encoded one by one (`encode_command`).
     commands: list[msgspec.Raw]
 
 
@@ -136,28 +157,28 @@ class Update(Message, tag="update"):
 
 
 class Beat(Message, tag="beat"):
-    """Heartbeat. `sent` is the number of the last message sent, `ack` that of the last one accepted."""
+    """Heartbeat. `sent` is the number of the last message sent, `ack` that of the last message accepted."""
 
     sent: int
     ack: int
     status: Status | None = None
 
 
-class Again(Message, tag="again"):
+class ResendRequest(Message, tag="again"):
     """Request to send the numbered messages from `seq` on again."""
 
     seq: int
 
 
 class Missing(Message, tag="missing"):
-    """All hashes of batch `seq` that are not in the receiver's cache."""
+    """The hashes of payloads that batch `seq` does not contain and that are not in the receiver's cache either."""
 
     seq: int
     keys: list[bytes]
 
 
 class Repair(Message, tag="repair"):
-    """Answers `Missing` with the data of these hashes; `gone` are hashes whose data the sender no longer has."""
+    """Answers `Missing` with the payloads; `gone` are hashes whose payloads the sender no longer has."""
 
     seq: int
     data: list[PayloadPlace]
@@ -168,10 +189,10 @@ class Bye(Message, tag="bye"):
     """The gateway disconnects; the engine drops its streams."""
 
 
-ToEngine = Batch | Beat | Again | Repair | Bye
-ToGateway = Update | Beat | Again | Missing
+ToEngine = Batch | Beat | ResendRequest | Repair | Bye
+ToGateway = Update | Beat | ResendRequest | Missing
 
-# What msgspec raises for bytes from elsewhere; TypeError: the key of a map is not hashable.
+# Errors of msgspec for bytes that a peer has sent; TypeError: the key of a map is not hashable.
 _UNREADABLE = (msgspec.DecodeError, ValueError, TypeError, RecursionError)
 _encoder = msgspec.msgpack.Encoder()
 _decoders: dict[bool, msgspec.msgpack.Decoder[Any]] = {
@@ -191,7 +212,8 @@ def encode(header: msgspec.Struct, payloads: Iterable[memoryview] = ()) -> list[
 
 
 def decode(frames: Frames, to_engine: bool) -> Any:
-    """Decode the header: greetings are maps, all other messages are arrays. Raises WireError."""
+    """Decode the header of a message. Greetings are maps (first byte 0x80 to 0x8f), all other messages are arrays.
+    Raises WireError."""
     if not frames:
         raise WireError("a message without a header")
     header = memoryview(frames[0])
@@ -208,9 +230,9 @@ def payload_of(data: PayloadPlace, frames: Frames) -> Payload | None:
     start, size = data.start, data.size
     if start is None:
         return None
-    there = len(frames[1]) if len(frames) > 1 else 0
-    if start < 0 or not 0 < size <= there - start:
-        raise WireError(f"a payload of {size} bytes from {start} on, in a message that has {there}")
+    available = len(frames[1]) if len(frames) > 1 else 0
+    if start < 0 or not 0 < size <= available - start:
+        raise WireError(f"a payload of {size} bytes from {start} on, in a message that has {available}")
     if size % 4:
         raise WireError(f"a payload is not float32 data: it has {size} bytes")
     try:
@@ -234,15 +256,18 @@ _ARRAY = b"\xdd"
 
 @dataclass(frozen=True, slots=True)
 class UnreadableCommand:
-    """A command that cannot be decoded: its stream, if that can be read, and whether it opens the stream."""
+    """A command that cannot be decoded."""
 
+    # The stream it is for, if that can be read.
     stream: str | None
+    # It is an Open.
     opens: bool
     why: str
 
 
-def code_of(opens: bool) -> str:
-    """Return the error code for a command that cannot be encoded or decoded: only an Open has options."""
+def error_code_of(opens: bool) -> str:
+    """Return the error code for a command that cannot be encoded or decoded; `opens`: it is an Open. The fault is
+    probably an option in an Open, and an item in any other command."""
     return BadOption.__name__ if opens else BadItem.__name__
 
 
@@ -265,11 +290,11 @@ def _decode_alone(raw: msgspec.Raw) -> messages.Command | UnreadableCommand:
     try:
         return _command_decoder.decode(raw)
     except _UNREADABLE as error:
-        stream, opens = _guess(raw)
+        stream, opens = _addressee(raw)
         return UnreadableCommand(stream, opens, f"a command that cannot be read: {error}")
 
 
-def _guess(raw: msgspec.Raw) -> tuple[str | None, bool]:
+def _addressee(raw: msgspec.Raw) -> tuple[str | None, bool]:
     """Return the stream that the command seems to be for, if any, and whether it opens the stream."""
     try:
         parts: Any = _any_decoder.decode(raw)

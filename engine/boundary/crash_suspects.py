@@ -1,24 +1,25 @@
 """Finds out which stream crashes the engine: the record of its last step, and the evidence against each stream.
 
-`CrashRecord` is shared memory in which an engine notes the streams of its current step. The engine writes the streams
-before each step and wipes them after it. The gateway that started the engine reads the record when the engine has died:
-the streams in it may have caused the crash; if it is empty, none of them did. It is memory and not a message, because a
-message would be lost with the process that should have sent it. A gateway has no record of engines that it did not
-start.
+`CrashRecord` is shared memory with the streams of an engine's current step. The engine writes them before each step and
+wipes them after it. The gateway that started the engine reads the record when the engine has died: the streams in it
+may have caused the crash; if it is empty, no stream did. It is memory and not a message, because a message would be
+lost with the process that should have sent it. A gateway has no record of engines that it did not start.
 
 The rest runs in the gateway: the supervisor (`engine/client/supervisor.py`) calls `find_culprit` after each death of an
 engine. The streams in the engine's last step are suspects. A suspect's *spot* is the range of positions that this step
-computed. Suspects are reopened at once with the other streams, but no step contains two of them until they are past
-their spots. If the engine dies again at the same spot of the same stream, that stream alone is ended. An engine that
-was killed by a signal from outside counts as weaker evidence than a crash: after the first such death suspects are not
-kept apart, because their streams would have to wait for each other. The last step of an engine on another
-machine is not known: there every stream with audio to compute is a suspect, and after a second death suspects are
-reopened one at a time.
+computed. Suspects are reopened at once with the other streams. Unless they are many, they are *kept apart*: no step
+contains two of them until they are past their spots. If engines die at the same spot of one stream again and again
+(two to six times, by the quality of the evidence), that stream alone is ended.
+
+An engine that was killed by a signal from outside counts as weaker evidence than a crash: after the first such death
+suspects are not kept apart, because their streams would have to wait for each other. The last step of an engine on
+another machine is not known: there every stream with audio to compute is a suspect, and after a second death suspects
+are reopened one at a time.
 
 Other gateways may have streams on the same engine. A step shared with another gateway's stream is weaker evidence. The
 engine keeps the suspects of all gateways apart, so a guilty stream soon crashes alone, and an innocent one gets past
 its spot. If the step is unknown as well, suspects are reopened after a random wait, so that the suspects of two
-gateways do not run together again and again.
+gateways are not computed together again and again.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ import msgspec
 RECORD_BYTES = 256 * 1024
 _LENGTH = struct.Struct("<I")
 _TOO_MANY = 0xFFFF_FFFF
-# Deaths of engines at one spot after which a stream is ended: deaths by a crash, and deaths by a signal that may have
+# Deaths of engines at one spot after which a stream is ended: if the last death was a crash, or a signal that may have
 # come from outside (an operator may kill an engine twice just as it comes back).
 STRIKES_AFTER_CRASH = 2
 STRIKES_AFTER_SIGNAL = 3
-# The same number if the last step was shared with other gateways or is unknown; and if both are true.
+# Deaths needed if the last step was shared with other gateways or is unknown, and if both are true.
 STRIKES_IF_SHARED_OR_UNKNOWN = 4
 STRIKES_IF_SHARED_AND_UNKNOWN = 6
 # After one crash with more suspects than this, they are not kept apart: it would delay too many streams.
@@ -56,15 +57,18 @@ class StreamInStep(NamedTuple):
 
     def stream_of(self, gateway: str) -> str | None:
         """The gateway's name for the stream; None if the stream belongs to another gateway."""
-        mine = f"{gateway}/"
-        return self.name.removeprefix(mine).partition("/")[2] if self.name.startswith(mine) else None
+        prefix = f"{gateway}/"
+        return self.name.removeprefix(prefix).partition("/")[2] if self.name.startswith(prefix) else None
 
 
 _decoder = msgspec.msgpack.Decoder(list[StreamInStep])
 
 
 class CrashRecord:
-    """Written by the engine; read by the gateway after the engine has died."""
+    """The streams of the current step. Written by the engine; read by the gateway after the engine has died.
+
+    Without shared memory (an engine in a thread) the record is as large as its content.
+    """
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
         self._memory = bytearray(_LENGTH.size) if memory is None else memory
@@ -77,8 +81,9 @@ class CrashRecord:
             file.truncate(RECORD_BYTES)
             return cls(mmap.mmap(file.fileno(), RECORD_BYTES))
 
-    def write(self, in_step: Sequence[tuple[str, int, int]]) -> None:
-        body = msgspec.msgpack.encode(in_step)
+    def write(self, streams: Sequence[tuple[str, int, int]]) -> None:
+        """Record a step: of each stream its name and the positions [start, end) that the step computes."""
+        body = msgspec.msgpack.encode(streams)
         if self._grows:
             self._memory = bytearray(_LENGTH.size + len(body))
         size = _LENGTH.size
@@ -91,6 +96,7 @@ class CrashRecord:
         _LENGTH.pack_into(self._memory, 0, len(body))
 
     def wipe(self) -> None:
+        """No step is running."""
         _LENGTH.pack_into(self._memory, 0, 0)
 
     def read(self) -> list[StreamInStep] | None:
@@ -113,14 +119,15 @@ class CrashRecord:
 class CrashSuspicion:
     """The evidence against one stream: how many engines in a row died at the same spot of it."""
 
-    __slots__ = ("alone", "must_wait", "not_before", "spot", "strikes")
+    __slots__ = ("keep_apart", "must_wait", "not_before", "spot", "strikes")
 
     def __init__(self) -> None:
+        # Engines in a row that died at the spot.
         self.strikes = 0
         # The positions of the stream that all those engines were computing when they died.
         self.spot = range(0)
         # The spot must not be in one step with another suspect's spot.
-        self.alone = False
+        self.keep_apart = False
         # The stream must not be reopened while another suspect is computed again.
         self.must_wait = False
         # Earliest time to reopen it, in seconds of the event loop's clock.
@@ -129,22 +136,24 @@ class CrashSuspicion:
     def strike(self, start: int, end: int) -> None:
         """An engine died while it computed these positions of the stream, and perhaps other streams."""
         last, spot = self.spot, range(start, max(start + 1, end))
-        both = range(max(spot.start, last.start), min(spot.stop, last.stop))
+        common = range(max(spot.start, last.start), min(spot.stop, last.stop))
         if self.strikes and spot.stop <= last.start:
-            return  # died before it reached the spot: no new evidence
-        self.strikes = self.strikes + 1 if both else 1
-        self.spot = both or spot
+            # It died before it reached the spot: no new evidence.
+            return
+        self.strikes = self.strikes + 1 if common else 1
+        self.spot = common or spot
 
     def passed(self, computed: int) -> None:
         """The stream is computed up to this position. Once it is past the spot it is no suspect any more."""
         if computed >= self.spot.stop:
-            self.strikes, self.alone, self.must_wait, self.not_before = 0, False, False, 0.0
+            self.strikes, self.keep_apart, self.must_wait, self.not_before = 0, False, False, 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class EngineDeath:
     """The facts that a gateway has about the death of an engine."""
 
+    # When the gateway noticed it, in seconds of the event loop's clock.
     at: float
     # It ended by itself, not by a signal from outside.
     crashed: bool
@@ -170,9 +179,9 @@ def find_culprit(suspects: Mapping[CrashSuspicion, range], death: EngineDeath) -
     for suspicion, spot in suspects.items():
         suspicion.strike(spot.start, spot.stop)
     for suspicion in suspects:
-        again = suspicion.strikes > 1
-        suspicion.alone = again or (death.crashed and len(suspects) <= FEW_SUSPECTS)
-        suspicion.must_wait = again and not death.step_known
+        is_repeated = suspicion.strikes > 1
+        suspicion.keep_apart = is_repeated or (death.crashed and len(suspects) <= FEW_SUSPECTS)
+        suspicion.must_wait = is_repeated and not death.step_known
         if suspicion.must_wait and death.other_gateways:
             suspicion.not_before = death.at + random.uniform(0.0, suspicion.strikes)
     guilty = [suspicion for suspicion in suspects if suspicion.strikes >= death.strikes_needed]

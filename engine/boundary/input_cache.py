@@ -1,14 +1,14 @@
-"""The audio cache of a link, so that the same audio is not sent twice: `SenderCache` (gateway), `ReceiverCache`
-(engine).
+"""The input cache of a link, so that the same payload is not sent twice: `SenderCache` (gateway), `ReceiverCache`.
 
-A gateway has a sender for each engine (`EngineLink`), an engine has a receiver for each gateway (`Peer`). The sender
-keeps hashes and sizes, the receiver keeps the data. Both are LRU caches with the same capacity in bytes and see the
-same messages in the same order, so the sender knows what the receiver holds without asking. Within one message all
-items are touched before any is stored, so that a later item cannot evict an earlier one of the same message.
+A gateway has a sender cache for each engine (`EngineLink`), an engine has a receiver cache for each gateway (`Peer`).
+The sender keeps hashes and sizes of items' payloads, the receiver keeps the payloads (data). Both are LRU caches with
+the same capacity in bytes and see the same messages in the same order, so the sender knows without asking which
+payloads the receiver has. Within one message all items are touched before any is stored, so that a later item cannot
+evict an earlier one of the same message.
 
-If the two caches differ (one side lost its cache, or a message was lost), the receiver names the hashes it misses and
-the sender sends the data again. Any other difference only costs bandwidth. The cache of encoder output is another one:
-`engine/core/caches.py`.
+If the two caches differ (one side lost its cache, or a message was lost), the receiver names the hashes that it misses
+and the sender sends the data again. Any other difference only costs bandwidth. The engine's encoder cache is another
+one: it knows which prepared encoder input is on the device (`engine/core/encoder_cache.py`).
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ByteLru(Generic[T]):
 
     def __init__(self, capacity_bytes: int) -> None:
         if capacity_bytes < 0:
-            raise ValueError(f"a cache cannot hold {capacity_bytes} bytes; give 0 or more")
+            raise ValueError(f"the capacity of a cache cannot be {capacity_bytes} bytes; give 0 or more")
         self.capacity_bytes = capacity_bytes
         self.used_bytes = 0
         self._entries: OrderedDict[bytes, tuple[int, T]] = OrderedDict()
@@ -79,12 +79,15 @@ class ByteLru(Generic[T]):
 
 @dataclass(slots=True)
 class CacheStats:
-    """Counts of items, and of bytes where the name says so."""
+    """Counters of a sender cache."""
 
+    # Items looked up, and those of them whose data was not sent.
     queries: int = 0
     hits: int = 0
+    # Bytes of payloads that were sent, and that were not sent because of hits.
     bytes_sent: int = 0
     bytes_saved: int = 0
+    # Items whose data was sent again, because the receiver missed it.
     repairs: int = 0
 
     def add(self, other: CacheStats) -> None:
@@ -96,7 +99,7 @@ class CacheStats:
 
 
 class SenderCache:
-    """The sender's copy of the receiver's index: hashes and sizes, no data."""
+    """The sender's mirror of the receiver's cache: hashes and sizes, no data."""
 
     def __init__(self, capacity_bytes: int) -> None:
         self._mirror: ByteLru[None] = ByteLru(capacity_bytes)
@@ -112,8 +115,9 @@ class SenderCache:
     def keys(self) -> list[bytes]:
         return self._mirror.keys()
 
-    def pack(self, items: Sequence[tuple[bytes, int]]) -> list[bool]:
-        """For each (hash, size) of one message: whether its data must be sent. The caller must send the message."""
+    def plan_send(self, items: Sequence[tuple[bytes, int]]) -> list[bool]:
+        """For each (hash, size) of one message: whether its data must be sent. The caller must then send the message,
+        because the mirror counts it as received."""
         if not self.enabled:
             self.stats.bytes_sent += sum(size for _, size in items)
             return [True] * len(items)
@@ -154,7 +158,7 @@ class SenderCache:
                 self._mirror.store(key, size, None)
 
     def forget(self, keys: Iterable[bytes]) -> None:
-        """The receiver misses these and their data is gone on this side too: they were not hits after all."""
+        """Take back hits: the receiver misses these hashes, and this side does not have their data any more either."""
         for key in keys:
             if key in self._mirror:
                 self.stats.hits -= 1
@@ -170,43 +174,44 @@ class SenderCache:
 
 
 class ReceiverCache(Generic[T]):
-    """The cached data of one sender."""
+    """The data that one sender has sent."""
 
     def __init__(self, capacity_bytes: int) -> None:
-        self._held: ByteLru[T] = ByteLru(capacity_bytes)
+        self._cached: ByteLru[T] = ByteLru(capacity_bytes)
 
     @property
     def capacity_bytes(self) -> int:
-        return self._held.capacity_bytes
+        return self._cached.capacity_bytes
 
     def keys(self) -> list[bytes]:
-        return self._held.keys()
+        return self._cached.keys()
 
     def missing(self, items: Sequence[tuple[bytes, int, T | None]], repaired: Mapping[bytes, T]) -> list[bytes]:
-        """Hashes of a message whose data is neither cached nor in the message nor repaired. Changes nothing."""
+        """Hashes of a message whose data is neither cached, nor in the message, nor among the data that was sent again
+        (`repaired`). Changes nothing."""
         arriving = {key for key, _, data in items if data is not None}
         wanted = dict.fromkeys(key for key, _, data in items if data is None)
-        return [key for key in wanted if key not in self._held and key not in arriving and key not in repaired]
+        return [key for key in wanted if key not in self._cached and key not in arriving and key not in repaired]
 
-    def unpack(self, items: Sequence[tuple[bytes, int, T | None]], repaired: Mapping[bytes, T]) -> list[T | None]:
-        """The data of each (hash, size, data) of one message; None where it is missing and not repaired."""
+    def resolve(self, items: Sequence[tuple[bytes, int, T | None]], repaired: Mapping[bytes, T]) -> list[T | None]:
+        """Store the data of one message, and return the data of each (hash, size, data) in it; None: it is missing."""
         arrived = {key: (size, data) for key, size, data in items if data is not None}
-        found: list[T | None] = []
+        resolved: list[T | None] = []
         for key, size, data in items:
-            if data is None and key in self._held:
-                data = self._held.touch(key)
+            if data is None and key in self._cached:
+                data = self._cached.touch(key)
             elif data is None and key in repaired:
                 data = repaired[key]
                 arrived.setdefault(key, (size, data))
             elif data is None and key in arrived:
                 data = arrived[key][1]
-            found.append(data)
+            resolved.append(data)
         for key, (size, data) in arrived.items():
-            self._held.store(key, size, data)
-        return found
+            self._cached.store(key, size, data)
+        return resolved
 
     def clear(self) -> None:
-        self._held.clear()
+        self._cached.clear()
 
     def check_integrity(self) -> None:
-        self._held.check_integrity()
+        self._cached.check_integrity()

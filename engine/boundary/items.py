@@ -1,22 +1,24 @@
-"""A stream's audio as `Item`s: cuts samples into pieces (`ItemCutter`), and makes and checks the messages with them.
+"""A stream's audio as `Item`s: cuts samples into pieces (`ItemCutter`), and makes and checks the items with them.
 
-Each `EngineStream` of a gateway has a cutter, and has `prepare` hash the pieces and make items of them. Both processes
-call `complaint_about`: the gateway for items that clients prepared themselves (`engine/client/prepared_audio.py`), the
-engine for every item. Whether audio and hash of such an item agree is checked in `engine/client/link.py`.
+Each `EngineStream` of a gateway has a cutter, and passes its pieces to `prepare`, which hashes them and makes items.
+Both processes call `complaint_about`: the engine for every item, the gateway (`engine/client/link.py`) for items that
+clients prepared themselves. There it also checks that hash and audio of such an item agree.
 
-Audio consists of *segments*; a flush ends a segment. Position p of a segment owns samples [p * S, (p + 1) * S) and is
-encoded together with `look_back` samples before and `look_ahead` samples after them; outside the segment there is
-silence. So an item is released when its look-ahead has arrived, and the items do not depend on how the samples arrive.
+Audio consists of *segments*; a flush ends a segment. Position p of a segment owns the samples [p * S, (p + 1) * S),
+where S is `samples_per_position`. They are encoded together with `look_back` samples before and `look_ahead` samples
+after them; outside the segment there is silence. So an item is complete when its look-ahead has arrived, and the items
+do not depend on how the samples arrive.
 
-A position whose samples and look-around are all declared silence is a *gap*: it advances the position and has no audio.
+A position whose samples, look-back and look-ahead are all declared silence is a *gap*: it advances the position and has
+no audio.
 
-The cutter keeps one window, the item that is being filled. A full window is given to the item without a copy, and the
-part that the next item shares with it is copied.
+The cutter keeps one window, the item that is being filled. A full window becomes the item's array without a copy, and
+the part that the next item shares with it is copied.
 
     |<- look_back ->|<- positions_per_item * S ->|<- look_ahead ->|
                     |<- own samples of the item->|
     |<------------- filled ---------->|                              samples that have arrived
-    |<--- heard --->|                                                up to the last sample that is not silence
+    |<- sound_end ->|                                                end of the last sample that is not declared silence
 """
 
 from __future__ import annotations
@@ -32,14 +34,17 @@ from engine.messages import LARGEST_COUNT, Item
 from engine.spec import ModelSpec
 
 _FLOAT32 = np.dtype(np.float32)
+# Length of an item's key.
 KEY_BYTES = 16
-# Noise that each side processes at startup, so that the first session does not wait for lazy loading.
+# Seconds of noise that gateway and engine process when they start, so that the first session does not wait for lazy
+# loading.
 WARM_UP_SECONDS = 2
 # Features and samples with equal bytes are different inputs; this keeps their hashes apart.
 _FEATURES = b"features"
 
 
-# Compared by identity, because == of arrays is not a bool. Not frozen, because that is slow and items are frequent.
+# Compared by identity (eq=False), because == of arrays is not a bool. Not frozen, because that is slow and items are
+# frequent.
 @dataclass(slots=True, eq=False)
 class AudioItem:
     """Audio for `length` positions from position `offset`; `sample` is its first own sample in the session.
@@ -69,39 +74,40 @@ class ItemCutter:
             raise ValueError("an item needs at least one position of at least one sample")
         if look_back < 0 or look_ahead < 0 or first_offset < 0:
             raise ValueError("look-back, look-ahead and the first offset cannot be negative")
+        # Samples received so far, and the position of the next item.
         self.samples_in = 0
         self.next_offset = first_offset
-        self._position = samples_per_position
+        self._samples_per_position = samples_per_position
         self._look_back = look_back
         self._look_around = look_back + look_ahead
         self._positions_per_item = positions_per_item
+        # First own sample of the next item.
         self._next_sample = 0
-        self._flushed_at = 0
+        self._segment_start = 0
+        # See the figure above.
         self._window = np.zeros(positions_per_item * samples_per_position + self._look_around, np.float32)
         self._filled = look_back
-        self._heard = 0
+        self._sound_end = 0
 
     @property
     def segment(self) -> int:
         """The sample at which the current segment began."""
-        return self._flushed_at
+        return self._segment_start
 
     @property
     def context(self) -> int:
         """Number of samples before the next position that are encoded together with it."""
-        return min(self._look_back, self._next_sample - self._flushed_at)
+        return min(self._look_back, self._next_sample - self._segment_start)
 
     def rest(self) -> NDArray[np.float32]:
         """The samples that are in no item yet, with the context before them."""
         return self._window[self._look_back - self.context : self._filled].copy()
 
     def continue_from(self, offset: int, sample: int, segment: int) -> int:
-        """Continue for another cutter, at this position and sample, in a segment that began at sample `segment`.
-
-        Returns the sample from which audio has to be given again, which includes the context.
-        """
-        self.next_offset, self._next_sample, self._flushed_at = offset, sample, segment
-        self._filled = self._heard = self._look_back - self.context
+        """Continue the work of another cutter, at this position and sample, in a segment that began at sample
+        `segment`. Returns the sample from which audio must be passed to `cut` again; it includes the context."""
+        self.next_offset, self._next_sample, self._segment_start = offset, sample, segment
+        self._filled = self._sound_end = self._look_back - self.context
         self.samples_in = sample - self.context
         return self.samples_in
 
@@ -111,15 +117,15 @@ class ItemCutter:
             raise ValueError("samples must be a one-dimensional float32 array")
         items: list[AudioItem] = []
         self.samples_in += len(samples)
-        taken = 0
-        while taken < len(samples):
-            count = min(len(samples) - taken, len(self._window) - self._filled)
-            self._window[self._filled : self._filled + count] = samples[taken : taken + count]
-            taken += count
+        copied = 0
+        while copied < len(samples):
+            count = min(len(samples) - copied, len(self._window) - self._filled)
+            self._window[self._filled : self._filled + count] = samples[copied : copied + count]
+            copied += count
             self._filled += count
-            self._heard = self._filled
+            self._sound_end = self._filled
             if self._filled == len(self._window):
-                items.append(self._release(self._positions_per_item, self._position))
+                items.append(self._complete(self._positions_per_item, self._samples_per_position))
         return items
 
     def cut_gap(self, samples: int) -> list[AudioItem]:
@@ -127,42 +133,47 @@ class ItemCutter:
         if samples < 0:
             raise ValueError(f"a gap cannot have {samples} samples")
         self.samples_in += samples
-        return self._take_silence(samples, self._position)
+        return self._add_silence(samples, self._samples_per_position)
 
     def flush(self, pad_positions: int) -> list[AudioItem]:
-        """End the segment: release all waiting samples, then `pad_positions` positions of silence.
+        """End the segment: returns items for all waiting samples, then for `pad_positions` positions of silence.
 
         The padding advances positions and not samples. The next sample starts a new segment. Does nothing if no sample
         came since the last flush.
         """
         if pad_positions < 0:
             raise ValueError(f"cannot pad with {pad_positions} positions")
-        if self.samples_in == self._flushed_at:
+        if self.samples_in == self._segment_start:
             return []
-        self._flushed_at = self.samples_in
-        unfinished = (self._look_back - self._filled) % self._position
+        self._segment_start = self.samples_in
+        size = self._samples_per_position
+        missing = (self._look_back - self._filled) % size
         look_ahead = self._look_around - self._look_back
-        items = self._take_silence(unfinished + look_ahead, self._position)
-        items += self._release_unfinished(self._position)
+        items = self._add_silence(missing + look_ahead, size)
+        items += self._complete_partial(size)
         self._next_sample = self.samples_in
-        items += self._take_silence(pad_positions * self._position, 0)
-        items += self._release_unfinished(0)
+        items += self._add_silence(pad_positions * size, 0)
+        items += self._complete_partial(0)
         self._window[: self._look_back] = 0
         self._filled = self._look_back
-        self._heard = 0
+        self._sound_end = 0
         return items
 
-    def _take_silence(self, count: int, audio_per_position: int) -> list[AudioItem]:
+    # In these methods, `audio_per_position` is the number of samples of the client's audio that a position stands for:
+    # all of its samples, or 0 for silence that a flush inserts.
+
+    def _add_silence(self, count: int, audio_per_position: int) -> list[AudioItem]:
         """Append zeros: items for positions whose window still contains audio, then gaps for the others.
 
-        A position is entirely silent only if the silence reaches its last look-ahead sample, and then it is released
-        here at once. So `cut` never sees a silent position.
+        A position is entirely silent only if the silence reaches its last look-ahead sample, and then a gap is made
+        here at once. So `cut` never gets to a silent position.
         """
         items: list[AudioItem] = []
+        size = self._samples_per_position
         while count:
-            first_silent = -(-self._heard // self._position)
+            first_silent = -(-self._sound_end // size)
             if first_silent < self._positions_per_item:
-                target = (first_silent + 1) * self._position + self._look_around
+                target = (first_silent + 1) * size + self._look_around
             else:
                 target = len(self._window)
             zeros = min(count, target - self._filled)
@@ -172,35 +183,36 @@ class ItemCutter:
             if self._filled < target:
                 break
             if first_silent >= self._positions_per_item:
-                items.append(self._release(self._positions_per_item, audio_per_position))
+                items.append(self._complete(self._positions_per_item, audio_per_position))
                 continue
             if first_silent:
-                items.append(self._release(first_silent, audio_per_position))
+                items.append(self._complete(first_silent, audio_per_position))
             # The window is silent now, so the rest of the silence needs no loop.
-            positions, count = divmod(count, self._position)
-            self._filled -= self._position
-            items.append(self._advance(positions + 1, audio_per_position, None))
+            positions, count = divmod(count, size)
+            self._filled -= size
+            items.append(self._next_item(positions + 1, audio_per_position, None))
         return items
 
-    def _release(self, positions: int, audio_per_position: int) -> AudioItem:
-        """An item for the first positions of the window; the samples that the next item shares stay in the window."""
-        own = positions * self._position
+    def _complete(self, positions: int, audio_per_position: int) -> AudioItem:
+        """An item for the first positions of the window; samples that the next item shares are kept in the window."""
+        own = positions * self._samples_per_position
         window, size = self._window, own + self._look_around
         self._window = np.empty_like(window)
         kept = self._filled - own
         self._window[:kept] = window[own : self._filled]
         self._filled = kept
-        self._heard = max(0, self._heard - own)
+        self._sound_end = max(0, self._sound_end - own)
         # Copied, so that a short item does not keep the whole window in memory.
         pcm = window if size == len(window) else window[:size].copy()
-        return self._advance(positions, audio_per_position, pcm)
+        return self._next_item(positions, audio_per_position, pcm)
 
-    def _release_unfinished(self, audio_per_position: int) -> list[AudioItem]:
+    def _complete_partial(self, audio_per_position: int) -> list[AudioItem]:
         """An item for the complete positions of a window that is not full, at the end of a segment or of padding."""
-        positions = (self._filled - self._look_around) // self._position
-        return [self._release(positions, audio_per_position)] if positions > 0 else []
+        positions = (self._filled - self._look_around) // self._samples_per_position
+        return [self._complete(positions, audio_per_position)] if positions > 0 else []
 
-    def _advance(self, positions: int, audio_per_position: int, pcm: NDArray[np.float32] | None) -> AudioItem:
+    def _next_item(self, positions: int, audio_per_position: int, pcm: NDArray[np.float32] | None) -> AudioItem:
+        """Make the next item, and advance the position and the sample after it."""
         item = AudioItem(self.next_offset, positions, self._next_sample, pcm)
         self.next_offset += positions
         self._next_sample += positions * audio_per_position
@@ -224,12 +236,12 @@ def make_cutter(spec: ModelSpec) -> ItemCutter:
 
 
 def prepare(cutter: ItemCutter, cut: Iterable[AudioItem], spec: ModelSpec) -> list[Item]:
-    """Make items of the pieces that the cutter has just returned. A gap has a length but no data and no key."""
+    """Make items of the pieces that the cutter has just returned. A gap has a length but no payload and no key."""
     items = []
     for piece in cut:
-        positions = piece.length * spec.samples_per_position
-        came = min(positions, cutter.samples_in - piece.sample)
-        item = Item(piece.offset, piece.length, piece.sample, samples=None if came == positions else came)
+        size = piece.length * spec.samples_per_position
+        covered = min(size, cutter.samples_in - piece.sample)
+        item = Item(piece.offset, piece.length, piece.sample, samples=None if covered == size else covered)
         if piece.pcm is not None:
             item.key, item.payload = hash_payload(piece.pcm), piece.pcm
         items.append(item)
@@ -247,15 +259,12 @@ def positions_in(size: int, spec: ModelSpec) -> int:
     return max(1, own_samples // spec.samples_per_position)
 
 
-# Validity of items. The gateway checks items that clients have prepared, the engine checks all items.
-
-
 def complaint_about(item: Item, spec: ModelSpec) -> str | None:
-    """The error in an item as text, or None. A key without data is allowed: the receiver may have the data cached."""
+    """The error in an item as text, or None. A key without payload is valid: the receiver may have it cached."""
     offset, length, sample, samples = item.offset, item.length, item.sample, item.samples
     # Not isinstance: a bool is an int, too.
-    whole = type(offset) is int and type(length) is int and type(sample) is int
-    if not whole or (samples is not None and type(samples) is not int):
+    are_ints = type(offset) is int and type(length) is int and type(sample) is int
+    if not are_ints or (samples is not None and type(samples) is not int):
         return "offset, length, sample and samples must be whole numbers"
     if not (0 <= offset <= LARGEST_COUNT and 1 <= length <= LARGEST_COUNT and 0 <= sample <= LARGEST_COUNT):
         return "offset and sample must be 0 or more, the length 1 or more, and all below 2**53"
@@ -263,18 +272,19 @@ def complaint_about(item: Item, spec: ModelSpec) -> str | None:
     if offset + length > LARGEST_COUNT or sample + own_samples > LARGEST_COUNT:
         return f"a length of {length} positions from {offset} on; this is longer than any session"
     if samples is not None and not 0 <= samples <= own_samples:
-        return f"samples must lie between 0 and {own_samples}, which {length} positions hold"
+        return f"samples must lie between 0 and {own_samples}: {length} positions have no more"
     if item.mask is not None and len(item.mask) != length:
         return f"a mask of {len(item.mask)} entries for {length} positions; give one for each"
-    empty = not item.key and item.payload is None
-    if item.mask is not None and not any(item.mask) and not empty:
+    is_empty = not item.key and item.payload is None
+    if item.mask is not None and not any(item.mask) and not is_empty:
         return "a gap carries no audio; leave out its key and data, or its mask"
-    if empty and (item.mask is None or not any(item.mask)):
+    if is_empty and (item.mask is None or not any(item.mask)):
         return None
     return _complaint_about_data(item, spec, own_samples)
 
 
 def _complaint_about_data(item: Item, spec: ModelSpec, own_samples: int) -> str | None:
+    """The error in an item's key or payload as text, or None."""
     key, payload = item.key, item.payload
     if type(key) is not bytes or len(key) != KEY_BYTES:
         return f"the key must be {KEY_BYTES} bytes, the blake2b hash of the data"
@@ -283,14 +293,14 @@ def _complaint_about_data(item: Item, spec: ModelSpec, own_samples: int) -> str 
     if not isinstance(payload, np.ndarray) or payload.dtype != np.float32 or not payload.flags.c_contiguous:
         return f"data of type {getattr(payload, 'dtype', type(payload).__name__)}; send contiguous float32"
     samples = spec.look_back_samples + own_samples + spec.look_ahead_samples
-    wanted: tuple[int, ...] = (samples,)
+    expected: tuple[int, ...] = (samples,)
     if payload.ndim == 2:
         if spec.features is None:
             return (
                 f"features of shape {payload.shape}, but {spec.name} takes audio, not features; "
                 f"send the item's {samples} samples"
             )
-        wanted = spec.features.of(item.length)
-    if payload.shape != wanted:
-        return f"data of shape {payload.shape}; {spec.name} takes {wanted} for this length"
+        expected = spec.features.of(item.length)
+    if payload.shape != expected:
+        return f"data of shape {payload.shape}; {spec.name} takes {expected} for this length"
     return None

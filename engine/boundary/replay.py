@@ -1,16 +1,19 @@
 """The replay of a stream: its recent audio, commands, tokens and state, from which another engine can rebuild it.
 
 `ReplayLog` has the recent commands of one stream in the order sent (audio items, flushes, changes of the turn rule). A
-gateway keeps a log per stream in case its engine is lost; an engine keeps one in case the gateway is lost, and gives it
+gateway keeps a log per stream in case its engine is lost. An engine keeps one in case the gateway is lost, and sends it
 to the gateway that adopts the stream.
 
-In the gateway each `EngineStream` (`engine/client/stream.py`) also has a `Memory`, which decides when audio may be
-dropped from the log, and makes the `Replay` that a new engine is sent. For a frame-synchronous model (`TokenMemory`) a
-replay is the audio of its attention window, at most `limits.replay_s`, and the tokens for it, which the new engine
-repeats without sending their text again; items with known tokens are joined when they are sent (`join_known`), because
-to receive an item costs an engine about as much time as to compute a position. For a windowed model (`SavedWindow`) it
-is the state that came with its last text, and the audio from which that state continues. Text that was received is not
-repeated; text that was lost is produced again.
+In the gateway each `EngineStream` (`engine/client/stream.py`) also has a `ReplayState`. It keeps what the old engine
+has computed and a new one needs, decides when audio may be dropped from the log, and makes the `Replay` that a new
+engine is sent. Text that was received is not repeated; text that was lost is produced again.
+
+- Frame-synchronous models (`TokenHistory`): a replay is the audio of the attention window, at most `limits.replay_s`,
+  and the tokens for it, which the new engine repeats without sending their text again. Items with known tokens are
+  joined when they are sent (`join_known`), because receiving an item costs an engine about as much time as computing a
+  position.
+- Windowed models (`SavedWindow`): a replay is the state that came with the last text, and the audio from which that
+  state continues.
 """
 
 from __future__ import annotations
@@ -25,13 +28,13 @@ import numpy as np
 from msgspec import structs
 
 from engine.boundary.items import KEY_BYTES
-from engine.messages import SKIPPED, ChangeTurns, Feed, Flush, Item, KeptCommand, StreamState, Text, TurnRule, Word
+from engine.messages import SKIPPED, ChangeTurns, Feed, Flush, Item, ReplayCommand, StreamState, Text, TurnRule, Word
 from engine.spec import ModelSpec
 
 
 @dataclass(frozen=True, slots=True)
-class AskedFlush:
-    """A flush was requested at this point."""
+class FlushRequest:
+    """A flush was requested at this point of the log; the fields are those of `messages.Flush`."""
 
     tag: int
     pause: int | None = None
@@ -39,19 +42,20 @@ class AskedFlush:
 
 
 @dataclass(frozen=True, slots=True)
-class NewTurns:
-    """The rule for turn ends changed at this point."""
+class TurnRuleChange:
+    """The turn rule changed at this point of the log."""
 
     turns: TurnRule | None
 
 
-ReplayEntry = Item | AskedFlush | NewTurns
+ReplayEntry = Item | FlushRequest | TurnRuleChange
 
 
 class ReplayLog:
-    """The last part of a stream's commands. `end` and `end_sample` are where the stream's audio ends."""
+    """The last commands of a stream."""
 
     def __init__(self, spec: ModelSpec) -> None:
+        # Position and sample at which the stream's audio ends.
         self.end = spec.prefix_positions
         self.end_sample = 0
         self._spec = spec
@@ -65,31 +69,31 @@ class ReplayLog:
         if items:
             last = items[-1]
             self.end = last.offset + last.length
-            came = last.covered_samples(self._spec.samples_per_position)
-            self.end_sample = last.sample + came
+            self.end_sample = last.sample + last.covered_samples(self._spec.samples_per_position)
 
     def mark_flush(
         self, tag: int, unanswered: Collection[int], pause: int | None = None, ends_speech: bool = False
     ) -> None:
-        """Record a flush. It replaces flushes directly before it that are answered."""
-        while self._entries and isinstance(last := self._entries[-1], AskedFlush) and last.tag not in unanswered:
+        """Record a flush. It replaces flushes directly before it that are not in `unanswered`."""
+        while self._entries and isinstance(last := self._entries[-1], FlushRequest) and last.tag not in unanswered:
             self._entries.pop()
             ends_speech = ends_speech or last.ends_speech
-        self._entries.append(AskedFlush(tag, pause, ends_speech))
+        self._entries.append(FlushRequest(tag, pause, ends_speech))
 
     def mark_turns(self, turns: TurnRule | None) -> None:
         """Record a change of the turn rule. It replaces one directly before it."""
-        if self._entries and isinstance(self._entries[-1], NewTurns):
+        if self._entries and isinstance(self._entries[-1], TurnRuleChange):
             self._entries.pop()
-        self._entries.append(NewTurns(turns))
+        self._entries.append(TurnRuleChange(turns))
 
     def first(self) -> Item | None:
         return next((entry for entry in self._entries if isinstance(entry, Item)), None)
 
     def drop_before(self, position: int) -> Item | None:
-        """Drop everything before `position`, including flushes; returns the first item that stays.
+        """Drop everything before `position`, including flushes; returns the first item that is kept.
 
-        An audio item stays whole. A gap is cut at `position`, so that a long gap does not keep more than audio would.
+        An audio item that contains `position` is kept whole. A gap is cut at `position`, so that a long gap does not
+        keep the log longer than audio would.
         """
         while (first := self.first()) is not None and first.offset < position:
             if first.offset + first.length > position and first.key:
@@ -101,27 +105,31 @@ class ReplayLog:
         return first
 
     def _rest_of_gap(self, gap: Item, position: int) -> Item:
-        rate = self._spec.samples_per_position
-        covered = gap.covered_samples(rate)
-        passed = min((position - gap.offset) * rate, covered)
+        covered = gap.covered_samples(self._spec.samples_per_position)
+        dropped = min((position - gap.offset) * self._spec.samples_per_position, covered)
         length = gap.offset + gap.length - position
-        samples = None if gap.samples is None else covered - passed
-        return structs.replace(gap, offset=position, length=length, sample=gap.sample + passed, samples=samples)
+        samples = None if gap.samples is None else covered - dropped
+        return structs.replace(gap, offset=position, length=length, sample=gap.sample + dropped, samples=samples)
 
     def drop_flushes(self, tag: int) -> None:
         """Drop leading flushes up to `tag`."""
-        while self._entries and isinstance(self._entries[0], AskedFlush) and self._entries[0].tag <= tag:
+        while self._entries and isinstance(self._entries[0], FlushRequest) and self._entries[0].tag <= tag:
             self._entries.popleft()
 
     def split(self, position: int, tag: int) -> tuple[list[Item], list[ReplayEntry]]:
-        """The items before a position, and the entries after them without the flushes up to `tag`."""
+        """Split the log at the position of a saved state, which includes the answers to the flushes up to `tag`.
+
+        Returns the items before the position, and what must be sent again: later items and rule changes, and all
+        flushes after `tag`, also those before the position.
+        """
         before: list[Item] = []
         after: list[ReplayEntry] = []
         for entry in self._entries:
             if isinstance(entry, Item) and entry.offset < position:
                 before.append(entry)
-                after = [flush for flush in after if isinstance(flush, AskedFlush)]
-            elif not isinstance(entry, AskedFlush) or entry.tag > tag:
+                # The saved state has the turn rule, so changes of the rule before it are dropped.
+                after = [flush for flush in after if isinstance(flush, FlushRequest)]
+            elif not isinstance(entry, FlushRequest) or entry.tag > tag:
                 after.append(entry)
         return before, after
 
@@ -133,36 +141,37 @@ class ReplayLog:
                 return entry.sample + (inside if entry.samples is None else min(inside, entry.samples))
         return self.end_sample
 
-    def from_beginning(self) -> tuple[int, int, list[ReplayEntry]]:
-        """Position and sample of the first kept item, and all entries with positions and samples counted from there."""
+    def rebased(self) -> tuple[int, int, list[ReplayEntry]]:
+        """All entries with positions and samples counted as if the stream began with the first kept item. Returns how
+        much was subtracted from positions and from samples, and the entries."""
         first = self.first()
         positions = (self.end if first is None else first.offset) - self._spec.prefix_positions
         samples = self.end_sample if first is None else first.sample
-        entries = [_earlier(entry, positions, samples) for entry in self._entries]
+        entries = [_rebased(entry, positions, samples) for entry in self._entries]
         return positions, samples, entries
 
-    # Conversion to messages, for the way from an engine to the gateway that adopts the stream.
+    # Conversion to messages, with which an engine sends the log to the gateway that adopts the stream.
 
-    def give(self) -> list[KeptCommand]:
-        """All entries as commands; audio as bytes."""
-        commands: list[KeptCommand] = []
+    def to_commands(self) -> list[ReplayCommand]:
+        """All entries as commands; payloads as bytes."""
+        commands: list[ReplayCommand] = []
         for entry in self._entries:
-            if isinstance(entry, AskedFlush):
+            if isinstance(entry, FlushRequest):
                 commands.append(Flush("", entry.tag, entry.pause, entry.ends_speech))
-            elif isinstance(entry, NewTurns):
+            elif isinstance(entry, TurnRuleChange):
                 commands.append(ChangeTurns("", entry.turns))
             else:
                 item = entry if entry.payload is None else structs.replace(entry, payload=entry.payload.tobytes())
                 commands.append(Feed("", [item]))
         return commands
 
-    def take(self, commands: Iterable[KeptCommand]) -> None:
-        """Continue with the entries that an engine has given."""
+    def load_commands(self, commands: Iterable[ReplayCommand]) -> None:
+        """Append the entries of a log that an engine has sent."""
         for command in commands:
             if isinstance(command, Flush):
-                self._entries.append(AskedFlush(command.tag, command.pause, command.ends_speech))
+                self._entries.append(FlushRequest(command.tag, command.pause, command.ends_speech))
             elif isinstance(command, ChangeTurns):
-                self._entries.append(NewTurns(command.turns))
+                self._entries.append(TurnRuleChange(command.turns))
             else:
                 for item in command.items:
                     if item.payload is not None:
@@ -170,41 +179,45 @@ class ReplayLog:
                 self.add(command.items)
 
 
-def _earlier(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
+def _rebased(entry: ReplayEntry, positions: int, samples: int) -> ReplayEntry:
     if isinstance(entry, Item):
         return structs.replace(entry, offset=entry.offset - positions, sample=entry.sample - samples)
-    if isinstance(entry, AskedFlush) and entry.pause is not None:
+    if isinstance(entry, FlushRequest) and entry.pause is not None:
         return replace(entry, pause=max(0, entry.pause - samples))
     return entry
 
 
-# Most positions of joined items: as many as an engine rebuilds of a stream in one pass.
+# Most positions of joined items: the unit in which a scheduler plans rebuilds (a quarter of
+# `ModelSpec.replay_positions`).
 JOINED_POSITIONS = 16
-# Sets the hash of joined items apart from that of audio: it is made of their hashes.
+# The key of a joined item is a hash of the keys of its parts. This label keeps it apart from hashes of audio.
 _JOINED = b"joined"
 
 
 def join_known(items: Iterable[Item], tokens: Sequence[int], spec: ModelSpec) -> list[Item]:
-    """Join consecutive items of a replay whose tokens are known, up to `JOINED_POSITIONS` each. Every position keeps
-    its samples with look-back and look-ahead. Skipped positions are not joined: the engine skips whole items."""
-    found: list[Item] = []
+    """Join consecutive items of a replay whose tokens are known, up to `JOINED_POSITIONS` each.
+
+    The payload of a joined item has the samples of all its positions once, with the look-back before the first and the
+    look-ahead after the last. Skipped positions are not joined: the engine skips whole items.
+    """
+    joined: list[Item] = []
     run: list[Item] = []
 
     def end_run() -> None:
         if run:
-            found.append(run[0] if len(run) == 1 else _joined(run, spec))
+            joined.append(run[0] if len(run) == 1 else _joined(run, spec))
             run.clear()
 
     for item in items:
         if not _may_be_joined(item, tokens, spec):
             end_run()
-            found.append(item)
+            joined.append(item)
             continue
         if run and (len(run) == JOINED_POSITIONS or not _continues(run[-1], item, spec)):
             end_run()
         run.append(item)
     end_run()
-    return found
+    return joined
 
 
 def _may_be_joined(item: Item, tokens: Sequence[int], spec: ModelSpec) -> bool:
@@ -215,7 +228,7 @@ def _may_be_joined(item: Item, tokens: Sequence[int], spec: ModelSpec) -> bool:
 
 
 def _continues(before: Item, item: Item, spec: ModelSpec) -> bool:
-    """Whether an item follows another one in the same segment: the samples that both have are equal."""
+    """Whether `item` follows `before` in the same segment, so that the samples in both payloads are equal."""
     if (before.offset + 1, before.sample + spec.samples_per_position) != (item.offset, item.sample):
         return False
     around = spec.look_back_samples + spec.look_ahead_samples
@@ -231,18 +244,19 @@ def _joined(run: Sequence[Item], spec: ModelSpec) -> Item:
 
 @dataclass(frozen=True, slots=True)
 class Replay:
-    """The commands and state that a new engine gets to rebuild a stream.
+    """The commands and state that a new engine gets to rebuild a stream."""
 
-    The new engine counts from zero: its count is the stream's count minus `positions` and `samples`.
-    """
-
+    # The stream's counts minus the new engine's, in positions and in samples. Both are 0 for windowed models.
     positions: int
     samples: int
+    # Commands to send again, with the new engine's counts.
     entries: list[ReplayEntry]
+    # Frame-synchronous models: the tokens of the first positions.
     forced_tokens: list[int] = field(default_factory=list)
+    # Windowed models: the state, and the items before its position that it still needs.
     state: StreamState | None = None
-    # Items before the state's position, and the position until which latency does not matter (the engine catches up).
-    known: list[Item] = field(default_factory=list)
+    before_state: list[Item] = field(default_factory=list)
+    # Below this position the new engine computes single strides although they are late (`Open.catch_up_until`).
     catch_up_until: int = 0
     # The sample at which the entries begin, on the new engine's count.
     sample: int = 0
@@ -250,9 +264,11 @@ class Replay:
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """Most positions a gateway holds of a stream: computed ones for a replay, and ones the engine has not computed."""
+    """How much of a stream's audio a gateway keeps and sends, in positions."""
 
+    # Computed positions that are kept for a replay.
     keep_positions: int
+    # Most positions that the engine has been sent and has not computed.
     ahead_positions: int
 
 
@@ -263,13 +279,13 @@ def positions_to_keep(spec: ModelSpec, seconds: float) -> int:
     return min(limit, window)
 
 
-class Memory(Protocol):
-    """The results of the kept audio that a new engine needs besides the audio: tokens, or a saved state."""
+class ReplayState(Protocol):
+    """What the old engine has computed and a new one needs besides the audio in the log: tokens, or a saved state."""
 
-    def trim(self, kept: ReplayLog) -> None:
-        """Drop what no replay needs."""
+    def trim(self, log: ReplayLog) -> None:
+        """Drop from the log what no replay needs."""
 
-    def replay(self, kept: ReplayLog) -> Replay:
+    def replay(self, log: ReplayLog) -> Replay:
         """Make the replay for a new engine. All later text comes from that engine."""
 
     def on_text(self, text: Text) -> Text | None:
@@ -278,70 +294,72 @@ class Memory(Protocol):
     def on_state(self, state: StreamState) -> None:
         """Record the state after all text so far."""
 
-    def start_at(self, position: int, token: int) -> None:
-        """An adopted stream: nothing before `position` is kept, and its next token belongs to position `token`."""
+    def start_at(self, position: int, next_token_position: int) -> None:
+        """Begin with an adopted stream, of which no audio before `position` is kept."""
 
     @property
     def can_replay(self) -> bool:
         """Whether enough is kept for another engine to continue."""
 
-    def is_whole(self, kept: ReplayLog) -> bool:
-        """Whether a replay gives exactly the same text. An adopted stream must first be fed a full window again."""
+    def replays_exactly(self, log: ReplayLog) -> bool:
+        """Whether a replay gives exactly the same text. For an adopted stream that needs a full window of new audio."""
 
 
-class TokenMemory:
-    """For models with one token per position: keeps the tokens of the kept audio."""
+class TokenHistory:
+    """For models with one token per position: keeps the tokens of the audio in the log."""
 
     def __init__(self, spec: ModelSpec, keep_positions: int) -> None:
         self._keep_positions = keep_positions
-        # A token is about audio before it, by up to the delay and the silence of a flush.
+        # A token can refer to audio that lies up to this much before it: the delay and the silence of a flush.
         self._reach_samples = spec.flush_positions_for(spec.max_delay_positions) * spec.samples_per_position
         self._tokens: deque[int] = deque()
+        # Position of the first token.
         self._first = spec.prefix_positions
+        # The last words received.
         self._words: deque[Word] = deque()
         self._replayed = False
         # First position kept of an adopted stream, else 0.
         self._kept_from = 0
 
-    def trim(self, kept: ReplayLog) -> None:
-        # Positions whose tokens have not arrived must be computed again, so their audio stays.
-        first = kept.drop_before(min(kept.end - self._keep_positions, self._first + len(self._tokens)))
-        start = kept.end if first is None else first.offset
+    def trim(self, log: ReplayLog) -> None:
+        # Positions whose tokens have not arrived must be computed again, so their audio is kept.
+        first = log.drop_before(min(log.end - self._keep_positions, self._first + len(self._tokens)))
+        start = log.end if first is None else first.offset
         while self._tokens and self._first < start:
             self._tokens.popleft()
             self._first += 1
-        sample = kept.sample_at(start) - self._reach_samples
+        sample = log.sample_at(start) - self._reach_samples
         while self._words and self._words[0].end_sample < sample:
             self._words.popleft()
 
-    def replay(self, kept: ReplayLog) -> Replay:
-        positions, samples, entries = kept.from_beginning()
+    def replay(self, log: ReplayLog) -> Replay:
+        positions, samples, entries = log.rebased()
         self._replayed = self._replayed or bool(entries)
         return Replay(positions, samples, entries, forced_tokens=list(self._tokens))
 
     def on_text(self, text: Text) -> Text | None:
         self._tokens.extend(text.tokens)
         if self._replayed:
-            # A replayed flush completes the word before it once more, or the rest of that word.
-            text.words = [word for word in text.words if not self._is_known(word)]
+            # A replayed flush emits the word before it again, or the end of that word.
+            text.words = [word for word in text.words if not self._was_received(word)]
         self._words.extend(text.words)
         return text if text.delta or text.words or text.tokens else None
 
-    def _is_known(self, word: Word) -> bool:
-        return any(known.end_sample == word.end_sample and known.text.endswith(word.text) for known in self._words)
+    def _was_received(self, word: Word) -> bool:
+        return any(other.end_sample == word.end_sample and other.text.endswith(word.text) for other in self._words)
 
     def on_state(self, state: StreamState) -> None:
         raise AssertionError("a model with one token per position sends no states")
 
-    def start_at(self, position: int, token: int) -> None:
-        self._first, self._kept_from = token, position
+    def start_at(self, position: int, next_token_position: int) -> None:
+        self._first, self._kept_from = next_token_position, position
 
     @property
     def can_replay(self) -> bool:
         return True
 
-    def is_whole(self, kept: ReplayLog) -> bool:
-        return not self._kept_from or kept.end - self._kept_from >= self._keep_positions
+    def replays_exactly(self, log: ReplayLog) -> bool:
+        return not self._kept_from or log.end - self._kept_from >= self._keep_positions
 
 
 class SavedWindow:
@@ -352,19 +370,22 @@ class SavedWindow:
         # First position kept of an adopted stream until a state lies entirely after it, else 0.
         self._kept_from = 0
 
-    def trim(self, kept: ReplayLog) -> None:
+    def trim(self, log: ReplayLog) -> None:
         if self._state is not None:
-            kept.drop_before(self._state.audio_from)
-            kept.drop_flushes(self._state.tag)
+            log.drop_before(self._state.audio_from)
+            log.drop_flushes(self._state.tag)
 
-    def replay(self, kept: ReplayLog) -> Replay:
+    def replay(self, log: ReplayLog) -> Replay:
         state = self._state
         position, tag = (0, 0) if state is None else (state.position, state.tag)
-        known, entries = kept.split(position, tag)
-        # The new engine may fall behind by as much audio again while it catches up; after that, latency counts.
-        catch_up_until = kept.end + (kept.end - position)
-        sample = kept.sample_at(position)
-        return Replay(0, 0, entries, state=state, known=known, catch_up_until=catch_up_until, sample=sample)
+        before_state, entries = log.split(position, tag)
+        # While the new engine computes the replay, about as much new audio arrives, and it computes that in single
+        # strides too.
+        catch_up_until = log.end + (log.end - position)
+        sample = log.sample_at(position)
+        return Replay(
+            0, 0, entries, state=state, before_state=before_state, catch_up_until=catch_up_until, sample=sample
+        )
 
     def on_text(self, text: Text) -> Text | None:
         return text
@@ -374,17 +395,17 @@ class SavedWindow:
         if is_newer and state.audio_from >= self._kept_from:
             self._state, self._kept_from = state, 0
 
-    def start_at(self, position: int, token: int) -> None:
+    def start_at(self, position: int, next_token_position: int) -> None:
         self._kept_from = position
 
     @property
     def can_replay(self) -> bool:
         return not self._kept_from
 
-    def is_whole(self, kept: ReplayLog) -> bool:
+    def replays_exactly(self, log: ReplayLog) -> bool:
         return self.can_replay
 
 
-def memory_for(spec: ModelSpec, keep_positions: int) -> Memory:
-    """The memory for this kind of model."""
-    return SavedWindow() if spec.rereads_window else TokenMemory(spec, keep_positions)
+def replay_state_for(spec: ModelSpec, keep_positions: int) -> ReplayState:
+    """The replay state for this kind of model."""
+    return SavedWindow() if spec.rereads_window else TokenHistory(spec, keep_positions)

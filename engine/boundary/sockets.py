@@ -1,15 +1,15 @@
 """ZeroMQ sockets between gateways and engines, and between gateways of a fleet; over tcp encrypted and authenticated.
 
-Addresses are ipc:// by default, tcp:// for a remote engine, inproc:// within one process. A gateway connects one DEALER
-per engine (`GatewaySocket`, on its event loop), an engine binds one ROUTER (`EngineSocket`, blocking, on its one
-thread). ZeroMQ may silently lose messages when a connection breaks; so messages are numbered (`Numbering`), kept until
-they are acknowledged, and sent again when the receiver misses a number. A side that has too many unacknowledged bytes
-stops sending. Gateways of a fleet connect to each other in the same way (`GatewayListener`), without numbers: after a
-break they begin again (`realtime/serving/fleet_publishing.py`).
+Addresses are ipc:// by default, tcp:// for a remote engine, inproc:// within one process (`check_address`). A gateway
+connects one DEALER per engine (`GatewaySocket`, on its event loop), an engine binds one ROUTER (`EngineSocket`,
+blocking, on its one thread). ZeroMQ may lose messages without an error when a connection breaks. So messages are
+numbered (`Numbering`), kept until they are acknowledged, and sent again when the receiver misses a number. A side with
+too many unacknowledged bytes stops sending. Gateways of a fleet connect to each other in the same way
+(`GatewayListener`), without numbers: after a break they begin again (`realtime/serving/fleet_publishing.py`).
 
-With a fleet secret, links over tcp use CURVE: it encrypts them for clients that know the engine's public key, and
-`ZapAuthenticator` admits only the gateways' key. ZeroMQ holds a frame of a peer that is not authenticated yet, so both
-sides limit the size of a frame, and longer frames are sent in pieces (`pieces_of`).
+With a fleet secret, links over tcp use CURVE: it encrypts them for peers that know the listener's public key, and
+`ZapAuthenticator` admits only peers with the callers' key. ZeroMQ buffers a whole frame from a peer before the peer is
+authenticated. So both sides limit the size of a frame, and longer frames are sent in pieces (`pieces_of`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import Enum
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -34,72 +33,114 @@ from zmq.utils.monitor import recv_monitor_message
 from engine.boundary.codec import Frames
 from engine.fleet_secret import derive
 
-# Address of ZeroMQ's authentication requests (ZAP); there is one handler per context.
+logger = logging.getLogger(__name__)
+
+# Address of ZeroMQ's authentication requests (ZAP), and the domain of ours; there is one handler per context.
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"tickertape"
 LOOPBACK = ("localhost", "::1")
+# Most sockets of a context. A link needs three; ZeroMQ's default of 1023 would allow only 341 links.
+MAX_SOCKETS = 30_000
+
+# A dead process is noticed at once by its broken connection. A lost machine or network is noticed by ZeroMQ's own
+# heartbeats (interval and timeout in ms), which its I/O threads answer however long a step takes.
+ZMQ_HEARTBEAT_MS = 1000
+ZMQ_HEARTBEAT_TIMEOUT_MS = 3500
+# An idle side sends a message every BEAT_SECONDS. A side without a message for SILENCE_SECONDS is given up: until then
+# it may be in a long step, afterwards it is assumed to hang.
+BEAT_SECONDS = 1.0
+SILENCE_SECONDS = 30.0
+# A side that has not polled for messages for this long was stopped itself (a suspended machine): the silence of the
+# other side counts from then on.
+STOPPED_SECONDS = 5.0
+# Most unacknowledged bytes in one direction.
+WINDOW_BYTES = 64 * 1024 * 1024
+# Most bytes of a frame on the socket. ZeroMQ disconnects a peer that announces a longer one. CURVE adds 33 bytes.
+FRAME_BYTES = 256 * 1024
+CURVE_BYTES = 64
+# A connection whose handshake takes longer is closed. An engine answers ZeroMQ's authentication requests between two
+# steps, and a step may be long; the event loop of a gateway answers them at once.
+HANDSHAKE_MS = 30_000
+GATEWAY_HANDSHAKE_MS = 3000
+
+# Events of a socket's monitor that report a refused handshake.
+REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+# Broken handshakes of one socket that count as a refusal. One alone may come from an engine that is just ending.
+MIN_BROKEN_HANDSHAKES = 2
+WHY_REFUSED = "the two sides have different fleet secrets, or only one of them has a secret"
+# Shortest time between two log lines about refusals, and most refusals that are read at a time.
+REFUSAL_LOG_SECONDS = 10.0
+REFUSALS_READ_AT_ONCE = 500
+
+# Messages that may wait for one gateway at the listener of another one.
+MAX_WAITING_MESSAGES = 2000
+# Messages that a gateway's listener reads before it returns to the event loop.
+MESSAGES_A_TURN = 50
+
+# As an int: comparing with the library's flag objects is slower.
+_READABLE = int(zmq.POLLIN)
 
 
 @dataclass(frozen=True, slots=True)
 class KeyPair:
-    """A CURVE key pair, encoded as ZeroMQ wants it."""
+    """A CURVE key pair in the encoding of ZeroMQ (Z85)."""
 
     public: bytes
     secret: bytes = field(repr=False)
 
     @classmethod
     def of(cls, key: bytes) -> KeyPair:
+        """The pair of a secret key of 32 bytes."""
         secret = z85.encode(key)
         return cls(zmq.curve_public(secret), secret)
 
 
 @dataclass(frozen=True, slots=True)
 class LinkKeys:
-    """The key pair of all engines and the key pair of all gateways of a fleet. On links between gateways, `engine` is
-    the pair of the side that listens."""
+    """The key pair of all listeners of a fleet, and the key pair of all callers. Engines listen, gateways call; between
+    gateways each one listens and calls."""
 
-    engine: KeyPair
-    gateway: KeyPair
+    listener: KeyPair
+    caller: KeyPair
 
     @classmethod
     def from_secret(cls, secret: bytes) -> LinkKeys:
+        """The keys of links between gateways and engines."""
         return cls(KeyPair.of(derive(secret, "engine link")), KeyPair.of(derive(secret, "gateway link")))
 
     @classmethod
     def between_gateways(cls, secret: bytes) -> LinkKeys:
+        """The keys of links between gateways."""
         return cls(KeyPair.of(derive(secret, "gateway listener")), KeyPair.of(derive(secret, "gateway caller")))
 
-    def lock_engine(self, socket: zmq.Socket[bytes]) -> None:
-        """Set the keys of an engine's socket. Must be called before the socket is bound."""
+    def secure_listener(self, socket: zmq.Socket[bytes]) -> None:
+        """Set the keys of a listening socket. Must be called before the socket is bound."""
         socket.curve_server = True
-        socket.curve_publickey, socket.curve_secretkey = self.engine.public, self.engine.secret
+        socket.curve_publickey, socket.curve_secretkey = self.listener.public, self.listener.secret
         socket.zap_domain = DOMAIN
 
-    def lock_gateway(self, socket: zmq.Socket[bytes]) -> None:
-        """Set the keys of a gateway's socket. Must be called before the socket is connected."""
-        socket.curve_serverkey = self.engine.public
-        socket.curve_publickey, socket.curve_secretkey = self.gateway.public, self.gateway.secret
+    def secure_caller(self, socket: zmq.Socket[bytes]) -> None:
+        """Set the keys of a calling socket. Must be called before the socket is connected."""
+        socket.curve_serverkey = self.listener.public
+        socket.curve_publickey, socket.curve_secretkey = self.caller.public, self.caller.secret
 
 
 class ZapAuthenticator:
-    """Answers ZeroMQ's authentication requests for one engine's context."""
+    """Answers ZeroMQ's authentication requests for the context of one listener: only the callers' key is admitted."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], keys: LinkKeys) -> None:
         self.socket = context.socket(zmq.REP)
         self.socket.linger = 0
         self.socket.bind(ZAP_ENDPOINT)
-        self._known = z85.decode(keys.gateway.public)
+        self._admitted = z85.decode(keys.caller.public)
 
     def answer_all(self) -> None:
+        """Answer the requests that have arrived."""
         while self.socket.poll(0):
             version, request, _domain, _address, _identity, mechanism, *credentials = self.socket.recv_multipart()
-            welcome = mechanism == b"CURVE" and credentials == [self._known]
-            status, text = (b"200", b"OK") if welcome else (b"400", b"another key")
+            is_admitted = mechanism == b"CURVE" and credentials == [self._admitted]
+            status, text = (b"200", b"OK") if is_admitted else (b"400", b"another key")
             self.socket.send_multipart([version, request, status, text, b"", b""])
-
-
-# A link needs three of them. ZeroMQ's own limit of 1023 would end at 341 links.
-MAX_SOCKETS = 30_000
 
 
 def link_context() -> zmq.Context[zmq.Socket[bytes]]:
@@ -114,57 +155,14 @@ def uses_tcp(address: str) -> bool:
 
 
 def leaves_the_machine(address: str) -> bool:
-    """Whether traffic to this address can be seen or sent from other machines."""
+    """Whether the address is tcp and not of this machine alone, so that other machines can see or send traffic."""
     host = urlsplit(address).hostname or ""
     return uses_tcp(address) and host not in LOOPBACK and not host.startswith("127.")
 
 
-logger = logging.getLogger(__name__)
-
-# A dead process is noticed at once by its broken connection. A lost machine or network is noticed by ZeroMQ's
-# heartbeats (interval and timeout in ms); its I/O threads answer them however long a step takes.
-PULSE_MS = 1000
-PULSE_TIMEOUT_MS = 3500
-# An idle side sends a message every BEAT_SECONDS. After SILENCE_SECONDS without a message the other side gives it up:
-# until then it may be in a long step, afterwards it is taken to hang.
-BEAT_SECONDS = 1.0
-SILENCE_SECONDS = 30.0
-# A side that has not looked for messages for this long was stopped itself (a suspended machine): the silence of the
-# other side counts from then on.
-STOPPED_SECONDS = 5.0
-# Most unacknowledged bytes in one direction.
-WINDOW_BYTES = 64 * 1024 * 1024
-# Most bytes of a frame on the socket. ZeroMQ disconnects a peer that announces a longer one. CURVE adds 33 bytes.
-FRAME_BYTES = 256 * 1024
-CURVE_BYTES = 64
-# As an int: comparing with the library's flag objects is slower.
-_READABLE = int(zmq.POLLIN)
-REFUSED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-# Broken handshakes in a row that count as a refusal. One alone may come from an engine that is just ending.
-REFUSALS_BELIEVED = 2
-WHY_REFUSED = "the two sides have different fleet secrets, or only one of them has a secret"
-# Refusals are logged at most this often, and this many are read at a time.
-REFUSAL_SAID_SECONDS = 10.0
-REFUSALS_READ_AT_ONCE = 500
-
-
-# A connection whose handshake takes longer is closed. An engine answers ZeroMQ's authentication requests between two
-# steps, and a step may be long; the event loop of a gateway answers them at once.
-HANDSHAKE_MS = 30_000
-GATEWAY_HANDSHAKE_MS = 3000
-
-
 class CannotListen(ValueError):
-    """An engine or a gateway cannot bind its address: it is in use, of another machine, or of the wrong kind. The text
-    says what to fix."""
-
-
-def package_version() -> str:
-    """The installed version of tickertape, for greetings."""
-    try:
-        return version("tickertape")
-    except PackageNotFoundError:
-        return "unknown"
+    """An engine or a gateway cannot bind its address: the address is in use, belongs to another machine, or has the
+    wrong scheme. The text says what to fix."""
 
 
 def check_address(address: str) -> str:
@@ -180,12 +178,13 @@ def check_address(address: str) -> str:
     return address
 
 
-# What ZeroMQ can connect to: a wildcard or no host would pass `check_address`.
+# Addresses that ZeroMQ can connect to. A wildcard or an empty host passes `check_address`, because a listener may have
+# it.
 _GATEWAY_ADDRESS = re.compile(r"tcp://[A-Za-z0-9\[:][\w.:%\[\]-]*:[0-9]+", re.ASCII)
 
 
 def check_gateway_address(address: str) -> str:
-    """As `check_address`, for the address at which the other gateways reach one: it has to be tcp, and name a host."""
+    """As `check_address`, for the address that a gateway gives to other gateways: tcp with the name of a host."""
     if _GATEWAY_ADDRESS.fullmatch(address) is None or not _is_port(address.rsplit(":", 1)[1]):
         raise ValueError(f"{address!r} is not a gateway address; use tcp://host:port")
     return address
@@ -208,14 +207,17 @@ class Numbering:
     """Message numbers and unacknowledged messages of both directions of one link, from one side. Does no I/O."""
 
     def __init__(self, window_bytes: int = WINDOW_BYTES) -> None:
+        # Numbers of the last message sent and of the last message accepted.
         self.sent = 0
-        self.taken = 0
+        self.accepted = 0
         self.unacknowledged_bytes = 0
         self._window_bytes = window_bytes
+        # Unacknowledged messages: number, frames, bytes.
         self._kept: deque[tuple[int, list[Any], int]] = deque()
 
     @property
     def may_send(self) -> bool:
+        """Whether few enough bytes are unacknowledged to send another message."""
         return self.unacknowledged_bytes < self._window_bytes
 
     @property
@@ -246,21 +248,22 @@ class Numbering:
         """The messages to send again when the other side misses `number`."""
         return [frames for kept, frames, _ in self._kept if kept >= number]
 
-    def arrive(self, number: int, waiting: int = 0) -> Arrival:
-        """Classify an arriving number when `waiting` messages have arrived but are not taken yet. Changes nothing."""
-        expected = self.taken + waiting + 1
+    def classify(self, number: int, waiting: int = 0) -> Arrival:
+        """Classify an arriving number when `waiting` messages have arrived and are not accepted yet."""
+        expected = self.accepted + waiting + 1
         if number == expected:
             return Arrival.NEXT
         return Arrival.REPEATED if number < expected else Arrival.AFTER_A_GAP
 
-    def take(self, number: int) -> None:
-        assert number == self.taken + 1, f"message {number} taken after {self.taken}"
-        self.taken = number
+    def accept(self, number: int) -> None:
+        """Message `number` has been processed; it is acknowledged with the next message that is sent."""
+        assert number == self.accepted + 1, f"message {number} accepted after {self.accepted}"
+        self.accepted = number
 
 
 def _set_options(socket: zmq.Socket[bytes]) -> None:
     """Options of both sides: heartbeats, and the limit on the size of a frame."""
-    socket.heartbeat_ivl, socket.heartbeat_timeout = PULSE_MS, PULSE_TIMEOUT_MS
+    socket.heartbeat_ivl, socket.heartbeat_timeout = ZMQ_HEARTBEAT_MS, ZMQ_HEARTBEAT_TIMEOUT_MS
     socket.maxmsgsize = FRAME_BYTES + CURVE_BYTES
 
 
@@ -289,14 +292,15 @@ def join_pieces(pieces: Sequence[Any]) -> Frames:
         if len(piece) < FRAME_BYTES:
             frames.append(b"".join(parts) if len(parts) > 1 else piece)
             parts = []
-    # The last piece is missing only if the peer does not keep to the rule; then the decoder refuses the message.
+    # A last piece is missing only if the peer does not follow the protocol; then the decoder refuses the message.
     return [*frames, b"".join(parts)] if parts else frames
 
 
 class GatewaySocket:
     """A gateway's connection to one engine, on the running event loop.
 
-    `on_frames` is called for every message, `on_refused` when the engine refuses this gateway's key or the reverse.
+    `on_frames` is called for every message, `on_disconnect` when the connection breaks, and `on_refused` when one side
+    refuses the other one's key.
     """
 
     def __init__(
@@ -311,14 +315,14 @@ class GatewaySocket:
         self._on_frames = on_frames
         self._on_disconnect = on_disconnect
         self._on_refused = on_refused
-        self._refusals = 0
+        self._broken_handshakes = 0
         self._loop = asyncio.get_running_loop()
         self._socket = context.socket(zmq.DEALER)
         # `Numbering` bounds the queue. ZeroMQ's high-water mark would drop messages or block without notice.
         self._socket.set_hwm(0)
         self._socket.linger = 0
         if keys is not None and uses_tcp(address):
-            keys.lock_gateway(self._socket)
+            keys.secure_caller(self._socket)
         _set_options(self._socket)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | REFUSED)
         self._socket.connect(check_address(address))
@@ -326,8 +330,8 @@ class GatewaySocket:
         self._reading = False
         self._loop.add_reader(self._socket.fileno(), self._read)
         self._loop.add_reader(self._monitor.fileno(), self._watch)
-        # The descriptors are edge-triggered: they stay quiet until pending events are read, so read once now. Not in
-        # the constructor, because the callbacks may use this object.
+        # The descriptors are edge-triggered: they report nothing until pending events are read. So a first read is
+        # scheduled. It is not done here, because the callbacks may use this object.
         self._loop.call_soon(self._read)
         self._loop.call_soon(self._watch)
 
@@ -346,7 +350,7 @@ class GatewaySocket:
             self._on_frames(join_pieces(self._socket.recv_multipart(zmq.NOBLOCK)))
 
     def _is_readable(self) -> bool:
-        """Asking first is cheaper than catching zmq.Again."""
+        """Whether a message has arrived. Checking first is cheaper than catching zmq.Again."""
         events: Any = self._socket.get(zmq.EVENTS)
         return bool(events & _READABLE)
 
@@ -357,9 +361,11 @@ class GatewaySocket:
             except zmq.Again:
                 return
             if event & REFUSED:
-                # A refused key is final, and ZeroMQ does not retry. A cut connection may have any cause, so count it.
-                self._refusals += 1 if event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL else REFUSALS_BELIEVED
-                if self._refusals >= REFUSALS_BELIEVED:
+                # A refused key is final, and ZeroMQ does not retry. A broken handshake may have any cause, so it is
+                # counted.
+                is_broken = event == zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
+                self._broken_handshakes += 1 if is_broken else MIN_BROKEN_HANDSHAKES
+                if self._broken_handshakes >= MIN_BROKEN_HANDSHAKES:
                     self._on_refused()
             else:
                 self._on_disconnect()
@@ -383,9 +389,9 @@ class GatewaySocket:
 def _monitor_of_refusals(context: zmq.Context[zmq.Socket[bytes]], socket: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
     """A socket that receives an event for each refused handshake of `socket`.
 
-    ZeroMQ's thread waits while a monitor is full, and serves no connection meanwhile: clients without the key could
-    stop all links of an engine that is in a long step. So this monitor is never full; an event has about a hundred
-    bytes.
+    ZeroMQ's thread waits while a monitor's queue is full, and serves no connection meanwhile: peers without the key
+    could stop all links of an engine that is in a long step. So this queue has no limit (`rcvhwm` 0); an event has
+    about a hundred bytes.
     """
     address = f"inproc://refusals-{socket.fileno()}"
     monitor = context.socket(zmq.PAIR)
@@ -403,10 +409,10 @@ class EngineSocket:
         context: zmq.Context[zmq.Socket[bytes]],
         address: str,
         keys: LinkKeys | None = None,
-        most_waiting: int = 0,
+        max_waiting: int = 0,
         handshake_ms: int = HANDSHAKE_MS,
     ) -> None:
-        """`most_waiting` limits the messages that wait for one gateway; 0 is no limit."""
+        """`max_waiting` limits the messages that wait for one gateway; 0 is no limit."""
         self._authenticator: ZapAuthenticator | None = None
         if keys is not None and uses_tcp(address):
             # A context has only one authenticator.
@@ -414,16 +420,16 @@ class EngineSocket:
             self._authenticator = ZapAuthenticator(context, keys)
         self._socket = context.socket(zmq.ROUTER)
         if self._authenticator is not None and keys is not None:
-            keys.lock_engine(self._socket)
+            keys.secure_listener(self._socket)
         self._socket.set_hwm(0)
-        self._socket.sndhwm = most_waiting
+        self._socket.sndhwm = max_waiting
         # Sending to a gateway that is gone raises an error, which is the first sign that it is gone.
         self._socket.router_mandatory = True
         self._socket.linger = 500
         self._socket.handshake_ivl = handshake_ms
         _set_options(self._socket)
         self._monitor = _monitor_of_refusals(context, self._socket)
-        self._refusal_said_at = float("-inf")
+        self._refusal_logged_at = float("-inf")
         self._poller = zmq.Poller()
         for socket in (
             self._socket,
@@ -449,7 +455,8 @@ class EngineSocket:
         return self._socket.getsockopt_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
     def wait(self, seconds: float) -> bool:
-        """Wait at most `seconds`; returns whether a message is ready."""
+        """Wait at most `seconds` for an event, and answer authentication requests; returns whether a message is
+        ready."""
         ready = dict(self._poller.poll(int(seconds * 1000)))
         if self._authenticator is not None and self._authenticator.socket in ready:
             self._authenticator.answer_all()
@@ -462,8 +469,8 @@ class EngineSocket:
             for _ in range(REFUSALS_READ_AT_ONCE):
                 self._monitor.recv_multipart(zmq.NOBLOCK)
         now = time.monotonic()
-        if now - self._refusal_said_at > REFUSAL_SAID_SECONDS:
-            self._refusal_said_at = now
+        if now - self._refusal_logged_at > REFUSAL_LOG_SECONDS:
+            self._refusal_logged_at = now
             logger.warning("a gateway was refused at %s: %s", self.bound_to, WHY_REFUSED)
 
     def receive(self) -> tuple[bytes, Frames] | None:
@@ -493,12 +500,6 @@ class EngineSocket:
             self._own_context.term()
 
 
-# Messages that may wait for one gateway at the listener of another one.
-MAX_WAITING_MESSAGES = 2000
-# Messages that the listener reads before the rest of the event loop has its turn.
-MESSAGES_A_TURN = 50
-
-
 class GatewayListener(EngineSocket):
     """The socket at which a gateway listens to the other gateways of its fleet, on the running event loop."""
 
@@ -511,8 +512,9 @@ class GatewayListener(EngineSocket):
         self._loop = asyncio.get_running_loop()
         self._will_read = False
         authenticator = self._authenticator
-        assert authenticator is not None, "there is one for every tcp address with keys"
-        self._descriptors = [int(one.fileno()) for one in (self._socket, self._monitor, authenticator.socket)]
+        assert authenticator is not None, "a tcp address with keys has one"
+        sockets = (self._socket, self._monitor, authenticator.socket)
+        self._descriptors = [int(socket.fileno()) for socket in sockets]
         for descriptor in self._descriptors:
             self._loop.add_reader(descriptor, self._read)
         # The descriptors are edge-triggered; see `GatewaySocket`.
@@ -541,6 +543,7 @@ class GatewayListener(EngineSocket):
         self._read_soon()
 
     def close(self) -> None:
+        # If the address cannot be bound, the base constructor closes before there are descriptors.
         for descriptor in getattr(self, "_descriptors", ()):
             self._loop.remove_reader(descriptor)
         self._descriptors = []

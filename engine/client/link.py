@@ -25,7 +25,15 @@ import zmq
 
 from engine import messages
 from engine.boundary import codec
-from engine.boundary.codec import Batch, Frames, PayloadPlace, WireError, code_of, encode_command
+from engine.boundary.codec import (
+    Batch,
+    Frames,
+    PayloadPlace,
+    WireError,
+    encode_command,
+    error_code_of,
+    package_version,
+)
 from engine.boundary.input_cache import SenderCache
 from engine.boundary.items import (
     KEY_BYTES,
@@ -45,7 +53,6 @@ from engine.boundary.sockets import (
     GatewaySocket,
     LinkKeys,
     Numbering,
-    package_version,
 )
 from engine.errors import EngineError, EngineUnreachable
 from engine.messages import Item
@@ -81,7 +88,7 @@ class Processor:
             if asked[-1]:
                 seen.add(item.key)
         sizes = [(item.key, payload_bytes(item)) for item, ask in zip(items, asked, strict=True) if ask]
-        travels = iter(self.cache.pack(sizes))
+        travels = iter(self.cache.plan_send(sizes))
         return [ask and next(travels) for ask in asked]
 
     def check(self, items: Iterable[Item | None]) -> list[Item]:
@@ -517,7 +524,7 @@ class EngineLink:
         self._flushed_at = self._loop.time()
         if batch:
             numbering = self.numbering
-            frames = batch.frames(numbering.next_number, numbering.taken, self.processor.pack)
+            frames = batch.frames(numbering.next_number, numbering.accepted, self.processor.pack)
             numbering.keep(frames)
             self._under_way[numbering.sent] = batch.items
             self._acknowledge_later(cancel=True)
@@ -558,7 +565,7 @@ class EngineLink:
             with suppress(UnicodeEncodeError):
                 batch.add(messages.Abort(command.stream), [])
         why = f"a value cannot be sent to the engine: {type(error).__name__}"
-        return messages.Failed(command.stream, code_of(opens), f"stream {command.stream!r}: {why}")
+        return messages.Failed(command.stream, error_code_of(opens), f"stream {command.stream!r}: {why}")
 
     def beat(self) -> None:
         now = self._loop.time()
@@ -573,7 +580,7 @@ class EngineLink:
 
     def _send_beat(self) -> None:
         self._acknowledge_later(cancel=True)
-        self._socket.send(codec.encode(codec.Beat(self.numbering.sent, self.numbering.taken)))
+        self._socket.send(codec.encode(codec.Beat(self.numbering.sent, self.numbering.accepted)))
 
     def _acknowledge_later(self, cancel: bool = False) -> None:
         if cancel:
@@ -603,9 +610,9 @@ class EngineLink:
                 self._lose(message.message)
             case codec.Update():
                 self._acknowledged(message.ack)
-                arrival = self.numbering.arrive(message.seq)
+                arrival = self.numbering.classify(message.seq)
                 if arrival is Arrival.NEXT:
-                    self.numbering.take(message.seq)
+                    self.numbering.accept(message.seq)
                     self._acknowledge_later()
                     self._take(message)
                 elif arrival is Arrival.AFTER_A_GAP:
@@ -613,16 +620,16 @@ class EngineLink:
             case codec.Beat():
                 self.status = message.status or self.status
                 self._acknowledged(message.ack)
-                if message.sent > self.numbering.taken:
+                if message.sent > self.numbering.accepted:
                     self._ask_again()
-            case codec.Again():
+            case codec.ResendRequest():
                 for kept in self.numbering.kept_since(message.seq):
                     self._socket.send(kept)
             case codec.Missing():
                 self._repair(message)
 
     def _ask_again(self) -> None:
-        self._socket.send(codec.encode(codec.Again(self.numbering.taken + 1)))
+        self._socket.send(codec.encode(codec.ResendRequest(self.numbering.accepted + 1)))
 
     def _acknowledged(self, number: int) -> None:
         taken = self.numbering.acknowledged(number)

@@ -25,14 +25,14 @@ from engine.boundary.crash_suspects import CrashSuspicion
 from engine.boundary.items import make_cutter, prepare
 from engine.boundary.replay import (
     JOINED_POSITIONS,
-    AskedFlush,
-    NewTurns,
+    FlushRequest,
     Replay,
     ReplayEntry,
     ReplayLog,
     StreamLimits,
+    TurnRuleChange,
     join_known,
-    memory_for,
+    replay_state_for,
 )
 from engine.client.link import EngineLink, ItemRefused, Queued
 from engine.errors import (
@@ -148,7 +148,7 @@ class Placement:
                     word.start_sample += samples
                     word.end_sample += samples
             case messages.Speech():
-                output.later(samples)
+                output.shift(samples)
             case messages.Flushed() | messages.Closed():
                 output.sample += samples
             case messages.Revised():
@@ -194,9 +194,9 @@ class Delivery:
         self._on_done = on_done
         self._opening: Queued | None = None
         self._waiting = deque(_commands(opening.stream, replay.entries, finished))
-        if replay.known:
+        if replay.before_state:
             # A saved state is sent together with its audio, so the Open takes turns with other replays.
-            self._opening = (opening, replay.known)
+            self._opening = (opening, replay.before_state)
             link.pace(self)
         else:
             link.send(opening)
@@ -257,9 +257,9 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
         if run and (not isinstance(entry, Item) or len(run) == REPLAY_ITEMS):
             yield messages.Feed(stream, []), run
             run = []
-        if isinstance(entry, AskedFlush):
+        if isinstance(entry, FlushRequest):
             yield messages.Flush(stream, entry.tag, entry.pause, entry.ends_speech), []
-        elif isinstance(entry, NewTurns):
+        elif isinstance(entry, TurnRuleChange):
             yield messages.ChangeTurns(stream, entry.turns), []
         else:
             run.append(entry)
@@ -448,7 +448,7 @@ class EngineStream:
         self._on_end = on_end
         self._cutter = make_cutter(spec)
         self.kept = ReplayLog(spec)
-        self._memory = memory_for(spec, limits.keep_positions)
+        self._replay_state = replay_state_for(spec, limits.keep_positions)
         self.outputs = Outputs(spec.sample_rate, self.wake)
         self.outputs.reported_until, self.outputs.track = opening.heard_until, opening.track
         self._tags = 0
@@ -604,7 +604,7 @@ class EngineStream:
 
         Raises the engine's error, or EngineUnavailable; then no engine runs the stream.
         """
-        if not self._memory.can_replay:
+        if not self._replay_state.can_replay:
             raise StreamFailed(
                 self.id,
                 "lost its engine soon after this gateway adopted it; too little of its audio is kept to rebuild it",
@@ -613,7 +613,7 @@ class EngineStream:
             self.previous_engine.end()
         self._opened = opened = asyncio.get_running_loop().create_future()
         self.outputs.begin(0)
-        replay = self._memory.replay(self.kept)
+        replay = self._replay_state.replay(self.kept)
         self.placement.begin(link, replay)
         suspicion = self.suspicion
         # A windowed model without a state judges all of its audio again.
@@ -624,11 +624,11 @@ class EngineStream:
         self._opening.turns = turns
         opening = structs.replace(
             self._opening,
-            track=None if track is None else track.later(-replay.samples),
+            track=None if track is None else track.shifted(-replay.samples),
             forced_tokens=replay.forced_tokens,
             state=replay.state,
             catch_up_until=replay.catch_up_until,
-            suspect=self.placement.engine_count(suspicion.spot) if suspicion.alone else None,
+            suspect=self.placement.engine_count(suspicion.spot) if suspicion.keep_apart else None,
             sample=replay.sample,
             segment=max(0, self._cutter.segment - replay.samples),
             heard_until=max(0, self.outputs.reported_until - replay.samples),
@@ -652,16 +652,16 @@ class EngineStream:
         self.placement.begin(link, Replay(positions, samples, []))
         self.kept.end, self.kept.end_sample = end, sample
         if adopted.kept is None:
-            self._memory.start_at(end, adopted.token + positions)
+            self._replay_state.start_at(end, adopted.token + positions)
         else:
-            self.kept.take(adopted.kept)
+            self.kept.load_commands(adopted.kept)
             if adopted.state is not None:
-                self._memory.on_state(adopted.state)
+                self._replay_state.on_state(adopted.state)
         self._labels, self._labels_from = adopted.labels, samples
         self._tags = adopted.flushes
         self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
         self._watch_for_audio()
-        track = None if adopted.track is None else adopted.track.later(samples)
+        track = None if adopted.track is None else adopted.track.shifted(samples)
         self.outputs.adopt(adopted.consumed, adopted.heard_until + samples, track)
         self.was_opened = True
         self._delivery = Delivery.of_open_stream(link, self.id, self._spec)
@@ -671,7 +671,7 @@ class EngineStream:
     def may_move(self) -> bool:
         """Whether the stream can migrate now without a change of its words: all outputs have been read."""
         at_rest = self.target is not None and self.previous_engine.leaving is None and not len(self.outputs)
-        return at_rest and self.is_open and not self._aborted and self._memory.is_whole(self.kept)
+        return at_rest and self.is_open and not self._aborted and self._replay_state.replays_exactly(self.kept)
 
     @property
     def at_pause(self) -> bool:
@@ -723,7 +723,7 @@ class EngineStream:
                     self._delivery.opened()
                 self._answer_open(None)
             case messages.Text():
-                self.outputs.put(self._memory.on_text(output))
+                self.outputs.put(self._replay_state.on_text(output))
             case messages.Speech():
                 self.outputs.put_speech(output)
             case messages.Labels() | messages.Revised():
@@ -731,8 +731,8 @@ class EngineStream:
             case messages.Flushed():
                 self._on_flushed(output)
             case messages.StreamState():
-                self._memory.on_state(output)
-                self._memory.trim(self.kept)
+                self._replay_state.on_state(output)
+                self._replay_state.trim(self.kept)
             case messages.Failed() if self._opened is not None and not self._opened.done():
                 self._answer_open(error_of(output))
             case messages.Closed() | messages.Failed() | messages.Dead():
@@ -757,7 +757,7 @@ class EngineStream:
         """The engine that runs the stream now has computed the positions below `computed`, on its own count."""
         self.placement.progress(computed)
         self.suspicion.passed(self.placement.computed)
-        self._memory.trim(self.kept)
+        self._replay_state.trim(self.kept)
         self._room.set()
 
     def wake(self) -> None:

@@ -1,31 +1,34 @@
 """`Scheduler`: decides which streams run in the next step (`plan`) and applies the step's results to them (`commit`).
 
 One per engine process; `engine/server/loop.py` calls it on the engine's one thread. It owns all streams, the queues of
-those with work, and the pools of slots, pages and encoder rows. There are no prefill and decode modes: each stream has
-*available* and *computed* positions, and a step computes what lies between them within the budgets. Live streams go
-first, ordered by the arrival of their oldest uncomputed audio; uploads use the rest. A stream without work is in no
-queue and costs nothing. Everything a stream may need (pages, cache rows, a slot) is reserved at admission, so no stream
-waits for another to end: admission instead of preemption.
+those with work, and the pools of slots, pages and rows of the encoder cache. There are no prefill and decode modes:
+each stream has *available* and *computed* positions, and a step computes positions between them within its budgets
+(`engine/core/planner.py`). Live streams go first, ordered by the arrival of their oldest uncomputed audio; uploads use
+the rest. A stream without work is in no queue and costs nothing. A slot, cache rows and, without parking, pages are
+reserved at admission, so no stream waits for another to end: admission instead of preemption.
 
-`Planner` fills the plan of one step: which positions each stream computes, and which items are encoded for them. The
-scheduler makes one planner per step and gives it the queues of streams, the most urgent first. A step has two budgets:
-positions to compute and embeddings to encode (`Limits`). A stream that does not fit into the rest of a budget waits
-unchanged for the next step.
+Parking: with `Limits.resident_streams` there may be more streams than the device has pages for. Then a stream that has
+been silent for a while is *parked*: its pages go to host memory. When it has work it is brought back, one step before
+it is computed, in place of the stream that has been silent for longest. A stream with reserved pages on the device is
+*resident*.
 
-With `Limits.resident_streams` there may be more streams than the device has pages for. Then a stream that has been
-silent for a while is parked: its pages go to host memory. It is brought back when it has work, one step before it is
-computed, in place of the stream that has been silent for longest.
+Recovery: a frame-synchronous stream whose engine was lost is opened with the tokens that are known. While its next
+positions repeat these tokens it is *rebuilding*. It is *recovering* until it has also caught up with its audio. Crash
+suspects, streams that may have crashed an engine, are not computed in one step with each other at the positions of the
+crash.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from operator import attrgetter
 
-from engine.core.caches import EncoderCache, PagePool
-from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, MoveTask, OpenTask, StepPlan
+from engine.core.encoder_cache import EncoderCache
+from engine.core.kv_pages import PagePool
+from engine.core.plan import DecodeResult, DecodeTask, MoveTask, OpenTask, StepPlan
+from engine.core.planner import Planner, UnexpectedErrors
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.errors import (
     AtCapacity,
@@ -42,16 +45,17 @@ from engine.messages import Closed, Failed, Flushed, Item, Open, Output
 from engine.spec import ModelSpec, Vocabulary
 
 _oldest_first = attrgetter("waiting_since")
-# After this many steps without a rebuild, streams that have caught up wait for the remaining rebuilds no longer: their
-# audio does not come.
+# Streams that have caught up stay `recovering` while others are rebuilt. After this many steps without progress of a
+# rebuild they no longer do, since the audio of the others does not arrive.
 STALLED_STEPS = 100
-# Positions per step of a late recovered stream, for a model that otherwise computes one.
-MOST_CATCH_UP_POSITIONS = 4
-# A stream may be parked when its last audio to compute arrived this long ago. Skipped silence lasts longer.
+# Most positions per step of a recovered stream that is behind, for a model that otherwise computes one.
+MAX_CATCH_UP_POSITIONS = 4
+# A stream may be parked when its last audio to compute arrived this long ago. Silence is skipped only after seconds, so
+# a stream whose silence is skipped may be parked at once.
 PARKED_AFTER_NS = 1_000_000_000
-# Streams for which pages are kept free, at most and as a part of all, so that a stream that speaks again need not wait
-# until another is parked. Uploads leave them to live streams.
-MOST_KEPT_FREE, KEPT_FREE_PART = 8, 16
+# Pages are kept free for one in `KEPT_FREE_DIVISOR` resident streams, for at most `MAX_KEPT_FREE`, so that a stream
+# with new speech need not wait until another is parked. Uploads may not use them.
+MAX_KEPT_FREE, KEPT_FREE_DIVISOR = 8, 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,20 +63,25 @@ class Limits:
     """Resources of one engine, and the budgets of one step."""
 
     max_streams: int
+    # Rows of the encoder cache.
     cache_embeds: int
+    # Pages of each KV group.
     group_pages: tuple[int, ...] = ()
+    # Budgets of a step: positions to compute, and rows of the encoder cache to prepare.
     step_positions: int = 1024
     step_embeds: int = 1024
     # Positions of rebuilds in a step that has nothing else to do.
     rebuild_positions: int = 1024
     # How many of `max_streams` can have their pages on the device at a time; the others are silent and parked in host
-    # memory. None: all of them. `moves`: the most streams parked, and the most brought back, in one step.
+    # memory. None: all of them.
     resident_streams: int | None = None
+    # Most streams parked, and most brought back, in one step.
     moves: int = 4
 
 
 def largest_item(spec: ModelSpec, limits: Limits) -> int:
-    """Return the size, in embeddings, of the largest item that always fits into a stream's reserve and one step.
+    """Return the size, in rows of the encoder cache, of the largest item that always fits into a stream's reserved rows
+    and into one step.
 
     Raises ValueError if a model could never run within these limits.
     """
@@ -82,241 +91,22 @@ def largest_item(spec: ModelSpec, limits: Limits) -> int:
     if limits.step_positions < needed:
         raise ValueError(f"a step of this model reads {needed} positions; raise step_positions to at least that")
     if limits.step_embeds < 1:
-        raise ValueError("a step must be able to encode something; raise step_embeds")
+        raise ValueError("a step must be able to prepare an item; raise step_embeds")
     if not spec.rereads_window:
         return min(spec.embeds_per_stream, limits.step_embeds)
-    slack = spec.embeds_per_stream - spec.window_positions
-    if slack < 0:
+    beyond_window = spec.embeds_per_stream - spec.window_positions
+    if beyond_window < 0:
         raise ValueError(f"embeds_per_stream must be at least the window of {spec.window_positions} positions")
     # Items may extend beyond the window at both ends.
-    return min(slack // 2 + 1, limits.step_embeds)
+    return min(beyond_window // 2 + 1, limits.step_embeds)
 
 
-# A live stream that is fewer strides behind than this takes every stride. With a larger number words stay the same on
-# a busier machine; with a smaller one a late stream catches up sooner.
-STRIDES_IN_TIME = 5
-# Streams rebuilt in one step: more of them do not use the device better, and the first are ready later.
-REBUILT_TOGETHER = 16
-# (stream id, error that is no StreamError): the loop ends these streams.
-UnexpectedErrors = list[tuple[str, Exception]]
-_NO_PAGES: list[tuple[int, int, int]] = []
-
-
-class Planner:
-    """Fills one step's plan: `add_all` for each queue, the most urgent streams first."""
-
-    def __init__(
-        self, spec: ModelSpec, limits: Limits, cache: EncoderCache, plan: StepPlan, unexpected_errors: UnexpectedErrors
-    ) -> None:
-        self._spec = spec
-        self._cache = cache
-        self._decode = plan.decode
-        self._encode = plan.encode
-        self._unexpected_errors = unexpected_errors
-        self._positions = limits.step_positions
-        self._embeds = limits.step_embeds
-        self._one_frame = not spec.rereads_window and spec.step_positions == 1
-        # Positions per step of a rebuild, and the fewest that are efficient.
-        self._replay_positions = spec.replay_positions
-        self._replay_part = max(1, spec.replay_positions // 4)
-        # Late recovered streams, which may compute `_catch_up_positions` in one step.
-        self._recovering: Collection[str] = ()
-        self._catch_up_positions = 1
-
-    def let_catch_up(self, recovering: Collection[str], positions: int) -> None:
-        """Let these streams compute up to `positions` positions in this step."""
-        self._recovering, self._catch_up_positions = recovering, positions
-
-    def add_rebuilt(self, queue: list[Stream], most_positions: int) -> list[Stream]:
-        """As `add_all`, for rebuilds. Up to `REBUILT_TOGETHER` streams share the positions in whole parts; with fewer
-        streams or more positions, each takes more parts."""
-        part = self._replay_part
-        parts = round(most_positions / (part * max(1, min(len(queue), REBUILT_TOGETHER))))
-        self._replay_positions = min(max(1, parts) * part, self._spec.replay_positions)
-        return self.add_all(queue, most_positions)
-
-    def add_again(self, tasks: list[DecodeTask]) -> None:
-        """Plan tasks that the runner has not finished."""
-        self._decode += tasks
-        self._positions -= sum(task.end - task.base for task in tasks)
-
-    def add_all(self, queue: list[Stream], most_positions: int | None = None) -> list[Stream]:
-        """Plan the queued streams in order, with at most `most_positions` (None: the rest of the budget). Returns those
-        that must wait for the next step."""
-        if most_positions is not None:
-            self._positions = min(self._positions, most_positions)
-        waiting = []
-        for stream in queue:
-            try:
-                if not self._add(stream):
-                    waiting.append(stream)
-            except Exception as error:
-                self._unexpected_errors.append((stream.id, error))
-        return waiting
-
-    def _add(self, stream: Stream) -> bool:
-        start = base = stream.computed
-        if self._one_frame and start >= stream.forced and not self._is_late(stream):
-            # Fast path: most streams compute one new frame in most steps.
-            index = stream.encoded
-            frame = stream.timeline.frame_at(index, start)
-            if frame is not None:
-                if self._positions < 1 or not self._cached(stream, index, frame):
-                    return False
-                self._put(stream, start, start, start + 1, stream.held[index], False)
-                return True
-        if self._spec.rereads_window:
-            if not stream.is_due(self._spec):
-                stream.queued = False  # a skip or a hold has removed its work
-                return True
-            base, end = self._window_span(stream)
-            if end - base > self._positions:
-                return False
-        else:
-            end = self._frames_end(stream)
-            if end == start:
-                return False
-        rows = self._rows(stream, base, end)
-        if len(rows) < end - base:
-            end = base + len(rows)
-            # The words of an upload must not depend on the load: keep what is encoded and wait for the whole window.
-            if end <= start or (self._spec.rereads_window and not stream.live):
-                return False
-        pause = end == stream.next_pause()
-        final = bool(stream.flushes) and self._spec.rereads_window and end == stream.flushes[0].position and not pause
-        self._put(stream, base, start, end, rows, final, pause)
-        return True
-
-    def _put(
-        self, stream: Stream, base: int, start: int, end: int, rows: list[int], final: bool, pause: bool = False
-    ) -> None:
-        if end > stream.covered:
-            stream.cover(end)
-        pages = _NO_PAGES
-        if stream.new_pages:
-            pages, stream.new_pages = stream.new_pages, _NO_PAGES
-        pending = bool(stream.text.pending)
-        cut_off = final and stream.flushes[0].cut_off
-        self._decode.append(
-            DecodeTask(stream.slot, stream.id, base, start, end, rows, pages, final, pause, pending, cut_off)
-        )
-        self._positions -= end - base
-
-    def _window_span(self, stream: Stream) -> tuple[int, int]:
-        """Return the positions [base, end) that a windowed model reads next.
-
-        The span grows by whole strides, not to the newest sample, so that the words do not depend on the load of the
-        machine, as long as it keeps up.
-        """
-        base, done, stride = stream.base, stream.computed, stream.stride
-        limit = base + self._spec.window_for(stream.live)
-        in_time = self._is_in_time(stream)
-        mark = self._next_mark(stream, limit, in_time)
-        end = min(stream.available, limit) if mark is None else mark
-        # A stride that ends exactly at the mark is computed as the mark's step.
-        strides = (end - done - (mark is not None)) // stride
-        if strides < 1 or (mark is not None and not in_time):
-            return base, end
-        return base, done + (1 if in_time else strides) * stride
-
-    def _is_in_time(self, stream: Stream) -> bool:
-        """Whether a stream computes every stride and every pause: a live stream that is not far behind, or is behind
-        because its engine was lost. Other streams leave strides and pauses out."""
-        behind = stream.available - stream.computed
-        near = behind < STRIDES_IN_TIME * self._spec.stride_positions
-        return stream.live and (near or stream.computed < stream.catch_up_until)
-
-    @staticmethod
-    def _next_mark(stream: Stream, limit: int, in_time: bool) -> int | None:
-        """Return the position in the window where the span must end: a flush, or a pause before it. None: no mark."""
-        mark = stream.flushes[0].position if stream.flushes else limit + 1
-        pause = stream.next_pause()
-        if pause is not None and pause <= mark and in_time:
-            mark = pause
-        return mark if mark <= limit else None
-
-    def _frames_end(self, stream: Stream) -> int:
-        """Return the end of a frame-synchronous model's next step; `computed` if it has no work or no budget."""
-        start, stop, step = stream.computed, stream.available, self._spec.step_positions
-        if stream.flushes:
-            stop = min(stop, stream.flushes[0].position)
-        if start < stream.forced:
-            return self._replay_end(start, min(stop, stream.forced))
-        if self._is_late(stream):
-            step = max(step, self._catch_up_positions)
-        return min(start + min(step, self._positions), stop)
-
-    def _replay_end(self, start: int, stop: int) -> int:
-        """Return the end of the next step of a rebuild whose known tokens reach to `stop`. Avoids a rest that is too
-        short to be efficient."""
-        step, part = self._replay_positions, self._replay_part
-        if step < stop - start < step + part:
-            step += part if step + part <= self._spec.replay_positions else -part
-        if self._positions < min(step, stop - start):
-            step = self._positions // part * part
-            if not step and not self._decode:
-                step = self._positions
-        return min(start + step, stop)
-
-    def _is_late(self, stream: Stream) -> bool:
-        """Whether this is a late recovered stream that may compute more than one position."""
-        return self._catch_up_positions > 1 and stream.id in self._recovering
-
-    def _rows(self, stream: Stream, base: int, end: int) -> list[int]:
-        """Return the cache row of each position in [base, end), with the silence row where there is no embedding. Items
-        that are not in the cache are added to the plan. Fewer rows than positions: a budget is exhausted."""
-        timeline, held = stream.timeline, stream.held
-        lo, hi = timeline.window(base, end)
-        rows: list[int] = []
-        position = base
-        for index, item in enumerate(timeline.items(lo, hi), lo):
-            if index >= stream.encoded and not self._cached(stream, index, item):
-                return rows + [SILENCE_ROW] * (item.offset - position)
-            if item.offset > position:
-                rows += [SILENCE_ROW] * (item.offset - position)
-                position = item.offset
-            stop = min(item.offset + item.length, end)
-            if not item.embeds:
-                rows += [SILENCE_ROW] * (stop - position)
-            elif item.length == 1:
-                rows.append(held[index][0])
-            else:
-                span = timeline.range(index)
-                rows += span.rows(held[index], position - span.offset, stop - span.offset, SILENCE_ROW)
-            position = stop
-        if position < end:
-            rows += [SILENCE_ROW] * (end - position)
-        return rows
-
-    def _cached(self, stream: Stream, index: int, item: Item) -> bool:
-        """Get an item into the cache for this step; False if a budget does not allow it."""
-        embeds = item.embeds
-        if embeds:
-            if stream.held_embeds + embeds > self._spec.embeds_for(stream.live):
-                return False
-            cache, held = self._cache, stream.held
-            # With another mask the same audio has other rows.
-            key = item.key if embeds == item.length else item.key + bytes(item.mask or ())
-            if key in cache.entries:
-                cache.lookup(held, index, key)
-            else:
-                entry = cache.reserve(held, index, key, embeds) if embeds <= self._embeds else None
-                if entry is None:
-                    return False
-                self._embeds -= embeds
-                self._encode.append(EncodeTask(stream.id, item.payload, item.mask, entry))
-            stream.held_embeds += embeds
-        item.payload = None  # the cache keeps its rows as long as this stream needs them
-        stream.encoded = index + 1
-        return True
-
-
-def _soonest_first(stream: Stream) -> tuple[bool, int]:
+def _rebuild_order(stream: Stream) -> tuple[bool, int]:
     """Sort key of rebuilds: streams with recent speech first, then those with the fewest positions left."""
-    return not stream.spoke_lately, stream.forced - stream.computed
+    return not stream.spoke_lately, stream.forced_until - stream.computed
 
 
-def _absent_order(stream: Stream) -> tuple[bool, bool, int]:
+def _waiting_order(stream: Stream) -> tuple[bool, bool, int]:
     """Sort key of streams that need their pages: live streams before uploads, rebuilds later, then by arrival."""
     return not stream.live, stream.is_rebuilding, stream.waiting_since
 
@@ -325,7 +115,7 @@ class Scheduler:
     """All streams of an engine, the queues of those that have work, and the pools they share."""
 
     def __init__(self, spec: ModelSpec, limits: Limits, vocabulary: Vocabulary) -> None:
-        self._max_item_embeds = largest_item(spec, limits)
+        self._max_item_rows = largest_item(spec, limits)
         self.spec = spec
         self.limits = limits
         self.cache = EncoderCache(limits.cache_embeds)
@@ -333,36 +123,40 @@ class Scheduler:
         self.streams: dict[str, Stream] = {}
         self._vocabulary = vocabulary
         self._free_slots = list(range(limits.max_streams - 1, -1, -1))
-        self._reserved_embeds = self._step = 0
+        self._reserved_rows = 0  # rows of the encoder cache that open streams may need
+        self._step = 0  # number of the last plan
+        # Queues: resident streams with work.
         self.live: list[Stream] = []
         self.uploads: list[Stream] = []
-        # Tasks under way, by slot, and tasks that the runner has paused: of uploads, and of live streams that resume.
-        # Their streams are in no queue.
+        # Tasks that are planned and not committed, by slot, and tasks that the runner has suspended. Their streams are
+        # in no queue.
         self._planned: dict[int, DecodeTask] = {}
         self._unfinished: list[DecodeTask] = []
         self.rebuilding: set[str] = set()  # streams whose next positions repeat known tokens
         # Those, and rebuilt streams until they have caught up with their audio and no other stream is being rebuilt.
         self.recovering: set[str] = set()
-        # The last step that rebuilt something.
+        # Number of the last step that rebuilt something.
         self._rebuilt_in = 0
         self.suspects: dict[str, range] = {}  # crash suspects, and the positions at which an engine died
+        # Slots to open and to close in the next plan.
         self._opened: dict[int, OpenTask] = {}
         self._closed_slots: list[int] = []
-        # With parking: streams that are not resident but have work, and resident streams without work, the one that has
-        # been without for longest first.
         self._parks = limits.resident_streams is not None
-        self._kept_free = max(1, min(MOST_KEPT_FREE, (limits.resident_streams or 0) // KEPT_FREE_PART))
-        self._absent: list[Stream] = []
+        # Streams for which pages are kept free.
+        self._kept_free = max(1, min(MAX_KEPT_FREE, (limits.resident_streams or 0) // KEPT_FREE_DIVISOR))
+        # With parking: streams with work that are not resident.
+        self._waiting_for_pages: list[Stream] = []
+        # With parking: resident streams without work, the one that has been without for longest first.
         self._idle: dict[str, Stream] = {}
         self.parked = 0  # streams whose pages are in host memory
-        self._now = 0  # time of the last arrival
-        self._replies: list[Output] = []
-        self.unexpected_errors: UnexpectedErrors = []  # of planning and committing; the loop ends these streams
+        self._now = 0  # time of the last arrival (ns, the clock of `Item.arrival`)
+        self._replies: list[Output] = []  # outputs that need no step
+        self.unexpected_errors: UnexpectedErrors = []  # of planning and committing; the engine loop ends these streams
 
     # Commands: each may raise a StreamError, and then leaves the stream unchanged.
 
     def admit(self, message: Open) -> None:
-        """Reserve all that a new stream may need, or refuse it. Raises DuplicateStream, BadOption, AtCapacity."""
+        """Open a stream with what it needs reserved, or refuse it. Raises DuplicateStream, BadOption, AtCapacity."""
         spec, name = self.spec, message.stream
         if name in self.streams:
             raise DuplicateStream(name, "is open already; use another id")
@@ -373,12 +167,12 @@ class Scheduler:
         resident = self._can_reserve(self._kept_free if self._parks and not message.live else 0)
         if resident:
             self._reserve()
-        self._reserved_embeds += spec.embeds_for(message.live)
+        self._reserved_rows += spec.embeds_for(message.live)
         slot = self._free_slots.pop()
         if message.suspect is not None:
             self.suspects[name] = range(*message.suspect)
-        held = self.cache.open(name)
-        stream = Stream(message, slot, delay, spec, held, self.pools, self._vocabulary, resident)
+        cached = self.cache.open(name)
+        stream = Stream(message, slot, delay, spec, cached, self.pools, self._vocabulary, resident)
         self.streams[name] = stream
         if self._parks and resident:
             self._idle[name] = stream
@@ -399,13 +193,13 @@ class Scheduler:
         if message.items and stream.available != state.position:
             raise BadItem(stream.id, f"a state at {state.position} with audio up to {stream.available}; send all of it")
         stream.resume(state.parts["stream"], state.position)
-        self._leave_behind(stream, stream.base)
+        self._release_before(stream, stream.base)
         self._queue_if_due(stream)
 
     def feed(self, name: str, items: Iterable[Item], now: int) -> None:
-        """Append items to a stream; `now` is their time of arrival."""
-        stream = self.open_stream(name)
-        self.set_time(now)
+        """Append items to a stream; `now` is their time of arrival in nanoseconds."""
+        stream = self.require_open(name)
+        self.advance_clock(now)
         caught_up = stream.computed == stream.available
         for item in items:
             self._append(stream, item, now)
@@ -415,28 +209,29 @@ class Scheduler:
     def flush(self, name: str, tag: int | None, position: int | None = None, *, cut_off: bool = False) -> None:
         """Produce the text of everything before `position` (None: of all audio fed; it may lie ahead), then answer with
         `Flushed` if there is a tag. `cut_off`: there is speech at `position`."""
-        stream = self.open_stream(name)
+        stream = self.require_open(name)
         # A windowed model has computed text up to `computed` already, so a flush cannot end before that.
-        done = [stream.computed, *(task.end for task in self._unfinished if task.slot == stream.slot)]
-        before = [mark.position for mark in stream.flushes] + (done if self.spec.rereads_window else [])
-        position = max(stream.available if position is None else position, *before, 0)
+        computed = [stream.computed, *(task.end for task in self._unfinished if task.slot == stream.slot)]
+        earliest = [mark.position for mark in stream.flushes] + (computed if self.spec.rereads_window else [])
+        position = max(stream.available if position is None else position, *earliest, 0)
         stream.flushes.append(FlushMark(position, tag, ends_text=tag is not None, cut_off=cut_off))
         self._settle(stream, self._replies)
 
     def mark(self, name: str, tag: int | None = None, *, ends_text: bool = False) -> None:
-        """Answer `tag`, or end the text, at the position of the last flush. Later audio is not affected."""
-        stream = self.open_stream(name)
+        """Add a mark at the position of the last flush: answer `tag` there, or end the text. Text of later audio is not
+        affected."""
+        stream = self.require_open(name)
         position = stream.flushes[-1].position if stream.flushes else stream.base
         stream.flushes.append(FlushMark(position, tag, ends_text))
         self._settle(stream, self._replies)
 
     def skip(self, name: str, position: int) -> None:
-        """Do not compute positions below this (they are silent). Only for models that reread their window.
+        """Do not compute positions below `position`: they are silent. Only for models that reread their window.
 
         Audio before a pending flush is still computed first.
         """
-        stream = self.open_stream(name)
-        assert self.spec.rereads_window, "a frame-synchronous model hears every position"
+        stream = self.require_open(name)
+        assert self.spec.rereads_window, "a frame-synchronous model computes every position"
         position = min(position, stream.available)
         if stream.flushes:
             stream.flushes[-1].resume_at = position
@@ -446,20 +241,20 @@ class Scheduler:
     def pause(self, name: str, position: int) -> None:
         """There is a pause at `position`: compute a live stream up to there, even while it is held, so that the text is
         ready if a flush follows there. Uploads ignore pauses."""
-        stream = self.open_stream(name)
+        stream = self.require_open(name)
         if stream.live:
             stream.pauses.append(min(position, stream.available))
             self._queue_if_due(stream)
 
-    def hold(self, name: str, holding: bool) -> None:
+    def hold(self, name: str, is_held: bool) -> None:
         """While a stream is held, its audio waits; only a flush or a pause makes it run."""
-        stream = self.open_stream(name)
-        stream.holding = holding
+        stream = self.require_open(name)
+        stream.is_held = is_held
         self._queue_if_due(stream)
 
     def finish(self, name: str) -> None:
         """No more audio follows: compute the rest, then close the stream."""
-        stream = self.open_stream(name)
+        stream = self.require_open(name)
         stream.finished = True
         for mark in stream.flushes:
             mark.position = min(mark.position, stream.available)
@@ -480,8 +275,18 @@ class Scheduler:
         if (stream := self.streams.get(error.stream)) is not None:
             self._close(stream)
 
-    def set_time(self, now: int) -> None:
-        """It is `now`, on the clock of arrivals: streams become silent although no audio comes."""
+    def require_open(self, name: str) -> Stream:
+        """Return the stream that accepts audio under this name. Raises UnknownStream, StreamFinished."""
+        stream = self.streams.get(name)
+        if stream is None:
+            raise UnknownStream(name, "is not open; open it first")
+        if stream.finished:
+            raise StreamFinished(name, "was finished; open a new stream for more audio")
+        return stream
+
+    def advance_clock(self, now: int) -> None:
+        """It is `now` (ns, the clock of arrivals): streams without audio for long enough may be parked, also while no
+        other audio arrives."""
         if now > self._now:
             self._now = now
 
@@ -489,10 +294,10 @@ class Scheduler:
         """Whether a step would compute something, or open or close slots of the runner."""
         if self.live or self.uploads_wait or self._opened or self._closed_slots:
             return True
-        if not self._absent:
+        if not self._waiting_for_pages:
             return False
-        others = 0 if any(stream.live for stream in self._absent) else self._kept_free
-        return self._can_reserve(others) or self._next_to_park() is not None
+        kept_free = 0 if any(stream.live for stream in self._waiting_for_pages) else self._kept_free
+        return self._can_reserve(kept_free) or self._next_to_park() is not None
 
     @property
     def live_waits(self) -> bool:
@@ -519,9 +324,9 @@ class Scheduler:
 
     @property
     def rebuild_backlog(self) -> int:
-        """Positions of rebuilds whose audio is here and that are not computed."""
+        """Positions of rebuilds whose audio has arrived and that are not computed."""
         streams = (self.streams[name] for name in self.rebuilding)
-        return sum(min(stream.available, stream.forced) - stream.computed for stream in streams)
+        return sum(min(stream.available, stream.forced_until) - stream.computed for stream in streams)
 
     @property
     def others_wait(self) -> bool:
@@ -529,13 +334,13 @@ class Scheduler:
         return self.uploads_wait or any(not stream.is_rebuilding for stream in self.live)
 
     @property
-    def on_time(self) -> int:
+    def on_time_count(self) -> int:
         """Number of live streams that are not recovering."""
         return sum(stream.live for stream in self.streams.values() if stream.id not in self.recovering)
 
     @property
     def suspect_is_near(self) -> bool:
-        """Whether the next step, or one under way, may compute positions at which an engine died."""
+        """Whether the next step, or one that is not committed, may compute positions at which an engine died."""
         streams = self.streams
         return any(self._reach(streams[name]) > spot.start for name, spot in self.suspects.items())
 
@@ -546,28 +351,32 @@ class Scheduler:
         even if further plans are made before.
 
         Without `live`, the step has no live streams except rebuilds. `upload_positions` limits the positions of
-        uploads, `rebuild_positions` those of rebuilds, which are planned after live streams; 0 is none.
+        uploads (None: the rest of the budget), `rebuild_positions` those of rebuilds, which are planned after other
+        live streams (None: `Limits.rebuild_positions` with `live`, else none).
         """
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened, self._closed_slots = {}, []
         arriving = self._move_streams(plan) if self._parks else []
-        waiting = self._set_suspects_aside() if self.suspects else []
-        planner = Planner(self.spec, self.limits, self.cache, plan, self.unexpected_errors)
+        set_aside = self._set_suspects_aside() if self.suspects else []
+        limits = self.limits
+        planner = Planner(
+            self.spec, limits.step_positions, limits.step_embeds, self.cache, plan, self.unexpected_errors
+        )
         if rebuild_positions is None:
-            rebuild_positions = self.limits.rebuild_positions if live else 0
+            rebuild_positions = limits.rebuild_positions if live else 0
         if (live or rebuild_positions) and self.live:
             rebuilt = [stream for stream in self.live if stream.is_rebuilding] if self.rebuilding else []
             if rebuilt:
                 self.live = [stream for stream in self.live if not stream.is_rebuilding]
             if live:
                 self.live.sort(key=_oldest_first)
-                if self.recovering and not (self.rebuilding and self.on_time):
+                if self.recovering and not (self.rebuilding and self.on_time_count):
                     planner.let_catch_up(self.recovering - self.suspects.keys(), self._catch_up_positions())
                 self.live = planner.add_all(self.live)
             if rebuilt and rebuild_positions:
                 first = len(plan.decode)
-                rebuilt.sort(key=_soonest_first)
+                rebuilt.sort(key=_rebuild_order)
                 rebuilt = planner.add_rebuilt(rebuilt, rebuild_positions)
                 plan.rebuilt_positions = sum(task.end - task.start for task in plan.decode[first:])
                 if plan.rebuilt_positions:
@@ -578,13 +387,14 @@ class Scheduler:
             planner.add_again(self._unfinished)
             self._unfinished = []
             self.uploads = planner.add_all(self.uploads, upload_positions)
-        for stream in waiting + arriving:
+        for stream in set_aside + arriving:
             (self.live if stream.live else self.uploads).append(stream)
         self._planned |= {task.slot: task for task in plan.decode}
         return plan
 
     def commit(self, plan: StepPlan, results: list[DecodeResult]) -> list[Output]:
-        """Apply the runner's results, in the order of the plans; returns all outputs."""
+        """Apply the results of the runner, which are in the order of `plan.decode`; returns all outputs. Plans are
+        committed in the order in which they were made."""
         outputs = self.take_replies()
         rereads = self.spec.rereads_window
         for task, result in zip(plan.decode, results, strict=True):
@@ -610,7 +420,7 @@ class Scheduler:
                     outputs.append(text)
                 keep = result.keep_from if rereads and not task.final else task.end
                 if keep is not None:
-                    self._leave_behind(stream, keep)
+                    self._release_before(stream, keep)
                 if stream.flushes:
                     self._settle(stream, outputs)
                 elif stream.available - task.end >= stream.stride or stream.pauses:
@@ -627,11 +437,11 @@ class Scheduler:
         for group, pool in enumerate(self.pools):
             pool.check_integrity([page for stream in self.streams.values() for page in stream.rings[group].pages])
         reserved = sum(self.spec.embeds_for(stream.live) for stream in self.streams.values())
-        assert self._reserved_embeds == reserved <= self.limits.cache_embeds
+        assert self._reserved_rows == reserved <= self.limits.cache_embeds
         resident = [stream for stream in self.streams.values() if stream.resident]
         for kind, pool in zip(self.spec.kv_groups, self.pools, strict=True):
             assert pool.reserved == len(resident) * kind.ring_pages, "reservations differ from the resident streams"
-        assert self.parked == sum(not stream.resident and stream.covered > 0 for stream in self.streams.values())
+        assert self.parked == sum(not stream.resident and stream.paged_until > 0 for stream in self.streams.values())
         if self._parks:
             idle = {stream.id for stream in resident if not stream.queued}
             assert set(self._idle) == idle, "streams without work are not those that may be parked"
@@ -640,14 +450,12 @@ class Scheduler:
         for stream in self.streams.values():
             stream.timeline.check_integrity()
             assert stream.base <= stream.computed <= stream.available == stream.timeline.end
-            held = sum(len(entry) for entry in stream.held.values())
-            assert held == stream.held_embeds <= self.spec.embeds_for(stream.live), "more than was set aside for it"
+            rows = sum(len(entry) for entry in stream.cached.values())
+            assert rows == stream.cached_rows <= self.spec.embeds_for(stream.live), "more rows than reserved for it"
             waiting = (self.live if stream.live else self.uploads).count(stream) if stream.resident else 0
-            waiting += self._absent.count(stream)
+            waiting += self._waiting_for_pages.count(stream)
             waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
-
-    # Internal.
 
     def _check_capacity(self, name: str, live: bool) -> None:
         if not self._free_slots:
@@ -655,22 +463,16 @@ class Scheduler:
         for group, pool in zip(self.spec.kv_groups, self.pools, strict=True):
             if not self._parks and not pool.can_reserve(group.ring_pages):
                 raise AtCapacity(name, f"fewer than {group.ring_pages} {group.name} pages are left; try again later")
-        if self._reserved_embeds + self.spec.embeds_for(live) > self.limits.cache_embeds:
+        if self._reserved_rows + self.spec.embeds_for(live) > self.limits.cache_embeds:
             raise AtCapacity(name, "the encoder cache is reserved for open streams; try again later")
 
-    def open_stream(self, name: str) -> Stream:
-        stream = self.streams.get(name)
-        if stream is None:
-            raise UnknownStream(name, "is not open; open it first")
-        if stream.finished:
-            raise StreamFinished(name, "was finished; open a new stream for more audio")
-        return stream
-
     def _append(self, stream: Stream, item: Item, now: int) -> None:
-        embeds = sum(item.mask) if item.mask else item.length if item.key or item.payload is not None else 0
-        if embeds > (most := self._max_item_embeds):
-            raise ItemTooLarge(stream.id, f"an item of {embeds} embeddings; cut items to at most {most}")
-        if embeds > 0 and (item.payload is None or not item.key):
+        rows = sum(item.mask) if item.mask else item.length if item.key or item.payload is not None else 0
+        if rows > (largest := self._max_item_rows):
+            raise ItemTooLarge(
+                stream.id, f"an item with audio for {rows} positions; cut items to at most {largest} positions"
+            )
+        if rows > 0 and (item.payload is None or not item.key):
             raise BadItem(stream.id, f"the item at position {item.offset} has no audio or no key; send both")
         item.arrival = now
         try:
@@ -681,7 +483,8 @@ class Scheduler:
         stream.available = stream.timeline.end
 
     def _set_suspects_aside(self) -> list[Stream]:
-        """Take all crash suspects but one off the queues, so that a second crash identifies the stream."""
+        """Remove all crash suspects but one from the queues, so that a second crash identifies the stream. Returns the
+        removed streams; streams past the positions of their crash are suspects no longer."""
         at_the_spot = []
         for stream in [*self.live, *self.uploads]:
             spot = self.suspects.get(stream.id)
@@ -696,18 +499,19 @@ class Scheduler:
         return aside
 
     def _reach(self, stream: Stream) -> int:
-        """Return the position up to which the next step may compute a stream. A step does not mix known and new
-        tokens of a stream."""
+        """Return the position up to which the next step may compute a stream. In one step a stream has either known or
+        new tokens."""
         spec = self.spec
         if spec.rereads_window:
             return stream.computed + max(spec.replay_positions, spec.stride_positions)
         if stream.is_rebuilding:
-            return min(stream.computed + spec.replay_positions, stream.forced)
+            return min(stream.computed + spec.replay_positions, stream.forced_until)
         return stream.computed + spec.step_positions
 
     def _catch_up_positions(self) -> int:
-        """Positions per step of a late recovered stream. Fewer while most streams are on time: they share the step."""
-        return MOST_CATCH_UP_POSITIONS if len(self.recovering) > self.on_time else MOST_CATCH_UP_POSITIONS // 2
+        """Most positions per step of a recovered stream that is behind. Fewer while most streams are on time, because
+        they share the step and would wait."""
+        return MAX_CATCH_UP_POSITIONS if len(self.recovering) > self.on_time_count else MAX_CATCH_UP_POSITIONS // 2
 
     def _note_recovery(self, stream: Stream) -> None:
         """Note that the stream has been rebuilt, or has caught up."""
@@ -719,7 +523,8 @@ class Scheduler:
             self.recovering.discard(stream.id)
 
     def _end_rebuild(self, stream: Stream) -> None:
-        """Note that the stream is rebuilt or gone. After the last rebuild, streams that have caught up are on time."""
+        """Note that the stream is rebuilt or closed. After the last rebuild, streams that have caught up are no longer
+        recovering."""
         self.rebuilding.discard(stream.id)
         if not self.rebuilding:
             self.recovering = {name for name in self.recovering if not self.streams[name].is_caught_up}
@@ -730,7 +535,7 @@ class Scheduler:
         if arrival is not None:
             stream.waiting_since = arrival
         if not stream.resident:
-            self._absent.append(stream)
+            self._waiting_for_pages.append(stream)
             return
         if self._parks:
             self._idle.pop(stream.id, None)
@@ -739,29 +544,33 @@ class Scheduler:
     # Parking.
 
     def _can_reserve(self, kept_free: int = 0) -> bool:
-        """Whether pages for one more resident stream are free, beside those for `kept_free` others."""
+        """Whether pages for one more resident stream can be reserved, with pages for `kept_free` others left."""
         groups = self.spec.kv_groups
         return all(
             pool.can_reserve(group.ring_pages * (1 + kept_free)) for group, pool in zip(groups, self.pools, strict=True)
         )
 
     def _reserve(self) -> None:
+        """Reserve the pages of one resident stream."""
         for group, pool in zip(self.spec.kv_groups, self.pools, strict=True):
             pool.reserve(group.ring_pages)
 
     def _next_to_park(self) -> Stream | None:
-        """Return the stream that has been without work for longest, or None if it had some a moment ago."""
+        """Return the stream that has been without work for longest; None if even that one had work within the last
+        `PARKED_AFTER_NS`."""
         stream = next(iter(self._idle.values()), None)
         return stream if stream is not None and self._now - stream.waiting_since >= PARKED_AFTER_NS else None
 
     def _move_streams(self, plan: StepPlan) -> list[Stream]:
-        """Bring back streams that have work, the longest waiting first, and park silent ones for them and for the
-        next ones. Returns the streams that the next plan can compute; new streams can be computed by this plan."""
+        """Bring streams with work back to the device, in `_waiting_order`, and park silent ones for them and for the
+        next ones. Returns the streams that are being brought back: they can be computed from the next plan on. A stream
+        that never had pages has nothing to copy and can be computed by this plan."""
         arriving: list[Stream] = []
         waiting: list[Stream] = []
-        for stream in sorted(self._absent, key=_absent_order) if len(self._absent) > 1 else self._absent:
-            others = 0 if stream.live else self._kept_free
-            if len(plan.restored) == self.limits.moves or not self._make_room(plan, others):
+        queue = self._waiting_for_pages
+        for stream in sorted(queue, key=_waiting_order) if len(queue) > 1 else queue:
+            kept_free = 0 if stream.live else self._kept_free
+            if len(plan.restored) == self.limits.moves or not self._make_room(plan, kept_free):
                 waiting.append(stream)
                 continue
             self._reserve()
@@ -772,18 +581,21 @@ class Scheduler:
                 self.parked -= 1
                 plan.restored.append(MoveTask(stream.slot, pages))
                 arriving.append(stream)
-        self._absent = waiting
+        self._waiting_for_pages = waiting
+        # Keep pages free for the next streams.
         self._make_room(plan, self._kept_free - 1)
         return arriving
 
-    def _make_room(self, plan: StepPlan, others: int) -> bool:
-        """Park silent streams until there are pages for one more stream and `others`; False if they are too few."""
-        while not (room := self._can_reserve(others)) and self._park_one(plan):
+    def _make_room(self, plan: StepPlan, kept_free: int) -> bool:
+        """Park silent streams until pages for one more stream can be reserved, with pages for `kept_free` others left.
+        False if too few streams may be parked."""
+        while not (has_room := self._can_reserve(kept_free)) and self._park_one(plan):
             pass
-        return room
+        return has_room
 
     def _park_one(self, plan: StepPlan) -> bool:
-        """Park the stream that has been silent for longest; False if none has been for long enough."""
+        """Park the stream that has been silent for longest; False if it has not been silent for long enough, or if the
+        plan parks `Limits.moves` streams already."""
         stream = self._next_to_park() if len(plan.parked) < self.limits.moves else None
         if stream is None:
             return False
@@ -801,18 +613,19 @@ class Scheduler:
     def _skip_to(self, stream: Stream, position: int) -> None:
         if position > stream.base:
             stream.computed = max(stream.computed, position)
-            self._leave_behind(stream, position)
+            self._release_before(stream, position)
 
-    def _leave_behind(self, stream: Stream, keep: int) -> None:
-        """The stream needs nothing below `keep` any more: release its cache rows and old items."""
+    def _release_before(self, stream: Stream, keep: int) -> None:
+        """The stream needs nothing below position `keep` any more: release cache entries and old items there."""
         if keep > stream.base:
             stream.base = keep
         timeline, index = stream.timeline, stream.released
         stop = stream.released = timeline.first_beyond(index, keep)
         while index < stop:
-            stream.held_embeds -= self.cache.release(stream.held, index)
+            stream.cached_rows -= self.cache.release(stream.cached, index)
             index += 1
-        while stream.encoded < stop:  # skipped items: their audio is not needed
+        # Items that were skipped: their audio is not needed.
+        while stream.encoded < stop:
             timeline.item(stream.encoded).payload = None
             stream.encoded += 1
         if keep >= stream.prune_at:
@@ -835,7 +648,7 @@ class Scheduler:
 
     def _settle(self, stream: Stream, outputs: list[Output]) -> None:
         """Answer the flushes that the stream has reached; close it if it is finished, else queue it if it has work."""
-        # A windowed model reads what lies after `base` again, so its text is final only before it.
+        # A windowed model reads the audio after `base` again, so its text is final only before `base`.
         reached = stream.base if self.spec.rereads_window else stream.computed
         flushes = stream.flushes
         while flushes and flushes[0].position <= reached:
@@ -864,13 +677,13 @@ class Scheduler:
         if stream.resident:
             for ring in stream.rings:
                 ring.close()
-        elif stream.covered:
+        elif stream.paged_until:
             self.parked -= 1
         self._idle.pop(stream.id, None)
-        self._reserved_embeds -= self.spec.embeds_for(stream.live)
+        self._reserved_rows -= self.spec.embeds_for(stream.live)
         self._free_slots.append(stream.slot)
         if stream.queued:
-            queue = self._absent if not stream.resident else self.live if stream.live else self.uploads
+            queue = self._waiting_for_pages if not stream.resident else self.live if stream.live else self.uploads
             queue[:] = [other for other in queue if other is not stream]
             self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
             self._planned.pop(stream.slot, None)

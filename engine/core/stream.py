@@ -1,390 +1,63 @@
-"""One stream in the engine (`Stream`): its items, positions, KV pages and flushes, and its text (`StreamText`).
+"""One stream in the scheduler: its positions, KV pages, cache entries and flushes (`Stream`), and its text.
 
-The scheduler makes and owns it. `Timeline` has the stream's items in order, and finds those of a range of positions;
-`SampleClock` converts positions to samples. `StreamText` turns the tokens that the runner returns into text and words
-with sample times, with `Detokenizer` and `WordBuilder`. The memory of a stream is bounded: items and rows behind the
-window are released, its pages are a ring that is reused (`engine/core/caches.py`), and of the text only what is
-unfinished or not sent yet is kept.
-
-Item indices are absolute: the first item of a stream has index 0, and pruning does not renumber. Pruned items leave the
-lists of a timeline when they outnumber the others, so every operation is O(1) amortised or O(log n). Sums and offsets
-are lists of ints: reading single elements of a tensor or array would cost far more than the lookup.
+The scheduler makes and owns it. Its audio items are in a `Timeline` and its `SampleClock` converts positions to samples
+(`engine/core/timeline.py`). `StreamText` turns the tokens that the runner returns into `Text` messages, with words and
+their times in samples (`engine/core/words.py`). The memory of a stream is bounded: items and rows before the window are
+released, its pages are a ring that is reused (`engine/core/kv_pages.py`), and of the text only the part is kept that is
+unfinished or not sent yet.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, bisect_right
-from codecs import utf_8_decode
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple, dataclass
-from itertools import accumulate
 
-from engine.core.caches import Held, PagePool, RingTable
+from engine.core.encoder_cache import StreamEntries
+from engine.core.kv_pages import PagePool, RingTable
 from engine.core.plan import DecodeResult, TimedToken
-from engine.messages import Item, Open, Saved, Text, TokenLogProbability, Word
+from engine.core.timeline import SampleClock, Timeline
+from engine.core.words import Detokenizer, WordBuilder
+from engine.messages import Open, Saved, Text, Word
 from engine.spec import ModelSpec, Vocabulary
 
-# A script without spaces would otherwise make one endless word.
-MAX_WORD_CHARACTERS = 64
-
-
-class EmbeddingRange:
-    """`length` positions from `offset`; with a mask, only those marked True carry an embedding."""
-
-    __slots__ = ("length", "offset", "sums")
-
-    def __init__(self, offset: int, length: int, mask: Sequence[bool] | None = None) -> None:
-        if offset < 0 or length < 0:
-            raise ValueError(f"a range needs offset and length >= 0, got offset {offset} and length {length}")
-        if mask is not None and len(mask) != length:
-            raise ValueError(f"the mask has {len(mask)} entries for a range of {length} positions")
-        self.offset = offset
-        self.length = length
-        self.sums: list[int] | None = None if mask is None else list(accumulate(map(int, mask)))
-
-    @property
-    def end(self) -> int:
-        return self.offset + self.length
-
-    def num_embeds(self) -> int:
-        """How many embeddings the range needs; cache space and compute budgets count these, not positions."""
-        if self.sums is None:
-            return self.length
-        return self.sums[-1] if self.sums else 0
-
-    def embed_slice(self, start: int, end: int) -> tuple[int, int]:
-        """Embedding rows of the positions [start, end), counted from the range's own first position."""
-        if not 0 <= start <= end <= self.length:
-            raise ValueError(f"positions [{start}, {end}) are not inside a range of {self.length} positions")
-        if self.sums is None:
-            return start, end
-        # Index -1 would be the last element, so 0 is a case of its own.
-        first = self.sums[start - 1] if start else 0
-        last = self.sums[end - 1] if end else 0
-        return first, last
-
-    def rows(self, rows: Sequence[int], start: int, end: int, silence: int) -> list[int]:
-        """The cache row of each position in [start, end): from `rows` where there is an embedding, else `silence`."""
-        first, last = self.embed_slice(start, end)
-        if last - first == end - start:
-            return list(rows[first:last])
-        if self.sums is None or first == last:
-            return [silence] * (end - start)
-        previous = [first, *self.sums[start : end - 1]]
-        return [
-            rows[after - 1] if after > before else silence
-            for before, after in zip(previous, self.sums[start:end], strict=True)
-        ]
-
-
-class Timeline:
-    """Sorted items that do not overlap. Offsets and ends are lists of ints, so bisect runs in C."""
-
-    __slots__ = ("__weakref__", "_base", "_dead", "_ends", "_items", "_masked", "_offsets", "end")
-
-    def __init__(self, start: int = 0) -> None:
-        self._base = 0  # absolute index of the first entry in the lists
-        self._dead = 0  # leading entries that are pruned but still in the lists
-        self._offsets: list[int] = []
-        self._ends: list[int] = []
-        self._items: list[Item] = []
-        # Ranges of the items with a mask; all others are plain [offset, end).
-        self._masked: dict[int, EmbeddingRange] = {}
-        self.end = start  # first position that no item covers
-
-    def __len__(self) -> int:
-        """Number of items appended so far, pruned ones included: the index of the next item."""
-        return self._base + len(self._ends)
-
-    @property
-    def first(self) -> int:
-        """Index of the first item that is not pruned."""
-        return self._base + self._dead
-
-    def append(self, item: Item) -> None:
-        """Add an item at the end. Raises ValueError if it overlaps the last one or is malformed."""
-        offset = item.offset
-        if offset < self.end or item.length < 0:
-            place = f"item of {item.length} positions at {offset}, but the positions before {self.end} are covered"
-            raise ValueError(f"{place}; send items in order and without overlap")
-        if item.mask is None:
-            item.embeds = item.length if item.key else 0
-        else:
-            span = EmbeddingRange(offset, item.length, item.mask)
-            item.embeds = span.num_embeds()
-            self._masked[len(self)] = span
-        self.end = end = offset + item.length
-        self._offsets.append(offset)
-        self._ends.append(end)
-        self._items.append(item)
-
-    def window(self, start: int, end: int) -> tuple[int, int]:
-        """Indices [lo, hi) of the items that overlap positions [start, end); lo == hi if there are none."""
-        dead, base = self._dead, self._base
-        lo = bisect_right(self._ends, start, dead)
-        hi = bisect_left(self._offsets, end, dead)
-        if hi <= lo or end <= start:
-            return base + lo, base + lo
-        return base + lo, base + hi
-
-    def item(self, index: int) -> Item:
-        return self._items[index - self._base]
-
-    def frame_at(self, index: int, position: int) -> Item | None:
-        """Fast path for live audio: item `index` if it is exactly this one position, with an embedding; else None."""
-        place = index - self._base
-        if place < len(self._items):
-            item = self._items[place]
-            if item.offset == position and item.length == 1 and item.embeds == 1:
-                return item
-        return None
-
-    def items(self, lo: int, hi: int) -> list[Item]:
-        """The items [lo, hi), indices as returned by `window`."""
-        return self._items[lo - self._base : hi - self._base]
-
-    def first_beyond(self, index: int, position: int) -> int:
-        """Index of the first item from `index` on that ends after a position; else the index of the next item."""
-        ends, place = self._ends, index - self._base
-        while place < len(ends) and ends[place] <= position:
-            place += 1
-        return self._base + place
-
-    def range(self, index: int) -> EmbeddingRange:
-        """The positions of an item that have an embedding."""
-        masked = self._masked.get(index)
-        if masked is not None:
-            return masked
-        item = self._items[index - self._base]
-        return EmbeddingRange(item.offset, item.length)
-
-    def arrival_at(self, position: int) -> int | None:
-        """Arrival time of the first item that ends after `position`; None if there is none."""
-        place = bisect_right(self._ends, position, self._dead)
-        return self._items[place].arrival if place < len(self._items) else None
-
-    def prune(self, position: int) -> None:
-        """Drop the items that end at or before `position`; the others keep their indices."""
-        ends, dead = self._ends, self._dead
-        size = len(ends)
-        while dead < size and ends[dead] <= position:
-            if self._masked:
-                self._masked.pop(self._base + dead, None)
-            dead += 1
-        self._dead = dead
-        if dead > 32 and dead * 2 > size:
-            del self._offsets[:dead], ends[:dead], self._items[:dead]
-            self._base += dead
-            self._dead = 0
-
-    def check_integrity(self) -> None:
-        assert len(self._offsets) == len(self._ends) == len(self._items), "lists of different lengths"
-        assert 0 <= self._dead <= len(self._ends)
-        previous = 0
-        for offset, end, item in zip(self._offsets, self._ends, self._items, strict=True):
-            assert previous <= offset <= end, f"item [{offset}, {end}) after {previous}"
-            assert (item.offset, item.offset + item.length) == (offset, end)
-            previous = end
-        assert previous <= self.end
-        masked = {index for index in range(self.first, len(self)) if self.item(index).mask is not None}
-        assert masked == self._masked.keys(), "masked ranges and items disagree"
-
-
-class SampleClock:
-    """Converts positions to samples. A segment begins where the two stop advancing together: at the first sample, and
-    after each flush, whose inserted silence advances positions but not samples."""
-
-    __slots__ = ("_origin", "_positions", "_rate", "_samples", "end_sample")
-
-    def __init__(self, samples_per_position: int, first_position: int) -> None:
-        self._rate = samples_per_position
-        self._positions = [first_position]
-        self._samples = [0]
-        self._origin = (
-            -first_position * samples_per_position
-        )  # sample of position 0, extrapolated from the last segment
-        self.end_sample = 0  # first sample that no item covers
-
-    def append(self, item: Item) -> None:
-        """Record the sample of an item. Raises ValueError if its samples overlap earlier ones."""
-        sample = item.sample
-        if sample < self.end_sample:
-            raise ValueError(f"item at sample {sample}, but the samples before {self.end_sample} are already covered")
-        if sample != self._origin + item.offset * self._rate:
-            self._positions.append(item.offset)
-            self._samples.append(sample)
-            self._origin = sample - item.offset * self._rate
-        self.end_sample = sample + item.covered_samples(self._rate)
-
-    def sample_at(self, position: float) -> int:
-        """The sample at which a position starts."""
-        positions, samples, following = self._positions, self._samples, self.end_sample
-        place = len(positions) - 1
-        if position < positions[place]:
-            place = max(0, bisect_right(positions, position) - 1)
-            following = samples[place + 1] if place + 1 < len(samples) else following
-        sample = samples[place] + int((position - positions[place]) * self._rate)
-        if sample > following:
-            sample = following
-        return sample if sample > 0 else 0
-
-    def position_at(self, sample: int) -> int:
-        """The position that contains a sample."""
-        place = max(0, bisect_right(self._samples, sample) - 1)
-        return self._positions[place] + max(0, sample - self._samples[place]) // self._rate
-
-    def save(self) -> Saved:
-        return {"positions": list(self._positions), "samples": list(self._samples), "end_sample": self.end_sample}
-
-    def resume(self, saved: Saved) -> None:
-        """Restore a saved state."""
-        self._positions, self._samples = list(saved["positions"]), list(saved["samples"])
-        self._origin = self._samples[-1] - self._positions[-1] * self._rate
-        self.end_sample = saved["end_sample"]
-
-    def prune(self, position: int) -> None:
-        """Drop the segments that end before `position`."""
-        if len(self._positions) > 1 and self._positions[1] <= position:
-            keep = bisect_right(self._positions, position) - 1
-            del self._positions[:keep], self._samples[:keep]
-
-
-class Detokenizer:
-    """Decodes tokens to text incrementally; the text does not depend on how the tokens are split into calls."""
-
-    __slots__ = ("_vocabulary", "_whole", "tail")
-
-    def __init__(self, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._whole = vocabulary.texts
-        self.tail = b""  # bytes of an incomplete character
-
-    def push(self, token: int) -> str:
-        if not self.tail:
-            text = self._whole[token]
-            if text is not None:
-                return text
-        # A blank between the bytes of one character must not break the character.
-        text, used = utf_8_decode(self.tail + self._vocabulary.pieces[token], "replace", False)
-        self.tail = (self.tail + self._vocabulary.pieces[token])[used:]
-        return text
-
-    def flush(self) -> str:
-        """Return a replacement character for an incomplete character, or an empty string."""
-        text, _ = utf_8_decode(self.tail, "replace", True)
-        self.tail = b""
-        return text
-
-
-class WordBuilder:
-    """Groups text into words with times. A word begins at a marker or at a piece that starts with a space."""
-
-    __slots__ = ("_log_probabilities", "_end", "_marked", "_start", "_text")
-
-    def __init__(self) -> None:
-        self._text = ""
-        self._start = 0
-        self._end = 0
-        self._marked: int | None = None
-        self._log_probabilities: list[TokenLogProbability] = []
-
-    def mark(self, sample: int) -> Word | None:
-        """A word marker: the next word begins at `sample`. Returns the word that this completes."""
-        word = self.flush()
-        self._marked = sample
-        return word
-
-    def push(self, text: str, start: int, end: int) -> Word | None:
-        """Add text of the samples [start, end); returns the word that this completes."""
-        complete = None
-        if self._text and (text[0].isspace() or len(self._text) >= MAX_WORD_CHARACTERS):
-            complete = self.flush()
-        if not self._text:
-            text = text.lstrip()
-            if not text:
-                return complete
-            self._start = start if self._marked is None else self._marked
-            self._marked = None
-        # Punctuation is not spoken: the end of a word is that of its last letters.
-        if not any(map(str.isalnum, self._text)) or any(map(str.isalnum, text)):
-            self._end = end if end > self._start else self._start
-        self._text += text
-        return complete
-
-    def note_log_probability(self, piece: bytes, log_probability: float) -> None:
-        """Note the log probability of the token pushed last."""
-        self._log_probabilities.append((piece, log_probability))
-
-    @property
-    def unfinished(self) -> tuple[str, int, int, int | None, list[TokenLogProbability]]:
-        """The word in progress: text, start, end, sample of a word marker, and its tokens' log probabilities."""
-        return self._text, self._start, self._end, self._marked, list(self._log_probabilities)
-
-    def resume(
-        self, text: str, start: int, end: int, marked: int | None, log_probabilities: list[TokenLogProbability]
-    ) -> None:
-        self._text, self._start, self._end, self._marked = text, start, end, marked
-        self._log_probabilities = [(piece, log_probability) for piece, log_probability in log_probabilities]
-
-    def flush(self) -> Word | None:
-        """Complete the word in progress, if there is one."""
-        if not self._text:
-            return None
-        word = Word(self._text.rstrip(), self._start, self._end, self._log_probabilities)
-        self._text, self._log_probabilities = "", []
-        return word
-
-
-def words_of(tokens: Iterable[TimedToken], vocabulary: Vocabulary, sample_at: Callable[[float], int]) -> list[Word]:
-    """The words of a complete text. `sample_at` converts positions."""
-    detokenizer, builder, words = Detokenizer(vocabulary), WordBuilder(), list[Word]()
-    for timed in tokens:
-        text = detokenizer.push(timed.token)
-        if text:
-            word = builder.push(text, sample_at(timed.start), sample_at(timed.end))
-            words += [word] if word is not None and word.text else []
-        if timed.log_probability is not None:
-            builder.note_log_probability(vocabulary.pieces[timed.token], timed.log_probability)
-    word = builder.flush()
-    return [*words, word] if word is not None and word.text else words
-
-
-# Blank tokens that a silent stream collects before it reports them in a Text without a delta.
+# A stream reports its blank tokens, in a Text without a delta, when it has collected this many.
 REPORT_AFTER_TOKENS = 64
 # Old items are removed once in this many positions, because each removal shifts the lists.
 PRUNE_EVERY_POSITIONS = 32
-# Number of last tokens that tell whether there was speech just before the engine was lost.
+# There was speech just before the engine was lost if this many last known tokens are not all blank (2 s of Voxtral).
 RECENT_POSITIONS = 25
-# A recovered stream that is at most this far behind is on time again.
+# A recovered stream with at most this many positions to compute has caught up.
 CAUGHT_UP_POSITIONS = 2
-# Value of `covered` for a model without paged attention.
+# Value of `Stream.paged_until` for a model without KV groups: no position ever needs a page.
 UNPAGED = 1 << 62
 
 
 @dataclass(slots=True)
 class FlushMark:
-    """A flush: the text of all positions below `position` is wanted.
-
-    `tag` goes into the answer; None: no answer. Unless `ends_text`, the sentence may continue. With `resume_at`, the
-    stream continues at that position and skips the positions between. `cut_off`: there is speech at `position`, so the
-    last word may be incomplete.
-    """
+    """A flush: the text of all positions below `position` must be produced."""
 
     position: int
+    # Goes into the answer, `Flushed`; None: no answer.
     tag: int | None
+    # The text ends here; otherwise the sentence may continue after the flush.
     ends_text: bool = False
+    # The stream continues at this position and skips the positions between.
     resume_at: int | None = None
+    # There is speech at `position`, so the last word may be incomplete.
     cut_off: bool = False
 
 
 class Stream:
-    """The scheduler's state of one stream. Positions count from the prefix of the model."""
+    """The scheduler's state of one stream.
+
+    Position 0 is the first of the model's prefix; audio begins at `ModelSpec.prefix_positions`.
+    """
 
     __slots__ = (
-        "available", "base", "catch_up_until", "clock", "computed", "covered", "delay", "encoded", "finished",
-        "flushes", "forced", "held", "held_embeds", "holding", "id", "live", "new_pages", "pauses", "prune_at",
-        "queued", "released", "resident", "rings", "slot", "spoke_lately", "stride", "text", "timeline",
+        "available", "base", "cached", "cached_rows", "catch_up_until", "clock", "computed", "delay", "encoded",
+        "finished", "flushes", "forced_until", "id", "is_held", "live", "new_pages", "paged_until", "pauses",
+        "prune_at", "queued", "released", "resident", "rings", "slot", "spoke_lately", "stride", "text", "timeline",
         "waiting_since",
     )  # fmt: skip
 
@@ -394,7 +67,7 @@ class Stream:
         slot: int,
         delay: int,
         spec: ModelSpec,
-        held: Held,
+        cached: StreamEntries,
         pools: list[PagePool],
         vocabulary: Vocabulary,
         resident: bool = True,
@@ -402,72 +75,75 @@ class Stream:
         self.id = opened.stream
         self.slot = slot
         self.live = opened.live
-        self.delay = delay
+        self.delay = delay  # positions between audio and the token for it
         start = spec.prefix_positions
         self.timeline = Timeline(start)
         self.clock = SampleClock(spec.samples_per_position, start)
         self.available = start  # positions below this have arrived
         self.computed = start  # positions below this are done
-        self.base = start  # first position a model that rereads its window still needs
+        self.base = start  # first position that is still needed: where the window of a windowed model begins
         self.stride = spec.stride_positions  # new positions needed for a step while audio keeps coming
-        self.held = held  # items whose rows this stream holds in the encoder cache
-        self.held_embeds = 0
+        self.cached = cached  # entries of the encoder cache that this stream references, by item index
+        self.cached_rows = 0  # number of their rows
         self.encoded = 0  # items below this index are or were in the encoder cache
-        self.released = 0  # items below this index hold no cache rows any more
-        self.forced = start + len(opened.forced_tokens)  # positions below this repeat known tokens
+        self.released = 0  # items below this index have no cache entry any more
+        self.forced_until = start + len(opened.forced_tokens)  # positions below this repeat known tokens
         # Whether there was speech shortly before the engine was lost: the last known tokens are not all blank.
         self.spoke_lately = not set(opened.forced_tokens[-RECENT_POSITIONS:]) <= vocabulary.blanks
-        self.catch_up_until = opened.catch_up_until  # positions below this are computed stride by stride, even if late
+        # Positions below this are computed in single strides although they are late, for the same words as on time.
+        self.catch_up_until = opened.catch_up_until
         self.flushes: deque[FlushMark] = deque()  # not reached yet, in order
         self.finished = False
         self.pauses: deque[int] = deque()  # positions of pauses not computed yet, in order
-        self.holding = False  # audio waits until the gate is certain that it is speech
-        self.queued = False
-        self.waiting_since = 0
+        self.is_held = False  # audio waits until the speech gate is certain that it is speech
+        self.queued = False  # it is in one of the scheduler's queues, or in a plan that is not committed
+        self.waiting_since = 0  # when its oldest uncomputed audio arrived (ns, the clock of `Item.arrival`)
         self.rings = [RingTable(group, pool) for group, pool in zip(spec.kv_groups, pools, strict=True)]
+        # Ring entries (KV group, ring index, page) that no plan has given to the runner yet.
         self.new_pages: list[tuple[int, int, int]] = []
-        self.covered = 0 if self.rings else UNPAGED  # positions below this have a page in every group
-        self.prune_at = start + PRUNE_EVERY_POSITIONS
+        self.paged_until = 0 if self.rings else UNPAGED  # no position below this needs another page
+        self.prune_at = start + PRUNE_EVERY_POSITIONS  # old items are removed when the window begins here
         self.resident = resident  # its pages are reserved on the device
         if resident:
-            self.cover(start)
+            self.allocate_pages(start)
         self.text = StreamText(self, vocabulary)
 
     @property
     def is_rebuilding(self) -> bool:
         """Whether the next positions repeat known tokens."""
-        return self.computed < self.forced
+        return self.computed < self.forced_until
 
     @property
     def is_caught_up(self) -> bool:
         """Whether at most `CAUGHT_UP_POSITIONS` of the audio that has arrived are not computed."""
         return self.available - self.computed <= CAUGHT_UP_POSITIONS
 
-    def cover(self, end: int) -> None:
+    def allocate_pages(self, end: int) -> None:
         """Allocate pages for all positions below `end`, and note the new ring entries."""
-        if end <= self.covered:
+        if end <= self.paged_until:
             return
         for group, ring in enumerate(self.rings):
             self.new_pages = self.new_pages + [(group, index, page) for index, page in ring.extend(end)]
-        self.covered = min(ring.covered for ring in self.rings)
+        self.paged_until = min(ring.paged_until for ring in self.rings)
 
     def park(self) -> list[list[int]] | None:
-        """Give up the pages on the device; returns them by group. None: no plan has used them yet, so that nothing of
-        them is needed again."""
+        """Free the pages on the device; returns them by KV group, to be copied to host memory. None: no plan has used
+        them yet, so there is nothing to copy."""
         self.resident = False
         pages = [ring.park() for ring in self.rings]
         if not self.new_pages:
             return pages
         for ring in self.rings:
-            ring.parked = ring.covered = 0
-        self.new_pages, self.covered = [], 0
+            ring.parked = ring.paged_until = 0
+        self.new_pages, self.paged_until = [], 0
         return None
 
     def restore(self) -> list[list[int]] | None:
-        """Take pages on the device, which are reserved; returns those of parked contents by group, None without."""
+        """Allocate pages on the device, which are reserved; returns the pages to copy the parked contents into, by KV
+        group. None: nothing was parked."""
         self.resident = True
-        if not self.covered:
-            self.cover(self.computed)
+        if not self.paged_until:
+            self.allocate_pages(self.computed)
             return None
         self.new_pages = [(group, *entry) for group, ring in enumerate(self.rings) for entry in ring.restore()]
         return [ring.pages[:] for ring in self.rings]
@@ -479,11 +155,11 @@ class Stream:
             return True
         if not self.live and spec.rereads_window:
             return self.available >= self.base + spec.upload_positions
-        goes_on = self.available - self.computed >= self.stride and not self.holding
-        return goes_on or (bool(self.pauses) and self.next_pause() is not None)
+        has_stride = self.available - self.computed >= self.stride and not self.is_held
+        return has_stride or (bool(self.pauses) and self.next_pause() is not None)
 
     def next_pause(self) -> int | None:
-        """Return the first pause that is not computed yet, or None."""
+        """Return the first pause that is not computed yet, or None; drops the computed ones."""
         while self.pauses and self.pauses[0] <= self.computed:
             self.pauses.popleft()
         return self.pauses[0] if self.pauses else None
@@ -496,7 +172,7 @@ class Stream:
             "computed": self.computed,
             "stride": self.stride,
             "pauses": list(self.pauses),
-            "holding": self.holding,
+            "holding": self.is_held,
             "flushes": [astuple(mark) for mark in flushes],
             "clock": self.clock.save(),
             "text": self.text.save(),
@@ -505,7 +181,7 @@ class Stream:
     def resume(self, saved: Saved, available: int) -> None:
         """Restore a saved state; the stream's items are in the timeline already."""
         self.timeline.end = self.available = available
-        self.base, self.computed, self.holding = saved["base"], saved["computed"], saved["holding"]
+        self.base, self.computed, self.is_held = saved["base"], saved["computed"], saved["holding"]
         self.pauses, self.stride = deque(saved["pauses"]), saved["stride"]
         self.flushes = deque(FlushMark(*mark) for mark in saved["flushes"])
         self.clock.resume(saved["clock"])
@@ -524,16 +200,16 @@ class StreamText:
         self._pieces = vocabulary.pieces
         self._blanks = vocabulary.blanks
         self._marker = vocabulary.word_marker
-        self._unsent: list[int] = []
-        self.pending: Sequence[
-            TimedToken
-        ] = ()  # punctuation after the last word, until the next text confirms or replaces it
+        self._unsent: list[int] = []  # tokens that no Text has contained yet
+        # Punctuation after the last word, until the next text confirms or replaces it.
+        self.pending: Sequence[TimedToken] = ()
 
     def commit(self, start: int, result: DecodeResult, ends_segment: bool) -> Text | None:
-        """Return the Text of one step, or None if there is nothing to report."""
+        """Return the Text of one step that began at position `start`, or None if there is nothing to report."""
         tokens, unsent = result.tokens, self._unsent
-        if len(tokens) == 1 and tokens[0] in self._blanks and start >= self._stream.forced and not ends_segment:
-            unsent.append(tokens[0])  # most frames are blank
+        if len(tokens) == 1 and tokens[0] in self._blanks and start >= self._stream.forced_until and not ends_segment:
+            # Fast path: most positions are blank.
+            unsent.append(tokens[0])
             return None if len(unsent) < REPORT_AFTER_TOKENS else self._text("", [])
         words: list[Word] = []
         delta = self._push_frames(start, tokens, words) if tokens else ""
@@ -553,7 +229,7 @@ class StreamText:
         self.pending = ()
         return [self._text(delta, words)] if delta or words else []
 
-    def report(self) -> Text:
+    def unsent_tokens(self) -> Text:
         """Return a Text with all tokens that were not sent yet, without a delta."""
         return self._text("", [])
 
@@ -573,7 +249,7 @@ class StreamText:
         return Text(stream.id, delta, words, tokens, stream.clock.sample_at(stream.computed))
 
     def _finish_word(self, words: list[Word]) -> str:
-        self._keep(self.builder.flush(), words)
+        self._add_word(self.builder.flush(), words)
         return self._detokenizer.flush()
 
     def _push_frames(self, start: int, tokens: Sequence[int], words: list[Word]) -> str:
@@ -582,37 +258,38 @@ class StreamText:
         delta = ""
         for position, token in enumerate(tokens, start):
             # A replayed token was sent before: it only rebuilds the unfinished word.
-            replayed = position < stream.forced
+            replayed = position < stream.forced_until
             if not replayed:
                 self._unsent.append(token)
             if token == self._marker:
                 word = self.builder.mark(stream.clock.sample_at(position - stream.delay))
                 if not replayed:
-                    self._keep(word, words)
+                    self._add_word(word, words)
                 continue
             text = push(token)
             if text:
-                heard = position - stream.delay
-                word = self.builder.push(text, stream.clock.sample_at(heard), stream.clock.sample_at(heard + 1))
+                audio = position - stream.delay
+                word = self.builder.push(text, stream.clock.sample_at(audio), stream.clock.sample_at(audio + 1))
                 if not replayed:
-                    self._keep(word, words)
+                    self._add_word(word, words)
                     delta += text
         return delta
 
     def _push_timed(self, tokens: Sequence[TimedToken], words: list[Word]) -> str:
+        """Add tokens that have times of their own; returns their text."""
         clock = self._stream.clock
         delta = ""
         for timed in tokens:
             self._unsent.append(timed.token)
             text = self._detokenizer.push(timed.token)
             if text:
-                self._keep(self.builder.push(text, clock.sample_at(timed.start), clock.sample_at(timed.end)), words)
+                self._add_word(self.builder.push(text, clock.sample_at(timed.start), clock.sample_at(timed.end)), words)
                 delta += text
             if timed.log_probability is not None:
                 self.builder.note_log_probability(self._pieces[timed.token], timed.log_probability)
         return delta
 
     @staticmethod
-    def _keep(word: Word | None, words: list[Word]) -> None:
+    def _add_word(word: Word | None, words: list[Word]) -> None:
         if word is not None and word.text:
             words.append(word)

@@ -7,7 +7,7 @@ layer's heads (`Heads`), the pages of keys and values (`KvPages`), and the rows 
 Keys and values are stored in pages, with one ring table per stream. A *row* is one encoder frame or one decoder token,
 numbered from the beginning of its stream without a restart. Block b = row // page_rows of a stream is in the page at
 index b % ring_pages of the stream's table. The pages belong to the runner (`engine/runner/frames/memory.py`); which
-page is whose is decided in `engine/core/caches.py`. A CPU, and the fixed silence before every stream (its opening,
+page is whose is decided in `engine/core/kv_pages.py`. A CPU, and the fixed silence before every stream (its opening,
 which is longer than a kernel takes), gather the ring and call torch's attention (`attend_reference`).
 """
 

@@ -3,10 +3,10 @@
 A part of the host (`engine/server/host.py`). The state is opaque bytes that the session's gateway saves on the engine
 of its stream; `engine/client/handoff.py` is the gateway's side.
 
-Invariants: a session has one owner, and its owner number rises with each owner. Messages from a former owner, and
-requests to adopt that are older than the current owner, change nothing. A session whose owner is lost or has released
-it waits with its stream for the time that was asked for. The gateway that adopts it gets the saved state, the stream as
-it is, and the outputs that the state does not include.
+Invariants: a session has at most one owner, and its owner number rises with each owner. Messages from a former owner,
+and requests to adopt that are older than the current owner, change nothing. A session whose owner is lost or has
+released it waits with its stream for `SaveHandoff.keep_s` seconds. The gateway that adopts it gets the saved state, the
+stream as it is, and the outputs that the state does not include.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from engine import messages
-from engine.server.hosted_streams import MOST_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
+from engine.server.hosted_streams import MAX_OUTPUTS_KEPT, HostedStream, HostedStreams, Peer
 
 logger = logging.getLogger(__name__)
 
-# How long an owner may take to release a session that another gateway wants, before it is taken. A gateway that was
-# stopped for nearly this long first checks which sessions it still owns: `STANDSTILL_S` must be less.
+# How long an owner may take to release a session that another gateway wants; then the session is taken from it. A
+# gateway that was stopped for nearly this long first checks which sessions it still owns: `STANDSTILL_S` must be less.
 RELEASE_SECONDS = 1.0
 # Gateways give up an engine that is stopped for longer than this, and continue on another one.
-STOOD_STILL_SECONDS = 2.5
-# How long a session counts as held elsewhere after its gateway has claimed or migrated it.
+STOPPED_ENGINE_SECONDS = 2.5
+# How long a session without saved state here is remembered after its gateway has claimed or migrated it.
 CLAIM_SECONDS = 10.0
 # Most entries since the last base, and their bytes. A handoff that exceeds them is dropped; gateways send a new base
 # long before.
-MOST_ENTRIES = 8192
-MOST_ENTRY_BYTES = 8 * 1024 * 1024
-# Ended sessions that had several owners: how long, and how many of them, their last owner number is remembered. Without
-# it a former owner that was stopped meanwhile could continue with its own copy.
-OVER_SECONDS = 600.0
+MAX_ENTRIES = 8192
+MAX_ENTRY_BYTES = 8 * 1024 * 1024
+# The last owner numbers of ended sessions that had several owners: how long and of how many sessions they are
+# remembered. Without its number, a former owner that was stopped meanwhile could continue an ended session.
+ENDED_SECONDS = 600.0
 MAX_ENDED = 10_000
-# Sessions given in one tick: each may have a long log, and live outputs wait behind them.
-GIVEN_AT_ONCE = 16
+# Sessions that are adopted in one tick: each may have a long log, and live outputs wait behind it.
+ADOPTIONS_PER_TICK = 16
+# Interval at which deadlines are checked.
 REVIEW_SECONDS = 0.25
 
 
@@ -48,10 +49,11 @@ class SavedHandoff:
     key: str
     owner_number: int
     owner: Peer | None
-    # Lowest number accepted from the owner, which may not know its new number yet.
-    least: int = 0
-    # The lost gateway that owned it and may come back with a newer value; empty if it was released.
-    left_by: str = ""
+    # Lowest owner number accepted from the owner, which may not know its new number yet.
+    min_number: int = 0
+    # The lost gateway that owned it and may return with a newer state; empty if the session was released.
+    lost_gateway: str = ""
+    # The saved state, as in `SaveHandoff`.
     base: bytes = b""
     chunks: deque[bytes] = field(default_factory=deque)
     entries: list[bytes] = field(default_factory=list)
@@ -60,12 +62,13 @@ class SavedHandoff:
     position_offset: int = 0
     sample_offset: int = 0
     keep_s: float = 0.0
+    # The session's stream.
     hosted: HostedStream | None = None
     # When it lost its owner (clock seconds).
-    left_at: float = 0.0
-    # Gateways that want it, and since when (in `_listened_s` seconds).
+    ownerless_since: float = 0.0
+    # Gateways that want to adopt it, and since when (in seconds of `_running_s`).
     claimants: list[Peer] = field(default_factory=list)
-    asked_at: float = 0.0
+    wanted_since: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,21 +84,21 @@ class _Elsewhere:
 class HandoffTable:
     """All saved handoffs of an engine.
 
-    `reaches` asks a gateway for a session and returns whether the gateway is connected; `apply_received` takes in all
-    received messages of a gateway; `abort` ends a stream.
+    `request_release` asks a gateway to release a session and returns whether the gateway is connected; `apply_received`
+    applies all received messages of a gateway; `abort` ends a stream. `clock` returns seconds.
     """
 
     def __init__(
         self,
         hosted_streams: HostedStreams,
         clock: Callable[[], float],
-        reaches: Callable[[Peer, messages.Wanted], bool],
+        request_release: Callable[[Peer, messages.Wanted], bool],
         apply_received: Callable[[Peer], None],
         abort: Callable[[str], None],
     ) -> None:
         self._hosted = hosted_streams
         self._clock = clock
-        self._reaches = reaches
+        self._request_release = request_release
         self._apply_received = apply_received
         self._abort = abort
         self._handoffs: dict[str, SavedHandoff] = {}
@@ -103,11 +106,11 @@ class HandoffTable:
         self._wanted: set[str] = set()
         self._elsewhere: dict[str, _Elsewhere] = {}
         # Ended sessions: key -> (last owner number, time), oldest first.
-        self.over: dict[str, tuple[int, float]] = {}
-        # Seconds during which the engine could receive. While the engine is stopped, no owner counts as late.
-        self._listened_s = 0.0
+        self.ended: dict[str, tuple[int, float]] = {}
+        # Seconds during which the engine was not stopped. While it is stopped, no owner counts as late.
+        self._running_s = 0.0
         self._ticked_at = self._reviewed_at = clock()
-        # This engine was stopped: until then a session whose owner was lost may have continued on another engine.
+        # This engine was stopped: until this time a session whose owner was lost may be continued on another engine.
         self._in_doubt_until = float("-inf")
 
     def __len__(self) -> int:
@@ -128,23 +131,23 @@ class HandoffTable:
             case messages.DropHandoff():
                 self._on_drop(command)
 
-    def leave(self, peer: Peer) -> None:
+    def on_lost(self, peer: Peer) -> None:
         """A gateway is gone: its sessions and their streams wait to be adopted."""
         self._elsewhere = {key: found for key, found in self._elsewhere.items() if found.owner is not peer}
         for handoff in list(self._handoffs.values()):
             if peer in handoff.claimants:
                 handoff.claimants.remove(peer)
-                handoff.left_at = self._clock()
+                handoff.ownerless_since = self._clock()
             if handoff.owner is peer:
-                handoff.left_by = peer.gateway
+                handoff.lost_gateway = peer.gateway
                 self._release(handoff)
         self._settle()
 
     def tick(self, now: float) -> None:
-        """Take sessions from late owners, give them to claimants, and drop those that have waited long enough."""
-        if now - self._ticked_at > STOOD_STILL_SECONDS:
+        """Take sessions from late owners, let claimants adopt them, and drop those that have waited long enough."""
+        if now - self._ticked_at > STOPPED_ENGINE_SECONDS:
             self._in_doubt_until = now + CLAIM_SECONDS
-        self._listened_s += min(now - self._ticked_at, 2 * REVIEW_SECONDS)
+        self._running_s += min(now - self._ticked_at, 2 * REVIEW_SECONDS)
         self._ticked_at = now
         if now - self._reviewed_at >= REVIEW_SECONDS:
             self._reviewed_at = now
@@ -158,25 +161,25 @@ class HandoffTable:
         for handoff in list(self._handoffs.values()):
             if self._handoffs.get(handoff.key) is not handoff:
                 continue  # dropped while the messages of another session's owner were taken in
-            if handoff.owner is None and not handoff.claimants and now - handoff.left_at > handoff.keep_s:
+            if handoff.owner is None and not handoff.claimants and now - handoff.ownerless_since > handoff.keep_s:
                 logger.info("session %s was not resumed in time", handoff.key)
                 self._forget(handoff)
             elif (
                 handoff.claimants
                 and handoff.owner is not None
-                and self._listened_s - handoff.asked_at > RELEASE_SECONDS
+                and self._running_s - handoff.wanted_since > RELEASE_SECONDS
             ):
                 self._take_away(handoff, handoff.owner)
         self._elsewhere = {key: found for key, found in self._elsewhere.items() if now - found.since <= CLAIM_SECONDS}
-        while self.over and now - next(iter(self.over.values()))[1] > OVER_SECONDS:
-            del self.over[next(iter(self.over))]
+        while self.ended and now - next(iter(self.ended.values()))[1] > ENDED_SECONDS:
+            del self.ended[next(iter(self.ended))]
 
     def _take_away(self, handoff: SavedHandoff, owner: Peer) -> None:
         """The owner is late. If its release has arrived already, that counts."""
         self._apply_received(owner)
         if handoff.owner is not owner or self._handoffs.get(handoff.key) is not handoff:
             return
-        if self._stood_still:
+        if self._was_stopped:
             # The session may have continued on another engine whose gateway has not said so yet.
             self._refuse_claimants(handoff)
         else:
@@ -196,7 +199,7 @@ class HandoffTable:
         handoff = self._handoffs.get(command.key)
         if handoff is None:
             return command.owner_number
-        if handoff.owner is not peer or command.owner_number < handoff.least:
+        if handoff.owner is not peer or command.owner_number < handoff.min_number:
             return 0
         self._refuse_claimants(handoff)
         handoff.owner_number += messages.NEXT_OWNER
@@ -210,31 +213,31 @@ class HandoffTable:
             return
         self._forget(handoff)
         if handoff.owner_number >= messages.NEXT_OWNER:
-            self.over.pop(command.key, None)
-            self.over[command.key] = (command.owner_number, self._clock())
-            if len(self.over) > MAX_ENDED:
-                del self.over[next(iter(self.over))]
+            self.ended.pop(command.key, None)
+            self.ended[command.key] = (command.owner_number, self._clock())
+            if len(self.ended) > MAX_ENDED:
+                del self.ended[next(iter(self.ended))]
         if handoff.owner_number < command.owner_number:
             # The session has migrated. A gateway that asks all engines now may have asked the other one too early.
             self._elsewhere[command.key] = _Elsewhere(command.owner_number, None, self._clock())
 
     def _is_in_doubt(self, handoff: SavedHandoff) -> bool:
         """Whether its owner may have continued it on another engine without having told this one."""
-        return handoff.owner is None and bool(handoff.left_by) and self._stood_still
+        return handoff.owner is None and bool(handoff.lost_gateway) and self._was_stopped
 
     @property
-    def _stood_still(self) -> bool:
+    def _was_stopped(self) -> bool:
         """Whether this engine was stopped a short time ago. Messages may be taken in before the first tick since."""
         now = self._clock()
-        return now < self._in_doubt_until or now - self._ticked_at > STOOD_STILL_SECONDS
+        return now < self._in_doubt_until or now - self._ticked_at > STOPPED_ENGINE_SECONDS
 
     def _claim(self, peer: Peer, claim: messages.Claim) -> None:
         """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved handoffs of those
         that it continues. Sessions that it does not name keep waiting: it may have released them, and the release may
         be lost."""
         for key, number, is_elsewhere in claim.claims:
-            handoff, (last, _) = self._handoffs.get(key), self.over.get(key, (0, 0.0))
-            was_left = handoff is not None and handoff.owner is None and handoff.left_by == peer.gateway
+            handoff, (last, _) = self._handoffs.get(key), self.ended.get(key, (0, 0.0))
+            was_left = handoff is not None and handoff.owner is None and handoff.lost_gateway == peer.gateway
             if handoff is not None and handoff.owner is peer:
                 continue
             if handoff is not None and handoff.owner_number > number and not was_left:
@@ -248,50 +251,50 @@ class HandoffTable:
                     self._elsewhere[key] = _Elsewhere(number, peer, self._clock())
         peer.outputs.append(messages.Claimed(claim.tag))
 
-    def _save_handoff(self, peer: Peer, given: messages.SaveHandoff) -> None:
-        handoff = self._handoffs.get(given.key)
-        least = 0 if handoff is None else handoff.least if handoff.owner is peer else handoff.owner_number + 1
-        if handoff is None and given.key in self.over:
-            least = self.over[given.key][0]
-        if given.owner_number < least:
-            peer.outputs.append(messages.Fenced(given.key, least))
+    def _save_handoff(self, peer: Peer, saved: messages.SaveHandoff) -> None:
+        handoff = self._handoffs.get(saved.key)
+        lowest = 0 if handoff is None else handoff.min_number if handoff.owner is peer else handoff.owner_number + 1
+        if handoff is None and saved.key in self.ended:
+            lowest = self.ended[saved.key][0]
+        if saved.owner_number < lowest:
+            peer.outputs.append(messages.Fenced(saved.key, lowest))
             return
-        if given.base is not None:
-            handoff = self._begin(peer, given, handoff)
+        if saved.base is not None:
+            handoff = self._begin(peer, saved, handoff)
         elif handoff is None or handoff.owner is not peer:
             return  # entries without a base: the handoff was dropped, and the owner will send a new base
-        handoff.entries += given.entries
-        handoff.entry_bytes += sum(map(len, given.entries))
-        handoff.consumed = given.consumed
-        self._name_stream(peer, handoff, given.stream)
+        handoff.entries += saved.entries
+        handoff.entry_bytes += sum(map(len, saved.entries))
+        handoff.consumed = saved.consumed
+        self._name_stream(peer, handoff, saved.stream)
         if handoff.hosted is not None:
-            handoff.hosted.forget_outputs(given.consumed)
+            handoff.hosted.forget_outputs(saved.consumed)
         if self._is_overgrown(handoff):
             logger.warning(
                 "session %s: its saved handoff is too large and was dropped; it cannot be adopted", handoff.key
             )
             self._forget(handoff)
-        elif given.last:
+        elif saved.last:
             self._release(handoff)
             self._settle()
 
-    def _begin(self, peer: Peer, given: messages.SaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
-        assert given.base is not None
-        handoff = known or SavedHandoff(given.key, given.owner_number, peer, given.owner_number)
-        self._handoffs[given.key] = handoff
-        self._elsewhere.pop(given.key, None)
+    def _begin(self, peer: Peer, saved: messages.SaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
+        assert saved.base is not None
+        handoff = known or SavedHandoff(saved.key, saved.owner_number, peer, saved.owner_number)
+        self._handoffs[saved.key] = handoff
+        self._elsewhere.pop(saved.key, None)
         if handoff.owner not in (None, peer):
             # It was adopted on another engine and has migrated here.
-            handoff.owner.outputs.append(messages.Fenced(handoff.key, given.owner_number))
+            handoff.owner.outputs.append(messages.Fenced(handoff.key, saved.owner_number))
         if handoff.owner is not peer:
             self._refuse_claimants(handoff)
-            handoff.owner, handoff.left_by, handoff.least = peer, "", given.owner_number
-        handoff.owner_number, handoff.base = max(handoff.owner_number, given.owner_number), given.base
-        handoff.entries, handoff.entry_bytes, handoff.keep_s = [], 0, given.keep_s
-        handoff.position_offset, handoff.sample_offset = given.position_offset, given.sample_offset
-        if given.chunk:
-            handoff.chunks.append(given.chunk)
-            while len(handoff.chunks) > 1 and sum(map(len, handoff.chunks)) > given.keep_bytes:
+            handoff.owner, handoff.lost_gateway, handoff.min_number = peer, "", saved.owner_number
+        handoff.owner_number, handoff.base = max(handoff.owner_number, saved.owner_number), saved.base
+        handoff.entries, handoff.entry_bytes, handoff.keep_s = [], 0, saved.keep_s
+        handoff.position_offset, handoff.sample_offset = saved.position_offset, saved.sample_offset
+        if saved.chunk:
+            handoff.chunks.append(saved.chunk)
+            while len(handoff.chunks) > 1 and sum(map(len, handoff.chunks)) > saved.keep_bytes:
                 handoff.chunks.popleft()
         return handoff
 
@@ -306,9 +309,7 @@ class HandoffTable:
 
     def _is_overgrown(self, handoff: SavedHandoff) -> bool:
         kept = 0 if handoff.hosted is None else len(handoff.hosted.outputs)
-        return (
-            len(handoff.entries) > MOST_ENTRIES or handoff.entry_bytes > MOST_ENTRY_BYTES or kept >= MOST_OUTPUTS_KEPT
-        )
+        return len(handoff.entries) > MAX_ENTRIES or handoff.entry_bytes > MAX_ENTRY_BYTES or kept >= MAX_OUTPUTS_KEPT
 
     def _adopt(self, peer: Peer, key: str, number: int) -> None:
         handoff = self._handoffs.get(key)
@@ -317,13 +318,13 @@ class HandoffTable:
             peer.outputs.append(messages.SessionGiven(key))
             return
         if not handoff.claimants:
-            handoff.asked_at = self._listened_s
+            handoff.wanted_since = self._running_s
         if peer not in handoff.claimants:
             handoff.claimants.append(peer)
         self._wanted.add(key)
         owner = handoff.owner
         if owner is peer or (
-            owner is not None and not self._reaches(owner, messages.Wanted(key, handoff.owner_number))
+            owner is not None and not self._request_release(owner, messages.Wanted(key, handoff.owner_number))
         ):
             # A send to a lost owner has already released its sessions.
             if handoff.owner is owner:
@@ -332,23 +333,23 @@ class HandoffTable:
 
     def _release(self, handoff: SavedHandoff) -> None:
         """The session has no owner now; its stream continues with the audio it has."""
-        owner, handoff.owner, handoff.left_at = handoff.owner, None, self._clock()
+        owner, handoff.owner, handoff.ownerless_since = handoff.owner, None, self._clock()
         if owner is not None and handoff.claimants and owner not in handoff.claimants:
             owner.outputs.append(messages.Fenced(handoff.key, handoff.owner_number + messages.NEXT_OWNER))
         if handoff.hosted is not None:
             self._hosted.detach(handoff.hosted)
 
     def _settle(self) -> None:
-        """Give sessions without an owner to their claimants, as long as the claimants' queues have room."""
-        given = 0
+        """Let claimants adopt their sessions without an owner, as long as the claimants' queues have room."""
+        adopted = 0
         for key in list(self._wanted):
             handoff = self._handoffs.get(key)
             if handoff is not None and self._is_in_doubt(handoff):
                 self._refuse_claimants(handoff)
             if handoff is None or not handoff.claimants:
                 self._wanted.discard(key)
-            elif handoff.owner is None and handoff.claimants[-1].has_room and given < GIVEN_AT_ONCE:
-                given += 1
+            elif handoff.owner is None and handoff.claimants[-1].has_room and adopted < ADOPTIONS_PER_TICK:
+                adopted += 1
                 self._wanted.discard(key)
                 self._give(handoff, handoff.claimants[-1])
 
@@ -356,9 +357,9 @@ class HandoffTable:
         # Of several claimants, the last one has the client; the others may ask again.
         for other in handoff.claimants[:-1]:
             other.outputs.append(messages.SessionGiven(handoff.key))
-        handoff.claimants, handoff.owner, handoff.left_by = [], claimant, ""
+        handoff.claimants, handoff.owner, handoff.lost_gateway = [], claimant, ""
         handoff.owner_number += messages.NEXT_OWNER
-        handoff.least = handoff.owner_number
+        handoff.min_number = handoff.owner_number
         adopted = messages.SessionGiven(
             handoff.key,
             handoff.owner_number,
@@ -405,4 +406,4 @@ def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
     adopted.track = None if speech else hosted.track
     adopted.labels = hosted.labels
     if hosted.kept is not None:
-        adopted.state, adopted.kept = hosted.state, hosted.kept.give()
+        adopted.state, adopted.kept = hosted.state, hosted.kept.to_commands()

@@ -2,17 +2,16 @@
 
 `engine/server/main.py` runs it on the engine's one thread. A tick receives messages, passes their commands to the loop
 (`CommandIntake`), runs one step, and sends one message to each gateway that has outputs, with the engine's load
-(`LoadReport`). Each gateway has its own cache, numbering and streams (`engine/server/hosted_streams.py`), and cannot
-see or harm those of the others.
+(`engine/server/load_report.py`). Each gateway has its own cache, numbering and streams
+(`engine/server/hosted_streams.py`), and cannot see or harm those of the others.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import ceil, sqrt
 from typing import Any
 
 import msgspec
@@ -23,11 +22,11 @@ from engine.boundary.codec import (
     Frames,
     Payload,
     PayloadPlace,
-    Status,
     UnreadableCommand,
     WireError,
-    code_of,
     decode_commands,
+    error_code_of,
+    package_version,
 )
 from engine.boundary.crash_suspects import CrashRecord
 from engine.boundary.input_cache import ReceiverCache
@@ -38,130 +37,24 @@ from engine.boundary.sockets import (
     STOPPED_SECONDS,
     Arrival,
     EngineSocket,
-    package_version,
 )
 from engine.errors import AtCapacity, BadItem, DuplicateStream, EngineDead, StreamFailed
-from engine.options import COUNTED_SECONDS
 from engine.server.handoff import HandoffTable
-from engine.server.hosted_streams import HostedStream, HostedStreams, Peer
+from engine.server.hosted_streams import HostedStreams, Peer
+from engine.server.load_report import LoadReport
 from engine.server.loop import EngineLoop
-
-# Seconds over which the load is measured: the share of time spent on live streams, in steps and, between steps, on
-# messages.
-LOAD_SECONDS = 1.0
-# From this many recently active streams on, it is counted how many are active at a time; with fewer, chance decides.
-MANY_STREAMS = 64
-# A stream is active if it had something to compute within this time. Until it has been open for NEW_SECONDS, it counts
-# as active.
-ACTIVE_NS = 1_000_000_000
-NEW_SECONDS = 5.0
-UNLIKELY_DEVIATIONS = 3
-
-
-def active_at_once(recent: int, active: int) -> int:
-    """How many of `recent` streams must be expected to be active at once, if `active` are now: three standard
-    deviations more, as for speakers who do not know of each other."""
-    spread = sqrt(active * (recent - active) / recent) if recent else 0.0
-    return min(recent, ceil(active + UNLIKELY_DEVIATIONS * max(spread, 1.0)))
-
-
-class LoadReport:
-    """Keeps the `Status` that all gateways are sent up to date, from the loop's counters."""
-
-    def __init__(self, loop: EngineLoop, now: float) -> None:
-        limits = loop.scheduler.limits
-        active = limits.max_streams if limits.resident_streams is None else limits.resident_streams
-        self.status = Status(slots_total=limits.max_streams, active_total=active)
-        self.status.load_per_step, self.status.load_per_stream = loop.meter.live_cost.shares()
-        # The warm-up's cache lookups are not reported.
-        self._queries_at_start, self._hits_at_start = loop.scheduler.cache.queries, loop.scheduler.cache.hits
-        totals = loop.meter.totals
-        self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
-        self._load_since = now
-        # Seconds spent on messages since `_load_since` while no step was running.
-        self._beside_steps_s = 0.0
-
-    def spend_beside_steps(self, seconds: float) -> None:
-        """Messages were read and written for this long while nothing was computed."""
-        self._beside_steps_s += max(0.0, seconds)
-
-    def count(self, loop: EngineLoop) -> None:
-        """Update the values that change with every step."""
-        cache, status = loop.scheduler.cache, self.status
-        status.slots_used, status.parked = len(loop.scheduler.streams), loop.scheduler.parked
-        status.encoder_queries = cache.queries - self._queries_at_start
-        status.encoder_hits = cache.hits - self._hits_at_start
-
-    def measure(self, loop: EngineLoop, streams: Collection[HostedStream], waited_s: float, now: float) -> None:
-        """Update the values that are reported less often. `waited_s`: age of the oldest message not taken in."""
-        self._measure_load(loop, now)
-        status, spec, totals = self.status, loop.scheduler.spec, loop.meter.totals
-        lags = [stream.available - stream.computed for stream in loop.scheduler.streams.values() if stream.live]
-        status.lag_ms = 1000 * (max(lags, default=0) * spec.samples_per_position / spec.sample_rate + waited_s)
-        status.speaking = sum(stream.speaking for stream in streams)
-        limits = loop.scheduler.limits
-        if limits.resident_streams is not None:
-            # An upload keeps its pages on the device as long as it has something to compute.
-            uploads = sum(not stream.live for stream in loop.scheduler.streams.values())
-            status.active_total = max(0, limits.resident_streams - uploads)
-        recent = [stream for stream in streams if stream.live and stream.last_active_at > now - COUNTED_SECONDS]
-        status.counted = len(recent) if len(recent) < MANY_STREAMS else self._expected(recent, loop, now)
-        status.steps = totals.steps
-        status.step_ns = {
-            "speech": totals.speech_ns,
-            "plan": totals.plan_ns,
-            "execute": totals.execute_ns,
-            "commit": totals.commit_ns,
-        }
-        status.blank_guard = loop.runner.blank_guard_activations
-        revisions = loop.revisions
-        status.revised, status.revisions_skipped = revisions.done, revisions.skipped
-        status.words_revised = revisions.words_changed
-
-    @staticmethod
-    def _expected(recent: Collection[HostedStream], loop: EngineLoop, now: float) -> int:
-        """Expected number of streams that compute at the same time. All new streams count, because their share of
-        speech is not known yet. Of the others those count that compute now, with a margin for chance."""
-        known = [stream for stream in recent if stream.opened_at < now - NEW_SECONDS]
-        found = (loop.scheduler.streams.get(stream.loop_name) for stream in known)
-        spec = loop.scheduler.spec
-        # Between two steps the oldest audio that waits becomes as old as two strides.
-        strides_ns = 2 * spec.stride_positions * spec.samples_per_position * 1_000_000_000 // spec.sample_rate
-        since = time.monotonic_ns() - ACTIVE_NS - strides_ns
-        active = sum(stream is not None and (stream.queued or stream.waiting_since > since) for stream in found)
-        return len(recent) - len(known) + active_at_once(len(known), active)
-
-    def _measure_load(self, loop: EngineLoop, now: float) -> None:
-        elapsed = now - self._load_since
-        if elapsed < LOAD_SECONDS:
-            return
-        status, totals = self.status, loop.meter.totals
-        per_step, per_stream = loop.meter.live_cost.shares()
-        listened, listened_live = totals.speech_ns - self._speech_ns, totals.live_speech_ns - self._live_speech_ns
-        # The number of messages follows the amount of audio, so the time for messages is split like the detector's.
-        beside = self._beside_steps_s / elapsed * (listened_live / listened if listened else 1.0)
-        live = sum(stream.live for stream in loop.scheduler.streams.values())
-        status.load = min(1.0, (totals.live_ns - self._live_ns) / 1e9 / elapsed + beside)
-        # The speech detector runs on silent streams, too.
-        status.load_per_step = per_step + listened_live / 1e9 / elapsed
-        status.load_per_stream = per_stream + beside / live if per_stream and live else per_stream
-        self._live_ns, self._live_speech_ns, self._speech_ns = totals.live_ns, totals.live_speech_ns, totals.speech_ns
-        self._load_since, self._beside_steps_s = now, 0.0
-
-
-# Intake of a gateway's batch: its audio goes through the gateway's cache, then its commands are applied one by one. A
-# bad or unreadable command affects only its own stream.
 
 logger = logging.getLogger(__name__)
 
-# (key, size in bytes, data or None if only the hash was sent).
-Keyed = tuple[bytes, int, Payload | None]
+# (key, size in bytes, payload or None if only the hash was sent).
+KeyedPayload = tuple[bytes, int, Payload | None]
 
 
 class CommandIntake:
     """Checks the commands of gateways and passes them to the loop, under the loop's names for streams.
 
-    `clock`: seconds.
+    The payloads of a batch go through the gateway's input cache, then its commands are applied one by one. A bad or
+    unreadable command affects only its own stream. `clock` returns seconds.
     """
 
     def __init__(
@@ -173,8 +66,8 @@ class CommandIntake:
         self._clock = clock
         # No new streams are accepted.
         self.draining = False
-        # Commands not passed to the loop yet. They must be passed on before its streams are looked at.
-        self._coming: list[messages.Command] = []
+        # Commands not passed to the loop yet. They must be passed on before the loop's streams are read.
+        self._pending: list[messages.Command] = []
 
     def apply(self, peer: Peer, batch: codec.Batch, frames: Frames, now: int) -> list[bytes]:
         """Apply a batch. Returns the keys of missing data, which must be sent again first; then nothing is applied."""
@@ -182,16 +75,16 @@ class CommandIntake:
         missing = [key for key in peer.cache.missing(keyed, peer.repaired) if key not in peer.gone]
         if missing:
             return missing
-        audio = [(data.key, payload) for data, payload in zip(batch.data, self._unpack(peer, keyed), strict=True)]
+        audio = [(data.key, payload) for data, payload in zip(batch.data, self._resolve(peer, keyed), strict=True)]
         try:
             for command in decode_commands(batch.commands):
-                self._take_command(peer, command, audio, now)
+                self._apply_command(peer, command, audio, now)
         finally:
-            self._hand_on(now)
+            self._submit_pending(now)
         return []
 
     @staticmethod
-    def _keyed(peer: Peer, data: PayloadPlace, frames: Frames) -> Keyed:
+    def _keyed(peer: Peer, data: PayloadPlace, frames: Frames) -> KeyedPayload:
         try:
             payload = codec.payload_of(data, frames)
         except WireError as error:
@@ -201,18 +94,19 @@ class CommandIntake:
         return data.key, 0 if payload is None else payload.nbytes, payload
 
     @staticmethod
-    def _unpack(peer: Peer, keyed: Sequence[Keyed]) -> list[Payload | None]:
+    def _resolve(peer: Peer, keyed: Sequence[KeyedPayload]) -> list[Payload | None]:
+        """Store the batch's payloads in the gateway's cache, and return all of them, cached or not."""
         sized = [
             (key, peer.repaired[key].nbytes if data is None and key in peer.repaired else size, data)
             for key, size, data in keyed
         ]
-        found = peer.cache.unpack(sized, peer.repaired)
+        payloads = peer.cache.resolve(sized, peer.repaired)
         peer.repaired, peer.gone = {}, set()
-        return found
+        return payloads
 
     # Commands.
 
-    def _take_command(
+    def _apply_command(
         self,
         peer: Peer,
         command: messages.Command | UnreadableCommand,
@@ -224,13 +118,14 @@ class CommandIntake:
         elif isinstance(command, messages.SessionCommand):
             self.handoffs.on_command(peer, command)
         elif isinstance(command, messages.Open):
-            self._hand_on(now)
+            self._submit_pending(now)
             self._open(peer, command, audio)
         elif isinstance(command, UnreadableCommand):
-            self._end_unread(peer, command)
+            self._end_unreadable(peer, command)
         elif (name := peer.streams.get(command.stream)) is not None:
-            # An unknown stream has ended; its gateway has been told, but sent this command before it knew.
-            self._take_request(peer, name, command)
+            # A stream that is not in `peer.streams` has ended: its gateway sent this command before it received the
+            # end.
+            self._apply_request(peer, name, command)
 
     def _feed(self, peer: Peer, command: messages.Feed, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
         name = peer.streams.get(command.stream)
@@ -242,26 +137,26 @@ class CommandIntake:
             self._fail(name, str(error))
         else:
             self.hosted.streams[name].on_audio(command.items, self._loop.scheduler.spec.samples_per_position)
-            self._coming.append(messages.Feed(name, command.items))
+            self._pending.append(messages.Feed(name, command.items))
 
-    def _take_request(
+    def _apply_request(
         self, peer: Peer, name: str, command: messages.Flush | messages.ChangeTurns | messages.Finish | messages.Abort
     ) -> None:
         match command:
             case messages.Flush():
-                self.hosted.streams[name].flushed(command.tag, command.pause, command.ends_speech)
-                self._coming.append(
+                self.hosted.streams[name].on_flush(command.tag, command.pause, command.ends_speech)
+                self._pending.append(
                     messages.Flush(name, command.tag, command.pause, command.ends_speech, command.turn_over)
                 )
             case messages.ChangeTurns():
-                self.hosted.streams[name].turns_changed(command.turns)
-                self._coming.append(messages.ChangeTurns(name, command.turns))
+                self.hosted.streams[name].on_turn_rule(command.turns)
+                self._pending.append(messages.ChangeTurns(name, command.turns))
             case messages.Finish():
-                self.hosted.streams[name].finished()
-                self._coming.append(messages.Finish(name))
+                self.hosted.streams[name].on_finish()
+                self._pending.append(messages.Finish(name))
             case messages.Abort():
                 self.hosted.release(peer, command.stream, name)
-                self._coming.append(messages.Abort(name))
+                self._pending.append(messages.Abort(name))
 
     def _open(self, peer: Peer, command: messages.Open, audio: Sequence[tuple[bytes, Payload | None]]) -> None:
         open_as = peer.streams.get(command.stream)
@@ -281,8 +176,8 @@ class CommandIntake:
             self._fail(name, str(error))
         else:
             self.hosted.streams[name].on_audio(command.items, spec.samples_per_position)
-            self._coming.append(msgspec.structs.replace(command, stream=name))
-        # The command is kept with the stream, for its options; its audio is not.
+            self._pending.append(msgspec.structs.replace(command, stream=name))
+        # The command is kept with the stream, for its options. Its audio is not kept.
         command.items = []
 
     def _fill_in(
@@ -306,57 +201,63 @@ class CommandIntake:
 
     # Failed streams.
 
-    def _end_unread(self, peer: Peer, unread: UnreadableCommand) -> None:
-        logger.warning("gateway %s, stream %s: %s", peer.gateway, unread.stream, unread.why)
-        if unread.stream is None:
+    def _end_unreadable(self, peer: Peer, command: UnreadableCommand) -> None:
+        """End the stream of a command that cannot be decoded."""
+        logger.warning("gateway %s, stream %s: %s", peer.gateway, command.stream, command.why)
+        if command.stream is None:
             return
-        name = peer.streams.get(unread.stream)
+        name = peer.streams.get(command.stream)
         if name is not None:
-            self._fail(name, unread.why, code_of(unread.opens))
-        elif unread.opens:
-            text = f"stream {unread.stream!r}: {unread.why}"
-            peer.outputs.append(messages.Failed(unread.stream, code_of(unread.opens), text))
+            self._fail(name, command.why, error_code_of(command.opens))
+        elif command.opens:
+            text = f"stream {command.stream!r}: {command.why}"
+            peer.outputs.append(messages.Failed(command.stream, error_code_of(command.opens), text))
 
     def _fail(self, name: str, why: str, code: str = BadItem.__name__) -> None:
         """End one stream with an error."""
         hosted = self.hosted.streams[name]
         hosted.send_output(messages.Failed(hosted.name, code, why.replace(name, hosted.name)))
         self.hosted.forget(name)
-        self._coming.append(messages.Abort(name))
+        self._pending.append(messages.Abort(name))
 
-    def _hand_on(self, now: int) -> None:
-        coming, self._coming = self._coming, []
-        self._loop.submit(coming, now)
+    def _submit_pending(self, now: int) -> None:
+        """Pass the pending commands to the loop."""
+        pending, self._pending = self._pending, []
+        self._loop.submit(pending, now)
 
 
-# Seconds that an acknowledgement may wait for outputs, and seconds between reports of progress and of the load.
+# How long an acknowledgement may wait to be sent together with outputs.
 ACK_SECONDS = 0.02
+# Intervals of the reports of streams' progress and of the engine's load.
 PROGRESS_SECONDS = 0.04
 STATUS_SECONDS = 0.08
-# Items of audio taken in before the next step, per position that a step reads of a stream, and the fewest. The number
-# of other commands that count as one item: with appends of 20 ms a position comes with four saved handoffs.
+# Items of audio applied before the next step, per position that a step reads of a stream; and the fewest in all.
 ITEMS_A_POSITION = 2
-LEAST_ITEMS = 256
+MIN_ITEMS = 256
+# How many commands without audio count as one item: with appends of 20 ms a position comes with four saved handoffs.
 COMMANDS_AN_ITEM = 4
-# Longest time spent on taking in commands. Opening a stream with many keywords takes a third of a second; an engine
-# that opened many at once would be taken for dead.
-TAKE_SECONDS = 0.1
+# Longest time spent on applying commands before the next step. Opening a stream with many keywords takes a third of a
+# second; an engine that opened many at once would be silent for so long that gateways give it up.
+APPLY_SECONDS = 0.1
 # Longest time spent on receiving messages before the next step.
 RECEIVE_SECONDS = 0.02
 # Consecutive undecodable messages after which a gateway must connect again.
-MOST_UNREADABLE = 5
+MAX_UNREADABLE = 5
 
 
 @dataclass(frozen=True, slots=True)
 class DrainRequest:
-    """Whether the engine was asked to drain (accept nothing new, end when empty), and how long that may take."""
+    """A request to drain the engine: it accepts no new streams, and ends when it is empty."""
 
-    asked: Callable[[], bool]
+    # Whether draining was requested.
+    is_requested: Callable[[], bool]
+    # The engine ends after this time even if it is not empty.
     seconds: float
 
 
 class EngineHost:
-    """The engine's side of all links, around one loop. `clock`: monotonic seconds."""
+    """The engine's side of all links, around one loop. `clock` returns monotonic seconds; `engine` is a name that is
+    unique for each start of the engine."""
 
     def __init__(
         self,
@@ -374,23 +275,26 @@ class EngineHost:
         self._clock = clock
         self.peers: dict[bytes, Peer] = {}
         self.hosted = HostedStreams()
-        self.handoffs = HandoffTable(self.hosted, clock, self._reaches, self._apply_received, self._abort)
+        self.handoffs = HandoffTable(self.hosted, clock, self._request_release, self._apply_received, self._abort)
         self._intake = CommandIntake(loop, self.hosted, self.handoffs, clock)
+        # When progress and load were last reported.
         self._progress_at = self._status_at = 0.0
-        # When the last report was made, and from when on the silence of gateways counts: this process may be stopped.
+        # When `_report` was last called, and from when on the silence of gateways counts: this process may have been
+        # stopped.
         self._reported_at = self._silence_from = clock()
+        # The engine ends at this time at the latest, if it drains.
         self._drains_until = 0.0
         self.load = LoadReport(loop, clock())
 
     def serve(self, stop: Callable[[], bool], drain: DrainRequest | None = None) -> None:
         """Run until `stop` returns True or the engine has drained. Raises EngineDead if the loop fails for all
         streams."""
-        while not stop() and not (drain is not None and drain.asked() and self.is_drained(drain.seconds)):
-            self._socket.wait(0 if self._loop.has_work() or self._runnable() else self._patience())
+        while not stop() and not (drain is not None and drain.is_requested() and self.drain(drain.seconds)):
+            self._socket.wait(0 if self._loop.has_work() or self._has_batches() else self._wait_seconds())
             self.tick()
 
-    def is_drained(self, seconds: float) -> bool:
-        """Start draining if not started; returns whether nothing is left or the time is over."""
+    def drain(self, seconds: float) -> bool:
+        """Start draining if not started; returns whether the engine is empty or the time is over."""
         now, status = self._clock(), self.load.status
         if not status.draining:
             logger.info("draining: %d streams and %d sessions to migrate", len(self.hosted.streams), len(self.handoffs))
@@ -398,36 +302,36 @@ class EngineHost:
             status.draining = self._intake.draining = True
             for peer in self.peers.values():
                 peer.last_sent_at = now - BEAT_SECONDS
-        nothing_left = not self.hosted.streams and not len(self.handoffs)
-        return nothing_left or now >= self._drains_until
+        is_empty = not self.hosted.streams and not len(self.handoffs)
+        return is_empty or now >= self._drains_until
 
     def tick(self) -> None:
-        """Receive all messages, take in batches, run one step, and send the results."""
+        """Receive messages, apply batches, run one step, and send the results."""
         began, steps = self._clock(), self._loop.meter.totals
-        stepped_ns = steps.ns
+        ns_before = steps.ns
         self._receive_all()
         now = self._clock()
-        self._take_turns(now)
+        self._apply_batches(now)
         dead = self._step()
         self._report(now)
         if not self._loop.has_launched_step:
-            self.load.spend_beside_steps(self._clock() - began - (steps.ns - stepped_ns) / 1e9)
+            self.load.add_time_between_steps(self._clock() - began - (steps.ns - ns_before) / 1e9)
         if dead is not None:
             raise EngineDead(dead)
 
-    def _patience(self) -> float:
+    def _wait_seconds(self) -> float:
         """How long to wait for a message when there is nothing to do."""
-        unacknowledged = any(peer.numbering.taken > peer.acknowledged for peer in self.peers.values())
+        unacknowledged = any(peer.numbering.accepted > peer.acknowledged for peer in self.peers.values())
         return ACK_SECONDS if unacknowledged or self._loop.waits_for_results else BEAT_SECONDS / 4
 
-    def _runnable(self) -> bool:
-        return any(peer.waits_for_a_turn for peer in self.peers.values())
+    def _has_batches(self) -> bool:
+        return any(peer.has_batch for peer in self.peers.values())
 
-    # Arrivals.
+    # Received messages.
 
     def _receive_all(self) -> None:
-        """Receive what has arrived, for `RECEIVE_SECONDS` at most: a peer may send faster than messages are read. The
-        socket reads its peers in turn, so the messages of the others come all the same."""
+        """Receive the messages that have arrived, for `RECEIVE_SECONDS` at most: a gateway may send faster than its
+        messages are read. The socket reads its peers in turn, so one gateway does not keep others from being read."""
         until = self._clock() + RECEIVE_SECONDS
         while self._clock() <= until and (arrived := self._socket.receive()) is not None:
             self._receive(*arrived)
@@ -439,7 +343,7 @@ class EngineHost:
             if isinstance(message, codec.Hello):
                 self._greet(name, message)
             elif peer is None:
-                self._dismiss(name, "this engine does not know the connection; connect again")
+                self._refuse(name, "this engine does not know the connection; connect again")
             else:
                 peer.last_received_at = self._clock()
                 self._dispatch(peer, message, frames)
@@ -450,67 +354,69 @@ class EngineHost:
     def _greet(self, name: bytes, hello: codec.Hello) -> None:
         spec = self._loop.scheduler.spec
         if hello.wire != codec.WIRE_VERSION:
-            self._dismiss(
+            self._refuse(
                 name,
                 f"the engine runs tickertape {package_version()} (wire {codec.WIRE_VERSION}), the gateway "
                 f"{hello.version} (wire {hello.wire}); install the same version on both",
             )
             return
         if hello.model not in (None, spec.name):
-            self._dismiss(name, f"the engine runs {spec.name!r}, the gateway wants {hello.model!r}")
+            self._refuse(name, f"the engine runs {spec.name!r}, the gateway wants {hello.model!r}")
             return
-        # The gateway reconnects, or the connection's name was used by another one. Drop the old state: the gateway has
-        # what it needs to open its streams again, and says which sessions it continues.
+        # The gateway reconnects, or the connection's name was used by another one. Its old state is dropped: the
+        # gateway can open its streams again, and sends which sessions it continues (`Claim`).
         for old in [peer for peer in self.peers.values() if peer.gateway == hello.gateway or peer.name == name]:
-            self._drop(old, comes_back=True)
+            self._drop(old, is_connected=True)
         cache: ReceiverCache[Payload] = ReceiverCache(max(0, hello.cache_bytes))
         self.peers[name] = Peer(name, hello.gateway, cache, self._clock())
         welcome = codec.Welcome(codec.WIRE_VERSION, package_version(), self._engine, spec, self.load.status)
         self._socket.send(name, codec.encode(welcome))
 
-    def _dismiss(self, name: bytes, why: str) -> None:
+    def _refuse(self, name: bytes, why: str) -> None:
+        """End a connection: the gateway may connect again."""
         peer = self.peers.get(name)
         if peer is not None:
-            self._drop(peer, comes_back=True)
+            self._drop(peer, is_connected=True)
         self._socket.send(name, codec.encode(codec.Unwelcome(why)))
 
     def _count_undecodable(self, name: bytes, peer: Peer | None, why: str) -> None:
-        """A message could not be decoded. If it was a batch, its number is missed and it is sent again. A gateway that
-        sends only such messages must connect again with new numbers; otherwise its streams would stall."""
+        """A message could not be decoded. If it was a batch, its number is missing and the batch is requested again. A
+        gateway that sends only such messages must connect again with new numbers; otherwise its streams would stall."""
         if peer is not None:
             peer.unreadable += 1
-            if peer.unreadable < MOST_UNREADABLE:
+            if peer.unreadable < MAX_UNREADABLE:
                 return
-        self._dismiss(name, why)
+        self._refuse(name, why)
 
-    def _drop(self, peer: Peer, *, comes_back: bool = False) -> None:
+    def _drop(self, peer: Peer, *, is_connected: bool = False) -> None:
         """Forget a gateway and its streams, except sessions that another gateway may adopt.
 
-        A gateway that comes back opens its streams again. If it is gone for good, its last messages are applied first.
+        A gateway that is connected opens its streams again. If it is gone, its last messages are applied first.
         """
-        if not comes_back:
+        if not is_connected:
             self._apply_received(peer)
             if self.peers.get(peer.name) is not peer:
                 return
         del self.peers[peer.name]
-        self.handoffs.leave(peer)
-        for name in self.hosted.leave(peer):
+        self.handoffs.on_lost(peer)
+        for name in self.hosted.forget_all(peer):
             self._abort(name)
 
     def _apply_received(self, peer: Peer) -> None:
-        """Take in all received batches of a gateway."""
-        while self._take_batch(peer, self._clock()):
+        """Apply all received batches of a gateway."""
+        while self._apply_batch(peer, self._clock()):
             pass
 
     def _abort(self, name: str) -> None:
+        """End a stream whose outputs nobody receives."""
         self.hosted.forget(name)
         self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 
-    def _reaches(self, peer: Peer, wanted: messages.Wanted) -> bool:
-        """Ask a gateway to give up a session; False if it is gone, which only a failed send shows."""
+    def _request_release(self, peer: Peer, wanted: messages.Wanted) -> bool:
+        """Ask a gateway to release a session; False if it is gone, which is only noticed when a send fails."""
         if self.peers.get(peer.name) is not peer:
             return False
-        beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self.load.status)
+        beat = codec.Beat(peer.numbering.sent, peer.numbering.accepted, self.load.status)
         if not self._socket.send(peer.name, codec.encode(beat)):
             self._lose_gateway(peer)
             return False
@@ -522,26 +428,27 @@ class EngineHost:
         match message:
             case codec.Batch():
                 numbering.acknowledged(message.ack)
-                arrival = numbering.arrive(message.seq, len(peer.inbox))
+                arrival = numbering.classify(message.seq, len(peer.inbox))
                 if arrival is Arrival.NEXT:
                     peer.inbox.append((message, frames, peer.last_received_at))
                 elif arrival is Arrival.AFTER_A_GAP:
-                    self._ask_again(peer)
+                    self._request_resend(peer)
             case codec.Beat():
                 numbering.acknowledged(message.ack)
-                if message.sent > numbering.taken + len(peer.inbox):
-                    self._ask_again(peer)
-            case codec.Again():
+                if message.sent > numbering.accepted + len(peer.inbox):
+                    self._request_resend(peer)
+            case codec.ResendRequest():
                 for kept in numbering.kept_since(message.seq):
                     self._socket.send(peer.name, kept)
             case codec.Repair():
-                self._take_repair(peer, message, frames)
+                self._on_repair(peer, message, frames)
             case codec.Bye():
                 self._drop(peer)
 
-    def _take_repair(self, peer: Peer, repair: codec.Repair, frames: Frames) -> None:
-        if repair.seq != peer.numbering.taken + 1:
-            return  # a second answer, because the question was repeated
+    def _on_repair(self, peer: Peer, repair: codec.Repair, frames: Frames) -> None:
+        if repair.seq != peer.numbering.accepted + 1:
+            # A second answer, because `Missing` was sent twice.
+            return
         for data in repair.data:
             try:
                 payload = codec.payload_of(data, frames)
@@ -552,37 +459,37 @@ class EngineHost:
             else:
                 peer.repaired[data.key] = payload
         peer.gone.update(repair.gone)
-        peer.asked_at = None
+        peer.missing_sent_at = None
 
-    def _ask_again(self, peer: Peer) -> None:
-        again = codec.Again(peer.numbering.taken + len(peer.inbox) + 1)
-        self._socket.send(peer.name, codec.encode(again))
+    def _request_resend(self, peer: Peer) -> None:
+        request = codec.ResendRequest(peer.numbering.accepted + len(peer.inbox) + 1)
+        self._socket.send(peer.name, codec.encode(request))
 
     # Batches into the loop.
 
-    def _take_turns(self, now: float) -> None:
-        """Take in batches, one of each gateway in turn, but not more than a step has room for.
+    def _apply_batches(self, now: float) -> None:
+        """Apply batches, one of each gateway in turn, but not much more audio than the next step computes.
 
         A step computes one position of each stream (a stride for windowed models), and many of a stream that is
-        rebuilt. An engine that is late and took in everything at once would never catch up.
+        rebuilt. A late engine that applied everything at once would never catch up.
         """
         positions = len(self.hosted.streams) * self._loop.scheduler.spec.stride_positions
-        left = float(max(LEAST_ITEMS, ITEMS_A_POSITION * positions, self._loop.replay_room))
+        budget = float(max(MIN_ITEMS, ITEMS_A_POSITION * positions, self._loop.replay_room))
         peers = list(self.peers.values())
-        while peers and left > 0 and self._clock() <= now + TAKE_SECONDS:
+        while peers and budget > 0 and self._clock() <= now + APPLY_SECONDS:
             for peer in peers:
-                if peer.waits_for_a_turn:
+                if peer.has_batch:
                     batch = peer.inbox[0][0]
-                    left -= max(self._positions(batch), len(batch.commands) / COMMANDS_AN_ITEM)
-            peers = [peer for peer in peers if self._take_batch(peer, now)]
+                    budget -= max(self._positions(batch), len(batch.commands) / COMMANDS_AN_ITEM)
+            peers = [peer for peer in peers if self._apply_batch(peer, now)]
 
     def _positions(self, batch: codec.Batch) -> int:
-        """Positions of the audio in a batch: those of a replay come in long items."""
+        """Positions of the audio in a batch; the items of a replay have several."""
         spec = self._loop.scheduler.spec
         return sum(positions_in(data.size, spec) for data in batch.data)
 
-    def _take_batch(self, peer: Peer, now: float) -> bool:
-        """Take in one batch; returns whether there may be another one."""
+    def _apply_batch(self, peer: Peer, now: float) -> bool:
+        """Apply the oldest batch of a gateway; returns whether there may be another one."""
         if not (peer.inbox and peer.numbering.may_send):
             return False
         batch, frames, _ = peer.inbox[0]
@@ -590,24 +497,24 @@ class EngineHost:
             missing = self._intake.apply(peer, batch, frames, time.monotonic_ns())
         except Exception:
             logger.exception("a batch of gateway %s cannot be applied; the gateway must connect again", peer.gateway)
-            self._dismiss(peer.name, "the engine could not apply a batch; connect again")
+            self._refuse(peer.name, "the engine could not apply a batch; connect again")
             return False
         if missing:
-            if peer.asked_at is None or now - peer.asked_at > BEAT_SECONDS:
-                peer.asked_at = now
+            if peer.missing_sent_at is None or now - peer.missing_sent_at > BEAT_SECONDS:
+                peer.missing_sent_at = now
                 self._socket.send(peer.name, codec.encode(codec.Missing(batch.seq, missing)))
             return False
         peer.inbox.popleft()
-        peer.asked_at, peer.unreadable = None, 0
-        peer.numbering.take(batch.seq)
+        peer.missing_sent_at, peer.unreadable = None, 0
+        peer.numbering.accept(batch.seq)
         return True
 
     # Outputs.
 
     def _step(self) -> str | None:
-        """Run one step if there is work; returns the reason if the engine died of it, else None."""
+        """Run one step if there is work; returns the reason if the engine has failed for all streams, else None."""
         dead = None
-        self._loop.scheduler.set_time(time.monotonic_ns())
+        self._loop.scheduler.advance_clock(time.monotonic_ns())
         if self._loop.has_work():
             result = self._loop.step()
             for output in [] if result is None else result.outputs:
@@ -622,6 +529,7 @@ class EngineHost:
         return dead
 
     def _route(self, output: Any) -> None:
+        """Pass an output of the loop to its stream, under the gateway's name for the stream."""
         name, hosted = output.stream, self.hosted.find(output.stream)
         if isinstance(output, messages.Speech):
             if hosted is not None and output.probabilities:
@@ -638,6 +546,7 @@ class EngineHost:
         hosted.send_output(output)
 
     def _report(self, now: float) -> None:
+        """Send outputs, progress and heartbeats that are due, and drop gateways that have been silent for too long."""
         self.load.count(self._loop)
         progress: dict[bytes, list[codec.Progress]] = {}
         if self.hosted.changed or now - self._progress_at >= PROGRESS_SECONDS:
@@ -646,7 +555,7 @@ class EngineHost:
             self.handoffs.tick(now)
         if self.hosted.changed or now - self._status_at >= STATUS_SECONDS:
             self._status_at, self.hosted.changed = now, False
-            waited = [now - peer.inbox[0][2] for peer in self.peers.values() if peer.waits_for_a_turn]
+            waited = [now - peer.inbox[0][2] for peer in self.peers.values() if peer.has_batch]
             self.load.measure(self._loop, self.hosted.streams.values(), max(waited, default=0.0), now)
         if now - self._reported_at > STOPPED_SECONDS:
             self._silence_from = now
@@ -658,16 +567,16 @@ class EngineHost:
             elif peer.outputs or peer.name in progress:
                 self._send(peer, self._update(peer, progress.get(peer.name, [])), now)
             elif self._beat_is_due(peer, now):
-                beat = codec.Beat(peer.numbering.sent, peer.numbering.taken, self.load.status)
+                beat = codec.Beat(peer.numbering.sent, peer.numbering.accepted, self.load.status)
                 self._send(peer, codec.encode(beat), now)
 
     def _beat_is_due(self, peer: Peer, now: float) -> bool:
-        unacknowledged = peer.numbering.taken > peer.acknowledged
+        unacknowledged = peer.numbering.accepted > peer.acknowledged
         return now - peer.last_sent_at >= (ACK_SECONDS if unacknowledged else BEAT_SECONDS)
 
     def _send(self, peer: Peer, frames: list[Any], now: float) -> None:
-        """Send to a gateway. Only a failed send shows that a gateway is gone."""
-        peer.acknowledged, peer.last_sent_at = peer.numbering.taken, now
+        """Send to a gateway. That a gateway is gone is only noticed when a send fails."""
+        peer.acknowledged, peer.last_sent_at = peer.numbering.accepted, now
         if not self._socket.send(peer.name, frames):
             self._lose_gateway(peer)
 
@@ -679,11 +588,12 @@ class EngineHost:
             self._drop(peer)
 
     def _update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
+        """The next numbered message to a gateway, with its outputs."""
         try:
             frames = self._encode_update(peer, progress)
         except Exception:
             logger.exception("an output cannot be encoded; its stream is ended")
-            self._end_unwritable(peer)
+            self._replace_unencodable(peer)
             frames = self._encode_update(peer, progress)
         peer.numbering.keep(frames)
         peer.outputs = []
@@ -691,10 +601,10 @@ class EngineHost:
 
     def _encode_update(self, peer: Peer, progress: list[codec.Progress]) -> list[Any]:
         numbering = peer.numbering
-        update = codec.Update(numbering.next_number, numbering.taken, peer.outputs, progress, self.load.status)
+        update = codec.Update(numbering.next_number, numbering.accepted, peer.outputs, progress, self.load.status)
         return codec.encode(update)
 
-    def _end_unwritable(self, peer: Peer) -> None:
+    def _replace_unencodable(self, peer: Peer) -> None:
         """Replace the outputs that cannot be encoded by failures, and end their streams."""
         for index, output in enumerate(peer.outputs):
             try:
@@ -711,17 +621,18 @@ class EngineHost:
     def _progress(self, now: float) -> dict[bytes, list[codec.Progress]]:
         """Progress of every stream that advanced since the last report, by peer."""
         progress: dict[bytes, list[codec.Progress]] = {}
-        moving_is_work = not self._loop.silence_is_free
+        # Computed positions mean activity only if the model computes silence too.
+        computes_silence = not self._loop.silence_is_free
         for name, stream in self._loop.scheduler.streams.items():
             hosted = self.hosted.streams.get(name)
             if hosted is None:
                 continue
-            if moving_is_work and hosted.computed != stream.computed:
+            if computes_silence and hosted.computed != stream.computed:
                 hosted.computed, hosted.last_active_at = stream.computed, now
-            reached = self._loop.reached(name)
-            if hosted.reported != reached:
-                hosted.reported = reached
+            computed = self._loop.progress_of(name)
+            if hosted.reported != computed:
+                hosted.reported = computed
                 if hosted.peer is not None:
-                    report = codec.Progress(hosted.name, reached)
+                    report = codec.Progress(hosted.name, computed)
                     progress.setdefault(hosted.peer.name, []).append(report)
         return progress

@@ -1,9 +1,9 @@
-"""One connected gateway as the engine sees it (`Peer`), and the streams of all gateways (`HostedStreams`).
+"""State of the engine's host: one connected gateway (`Peer`), and the streams of all gateways (`HostedStreams`).
 
-State of the host (`engine/server/host.py`). A `Peer` has its connection's message numbers, audio cache, and messages
-waiting in both directions. A `HostedStream` has what the host knows of a stream: its owner, its end, and the outputs
-and commands that are kept in case another gateway adopts it. What is computed for a stream is elsewhere, in the
-scheduler.
+The host is `engine/server/host.py`. A `Peer` has its connection's message numbers, its input cache, and the messages
+waiting in both directions. A `HostedStream` has what the host knows of a stream: its gateway, the end of its audio, and
+the outputs and commands that are kept in case another gateway adopts it. The state for computing the stream is in the
+scheduler (`engine/core/stream.py`).
 """
 
 from __future__ import annotations
@@ -21,75 +21,77 @@ from engine.boundary.replay import ReplayLog
 from engine.boundary.sockets import Numbering
 from engine.spec import ModelSpec
 
-# Most outputs kept per stream until a saved handoff includes them; few are kept for streams without a handoff.
-MOST_OUTPUTS_KEPT = 4096
+# Most outputs kept per stream until a saved handoff includes them, and for streams whose session saves no handoffs.
+MAX_OUTPUTS_KEPT = 4096
 OUTPUTS_KEPT_WITHOUT_HANDOFF = 64
 
 
 @dataclass(slots=True)
 class HostedStream:
-    """A stream of the loop: its gateway, the gateway's name for it, and its progress.
+    """A stream of the loop: its gateway, its names, its audio and its progress."""
 
-    `peer` is None while its gateway is lost and no other one has adopted it.
-    """
-
+    # None while its gateway is lost and no other one has adopted it.
     peer: Peer | None
+    # The gateway's name for the stream.
     name: str
     live: bool
     # When it last caused work (clock seconds); the opening counts as work.
     last_active_at: float
     opened_at: float
+    # The loop's name for the stream.
     loop_name: str
+    # The command that opened it, without audio and with the current turn rule.
     opening: messages.Open
     # End of its audio (position and sample), and the sample at which the current segment began.
     end: int
     end_sample: int = 0
     segment: int = 0
-    # Tag of the last flush received, and of the last one answered; position of the next token.
+    # Tags of the last flush received and of the last flush answered.
     flushes: int = 0
     answered: int = 0
+    # Position of the next token.
     tokens: int = 0
-    # Positions computed, and positions reported to the gateway.
+    # Positions computed when that was last checked, and positions reported to the gateway.
     computed: int = 0
     reported: int = 0
+    # There is speech now, or the possible start of it.
     speaking: bool = False
-    # Number of outputs so far; (sequence number, output) of those that no saved handoff includes; whether the session
-    # saves handoffs.
+    # Number of outputs so far, and (sequence number, output) of those that no saved handoff includes.
     outputs_sent: int = 0
     outputs: deque[tuple[int, messages.Output]] = field(default_factory=deque)
+    # The session saves handoffs.
     saves_handoffs: bool = False
     # Speech before this sample was sent, and the speech track after it.
     heard_until: int = 0
     track: messages.TrackState | None = None
-    # What a gateway that adopts the stream needs to rebuild it on another engine: the last state sent, and the commands
-    # since then with the audio that the state needs. None if the stream is not rebuilt from a state.
+    # For an adopting gateway that rebuilds the stream on another engine: the last state sent, if any, and the commands
+    # since then with the audio that the state needs. `kept` is None if the stream is not rebuilt from a state.
     state: messages.StreamState | None = None
+    kept: ReplayLog | None = None
     # The last state of its speaker labels.
     labels: messages.Saved | None = None
-    kept: ReplayLog | None = None
 
     def on_audio(self, items: Sequence[messages.Item], samples_per_position: int) -> None:
         for item in items[-1:]:
             self.end = item.offset + item.length
-            came = item.covered_samples(samples_per_position)
-            self.end_sample = item.sample + came
+            self.end_sample = item.sample + item.covered_samples(samples_per_position)
         if self.kept is not None:
             # Copies: the scheduler removes the payload of an item that it has planned.
             self.kept.add([copy(item) for item in items])
 
-    def flushed(self, tag: int, pause: int | None, ends_speech: bool = False) -> None:
+    def on_flush(self, tag: int, pause: int | None, ends_speech: bool = False) -> None:
         if self.kept is not None:
             self.kept.mark_flush(tag, range(self.answered + 1, tag), pause, ends_speech)
         self.flushes = max(self.flushes, tag)
         if pause is None:
             self.segment = self.end_sample
 
-    def turns_changed(self, turns: messages.TurnRule | None) -> None:
+    def on_turn_rule(self, turns: messages.TurnRule | None) -> None:
         self.opening.turns = turns
         if self.kept is not None:
             self.kept.mark_turns(turns)
 
-    def finished(self) -> None:
+    def on_finish(self) -> None:
         self.segment = self.end_sample
 
     def send_output(self, output: messages.Output) -> None:
@@ -109,7 +111,7 @@ class HostedStream:
             self.kept.drop_before(output.audio_from)
             self.kept.drop_flushes(output.tag)
         self.outputs.append((self.outputs_sent, output))
-        if len(self.outputs) > (MOST_OUTPUTS_KEPT if self.saves_handoffs else OUTPUTS_KEPT_WITHOUT_HANDOFF):
+        if len(self.outputs) > (MAX_OUTPUTS_KEPT if self.saves_handoffs else OUTPUTS_KEPT_WITHOUT_HANDOFF):
             self.outputs.popleft()
         if self.peer is not None:
             self.peer.outputs.append(output)
@@ -130,30 +132,33 @@ class Peer:
     cache: ReceiverCache[Payload]
     last_received_at: float
     numbering: Numbering = field(default_factory=Numbering)
-    # Batches to take in, each with the time at which it arrived.
+    # Batches that are not applied yet, each with the time at which it arrived (clock seconds).
     inbox: deque[tuple[codec.Batch, Frames, float]] = field(default_factory=deque)
-    # For the first batch of the inbox: data that was sent again, and hashes without data on either side.
+    # For the first batch of the inbox: payloads that were sent again, and hashes whose payload neither side has.
     repaired: dict[bytes, Payload] = field(default_factory=dict)
     gone: set[bytes] = field(default_factory=set)
-    asked_at: float | None = None
+    # When `Missing` was sent for the first batch of the inbox; None: nothing is missing.
+    missing_sent_at: float | None = None
     # Consecutive undecodable messages.
     unreadable: int = 0
+    # Outputs to send with the next message.
     outputs: list[messages.Output] = field(default_factory=list)
-    # The gateway's name -> the loop's name, of each stream that takes commands.
+    # The gateway's name -> the loop's name, of each stream that accepts commands.
     streams: dict[str, str] = field(default_factory=dict)
+    # Number of the last message that was acknowledged, and when a message was last sent (clock seconds).
     acknowledged: int = 0
     last_sent_at: float = 0.0
 
     @property
-    def waits_for_a_turn(self) -> bool:
-        """Whether a batch can be taken in. A gateway that does not acknowledge its outputs is not served until it
+    def has_batch(self) -> bool:
+        """Whether a batch can be applied. For a gateway that does not acknowledge its outputs none is applied until it
         does; this bounds the outputs waiting for it."""
-        return bool(self.inbox) and self.asked_at is None and self.numbering.may_send
+        return bool(self.inbox) and self.missing_sent_at is None and self.numbering.may_send
 
     @property
     def has_room(self) -> bool:
-        """Whether few enough outputs are waiting for it, and unacknowledged, to add more."""
-        return self.numbering.may_send and len(self.outputs) < MOST_OUTPUTS_KEPT
+        """Whether few enough outputs are waiting for it or unacknowledged to add more."""
+        return self.numbering.may_send and len(self.outputs) < MAX_OUTPUTS_KEPT
 
 
 class HostedStreams:
@@ -203,25 +208,25 @@ class HostedStreams:
         return hosted
 
     def release(self, peer: Peer, stream: str, name: str) -> None:
-        """The stream takes no more commands; its gateway may use the name for another one."""
+        """The stream accepts no more commands; its gateway may use the name for another one."""
         if peer.streams.get(stream) == name:
             del peer.streams[stream]
 
     def detach(self, hosted: HostedStream) -> None:
-        """Take the stream from its gateway, whose later commands do not reach it."""
+        """The stream has no gateway any more; later commands of its gateway do not reach it."""
         if hosted.peer is not None:
             self.release(hosted.peer, hosted.name, hosted.loop_name)
         hosted.peer = None
 
     def attach(self, hosted: HostedStream, peer: Peer) -> None:
-        """Give the stream to this gateway."""
+        """The stream belongs to this gateway from now on."""
         hosted.peer = peer
-        # Report progress at once.
+        # Its progress is to be reported at once.
         hosted.reported, self.changed = -1, True
         if hosted.loop_name in self.streams:
             peer.streams[hosted.name] = hosted.loop_name
 
-    def leave(self, peer: Peer) -> list[str]:
+    def forget_all(self, peer: Peer) -> list[str]:
         """Forget all streams of a gateway; returns the loop's names of them."""
         names = [name for name, hosted in self.streams.items() if hosted.peer is peer]
         for name in names:

@@ -1,19 +1,12 @@
 """The engine's main loop (`EngineLoop`): each step detects speech, plans, executes and commits.
 
 It runs on the engine's one thread: the host (`engine/server/host.py`) submits commands and sends the outputs of each
-step. It owns the scheduler, the runner, the speech detection and everything else that is computed for streams. An
-asynchronous device computes one plan while the host commits the plan before it and makes the next one: a
-frame-synchronous step needs nothing from the step before that is not on the device already, and no stream is in both.
+step. It owns the scheduler, the runner, the speech detection and everything else that is computed for streams. With an
+asynchronous device, one plan is computed while the loop commits the plan before it and makes the next one. A
+frame-synchronous step needs nothing from the step before it that is not on the device already.
 
 A bad command ends only its own stream, and so does an unexpected error in the work for one stream. If the runner fails,
 or the scheduler's bookkeeping is inconsistent after an error, the engine stops.
-
-`StreamStates` saves the states of windowed models' streams as plain data, so that another engine can continue exactly.
-The next text of a windowed model depends on more than its window: on the hypothesis of the pass before, the utterance
-before, where strides begin, and the states of speech detector and gate. Reading the audio of the window again gives
-different words now and then. So the state itself, a few kilobytes, is sent: with every text, so that the gateway never
-has a text without the state after it, and now and then in between, so that a replay is short. Each part of a state is
-written and read by the module that owns it; `StreamStates` collects them.
 """
 
 from __future__ import annotations
@@ -53,15 +46,10 @@ from engine.messages import (
     Feed,
     Finish,
     Flush,
-    Flushed,
     Open,
     Opened,
     Output,
     Refused,
-    Revised,
-    Speech,
-    StepOutput,
-    StreamState,
     Text,
 )
 from engine.options import REVISED, SPEAKERS
@@ -72,17 +60,16 @@ from engine.server.revisions import Revisions
 from engine.server.skipped_silence import SilenceSkipper
 from engine.server.speakers import SpeakerTracks
 from engine.server.speech import Listener, Target
-from engine.server.speech_track import GateSettings
+from engine.server.speech_gate import GateSettings
+from engine.server.stream_states import StreamStates
 from engine.server.turn_questions import AskedAudio, KeptAudio, TurnQuestions
 
 logger = logging.getLogger(__name__)
 
 # Errors that refuse a command and leave an open stream unchanged.
 _REFUSALS = (DuplicateStream, UnknownStream, StreamFinished)
-# Steps that may be under way while the next one is planned, if the runner overlaps steps.
+# Steps that the device may be computing while the next one is planned, if the runner overlaps steps.
 STEPS_AHEAD = 1
-# Interval at which the state of a stream without text is saved.
-QUIET_SECONDS = 1.0
 
 
 def calm_collector() -> None:
@@ -93,8 +80,8 @@ def calm_collector() -> None:
     gc.set_threshold(50_000, 50, 50)
 
 
-# Parameters of glibc's mallopt: the free memory at the top of the heap that is not returned, and the size of blocks
-# that are mapped one by one (32 MiB is the most that it accepts).
+# (parameter, value) of glibc's mallopt: how much free memory at the top of the heap is not returned to the system, and
+# the size of blocks that are mapped one by one (it accepts at most 32 MiB).
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = (-1, 256 * 1024 * 1024), (-3, 32 * 1024 * 1024)
 
 
@@ -108,15 +95,23 @@ def keep_freed_memory() -> None:
 
 
 @dataclass(slots=True)
+class StepOutput:
+    """The outputs of one step, for all streams. Steps with outputs are numbered from 1."""
+
+    step: int
+    outputs: list[Output]
+
+
+@dataclass(slots=True)
 class LaunchedStep:
     """A step that the device may still be computing."""
 
     plan: StepPlan
     # Waits for the results and returns them.
-    answers: Callable[[], list[DecodeResult]]
+    wait_for_results: Callable[[], list[DecodeResult]]
     # Number of detector launches before this step.
     launches: int
-    # Start time in nanoseconds.
+    # Start time in nanoseconds of the meter's clock.
     began: int
 
 
@@ -133,8 +128,8 @@ class EngineLoop:
     """Executes commands and runs steps over all streams of an engine.
 
     `detector` computes speech probabilities. With `gate` settings, a windowed model only gets audio that passes the
-    speech gate. With `cut` settings, a frame-synchronous model skips long silences. `embedder` is for speaker labels,
-    `turn_detector` for the ends of turns.
+    speech gate. With `skipping` settings, a frame-synchronous model skips long silences. `embedder` is for speaker
+    labels, `turn_detector` for the ends of turns. `clock` returns nanoseconds.
     """
 
     def __init__(
@@ -144,7 +139,7 @@ class EngineLoop:
         detector: Detector | None = None,
         gate: GateSettings | None = None,
         clock: Callable[[], int] = time.perf_counter_ns,
-        cut: GateSettings | None = None,
+        skipping: GateSettings | None = None,
         embedder: Embedder | None = None,
         turn_detector: TurnDetector | None = None,
     ) -> None:
@@ -154,10 +149,11 @@ class EngineLoop:
         self.launched: deque[LaunchedStep] = deque()
         self._uploads = UploadBudget(scheduler, self.meter.position_cost, runner.pauses_uploads, clock)
         self._rebuild = RebuildBudget(scheduler)
-        # Called with the streams and positions about to be computed: if the engine dies now, they are crash suspects.
+        # Called with the streams and positions about to be computed: if the engine dies meanwhile, they are crash
+        # suspects.
         self.announce: Callable[[list[Target]], None] | None = None
         self._outbox: list[Output] = []
-        self.silence_skipper = SilenceSkipper(scheduler, None if detector is None else cut, self._emit)
+        self.silence_skipper = SilenceSkipper(scheduler, None if detector is None else skipping, self._emit)
         # Labels need the detector's frames.
         self._embedder = None if detector is None else embedder
         self._turn_detector = turn_detector
@@ -203,9 +199,11 @@ class EngineLoop:
         # Whether silent streams take part in no steps.
         self.silence_is_free = gate is not None
         self._dead = False
-        # A stream was ended by an unexpected error: check the bookkeeping. `_broken` is why the engine must stop.
+        # A stream was ended by an unexpected error: the bookkeeping must be checked.
         self._in_doubt = False
+        # Why the engine must stop; the next step reports it.
         self._broken: Exception | None = None
+        # Number of steps that had outputs.
         self._steps = 0
         self._handlers: dict[type, Callable[[Any, int], None]] = {
             Open: self._open,
@@ -217,7 +215,8 @@ class EngineLoop:
         }
 
     def submit(self, commands: Iterable[Command], now: int) -> None:
-        """Execute commands; `now` is their time of arrival. Errors are reported with the next step's outputs."""
+        """Execute commands; `now` is their time of arrival (monotonic, ns). Errors are reported with the next step's
+        outputs."""
         self._check_alive()
         handlers = self._handlers
         for command in commands:
@@ -228,7 +227,7 @@ class EngineLoop:
             except StreamError as error:
                 self.scheduler.fail(error)
             except EngineDead as error:
-                self._broken = error  # the next step reports it
+                self._broken = error
                 return
             except Exception as error:
                 self._end_failed_stream(command.stream, error)
@@ -262,7 +261,7 @@ class EngineLoop:
         if self.scheduler.has_work():
             plan = self._plan()
             self.launched.append(self._execute(plan))
-            committed = self._commit(outputs, self._most_ahead)
+            committed = self._commit(outputs, self._max_ahead)
         else:
             committed = self._commit(outputs, 0)
             self._append_remaining(outputs)
@@ -282,7 +281,7 @@ class EngineLoop:
         self._forget_ended(outputs)
 
     def _append_remaining(self, outputs: list[Output]) -> None:
-        """Append the remaining outputs when nothing is under way and nothing is to be planned."""
+        """Append the remaining outputs when no step is being computed and nothing is to be planned."""
         if self.listener is not None:
             self.listener.collect(self.listener.launches)
             outputs += self._take_outbox()
@@ -290,44 +289,44 @@ class EngineLoop:
         self.meter.times.commit_ns += self.meter.lap()
 
     @property
-    def _most_ahead(self) -> int:
-        """Steps that may be under way after one was planned. A crash suspect is computed while nothing else is, so that
-        a second crash identifies the stream."""
+    def _max_ahead(self) -> int:
+        """Most launched steps that need not be committed before the next one is planned. A crash suspect is computed
+        while no other step is, so that a second crash identifies the stream."""
         if not self.runner.overlaps_steps or self.scheduler.suspect_is_near:
             return 0
         return STEPS_AHEAD
 
     @property
     def has_launched_step(self) -> bool:
-        """Whether a step is under way: its streams are still crash suspects if the engine dies."""
+        """Whether a step is not committed: if the engine dies now, its streams are crash suspects."""
         return bool(self.launched)
 
     def has_work(self) -> bool:
         """Whether another step would do something without a new command."""
-        listening = self.listener is not None and self.listener.has_work
-        saying = self._outbox or self._broken is not None or self.scheduler.has_replies()
-        answered = self._speakers.has_work or self._questions.has_news or self.revisions.has_work
-        answered = answered or (self._process is not None and self._process.has_work)
-        return bool(self.launched or listening or saying or answered or self.scheduler.has_work())
+        has_audio = self.listener is not None and self.listener.has_work
+        has_outputs = self._outbox or self._broken is not None or self.scheduler.has_replies()
+        has_answers = self._speakers.has_work or self._questions.has_answered or self.revisions.has_work
+        has_answers = has_answers or (self._process is not None and self._process.has_work)
+        return bool(self.launched or has_audio or has_outputs or has_answers or self.scheduler.has_work())
 
     @property
     def replay_room(self) -> int:
-        """Positions of replayed audio that should be taken in before the next step."""
+        """Positions of replayed audio that should be received before the next step."""
         return self._rebuild.room
 
     @property
     def waits_for_results(self) -> bool:
         """Whether speaker embeddings, answers of the turn detector or revisions are being computed: another step will
-        have something to say soon."""
+        have outputs soon."""
         return self._speakers.is_waiting or self._questions.is_waiting or self.revisions.is_waiting
 
     def start_background(self) -> None:
-        """Start the process of the models beside the loop, if there is one: it loads them while this one warms up."""
+        """Start the background process, if there is one: it loads its models while this process warms up."""
         if self._process is not None:
             self._process.start()
 
     def warm_up_background(self) -> None:
-        """Get the models beside the loop ready, if that would stop the streams later."""
+        """Warm up the embedder and the turn detector where a later warm-up would stop the streams."""
         if self._process is not None:
             self._process.wait_until_ready()
             return
@@ -346,8 +345,8 @@ class EngineLoop:
         self.runner.close()
 
     def _make_process(self) -> BackgroundProcess | None:
-        """On a GPU, labels and the turn detector have a process of their own; not for models whose streams are saved as
-        values: their state would be in two processes."""
+        """On a GPU, labels and the turn detector have a process of their own. Models whose streams are saved as states
+        have none, because the parts of a state would be in two processes."""
         recipes = Recipes(*(None if model is None else model.recipe for model in (self._embedder, self._turn_detector)))
         if self.runner.saves_state or not any(recipes):
             return None
@@ -403,20 +402,20 @@ class EngineLoop:
         with _runner_failures():
             return LaunchedStep(plan, self.runner.launch(plan, self._uploads.time_is_up), launches, began)
 
-    def _commit(self, outputs: list[Output], most_ahead: int) -> StepPlan | None:
-        """Commit the oldest steps until `most_ahead` are under way; returns the plan committed last. Waits for the
-        device."""
+    def _commit(self, outputs: list[Output], max_ahead: int) -> StepPlan | None:
+        """Commit the oldest steps until at most `max_ahead` are not committed; returns the plan committed last. Waits
+        for the device."""
         meter, plan = self.meter, None
-        while len(self.launched) > most_ahead:
+        while len(self.launched) > max_ahead:
             launched = self.launched.popleft()
             plan = launched.plan
             with _runner_failures():
-                results = launched.answers()
+                results = launched.wait_for_results()
             meter.times.execute_ns += meter.lap()
             if self.listener is not None:
                 self.listener.collect(launched.launches)
                 outputs += self._take_outbox()
-            outputs += self._judged(plan, self.scheduler.commit(plan, results))
+            outputs += self._with_judgements(plan, self.scheduler.commit(plan, results))
             self._end_streams_with_errors()
             plan.live = sum(not result.unfinished for result in results[: plan.live])
             plan.decode = [task for task, result in zip(plan.decode, results, strict=True) if not result.unfinished]
@@ -426,7 +425,7 @@ class EngineLoop:
                 self._rebuild.account(plan.rebuilt_positions, ns)
         return plan
 
-    def _judged(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:
+    def _with_judgements(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:
         """Add language and no-speech probability to the texts, if the model provides them. Returns the outputs."""
         if self.runner.judges_windows:
             slots = {task.stream: task.slot for task in plan.decode}
@@ -439,11 +438,12 @@ class EngineLoop:
         if self.announce is not None:
             self.announce(self.silence_skipper.on_gateway_count(targets))
 
-    def reached(self, name: str) -> int:
-        """Return the computed position of an open stream on its gateway's count; skipped silence counts as computed. An
-        upload whose speaker labels are late is not further than they are, so that its audio comes more slowly."""
-        stream, late = self.scheduler.streams[name], self._speakers.waiting_from(name)
-        computed = stream.computed if late is None else min(stream.computed, stream.clock.position_at(late))
+    def progress_of(self, name: str) -> int:
+        """Return the computed position of an open stream on its gateway's count; skipped silence counts as computed.
+        For an upload with late speaker labels it is at most the position of the labels, so that its gateway sends audio
+        more slowly."""
+        stream, labelled = self.scheduler.streams[name], self._speakers.waiting_from(name)
+        computed = stream.computed if labelled is None else min(stream.computed, stream.clock.position_at(labelled))
         return self.silence_skipper.gateway_count(name, computed)
 
     def _computed_until(self, name: str) -> int:
@@ -454,11 +454,12 @@ class EngineLoop:
     # Commands.
 
     def _open(self, message: Open, now: int) -> None:
-        asked = message.options
-        self._speakers.check(message.stream, asked)
-        if SPEAKERS in asked or REVISED in asked:
-            options = {name: value for name, value in asked.items() if name not in (SPEAKERS, REVISED)}
-            message = structs.replace(message, options=options)
+        options = message.options
+        self._speakers.check(message.stream, options)
+        if SPEAKERS in options or REVISED in options:
+            # The runner does not know these two.
+            for_runner = {name: value for name, value in options.items() if name not in (SPEAKERS, REVISED)}
+            message = structs.replace(message, options=for_runner)
         try:
             self.runner.check_open(message)
         except ValueError as error:
@@ -469,14 +470,14 @@ class EngineLoop:
         self.scheduler.admit(message)
         if self.listener is not None:
             self.listener.open(message)
-        self._questions.use(message.stream, message.turns)
-        self._speakers.open(message.stream, asked, message.live)
-        self.revisions.open(message.stream, asked, message.live)
+        self._questions.set_rule(message.stream, message.turns)
+        self._speakers.open(message.stream, options, message.live)
+        self.revisions.open(message.stream, options, message.live)
         if message.labels is not None:
             self._speakers.resume(message.stream, message.labels, message.labels_earlier)
         if message.state is not None:
             if self._states is None:
-                raise BadItem(message.stream, "this model does not go on from saved states; send its tokens instead")
+                raise BadItem(message.stream, "this model does not continue from saved states; send its tokens instead")
             self._states.resume(message, now)
         self._emit(Opened(message.stream))
 
@@ -509,7 +510,7 @@ class EngineLoop:
         self.silence_skipper.check_open(message.stream)
         if self.listener is not None:
             self.listener.change_turns(message.stream, message.turns)
-            self._questions.use(message.stream, message.turns)
+            self._questions.set_rule(message.stream, message.turns)
 
     def _finish(self, message: Finish, now: int) -> None:
         if self.listener is not None:
@@ -540,9 +541,9 @@ class EngineLoop:
         if self.listener is not None:
             self.listener.close(name)
         self._questions.close(name)
-        for held in (self.revisions.close(name), self._speakers.close(name)):
-            if held is not None:
-                self._emit(held)
+        for delayed_end in (self.revisions.close(name), self._speakers.close(name)):
+            if delayed_end is not None:
+                self._emit(delayed_end)
         if self._states is not None:
             self._states.forget(name)
 
@@ -550,8 +551,8 @@ class EngineLoop:
 
     def _end_failed_stream(self, name: str, error: Exception) -> None:
         """End the stream whose work raised an unexpected error; other streams continue."""
-        logger.error("stream %s ends because of an unexpected error; other streams go on", name, exc_info=error)
-        text = f"the engine failed on this stream ({type(error).__name__}); its log says why, other streams go on"
+        logger.error("stream %s ends because of an unexpected error; other streams continue", name, exc_info=error)
+        text = f"the engine failed on this stream ({type(error).__name__}); its log says why, other streams continue"
         self._in_doubt = True
         try:
             self.scheduler.fail(StreamFailed(name, text))
@@ -579,90 +580,3 @@ class EngineLoop:
         logger.error("the engine stops, and with it every stream", exc_info=error)
         why = str(error) if isinstance(error, EngineDead) else f"the engine failed: {type(error).__name__}: {error}"
         return self._message([*outputs, Dead(why)])
-
-
-class StreamStates:
-    """Saves the states of a loop's streams, and restores them. `end_failed` ends one stream with an error."""
-
-    def __init__(
-        self,
-        scheduler: Scheduler,
-        runner: Runner,
-        listener: Listener | None,
-        speakers: SpeakerTracks,
-        questions: TurnQuestions,
-        revisions: Revisions,
-        end_failed: Callable[[str, Exception], None],
-    ) -> None:
-        self._scheduler = scheduler
-        self._runner = runner
-        self._listener = listener
-        self._speakers = speakers
-        self._questions = questions
-        self._revisions = revisions
-        self._end_failed = end_failed
-        spec = scheduler.spec
-        self._quiet_positions = int(QUIET_SECONDS * spec.sample_rate / spec.samples_per_position)
-        # Per stream: tag of its last flush, and its position when its state was last saved.
-        self._tags: dict[str, int] = {}
-        self._taken_at: dict[str, int] = {}
-
-    def note_flush(self, message: Flush) -> None:
-        self._tags[message.stream] = message.tag
-
-    def resume(self, message: Open, now: int) -> None:
-        """Restore the state in the message into a stream that was just opened. Raises BadItem."""
-        state, name = message.state, message.stream
-        assert state is not None
-        if "speakers" in state.parts:
-            # First: the scheduler removes audio that only labels and turns need.
-            self._speakers.resume(name, state.parts["speakers"])
-            self._speakers.replay(name, message.items)
-        self._questions.resume(name, state.parts, message.items)
-        if "revisions" in state.parts:
-            self._revisions.resume(name, state.parts["revisions"], message.items)
-        self._scheduler.resume(message, now)
-        self._tags[name] = state.tag
-        self._taken_at[name] = state.position
-        if self._listener is not None:
-            self._listener.resume(name, state.parts)
-
-    def states_after_step(self, plan: StepPlan | None, outputs: Iterable[Output]) -> list[StreamState]:
-        """The states to send after a step: of streams that ran or had outputs, and now and then of quiet ones."""
-        streams = self._scheduler.streams
-        names = dict.fromkeys(task.stream for task in plan.decode) if plan is not None else {}
-        for output in outputs:
-            if isinstance(output, (Text, Flushed, Revised)):
-                names[output.stream] = None
-            elif isinstance(output, Speech) and output.stream in streams:
-                position = streams[output.stream].available
-                if position - self._taken_at.get(output.stream, 0) >= self._quiet_positions:
-                    names[output.stream] = None
-        states = []
-        for name in names:
-            if name in streams:
-                try:
-                    states.append(self._take(name))
-                except Exception as error:
-                    self._end_failed(name, error)
-        return states
-
-    def forget(self, name: str) -> None:
-        """The stream has ended. Does nothing if it is unknown."""
-        self._tags.pop(name, None)
-        self._taken_at.pop(name, None)
-
-    def _take(self, name: str) -> StreamState:
-        stream = self._scheduler.streams[name]
-        runner, audio_from = self._runner.save(stream.slot, stream.base, stream.computed)
-        parts = {"stream": stream.save(), "runner": runner}
-        if self._listener is not None:
-            parts |= self._listener.save(name)
-        labels, labels_from = self._speakers.save(name)
-        turns, turns_from = self._questions.save(name)
-        revisions, revised_from = self._revisions.save(name)
-        needed = [position for position in (labels_from, turns_from, revised_from) if position is not None]
-        audio_from = min(audio_from, stream.base, *needed)
-        self._taken_at[name] = stream.available
-        parts |= labels | turns | revisions
-        return StreamState(name, audio_from, stream.available, self._tags.get(name, 0), parts)

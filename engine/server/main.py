@@ -1,7 +1,7 @@
 """Main functions of the engine process: builds the loop from a configuration, warms it up, and serves gateways.
 
-A gateway starts it as a child process (`run_child`); `tickertape engine` and `EngineThread` call `run_engine` in their
-own process. Everything runs on the calling thread, which owns the model, until the engine is stopped or drained.
+A gateway starts an engine as a child process with `run_child`; `tickertape engine` and `EngineThread` call `run_engine`
+in their own process. The engine runs on the calling thread, which owns the model, until it is stopped or drained.
 """
 
 from __future__ import annotations
@@ -32,32 +32,10 @@ from engine.runner.load import load_detector, load_embedder, load_runner, load_t
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop, calm_collector, keep_freed_memory
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech_track import GateSettings
+from engine.server.speech_gate import GateSettings
 from engine.spec import ModelSpec
 from engine.weights.checkpoint import fingerprint
 from engine.weights.store import resolve
-
-# Building the loop: weights, runner, speech detection, limits.
-
-
-def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counter_ns) -> EngineLoop:
-    """Load the model and build the loop around it. Raises EngineError with a text that says what to change."""
-    path = resolve(config.model)
-    runner, limits = load_runner(path, config)
-    # Gateways compare fingerprints, so that engines with different weights under one name are not mixed.
-    embedder = load_embedder(runner, config)
-    turns = load_turns(runner, config)
-    options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turns is not None)
-    spec = replace(runner.spec, weights=fingerprint(path), options=options)
-    scheduler = Scheduler(spec, limits, runner.vocabulary)
-    # Windowed models invent words in silence, so a gate keeps it from them. Frame-synchronous models are trained with
-    # silence; only long silence is skipped, to save work.
-    gate = GateSettings() if runner.spec.rereads_window else None
-    cut = None if spec.rereads_window or not config.cut_silence_s else skip_settings(config.cut_silence_s)
-    return EngineLoop(scheduler, runner, load_detector(runner, limits.max_streams), gate, clock, cut, embedder, turns)
-
-
-# Running it. Slow first-time work happens here, before the first session.
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +44,24 @@ Build = Callable[[], EngineLoop]
 
 # Most streams of noise with which the cost of a step is measured at the start.
 MEASURED_STREAMS = 8
+
+
+def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counter_ns) -> EngineLoop:
+    """Load the model and build the loop around it. Raises EngineError with a text that says what to change."""
+    path = resolve(config.model)
+    runner, limits = load_runner(path, config)
+    embedder = load_embedder(runner, config)
+    turn_detector = load_turns(runner, config)
+    options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turn_detector is not None)
+    # Gateways compare fingerprints, so that engines with different weights under one name are not mixed.
+    spec = replace(runner.spec, weights=fingerprint(path), options=options)
+    scheduler = Scheduler(spec, limits, runner.vocabulary)
+    # Windowed models invent words in silence, so a gate keeps it from them. Frame-synchronous models are trained with
+    # silence; only long silence is skipped, to save work.
+    gate = GateSettings() if runner.spec.rereads_window else None
+    skipping = None if spec.rereads_window or not config.cut_silence_s else skip_settings(config.cut_silence_s)
+    detector = load_detector(runner, limits.max_streams)
+    return EngineLoop(scheduler, runner, detector, gate, clock, skipping, embedder, turn_detector)
 
 
 def run_engine(
@@ -138,23 +134,24 @@ def _noise(spec: ModelSpec, seed: int) -> list[messages.Item]:
 
 def run_child(address: str, build: Build, warm: bool, record_path: Path) -> None:
     """Main function of an engine process that a gateway starts; it ends when that gateway ends."""
-    asked_to_stop = threading.Event()
-    signal.signal(signal.SIGTERM, lambda *_: asked_to_stop.set())
+    stop_requested = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop_requested.set())
     # Ctrl-C and a closed terminal signal the whole process group; the gateway decides when its engine stops.
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
     set_up_logging(WITH_PROCESS)
-    threading.Thread(target=_stop_with_parent, args=(asked_to_stop,), daemon=True).start()
+    threading.Thread(target=_stop_with_parent, args=(stop_requested,), daemon=True).start()
     try:
-        run_engine(address, build, asked_to_stop.is_set, warm, CrashRecord.at(record_path))
+        run_engine(address, build, stop_requested.is_set, warm, CrashRecord.at(record_path))
     except EngineError as error:
         # The text says what to change; a stack trace does not help.
         logger.error("%s", error)
         raise SystemExit(1) from None
 
 
-def _stop_with_parent(asked_to_stop: threading.Event) -> None:
+def _stop_with_parent(stop_requested: threading.Event) -> None:
+    """Request a stop when the gateway's process has ended."""
     gateway = multiprocessing.parent_process()
     assert gateway is not None
     gateway.join()
-    asked_to_stop.set()
+    stop_requested.set()

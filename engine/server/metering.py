@@ -1,10 +1,10 @@
 """Measures the cost of steps (`StepMeter`), and derives the load, and the budgets of uploads and rebuilds, from it.
 
-A part of the engine loop. The load goes to the gateways, which compute capacity from it (`engine/client/pool.py`). The
-cost of a step has a fixed part and a part per stream (or position). Load alone does not tell how many more streams an
-engine can hold: a model that batches is always busy long before it is full, one that does not is full when it is busy.
-The two parts distinguish them. They come from least squares over the last steps with decreasing weights, so that old
-disturbances are forgotten.
+A part of the engine loop. The load is sent to the gateways, which compute capacity from it (`engine/client/pool.py`).
+The cost of a step has a fixed part and a part per stream (or position). Load alone does not tell how many more streams
+an engine can have: a model that batches is busy long before it is full, a model that does not batch is full when it is
+busy. The two parts distinguish these cases. They are estimated by least squares over the last steps, with weights that
+decrease with age, so that old disturbances are forgotten.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from engine.spec import ModelSpec
 
 # Steps needed for a measurement.
 ENOUGH_STEPS = 8
-# Steps are averaged over about this time. The weight of the newest step stays within these bounds.
-MEMORY_NS = 20e9
-LEAST_SHARE_OF_NEWEST, MOST_SHARE_OF_NEWEST = 1 / 256, 1 / ENOUGH_STEPS
+# Time over which steps are averaged, about. The weight of the newest step is kept within these bounds.
+AVERAGING_NS = 20e9
+MIN_NEWEST_WEIGHT, MAX_NEWEST_WEIGHT = 1 / 256, 1 / ENOUGH_STEPS
 # Until batches of different sizes have run, the fixed part cannot be separated, and all cost counts as per-stream cost.
 # At this variance of batch sizes, that assumption and the measured slope have equal weight.
-DOUBT = 0.05
+PRIOR_VARIANCE = 0.05
 # Lower bound of the cost per stream, as a share of the mean cost.
-LEAST_SHARE_OF_MEAN = 0.01
+MIN_SHARE_OF_MEAN = 0.01
 
 
 class StepCost:
@@ -33,21 +33,23 @@ class StepCost:
 
     def __init__(self) -> None:
         self._steps = 0
+        # When the last step was added.
         self._last_ns = 0
+        # Weighted averages: of the size, the time, the square of the size, and the product of size and time.
         self.mean_size = 0.0
         self._ns = self._size_squared = self._product = 0.0
 
     def add(self, size: int, ns: float, now_ns: int) -> float:
         """Add a step of this size that took `ns`. Returns the weight it has in the averages."""
         self._steps += 1
-        since_last = (now_ns - self._last_ns) / MEMORY_NS
+        since_last = (now_ns - self._last_ns) / AVERAGING_NS
         self._last_ns = now_ns
-        share = max(1 / self._steps, min(max(LEAST_SHARE_OF_NEWEST, since_last), MOST_SHARE_OF_NEWEST))
-        self.mean_size += share * (size - self.mean_size)
-        self._ns += share * (ns - self._ns)
-        self._size_squared += share * (size * size - self._size_squared)
-        self._product += share * (size * ns - self._product)
-        return share
+        weight = max(1 / self._steps, min(max(MIN_NEWEST_WEIGHT, since_last), MAX_NEWEST_WEIGHT))
+        self.mean_size += weight * (size - self.mean_size)
+        self._ns += weight * (ns - self._ns)
+        self._size_squared += weight * (size * size - self._size_squared)
+        self._product += weight * (size * ns - self._product)
+        return weight
 
     def parts(self) -> tuple[float, float] | None:
         """Return the nanoseconds of the fixed part and per unit of size; None while too little has been measured."""
@@ -56,9 +58,9 @@ class StepCost:
         mean = self._ns / self.mean_size
         variance = max(0.0, self._size_squared - self.mean_size * self.mean_size)
         covariance = self._product - self.mean_size * self._ns
-        slope = (covariance + DOUBT * mean) / (variance + DOUBT)
-        each = min(max(slope, LEAST_SHARE_OF_MEAN * mean), mean)
-        return self._ns - each * self.mean_size, each
+        slope = (covariance + PRIOR_VARIANCE * mean) / (variance + PRIOR_VARIANCE)
+        per_unit = min(max(slope, MIN_SHARE_OF_MEAN * mean), mean)
+        return self._ns - per_unit * self.mean_size, per_unit
 
 
 class LiveCost:
@@ -168,14 +170,14 @@ class StepMeter:
         live_ns = ns * _live_part(plan, read)
         times.live_ns += live_ns
         # Streams without new positions cost almost nothing: their text was ready.
-        heard = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
-        if heard and not plan.rebuilt_positions:
-            self.live_cost.add(len(heard), live_ns, sum(heard) * self._position_ns, self.mark)
+        computed = [task.end - task.start for task in plan.decode[: plan.live] if task.end > task.start]
+        if computed and not plan.rebuilt_positions:
+            self.live_cost.add(len(computed), live_ns, sum(computed) * self._position_ns, self.mark)
         return ns
 
-    def end(self, live_share_heard: float) -> None:
-        """The step is over. `live_share_heard` is the share of speech detection that was for live streams."""
-        self.times.live_speech_ns = self.times.speech_ns * live_share_heard
+    def end(self, live_detection_share: float) -> None:
+        """The step is over. `live_detection_share` is the share of speech detection that was for live streams."""
+        self.times.live_speech_ns = self.times.speech_ns * live_detection_share
         self.times.live_ns += self.times.live_speech_ns
         self.totals.add(self.times)
 
@@ -188,19 +190,19 @@ def _live_part(plan: StepPlan, read: int) -> float:
     return sum(task.end - task.base for task in plan.decode[:live]) / read
 
 
-# Budgets of uploads and rebuilds.
-
 # Time for uploads in a step, as a share of the duration of a stride.
 SHARE_OF_STRIDE = 0.1
-# The same for a step that rebuilds streams: while most live streams are on time, and while most are being rebuilt. And
-# the fewest positions of such a step.
-SHARE_FOR_REBUILDING, SHARE_FOR_MOST = 0.25, 0.5
-LEAST_REBUILD_POSITIONS = 256
+# Time for a step that rebuilds streams, as a share of the duration of a stride: while most live streams are on time,
+# and while most are being rebuilt.
+REBUILD_SHARE, MAJORITY_REBUILD_SHARE = 0.25, 0.5
+# Such a step rebuilds at least this many positions.
+MIN_REBUILD_POSITIONS = 256
 # Rebuilding steps before a step of other streams while no stream is on time.
 REBUILDS_AHEAD = 2
 # Positions per recovering stream in a rebuilding step while no stream is on time.
 POSITIONS_A_STREAM = 16
-# One step in this many gets twice the positions: steps of equal size do not show the cost of a position.
+# One step in this many gets twice the positions, because the cost of a position cannot be measured from steps of equal
+# size.
 PROBE_EVERY = 16
 
 
@@ -223,11 +225,11 @@ class RebuildBudget:
     def __init__(self, scheduler: Scheduler) -> None:
         spec = scheduler.spec
         self._scheduler = scheduler
-        self._most = scheduler.limits.rebuild_positions
+        self._max_positions = scheduler.limits.rebuild_positions
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
         # Measured nanoseconds per position. The initial value keeps the first step small.
-        self._position_ns = SHARE_FOR_REBUILDING * self._stride_ns / LEAST_REBUILD_POSITIONS
-        # Steps that rebuilt since the last one that did not.
+        self._position_ns = REBUILD_SHARE * self._stride_ns / MIN_REBUILD_POSITIONS
+        # Consecutive steps that rebuilt streams.
         self._steps = REBUILDS_AHEAD
 
     def positions(self) -> int:
@@ -236,7 +238,7 @@ class RebuildBudget:
         if not scheduler.rebuild_waits:
             self._steps = REBUILDS_AHEAD
             return 0
-        if scheduler.others_wait and self._steps >= (1 if scheduler.on_time else REBUILDS_AHEAD):
+        if scheduler.others_wait and self._steps >= (1 if scheduler.on_time_count else REBUILDS_AHEAD):
             self._steps = 0
             return 0
         self._steps += 1
@@ -244,7 +246,7 @@ class RebuildBudget:
 
     @property
     def room(self) -> int:
-        """Positions of replayed audio that the engine should take in now, so that two steps have enough to rebuild."""
+        """Positions of replayed audio that the engine should receive now, so that two steps have enough to rebuild."""
         scheduler = self._scheduler
         return max(0, 2 * self._limit - scheduler.rebuild_backlog) if scheduler.rebuilding else 0
 
@@ -252,26 +254,28 @@ class RebuildBudget:
     def _limit(self) -> int:
         """Most positions of a step that rebuilds."""
         scheduler = self._scheduler
-        on_time = scheduler.on_time
+        on_time = scheduler.on_time_count
         if not on_time:
             # With few streams smaller steps: else all of them would be ready only at the end.
-            return min(self._most, max(self._most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
-        share = SHARE_FOR_REBUILDING if on_time >= len(scheduler.rebuilding) else SHARE_FOR_MOST
-        return min(self._most, max(LEAST_REBUILD_POSITIONS, int(share * self._stride_ns / self._position_ns)))
+            most = self._max_positions
+            return min(most, max(most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
+        share = REBUILD_SHARE if on_time >= len(scheduler.rebuilding) else MAJORITY_REBUILD_SHARE
+        return min(self._max_positions, max(MIN_REBUILD_POSITIONS, int(share * self._stride_ns / self._position_ns)))
 
     def account(self, rebuilt: int, ns: int) -> None:
         """Record a step that rebuilt this many positions in `ns`. An outlier, such as a step that loaded a kernel,
         changes the estimate by a bounded factor."""
-        if rebuilt >= LEAST_REBUILD_POSITIONS // 2:
-            found = min(max(ns / rebuilt, 0.5 * self._position_ns), 2.0 * self._position_ns)
-            self._position_ns += 0.5 * (found - self._position_ns)
+        if rebuilt >= MIN_REBUILD_POSITIONS // 2:
+            measured = min(max(ns / rebuilt, 0.5 * self._position_ns), 2.0 * self._position_ns)
+            self._position_ns += 0.5 * (measured - self._position_ns)
 
 
 class UploadBudget:
     """Decides how much of the next step uploads get, so that live streams do not wait for them.
 
     A step is not interrupted for live audio that arrives meanwhile, so uploads get a small share of a stride's time.
-    Live streams whose encoder is rebuilt before they go on count as uploads here; the runner takes them first.
+    Live streams whose encoder state is rebuilt before they continue count as uploads here; the runner computes them
+    first.
 
     - A runner that can pause uploads works on them until the time is up, and continues in a later step. Live streams
       have steps of their own, so their words do not wait for uploads. When live streams always wait, one piece of
@@ -286,7 +290,7 @@ class UploadBudget:
         self._pauses = pauses
         self._clock = clock
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
-        self._least_positions = spec.window_for(live=False) if spec.rereads_window else 1
+        self._min_positions = spec.window_for(live=False) if spec.rereads_window else 1
         self._position_cost = position_cost
         self._upload_is_next = False
         self._stop_at = 0
@@ -295,7 +299,7 @@ class UploadBudget:
     def shares(self) -> Shares:
         """Return the shares of the step that is about to be planned."""
         scheduler = self._scheduler
-        # Live streams do not wait for what else is in their step.
+        # 0: the time is up at once, so live streams do not wait for other work in their step.
         self._stop_at = 0
         if not scheduler.uploads_wait:
             return Shares()
@@ -305,11 +309,12 @@ class UploadBudget:
             self._upload_is_next = True
             return Shares(upload_positions=0)
         self._upload_is_next = False
-        patience = 0.0 if scheduler.live_waits else SHARE_OF_STRIDE * self._stride_ns
-        self._stop_at = self._clock() + int(patience)
+        duration_ns = 0.0 if scheduler.live_waits else SHARE_OF_STRIDE * self._stride_ns
+        self._stop_at = self._clock() + int(duration_ns)
         return Shares(live=False)
 
     def time_is_up(self) -> bool:
+        """Whether the runner must stop the work on uploads in this step."""
         return self._clock() >= self._stop_at
 
     def _positions(self) -> int | None:
@@ -317,6 +322,6 @@ class UploadBudget:
             return None
         parts = self._position_cost.parts()
         fitting = 0 if parts is None else int(SHARE_OF_STRIDE * self._stride_ns / parts[1])
-        bound = max(fitting, self._least_positions)
+        bound = max(fitting, self._min_positions)
         self._bounded_steps += 1
         return 2 * bound if self._bounded_steps % PROBE_EVERY == 0 else bound

@@ -27,7 +27,7 @@ from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamFinished
 from engine.messages import SKIPPED, Finish, Flush, Item, Open, Output, Text
 from engine.server.speech import Target
-from engine.server.speech_track import GateSettings, SpeechGate
+from engine.server.speech_gate import GateSettings, SpeechGate
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
@@ -67,7 +67,7 @@ class SkippingStream:
         if gate is not None:
             # The last word before a pause comes out this much later; the audio until then must not be skipped.
             delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
-            least = (spec.said_positions_for(delay) + 2) * self._rate
+            least = (spec.pause_positions_for(delay) + 2) * self._rate
             gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, least))
         self.gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False
@@ -107,7 +107,7 @@ class SkippingStream:
         """Whether a flush or the end of the stream waits."""
         return bool(self._marks)
 
-    def heard(self, sample: int, frame_samples: int) -> None:
+    def on_track(self, sample: int, frame_samples: int) -> None:
         """The speech track has heard the audio up to this sample, in frames of this length."""
         self._judged = sample
         self._frame = min(self._frame, frame_samples) or frame_samples
@@ -285,7 +285,7 @@ class SilenceSkipper:
 
     def check_open(self, name: str) -> None:
         """Raises StreamError if the stream takes no more audio or flushes."""
-        self._scheduler.open_stream(name)
+        self._scheduler.require_open(name)
         stream = self._streams.get(name)
         if stream is not None and stream.finished:
             raise StreamFinished(name, "was finished; open a new stream for more audio")
@@ -343,12 +343,12 @@ class SilenceSkipper:
             return False
         return not is_silence or stream.is_marked
 
-    def heard(self, name: str, sample: int, frame_samples: int) -> None:
+    def on_track(self, name: str, sample: int, frame_samples: int) -> None:
         """The stream's speech track has heard the audio up to this sample: release what it can. Raises StreamError."""
         stream = self._streams.get(name)
         if stream is None or stream.gate is None or name not in self._scheduler.streams:
             return
-        stream.heard(sample, frame_samples)
+        stream.on_track(sample, frame_samples)
         if not stream.all_waits:
             self._pass_on(name, stream)
 
@@ -392,4 +392,4 @@ class SilenceSkipper:
             return
         skipping.forget_before(stream.computed)
         if skipping.unreported >= REPORT_AFTER_TOKENS and stream.computed == stream.available:
-            self._emit(stream.text.report())
+            self._emit(stream.text.unsent_tokens())

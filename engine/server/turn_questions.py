@@ -1,14 +1,15 @@
-"""Asks the turn detector in the pauses of streams whose rule wants it, and sends its answers with the events of speech.
+"""Asks the turn detector in the pauses of streams whose turn rule has questions, and puts the answers into the events.
 
 A part of the engine loop; the detector itself computes on other threads (`engine/runner/background.py`). The speech
-track says when to ask (`TurnScored` without an answer). No stream waits for an answer; only the `Speech` message with
-the question, and those after it, are held until the answer is in them. So the gateway gets every answer at its sample,
-in order with the other events, and what it decides depends on the audio and the text alone. The wait is bounded by
-audio and not by time: an answer that is not there after `WAIT_MESSAGES` more messages of the stream is left out for
-good, and so is one that is open when the client ends the turn or the stream. (Messages and not samples: after a rebuild
-one message has the audio of many seconds.)
+track decides when to ask: it adds a `TurnScored` without an answer to the events of a `Speech` message. The computation
+of words never waits for an answer. Only the `Speech` message with the question, and later `Speech` messages of the
+stream, are delayed until the answer is in them. So the gateway gets every answer at its sample, in order with the other
+events, and its decisions depend on the audio and the text alone.
 
-Messages that are held belong to the state of a stream: another engine asks again.
+The delay is bounded by audio and not by time: if an answer has not come after `WAIT_MESSAGES` more messages of the
+stream, or when the client ends the turn or the stream, the message is sent without it. (The bound is in messages and
+not in samples, because after a rebuild one message has the audio of many seconds.) Delayed messages are part of a
+stream's saved state: another engine asks again.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from engine.runner.base import TurnDetector
 from engine.server.recent_audio import RecentAudio
 from engine.spec import ModelSpec
 
-# Messages of a stream for which an answer is waited for: 0.8 s of a live stream. The turn detector needs about 0.1 s;
-# on a machine that has no time for it, text and silence end turns.
+# Messages of a stream after which an answer is given up: 0.8 s of a live stream. The turn detector needs about 0.1 s;
+# on an overloaded machine, text and silence end turns.
 WAIT_MESSAGES = 10
 
 
 class AskedAudio(ABC):
-    """The audio of one stream, about which a turn detector is asked."""
+    """Access to the audio of one stream for questions to the turn detector."""
 
     # The detector judges this much audio before a question.
     window_samples: int
@@ -61,7 +62,7 @@ class AskedAudio(ABC):
 
 
 class KeptAudio(AskedAudio):
-    """Audio that is kept here, for a detector on threads of this process."""
+    """Audio that is kept in this process, for a detector on its threads."""
 
     def __init__(self, spec: ModelSpec, detector: TurnDetector) -> None:
         self._spec = spec
@@ -89,8 +90,8 @@ class KeptAudio(AskedAudio):
 
 
 @dataclass(slots=True)
-class KeptBack:
-    """A message whose questions are not all answered, with the answers to come."""
+class DelayedSpeech:
+    """A message that waits for answers, with its questions."""
 
     speech: Speech
     open: list[tuple[TurnScored, Future[float]]] = field(default_factory=list)
@@ -101,22 +102,22 @@ class KeptBack:
 
 
 class StreamQuestions:
-    """The questions of one stream. Without audio, because there is no detector, they have no answers."""
+    """The questions of one stream. `audio` is None if there is no detector; then questions are sent without answers."""
 
     def __init__(self, audio: AskedAudio | None) -> None:
         self._audio = audio
-        self._kept: deque[KeptBack] = deque()
+        self._delayed: deque[DelayedSpeech] = deque()
         # Tags of flushes at which the client has ended the turn.
-        self.ends: set[int] = set()
+        self.turn_ends: set[int] = set()
 
     def __len__(self) -> int:
-        """Messages that are kept back."""
-        return len(self._kept)
+        """Number of delayed messages."""
+        return len(self._delayed)
 
     @property
-    def has_news(self) -> bool:
-        """Whether a message can be sent now."""
-        return bool(self._kept) and self._kept[0].is_answered
+    def has_answered(self) -> bool:
+        """Whether a delayed message can be sent now."""
+        return bool(self._delayed) and self._delayed[0].is_answered
 
     @property
     def position(self) -> int | None:
@@ -127,67 +128,70 @@ class StreamQuestions:
         if self._audio is not None:
             self._audio.add(items)
 
-    def take(self, speech: Speech) -> list[Speech]:
-        """The next message of the stream: returns the messages that can be sent now."""
-        if self._kept or speech.events:
-            self._kept.append(self._ask(speech))
-            self._drop_open(len(self._kept) - WAIT_MESSAGES)
-            ready = self.answered()
+    def add(self, speech: Speech) -> list[Speech]:
+        """Add the next message of the stream; returns the messages that can be sent now."""
+        if self._delayed or speech.events:
+            self._delayed.append(self._ask(speech))
+            self._give_up_questions(len(self._delayed) - WAIT_MESSAGES)
+            ready = self.take_answered()
         else:
             ready = [speech]
         if self._audio is not None:
-            # Another engine asks about what is kept back again.
-            asked = (event.sample for kept in self._kept for event, _ in kept.open)
-            needed = min([speech.end, *asked]) if self._kept else speech.end
+            # Another engine would ask the open questions again, so their audio is still needed.
+            asked = (event.sample for delayed in self._delayed for event, _ in delayed.open)
+            needed = min([speech.end, *asked]) if self._delayed else speech.end
             self._audio.drop_before(needed - self._audio.window_samples)
         return ready
 
-    def answered(self) -> list[Speech]:
-        """The messages whose questions have been answered since."""
-        found = []
-        while self.has_news:
-            kept = self._kept.popleft()
-            for event, answer in kept.open:
+    def take_answered(self) -> list[Speech]:
+        """Return and remove the delayed messages that can be sent now."""
+        ready = []
+        while self.has_answered:
+            delayed = self._delayed.popleft()
+            for event, answer in delayed.open:
                 event.probability = _probability(answer)
-            found.append(kept.speech)
-        return found
+            ready.append(delayed.speech)
+        return ready
 
-    def give_up(self) -> list[Speech]:
-        """All messages that were kept back, with the answers that have come."""
-        self._drop_open(len(self._kept))
-        return self.answered()
+    def take_all(self) -> list[Speech]:
+        """Return and remove all delayed messages, with the answers that have come."""
+        self._give_up_questions(len(self._delayed))
+        return self.take_answered()
 
     def close(self) -> None:
-        self._drop_open(len(self._kept))
+        self._give_up_questions(len(self._delayed))
         if self._audio is not None:
             self._audio.close()
 
     def save(self) -> Saved:
-        """The messages that are kept back, as plain data."""
-        return {"kept": [msgspec.to_builtins(kept.speech) for kept in self._kept]}
+        """The delayed messages, as plain data."""
+        return {"kept": [msgspec.to_builtins(delayed.speech) for delayed in self._delayed]}
 
     def resume(self, name: str, saved: Saved, items: Sequence[Item]) -> None:
         """Continue from a saved state, perhaps of an engine on which the stream had another name; `items` are the audio
         from the state's position on."""
         self.add_audio(items)
-        for kept in saved["kept"]:
-            speech = msgspec.convert(kept, Speech)
+        for message in saved["kept"]:
+            speech = msgspec.convert(message, Speech)
             speech.stream = name
-            self._kept.append(self._ask(speech))
+            self._delayed.append(self._ask(speech))
 
-    def _ask(self, speech: Speech) -> KeptBack:
-        kept = KeptBack(speech)
+    def _ask(self, speech: Speech) -> DelayedSpeech:
+        """Ask the questions of a message."""
+        delayed = DelayedSpeech(speech)
         for event in speech.events:
             if isinstance(event, TurnScored) and self._audio is not None:
-                kept.open.append((event, self._audio.ask(event.sample)))
-        return kept
+                delayed.open.append((event, self._audio.ask(event.sample)))
+        return delayed
 
-    def _drop_open(self, count: int) -> None:
-        """In the oldest messages, leave out the answers that have not come."""
-        for kept in islice(self._kept, max(0, count)):
-            for _, answer in kept.open:
+    def _give_up_questions(self, count: int) -> None:
+        """Cancel the unanswered questions of the `count` oldest messages."""
+        for delayed in islice(self._delayed, max(0, count)):
+            for _, answer in delayed.open:
                 answer.cancel()
-            kept.open = [(event, answer) for event, answer in kept.open if answer.done() and not answer.cancelled()]
+            delayed.open = [
+                (event, answer) for event, answer in delayed.open if answer.done() and not answer.cancelled()
+            ]
 
 
 def _probability(answer: Future[float]) -> float | None:
@@ -195,17 +199,17 @@ def _probability(answer: Future[float]) -> float | None:
 
 
 class TurnQuestions:
-    """The questions of all streams with a rule that asks. `audio_of` makes the audio of the stream with a name; None if
-    there is no turn detector."""
+    """The questions of all streams whose turn rule has questions. `audio_of` makes the `AskedAudio` of a stream; None
+    if there is no turn detector."""
 
     def __init__(self, audio_of: Callable[[str], AskedAudio | None]) -> None:
         self._audio_of = audio_of
         self._streams: dict[str, StreamQuestions] = {}
-        # The streams of them that keep messages back.
+        # Those of them with delayed messages.
         self._waiting: dict[str, StreamQuestions] = {}
 
-    def use(self, name: str, rule: TurnRule | None) -> None:
-        """The stream has this rule from now on. Once it has asked, its audio is kept until it ends."""
+    def set_rule(self, name: str, rule: TurnRule | None) -> None:
+        """The stream has this turn rule from now on. If it has questions, the stream's audio is kept until its end."""
         if rule is not None and rule.questions and name not in self._streams:
             self._add(name)
 
@@ -221,26 +225,26 @@ class TurnQuestions:
         if stream is not None:
             stream.add_audio(items)
 
-    def take(self, speech: Speech) -> list[Speech]:
-        """The next message of a stream: returns its messages that can be sent now."""
+    def add(self, speech: Speech) -> list[Speech]:
+        """Add the next message of a stream; returns its messages that can be sent now."""
         stream = self._streams.get(speech.stream)
         if stream is None:
             return [speech]
-        ready = stream.take(speech)
+        ready = stream.add(speech)
         if len(stream):
             self._waiting[speech.stream] = stream
         return ready
 
     def end_at(self, name: str, tag: int) -> None:
-        """The client has ended the turn with this flush: its answer does not wait for the turn detector."""
+        """The client has ended the turn with this flush: `Flushed` does not wait for the turn detector."""
         stream = self._streams.get(name)
         if stream is not None:
-            stream.ends.add(tag)
+            stream.turn_ends.add(tag)
 
     @property
-    def has_news(self) -> bool:
-        """Whether a step would bring answers."""
-        return any(stream.has_news for stream in self._waiting.values())
+    def has_answered(self) -> bool:
+        """Whether a delayed message can be sent with the next step."""
+        return any(stream.has_answered for stream in self._waiting.values())
 
     @property
     def is_waiting(self) -> bool:
@@ -248,24 +252,24 @@ class TurnQuestions:
         return bool(self._waiting)
 
     @property
-    def kept_back(self) -> int:
-        """Messages that wait for answers."""
+    def delayed_count(self) -> int:
+        """Number of delayed messages."""
         return sum(map(len, self._streams.values()))
 
     def add_answered(self, outputs: list[Output]) -> None:
-        """Add the messages that can be sent now to the outputs of a step: if the client has ended the turn or the
-        stream, all of them, before the answer to that."""
+        """Add the delayed messages that can be sent now to the outputs of a step. If the client has ended the turn or
+        the stream, all delayed messages are added, before the `Flushed` or `Closed` that answers it."""
         if not self._streams:
             return
         for output in [one for one in outputs if isinstance(one, Closed | Flushed) and one.stream in self._streams]:
             stream = self._streams[output.stream]
-            ends = {tag for tag in stream.ends if isinstance(output, Flushed) and tag <= output.tag}
-            stream.ends -= ends
+            ends = {tag for tag in stream.turn_ends if isinstance(output, Flushed) and tag <= output.tag}
+            stream.turn_ends -= ends
             if ends or isinstance(output, Closed):
-                place = outputs.index(output)
-                outputs[place:place] = stream.give_up()
+                index = outputs.index(output)
+                outputs[index:index] = stream.take_all()
         for name, stream in list(self._waiting.items()):
-            outputs += stream.answered()
+            outputs += stream.take_answered()
             if not len(stream):
                 del self._waiting[name]
 

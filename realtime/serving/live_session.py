@@ -441,7 +441,7 @@ class StreamRunner:
                 delay_positions=delay,
                 options=options,
                 turns=self._turn_rule,
-                track=self.session.speech_track.later(-base) if heard else None,
+                track=self.session.speech_track.shifted(-base) if heard else None,
                 heard_until=max(0, heard - base),
                 labels=self.session.label_state(base) if settings.labels_speakers else None,
             )

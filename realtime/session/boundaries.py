@@ -23,7 +23,17 @@ from dataclasses import dataclass
 from msgspec.structs import replace
 
 from engine import messages
-from engine.end_of_turn import EAGERNESS, FINISHED_MS, LEAST_MS, Ask, EagerEnd, Eagerness, End, Judge, Pause
+from engine.end_of_turn import (
+    EAGERNESS,
+    FINISHED_MS,
+    MIN_SILENCE_MS,
+    AskDetector,
+    EagerEnd,
+    Eagerness,
+    End,
+    Judge,
+    Pause,
+)
 from engine.messages import Phase, SpeechEvent, TrackState, TurnRule
 from realtime.session.events import (
     Cleared,
@@ -58,7 +68,7 @@ def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = 
     """The rule for the engine's speech track. `learnt`: the engine has a turn detector.
 
     Without semantic detection the track ends speech after the silence that ends a turn. With it, speech ends after
-    `LEAST_MS`, or after `PROBE_MS` without a turn detector; `PauseWatch` then decides whether the turn has ended.
+    `MIN_SILENCE_MS`, or after `PROBE_MS` without a turn detector; `PauseWatch` then decides whether the turn has ended.
     """
     if detection is None:
         return None
@@ -66,7 +76,7 @@ def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = 
     silence_ms = detection.silence_duration_ms
     if detection.judges_pauses:
         questions = _eagerness(detection).questions(sample_rate) if learnt else ()
-        silence_ms = LEAST_MS if learnt else PROBE_MS
+        silence_ms = MIN_SILENCE_MS if learnt else PROBE_MS
     min_speech, silence = (duration * sample_rate // 1000 for duration in (MIN_SPEECH_MS, silence_ms))
     return TurnRule(detection.threshold, min_speech, silence, questions)
 
@@ -95,7 +105,7 @@ class PauseWatch:
     """
 
     def __init__(self, eagerness: Eagerness, sample_rate: int, learnt: bool) -> None:
-        self._judge = Judge(eagerness, sample_rate, learnt=learnt)
+        self._judge = Judge(eagerness, sample_rate, has_detector=learnt)
         self._pause: Pause | None = None
         # Answers in this pause, by the number of the question.
         self._scores: dict[int, float | None] = {}
@@ -137,14 +147,14 @@ class PauseWatch:
         if self._pause is None:
             return []
         found: list[EagerEnd | End | Scored] = []
-        pause = self._judge.hear_words(self._pause, text)
+        pause = self._judge.with_words(self._pause, text)
         while True:
             pause, signs = self._judge.advance(pause, sample)
-            found += [sign for sign in signs if not isinstance(sign, Ask)]
+            found += [sign for sign in signs if not isinstance(sign, AskDetector)]
             if not pause.asked:
                 break
             answer = self._scores.pop(pause.answers, None)
-            pause = self._judge.hear_answer(pause, answer)
+            pause = self._judge.with_answer(pause, answer)
             if answer is not None:
                 found.append(Scored(pause.now, self._judge.confidence(pause, pause.now)))
         self._pause = pause
@@ -157,7 +167,7 @@ def _eagerness(detection: TurnDetection) -> Eagerness:
 
 def _plain_silence(silence_ms: int) -> Eagerness:
     """Silence of this length ends a turn, whatever the words are."""
-    return Eagerness(0.5, max(silence_ms, LEAST_MS), None, silence_ms, silence_ms)
+    return Eagerness(0.5, max(silence_ms, MIN_SILENCE_MS), None, silence_ms, silence_ms)
 
 
 # Length of a pause after which the engine is flushed.
@@ -339,7 +349,7 @@ class Boundaries:
         least_ms = detection.silence_duration_ms
         if detection.judges_pauses:
             by_score = self._learnt or detection.scored is not None
-            least_ms = LEAST_MS if by_score else FINISHED_MS[detection.eagerness]
+            least_ms = MIN_SILENCE_MS if by_score else FINISHED_MS[detection.eagerness]
         return unjudged <= 0 or silent_ms < least_ms
 
     @property

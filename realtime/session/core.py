@@ -429,7 +429,7 @@ class Session:
     def _speech(self, event: messages.Speech, now: float) -> None:
         if self._engine_start:
             event = _copy(event)
-            event.later(self._engine_start)
+            event.shift(self._engine_start)
         self._hear(event, now)
 
     def _hear(self, speech: messages.Speech, now: float) -> None:

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
-from engine.logs import MOST_LINES, LimitedHandler, LineFormatter
+from engine.logs import MAX_LINES, LineFormatter, RateLimitedHandler
 from realtime.serving.uvicorn_protocols import MAX_HEADER_CHARACTERS, clean_headers, header_text
 from tests.e2e.conftest import Running, Serve
 from tests.realtime.gateway_doubles import ENGLISH, tone
@@ -61,7 +61,7 @@ def in_url(text: str) -> str:
 def log() -> Iterator[io.StringIO]:
     """The log as `tickertape serve` writes it, at its most talkative level."""
     stream = io.StringIO()
-    handler = LimitedHandler(stream)
+    handler = RateLimitedHandler(stream)
     handler.setFormatter(LineFormatter(FORMAT))
     root = logging.getLogger()
     level = root.level
@@ -250,7 +250,7 @@ async def test_a_client_cannot_flood_the_log(serve: Serve, log: io.StringIO) -> 
         while updated < 300:
             updated += json.loads(await socket.recv())["type"] == "session.updated"
         lines = log.getvalue().splitlines()
-        assert len(lines) == MOST_LINES and "the model does not support prompt" in lines[0]
+        assert len(lines) == MAX_LINES and "the model does not support prompt" in lines[0]
 
 
 @settings(deadline=None)

@@ -14,20 +14,20 @@ from engine.end_of_turn import (
     ANSWER_MS,
     EAGERNESS,
     FINISHED_MS,
-    LEAST_MS,
-    MOST_QUESTIONS,
+    MAX_QUESTIONS,
+    MIN_SILENCE_MS,
     UNFINISHED_MS,
-    Ask,
+    AskDetector,
+    Decision,
     EagerEnd,
     Eagerness,
     End,
     Judge,
     Pause,
-    Sign,
-    Words,
+    WordEvidence,
     ends_sentence,
+    evidence_of,
     numeric_eagerness,
-    tell,
 )
 from realtime.session import words as session_words
 
@@ -41,7 +41,7 @@ def ms(milliseconds: float) -> int:
 
 def play(
     judge: Judge, text: str, answers: list[float | None], stops: list[int], later: tuple[int, str] | None = None
-) -> list[Sign]:
+) -> list[Decision]:
     """A pause whose silence is told in pieces that end at `stops`; `later`: text that arrives at this sample."""
     pause, signs = judge.begin(FELL, text), []
     left = list(answers)
@@ -52,34 +52,34 @@ def play(
             signs += found
             if not pause.asked:
                 break
-            pause = judge.hear_answer(pause, left.pop(0) if left else None)
+            pause = judge.with_answer(pause, left.pop(0) if left else None)
         if later is not None and stop == later[0]:
-            pause = judge.hear_words(pause, later[1])
+            pause = judge.with_words(pause, later[1])
     return signs
 
 
-# Words
+# WordEvidence
 
 
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("", Words.NONE),
-        ("  ", Words.NONE),
-        ("I think so.", Words.FINISHED),
-        ('He said "yes."', Words.FINISHED),
-        ("Is it open?", Words.FINISHED),
-        ("And then...", Words.UNFINISHED),
-        ("apples, bananas,", Words.UNFINISHED),
-        ("I want to go to the", Words.UNFINISHED),
-        ("I was thinking, um.", Words.UNFINISHED),
-        ("four one five", Words.OPEN),
-        ("Das ist gut。", Words.FINISHED),
-        ("wir gehen dann,", Words.UNFINISHED),
+        ("", WordEvidence.NONE),
+        ("  ", WordEvidence.NONE),
+        ("I think so.", WordEvidence.FINISHED),
+        ('He said "yes."', WordEvidence.FINISHED),
+        ("Is it open?", WordEvidence.FINISHED),
+        ("And then...", WordEvidence.UNFINISHED),
+        ("apples, bananas,", WordEvidence.UNFINISHED),
+        ("I want to go to the", WordEvidence.UNFINISHED),
+        ("I was thinking, um.", WordEvidence.UNFINISHED),
+        ("four one five", WordEvidence.OPEN),
+        ("Das ist gut。", WordEvidence.FINISHED),
+        ("wir gehen dann,", WordEvidence.UNFINISHED),
     ],
 )
-def test_what_words_tell(text: str, told: Words) -> None:
-    assert tell(text) is told
+def test_what_words_tell(text: str, told: WordEvidence) -> None:
+    assert evidence_of(text) is told
 
 
 @given(st.text(alphabet="ab .?!…,\"'", max_size=12))
@@ -91,12 +91,12 @@ def test_a_sentence_ends_as_sessions_see_it(text: str) -> None:
 
 
 def test_the_detector_is_asked_three_times_in_a_pause() -> None:
-    judge = Judge(EAGERNESS["low"], RATE, learnt=True)
+    judge = Judge(EAGERNESS["low"], RATE, has_detector=True)
     signs = play(judge, "I want to go to the", [0.01] * 3, [ms(20_000)])
-    asked = [sign.sample for sign in signs if isinstance(sign, Ask)]
+    asked = [sign.sample for sign in signs if isinstance(sign, AskDetector)]
     assert asked == [FELL + samples for samples in EAGERNESS["low"].questions(RATE)]
     assert [after - before for before, after in pairwise(asked)] == [6400, 6400]
-    assert MOST_QUESTIONS == len(asked) == 3
+    assert MAX_QUESTIONS == len(asked) == 3
     assert isinstance(signs[-1], End)
 
 
@@ -107,11 +107,11 @@ SETTINGS = [*EAGERNESS.values(), numeric_eagerness(), numeric_eagerness(0.9, 0.4
 def test_no_answer_could_have_ended_the_turn_before_the_first_question(eagerness: Eagerness) -> None:
     """A judge that is given the surest answer at once ends no earlier; and the answer comes in time."""
     rule = eagerness if eagerness.eager is None else replace(eagerness, threshold=eagerness.eager, eager=None)
-    judge, first = Judge(rule, RATE, learnt=True), FELL + eagerness.questions(RATE)[0]
-    surest = Pause(FELL, FELL, Words.FINISHED, probability=1.0, answers=MOST_QUESTIONS)
+    judge, first = Judge(rule, RATE, has_detector=True), FELL + eagerness.questions(RATE)[0]
+    surest = Pause(FELL, FELL, WordEvidence.FINISHED, probability=1.0, answers=MAX_QUESTIONS)
     _, signs = judge.advance(surest, ms(30_000))
     assert isinstance(signs[-1], End) and signs[-1].sample >= first
-    assert first == ms(LEAST_MS) or abs(signs[-1].sample - first - ms(ANSWER_MS) + FELL) <= 1
+    assert first == ms(MIN_SILENCE_MS) or abs(signs[-1].sample - first - ms(ANSWER_MS) + FELL) <= 1
 
 
 def test_a_detector_whose_answers_come_too_late_to_count_is_not_asked() -> None:
@@ -121,21 +121,21 @@ def test_a_detector_whose_answers_come_too_late_to_count_is_not_asked() -> None:
 
 
 def test_nothing_is_decided_while_a_question_is_open() -> None:
-    judge = Judge(EAGERNESS["high"], RATE, learnt=True)
+    judge = Judge(EAGERNESS["high"], RATE, has_detector=True)
     first = FELL + EAGERNESS["high"].questions(RATE)[0]
     pause, signs = judge.advance(judge.begin(FELL, "I think so."), ms(9000))
-    assert signs == [Ask(first)] and pause.asked and pause.now == first
+    assert signs == [AskDetector(first)] and pause.asked and pause.now == first
     assert judge.advance(pause, ms(9500)) == (pause, [])
 
 
 def test_an_answer_without_a_question_is_refused() -> None:
-    judge = Judge(EAGERNESS["high"], RATE, learnt=True)
+    judge = Judge(EAGERNESS["high"], RATE, has_detector=True)
     with pytest.raises(ValueError, match="was not asked"):
-        judge.hear_answer(judge.begin(FELL, ""), 0.5)
+        judge.with_answer(judge.begin(FELL, ""), 0.5)
 
 
 def test_a_detector_that_fails_leaves_the_words() -> None:
-    judge = Judge(EAGERNESS["medium"], RATE, learnt=True)
+    judge = Judge(EAGERNESS["medium"], RATE, has_detector=True)
     signs = play(judge, "I think so.", [None, None, None], [ms(5000)])
     assert isinstance(signs[-1], End) and signs[-1].sample <= ms(UNFINISHED_MS["medium"])
 
@@ -143,8 +143,8 @@ def test_a_detector_that_fails_leaves_the_words() -> None:
 # Thresholds
 
 
-def end_ms(eagerness: Eagerness, text: str, *answers: float | None, learnt: bool = True) -> float:
-    signs = play(Judge(eagerness, RATE, learnt=learnt), text, list(answers) * MOST_QUESTIONS, [ms(30_000)])
+def end_ms(eagerness: Eagerness, text: str, *answers: float | None, has_detector: bool = True) -> float:
+    signs = play(Judge(eagerness, RATE, has_detector=has_detector), text, list(answers) * MAX_QUESTIONS, [ms(30_000)])
     assert isinstance(signs[-1], End)
     return (signs[-1].sample - FELL) * 1000 / RATE
 
@@ -180,25 +180,25 @@ def test_a_higher_probability_never_ends_later(text: str) -> None:
 
 @pytest.mark.parametrize("name", list(EAGERNESS))
 def test_without_a_detector_the_words_decide_as_before(name: str) -> None:
-    assert end_ms(EAGERNESS[name], "I think so.", learnt=False) == FINISHED_MS[name]
-    assert end_ms(EAGERNESS[name], "I think that", learnt=False) == UNFINISHED_MS[name]
+    assert end_ms(EAGERNESS[name], "I think so.", has_detector=False) == FINISHED_MS[name]
+    assert end_ms(EAGERNESS[name], "I think that", has_detector=False) == UNFINISHED_MS[name]
 
 
 def test_text_that_comes_late_ends_the_turn_when_it_comes() -> None:
-    judge = Judge(EAGERNESS["medium"], RATE, learnt=False)
+    judge = Judge(EAGERNESS["medium"], RATE, has_detector=False)
     signs = play(judge, "I think", [], [ms(3000)], later=(ms(800), "I think so."))
-    assert signs == [End(ms(800), judge.confidence(Pause(FELL, FELL, Words.FINISHED), ms(800)), False)]
+    assert signs == [End(ms(800), judge.confidence(Pause(FELL, FELL, WordEvidence.FINISHED), ms(800)), False)]
 
 
 def test_confidence_grows_with_the_silence() -> None:
-    judge = Judge(EAGERNESS["medium"], RATE, learnt=True)
-    pause = Pause(FELL, ms(200), Words.OPEN, probability=0.4, answers=1)
+    judge = Judge(EAGERNESS["medium"], RATE, has_detector=True)
+    pause = Pause(FELL, ms(200), WordEvidence.OPEN, probability=0.4, answers=1)
     sure = [judge.confidence(pause, ms(at)) for at in (200, 400, 800, 1600, 3200)]
     assert sure == sorted(sure) and 0 < sure[0] < sure[-1] < 1
 
 
 def test_an_early_end_comes_before_the_end() -> None:
-    judge = Judge(numeric_eagerness(0.9, 0.3), RATE, learnt=True)
+    judge = Judge(numeric_eagerness(0.9, 0.3), RATE, has_detector=True)
     signs = play(judge, "four one five", [0.6] * 3, [ms(10_000)])
     early = [sign for sign in signs if isinstance(sign, EagerEnd)]
     assert len(early) == 1 and isinstance(signs[-1], End)
@@ -229,17 +229,17 @@ def test_numbers_out_of_range_are_named() -> None:
 
 @given(
     name=st.sampled_from(["high", "medium", "low", "numbers"]),
-    learnt=st.booleans(),
+    has_detector=st.booleans(),
     text=st.sampled_from(["", "I think so.", "four one five", "apples,", "and the"]),
     answers=st.lists(st.one_of(st.none(), st.floats(0, 1)), min_size=3, max_size=3),
     later=st.one_of(st.none(), st.tuples(st.integers(1, 9000), st.sampled_from(["I see.", "I see", "and"]))),
     seed=st.integers(0, 1000),
 )
 def test_any_division_of_the_silence_gives_the_same_signs(
-    name: str, learnt: bool, text: str, answers: list[float | None], later: tuple[int, str] | None, seed: int
+    name: str, has_detector: bool, text: str, answers: list[float | None], later: tuple[int, str] | None, seed: int
 ) -> None:
     eagerness = numeric_eagerness(0.8, 0.4) if name == "numbers" else EAGERNESS[name]
-    judge = Judge(eagerness, RATE, learnt=learnt)
+    judge = Judge(eagerness, RATE, has_detector=has_detector)
     arrives = None if later is None else (ms(later[0]), later[1])
     whole = play(judge, text, answers, [ms(10_000)], arrives)
     chance = random.Random(seed)

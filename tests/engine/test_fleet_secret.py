@@ -18,8 +18,8 @@ from engine.boundary.sockets import EngineSocket, GatewaySocket, KeyPair, LinkKe
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import RemoteEngine
 from engine.fleet_secret import (
+    MAX_SECRET_BYTES,
     MIN_SECRET_BYTES,
-    MOST_SECRET_BYTES,
     cluster_token,
     derive,
     fingerprint,
@@ -77,7 +77,7 @@ async def test_another_secret_is_refused_and_both_sides_say_so(
     caplog: pytest.LogCaptureFixture,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(sockets, "REFUSAL_SAID_SECONDS", 0.0)
+    monkeypatch.setattr(sockets, "REFUSAL_LOG_SECONDS", 0.0)
     with engine_over_tcp(None) as open_port, caplog.at_level(logging.WARNING):
         port = open_port if theirs is None else locked
         client = EngineClient([RemoteEngine(f"tcp://127.0.0.1:{port}")], ClientSettings(fleet_secret=ours))
@@ -96,7 +96,7 @@ async def test_who_knows_the_engines_key_alone_does_not_come_in() -> None:
     keys = LinkKeys.from_secret(SECRET)
     engine = EngineSocket(zmq.Context.instance(), "tcp://127.0.0.1:0", keys)
     refused = asyncio.Event()
-    guessed = LinkKeys(keys.engine, KeyPair.of(bytes(31) + b"1"))
+    guessed = LinkKeys(keys.listener, KeyPair.of(bytes(31) + b"1"))
     gateway = GatewaySocket(
         zmq.Context.instance(), engine.bound_to, lambda frames: None, lambda: None, refused.set, guessed
     )
@@ -123,11 +123,11 @@ def test_what_is_no_secret_is_said(tmp_path: Path) -> None:
     assert read_secret(path) == b"a secret that is long enough"
 
 
-@pytest.mark.parametrize("length", [MIN_SECRET_BYTES - 1, MIN_SECRET_BYTES, MOST_SECRET_BYTES, MOST_SECRET_BYTES + 1])
+@pytest.mark.parametrize("length", [MIN_SECRET_BYTES - 1, MIN_SECRET_BYTES, MAX_SECRET_BYTES, MAX_SECRET_BYTES + 1])
 def test_a_secret_has_bounds(length: int, tmp_path: Path) -> None:
     path = tmp_path / "secret"
     path.write_text("x" * length)
-    if MIN_SECRET_BYTES <= length <= MOST_SECRET_BYTES:
+    if MIN_SECRET_BYTES <= length <= MAX_SECRET_BYTES:
         assert read_secret(path) == b"x" * length
     else:
         with pytest.raises(ValueError, match="use 16 to 4096 random ones"):

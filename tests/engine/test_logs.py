@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine import logs
-from engine.logs import CONTINUED, MOST_LINES, PERIOD_S, JsonFormatter, LimitedHandler, LineFormatter, printable
+from engine.logs import CONTINUED, MAX_LINES, PERIOD_S, JsonFormatter, LineFormatter, RateLimitedHandler, printable
 
 ROOT = Path(__file__).parents[2]
 FORGED = "2026-01-01 00:00:00 ERROR tickertape: the engine is on fire"
@@ -37,7 +37,7 @@ class Log:
     def __init__(self) -> None:
         self.clock = Clock()
         self.stream = io.StringIO()
-        self.handler = LimitedHandler(self.stream, self.clock)
+        self.handler = RateLimitedHandler(self.stream, self.clock)
         self.handler.setFormatter(LineFormatter("%(levelname)s %(name)s: %(message)s"))
         self.logger = logging.Logger("test")
         self.logger.addHandler(self.handler)
@@ -111,17 +111,17 @@ def test_a_trace_that_another_handler_has_written_before_is_marked_too(log: Log)
 
 
 def test_lines_of_a_kind_are_counted_beyond_so_many(log: Log) -> None:
-    for number in range(MOST_LINES + 37):
+    for number in range(MAX_LINES + 37):
         log.complain(number)
     log.logger.warning("something else")
-    assert len(log.lines) == MOST_LINES + 1
+    assert len(log.lines) == MAX_LINES + 1
     log.clock.now = PERIOD_S - 1
     log.logger.warning("something else again")
-    assert len(log.lines) == MOST_LINES + 2
+    assert len(log.lines) == MAX_LINES + 2
     log.clock.now = PERIOD_S
     log.complain("after a minute")
     assert log.lines[-2:] == [
-        f"WARNING test: 37 more like this: a client said {MOST_LINES + 36}",
+        f"WARNING test: 37 more like this: a client said {MAX_LINES + 36}",
         "WARNING test: a client said after a minute",
     ]
     log.handler.close()
@@ -132,31 +132,31 @@ def test_a_line_that_differs_in_every_word_is_of_its_kind(log: Log) -> None:
     """Libraries write messages that are made before they are logged."""
     for number in range(1000):
         log.logger.error(f"Exception in callback {number}: {'x' * number}")  # noqa: G004
-    assert len(log.lines) == MOST_LINES and len(log.handler._kinds) == 1
+    assert len(log.lines) == MAX_LINES and len(log.handler._kinds) == 1
     log.handler.close()
-    assert f"{1000 - MOST_LINES} more like this: " in log.lines[-1] and len(log.lines[-1]) < 400
+    assert f"{1000 - MAX_LINES} more like this: " in log.lines[-1] and len(log.lines[-1]) < 400
 
 
 def test_what_was_left_out_is_told_without_another_line(log: Log, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(logs, "PERIOD_S", 0.05)
     told = threading.Event()
     monkeypatch.setattr(log.stream, "write", lambda text: told.set() if "3 more like this" in text else None)
-    for number in range(MOST_LINES + 3):
+    for number in range(MAX_LINES + 3):
         log.complain(number)
     assert told.wait(20)
 
 
 def test_what_was_left_out_is_told_when_the_process_ends(log: Log) -> None:
-    for number in range(MOST_LINES + 2):
+    for number in range(MAX_LINES + 2):
         log.complain(number)
     log.handler.close()
-    assert log.lines[-1] == f"WARNING test: 2 more like this: a client said {MOST_LINES + 1}"
+    assert log.lines[-1] == f"WARNING test: 2 more like this: a client said {MAX_LINES + 1}"
 
 
 def test_lines_for_those_who_debug_are_not_limited(log: Log) -> None:
-    for number in range(2 * MOST_LINES):
+    for number in range(2 * MAX_LINES):
         log.logger.debug("detail %d", number)
-    assert len(log.lines) == 2 * MOST_LINES
+    assert len(log.lines) == 2 * MAX_LINES
 
 
 def test_a_line_that_was_left_out_keeps_nothing_alive(log: Log) -> None:
@@ -169,7 +169,7 @@ def test_a_line_that_was_left_out_keeps_nothing_alive(log: Log) -> None:
         def __del__(self) -> None:
             Value.alive -= 1
 
-    for _ in range(2 * MOST_LINES):
+    for _ in range(2 * MAX_LINES):
         log.complain(Value())
     assert Value.alive == 0
     log.handler.close()
@@ -183,12 +183,12 @@ def test_a_process_that_cannot_start_a_thread_goes_on_and_reports_with_the_next_
 
     monkeypatch.setattr(threading.Thread, "start", no_thread)
     now, written = [0.0], io.StringIO()
-    handler = LimitedHandler(written, clock=lambda: now[0])
-    for number in range(MOST_LINES + 5):
+    handler = RateLimitedHandler(written, clock=lambda: now[0])
+    for number in range(MAX_LINES + 5):
         handler.handle(logging.LogRecord("log", logging.WARNING, "here", 1, "line %d", (number,), None))
     now[0] = PERIOD_S + 1
     handler.handle(logging.LogRecord("log", logging.WARNING, "there", 2, "another", (), None))
-    assert written.getvalue().count("line ") == MOST_LINES + 1
+    assert written.getvalue().count("line ") == MAX_LINES + 1
     assert "5 more like this: line 24" in written.getvalue()
     handler.close()
 
@@ -224,6 +224,6 @@ def test_processes_that_a_process_starts_log_in_its_format(log_format: str) -> N
 def test_the_access_log_is_not_limited() -> None:
     log = Log()
     log.logger.name = logs.ACCESS_LOG
-    for number in range(2 * MOST_LINES):
+    for number in range(2 * MAX_LINES):
         log.logger.info("GET %d", number)
-    assert len(log.stream.getvalue().splitlines()) == 2 * MOST_LINES
+    assert len(log.stream.getvalue().splitlines()) == 2 * MAX_LINES

@@ -11,8 +11,8 @@ def judge(track: SpeechTrack, speech: Speech) -> Speech:
     frame = speech.frame_samples
     known = max(0, -(-(track.sample - speech.sample) // frame)) if speech.sample < track.sample else 0
     if speech.sample > track.sample:
-        track.hear([0.0], speech.sample - track.sample)
-    found = track.hear(speech.probabilities[known:], frame)
+        track.add_frames([0.0], speech.sample - track.sample)
+    found = track.add_frames(speech.probabilities[known:], frame)
     events = [event for event in found if not isinstance(event, DECISIONS)]
     for event in events:
         if isinstance(event, TurnScored):

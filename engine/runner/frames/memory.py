@@ -2,7 +2,7 @@
 
 A part of the frame-synchronous runner. `plan_memory` computes how many streams fit, and `voxtral_spec` makes the
 `ModelSpec` of a checkpoint, which the gateways get. The scheduler decides which stream
-has which page (`engine/core/caches.py`), and which streams are parked (`engine/core/scheduler.py`).
+has which page (`engine/core/kv_pages.py`), and which streams are parked (`engine/core/scheduler.py`).
 
 `StackCache` has the pages. The scheduler assigns pages [0, pages) and slots [0, streams). Higher numbers belong to no
 stream: one page and one slot for the padding rows of a batch, and the pages and slots of the shared openings. An
@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import MoveTask
-from engine.core.scheduler import MOST_KEPT_FREE
+from engine.core.scheduler import MAX_KEPT_FREE
 from engine.host_memory import available_memory
 from engine.models.layers import Heads, KvPages, Span, rotary_angles
 from engine.models.voxtral_realtime import (
@@ -54,7 +54,7 @@ STREAMS_PER_COPY = 4
 MOVES = 4
 # Host buffers beside those of the parked streams: pages are kept free for live streams and for one upload, and a step
 # parks streams before it frees the buffers of those that it brings back.
-SPARE_HOST_BUFFERS = MOST_KEPT_FREE + 1 + MOVES
+SPARE_HOST_BUFFERS = MAX_KEPT_FREE + 1 + MOVES
 # Host memory is pinned in pieces of this many bytes: one that cannot be had costs no more than itself.
 PIECE_BYTES = 1 << 30
 # Host memory that is left to everything else.

@@ -32,18 +32,18 @@ def test_only_deaths_at_the_same_spot_count_and_passing_it_clears() -> None:
     ):
         suspicion.strike(start, end)
         assert suspicion.strikes == strikes
-    suspicion.alone = suspicion.must_wait = True
+    suspicion.keep_apart = suspicion.must_wait = True
     suspicion.passed(27)
     assert suspicion.strikes == 2
     suspicion.passed(28)
-    assert not (suspicion.strikes or suspicion.alone or suspicion.must_wait)
+    assert not (suspicion.strikes or suspicion.keep_apart or suspicion.must_wait)
 
 
 def test_a_stream_alone_at_the_spot_of_two_crashes_is_guilty() -> None:
     suspicion = CrashSuspicion()
     for _ in range(STRIKES_AFTER_CRASH - 1):
         assert find_culprit({suspicion: SPOT}, CRASH) is None
-        assert suspicion.alone and not suspicion.must_wait
+        assert suspicion.keep_apart and not suspicion.must_wait
     assert find_culprit({suspicion: SPOT}, CRASH) is suspicion
 
 
@@ -58,21 +58,21 @@ def test_two_suspects_are_both_spared_and_kept_apart() -> None:
     one, other = CrashSuspicion(), CrashSuspicion()
     for _ in range(3):
         assert find_culprit({one: SPOT, other: SPOT}, CRASH) is None
-    assert one.alone and other.alone
+    assert one.keep_apart and other.keep_apart
 
 
 def test_many_suspects_of_a_first_death_are_not_held_up() -> None:
     crowd = {CrashSuspicion(): SPOT for _ in range(FEW_SUSPECTS + 1)}
     find_culprit(crowd, CRASH)
-    assert not any(suspicion.alone for suspicion in crowd)
+    assert not any(suspicion.keep_apart for suspicion in crowd)
 
 
 def test_suspects_of_a_first_signal_from_outside_are_not_held_up_and_those_of_a_second_one_are_kept_apart() -> None:
     one, other = CrashSuspicion(), CrashSuspicion()
     assert find_culprit({one: SPOT, other: SPOT}, SIGNAL) is None
-    assert not one.alone and not other.alone
+    assert not one.keep_apart and not other.keep_apart
     assert find_culprit({one: SPOT, other: SPOT}, SIGNAL) is None
-    assert one.alone and other.alone
+    assert one.keep_apart and other.keep_apart
     assert find_culprit({one: SPOT}, SIGNAL) is one
 
 
@@ -88,7 +88,7 @@ def test_a_step_shared_with_a_stranger_convicts_nobody_and_the_next_one_alone_do
     ours = CrashSuspicion()
     for _ in range(STRIKES_AFTER_CRASH):
         assert find_culprit({ours: SPOT}, CRASH_AMONG_STRANGERS) is None
-    assert ours.alone, "the engine keeps it apart from now on"
+    assert ours.keep_apart, "the engine keeps it apart from now on"
     assert find_culprit({ours: SPOT}, CRASH) is ours
 
 

@@ -26,7 +26,7 @@ class Pair:
         self.crossed = 0
 
     def pack(self, indices: list[int]) -> list[tuple[bytes, int, str | None]]:
-        with_data = self.sender.pack([(key(i), SIZES[i]) for i in indices])
+        with_data = self.sender.plan_send([(key(i), SIZES[i]) for i in indices])
         return [(key(i), SIZES[i], f"data-{i}" if data else None) for i, data in zip(indices, with_data, strict=True)]
 
     def deliver(self, message: list[tuple[bytes, int, str | None]]) -> list[str | None]:
@@ -38,7 +38,7 @@ class Pair:
             repaired = {name: f"data-{int(name[4:])}" for name in lost}
             self.crossed += sum(SIZES[int(name[4:])] for name in lost)
             assert not self.receiver.missing(message, repaired)
-        return self.receiver.unpack(message, repaired)
+        return self.receiver.resolve(message, repaired)
 
     def send(self, indices: list[int]) -> None:
         assert self.deliver(self.pack(indices)) == [f"data-{i}" for i in indices]
@@ -137,8 +137,8 @@ def test_equal_items_of_one_message_cross_once() -> None:
 def test_repair_forgets_exactly_what_is_missing_and_names_all_of_it() -> None:
     pair = Pair()
     pair.send([1, 2, 3])
-    pair.receiver._held.forget(key(1))
-    pair.receiver._held.forget(key(3))
+    pair.receiver._cached.forget(key(1))
+    pair.receiver._cached.forget(key(3))
     message = pair.pack([1, 2, 3])
     assert pair.receiver.missing(message, {}) == [key(1), key(3)]
     assert pair.receiver.keys() == [key(2)]
@@ -152,7 +152,7 @@ def test_data_nobody_can_repair_is_reported_and_the_rest_arrives() -> None:
     pair.send([1, 2])
     pair.receiver.clear()
     message = [*pair.pack([1]), *pair.pack([3])]
-    assert pair.receiver.unpack(message, {}) == [None, "data-3"]
+    assert pair.receiver.resolve(message, {}) == [None, "data-3"]
 
 
 def test_without_a_cache_all_data_travels_and_nothing_is_counted() -> None:
@@ -171,8 +171,8 @@ def test_two_senders_have_two_mirrors() -> None:
 
 def test_what_had_to_be_sent_again_was_no_hit() -> None:
     sender = SenderCache(1000)
-    sender.pack([(b"a", 10), (b"b", 20)])
-    sender.pack([(b"a", 10), (b"b", 20), (b"a", 10)])
+    sender.plan_send([(b"a", 10), (b"b", 20)])
+    sender.plan_send([(b"a", 10), (b"b", 20), (b"a", 10)])
     assert (sender.stats.hits, sender.stats.bytes_saved, sender.stats.bytes_sent) == (3, 40, 30)
     sender.repair({b"a": 10})
     # The second "a" of the message is still one: its data crossed with the first.

@@ -13,13 +13,13 @@ from msgspec import structs
 from engine.boundary.items import complaint_about, make_cutter, positions_in, prepare
 from engine.boundary.replay import (
     JOINED_POSITIONS,
-    AskedFlush,
+    FlushRequest,
     ReplayLog,
     SavedWindow,
-    TokenMemory,
+    TokenHistory,
     join_known,
-    memory_for,
     positions_to_keep,
+    replay_state_for,
 )
 from engine.messages import SKIPPED, Item, StreamState, Text, Word
 from engine.spec import KvGroup
@@ -47,9 +47,9 @@ def test_no_more_is_kept_than_the_model_looks_back_on() -> None:
     assert positions_to_keep(replace(frames, kv_groups=()), 120.0) == 1500
 
 
-def test_each_kind_of_model_has_its_memory() -> None:
-    assert isinstance(memory_for(fakes.FRAMES, 10), TokenMemory)
-    assert isinstance(memory_for(fakes.WINDOWED, 10), SavedWindow)
+def test_each_kind_of_model_has_its_replay_state() -> None:
+    assert isinstance(replay_state_for(fakes.FRAMES, 10), TokenHistory)
+    assert isinstance(replay_state_for(fakes.WINDOWED, 10), SavedWindow)
 
 
 def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> None:
@@ -58,11 +58,11 @@ def test_kept_audio_is_replayed_on_a_clock_that_starts_at_the_beginning() -> Non
     kept.mark_flush(1, {1})
     kept.add(items(10, 2))
     assert kept.drop_before(FIRST + 4) == items(4, 1)[0]
-    positions, samples, entries = kept.from_beginning()
+    positions, samples, entries = kept.rebased()
     assert (positions, samples) == (4, 4 * fakes.POSITION)
     replayed = [entry for entry in entries if isinstance(entry, Item)]
     assert [(entry.offset, entry.sample) for entry in replayed] == [(e.offset, e.sample) for e in items(0, 8)]
-    assert entries[6] == AskedFlush(1)
+    assert entries[6] == FlushRequest(1)
     # What is kept itself stays on the stream's own clock.
     assert kept.first() == items(4, 1)[0]
 
@@ -71,7 +71,7 @@ def test_a_replay_of_nothing_starts_where_the_stream_is() -> None:
     kept = ReplayLog(SPEC)
     kept.add(items(0, 3))
     assert kept.drop_before(kept.end) is None
-    assert kept.from_beginning() == (3, 3 * fakes.POSITION, [])
+    assert kept.rebased() == (3, 3 * fakes.POSITION, [])
 
 
 def test_flushes_without_audio_do_not_pile_up() -> None:
@@ -94,7 +94,7 @@ def test_positions_become_samples_and_padding_is_no_audio(position: int, sample:
 @settings(max_examples=100, deadline=None)
 def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple[int, int]]) -> None:
     """Each step: so many items are fed, then so many tokens heard of, if there are as many positions."""
-    memory, kept = TokenMemory(SPEC, keep_positions=8), ReplayLog(SPEC)
+    memory, kept = TokenHistory(SPEC, keep_positions=8), ReplayLog(SPEC)
     fed = heard = 0
     for more, news in steps:
         kept.add(items(fed, more))
@@ -110,7 +110,7 @@ def test_forced_tokens_always_belong_to_the_audio_that_is_kept(steps: list[tuple
 
 
 def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
-    memory = TokenMemory(SPEC, 100)
+    memory = TokenHistory(SPEC, 100)
     memory.on_text(spoken(["the", "cat"]))
     kept = ReplayLog(SPEC)
     kept.add(items(0, 3))
@@ -122,7 +122,7 @@ def test_a_word_that_a_replayed_flush_completes_again_is_dropped() -> None:
 
 
 def test_a_word_is_known_as_long_as_tokens_of_it_are_kept() -> None:
-    memory, kept = TokenMemory(SPEC, keep_positions=4), ReplayLog(SPEC)
+    memory, kept = TokenHistory(SPEC, keep_positions=4), ReplayLog(SPEC)
     kept.add(items(0, 10))
     last = 10 * fakes.POSITION
     memory.on_text(Text("s", " catnip", [Word("catnip", last - 200, last)], [1] * 10))
@@ -151,8 +151,8 @@ def test_without_a_state_everything_is_heard_again() -> None:
     kept.add(windowed_items(3, 2))
     memory.trim(kept)
     replay = memory.replay(kept)
-    assert replay.state is None and replay.known == []
-    assert replay.entries == [*windowed_items(0, 3), AskedFlush(1), *windowed_items(3, 2)]
+    assert replay.state is None and replay.before_state == []
+    assert replay.entries == [*windowed_items(0, 3), FlushRequest(1), *windowed_items(3, 2)]
     assert (replay.positions, replay.samples, replay.catch_up_until) == (0, 0, 10)
 
 
@@ -168,8 +168,8 @@ def test_a_state_says_what_was_heard_and_what_is_still_needed() -> None:
     kept.add(windowed_items(8, 3))
     replay = memory.replay(kept)
     assert replay.state is state
-    assert replay.known == windowed_items(4, 4)
-    assert replay.entries == [AskedFlush(2), *windowed_items(8, 3)]
+    assert replay.before_state == windowed_items(4, 4)
+    assert replay.entries == [FlushRequest(2), *windowed_items(8, 3)]
     assert replay.catch_up_until == 14, "three positions wait, and as many may come meanwhile"
 
 

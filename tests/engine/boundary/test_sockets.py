@@ -133,14 +133,14 @@ def test_any_loss_is_noticed_and_made_good_in_order(events: list[tuple[bool, boo
     sender, receiver = Side(), Side()
 
     def deliver(number: int, value: int) -> None:
-        if receiver.numbering.arrive(number) is Arrival.NEXT:
-            receiver.numbering.take(number)
+        if receiver.numbering.classify(number) is Arrival.NEXT:
+            receiver.numbering.accept(number)
             receiver.heard.append(value)
 
     def report() -> None:
-        sender.numbering.acknowledged(receiver.numbering.taken)
-        if sender.numbering.sent > receiver.numbering.taken:
-            first = receiver.numbering.taken + 1
+        sender.numbering.acknowledged(receiver.numbering.accepted)
+        if sender.numbering.sent > receiver.numbering.accepted:
+            first = receiver.numbering.accepted + 1
             for number, frames in enumerate(sender.numbering.kept_since(first), first):
                 deliver(number, int(frames[0]))
 
@@ -167,13 +167,13 @@ def test_what_waits_for_an_acknowledgement_is_bounded() -> None:
 
 def test_repeated_and_early_messages_are_told_apart() -> None:
     numbering = Numbering()
-    numbering.take(1)
-    assert [numbering.arrive(number) for number in (1, 2, 3)] == [
+    numbering.accept(1)
+    assert [numbering.classify(number) for number in (1, 2, 3)] == [
         Arrival.REPEATED,
         Arrival.NEXT,
         Arrival.AFTER_A_GAP,
     ]
-    assert numbering.arrive(3, waiting=1) is Arrival.NEXT
+    assert numbering.classify(3, waiting=1) is Arrival.NEXT
 
 
 def test_an_address_that_is_taken_is_a_clear_error() -> None:

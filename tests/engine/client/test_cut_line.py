@@ -24,8 +24,8 @@ def used(client: EngineClient) -> list[int]:
 async def test_a_stream_goes_on_elsewhere_and_the_engine_forgets_it_when_the_line_is_back(
     has_will: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sockets, "PULSE_MS", 100)
-    monkeypatch.setattr(sockets, "PULSE_TIMEOUT_MS", 1000)
+    monkeypatch.setattr(sockets, "ZMQ_HEARTBEAT_MS", 100)
+    monkeypatch.setattr(sockets, "ZMQ_HEARTBEAT_TIMEOUT_MS", 1000)
     audio = fakes.speech(4, 5)
     with engine_over_tcp(None) as near, engine_over_tcp(None) as far:
         async with (

@@ -15,7 +15,7 @@ import zmq
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import decode_commands
-from engine.boundary.replay import AskedFlush, Replay
+from engine.boundary.replay import FlushRequest, Replay
 from engine.boundary.sockets import SILENCE_SECONDS
 from engine.client import link as link_module
 from engine.client.link import (
@@ -181,7 +181,7 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
 async def test_a_replay_with_a_saved_state_asks_in_its_turn_and_an_abort_stops_it() -> None:
     link, socket = await connected()
     known = items("w", 8)
-    replay = Replay(0, 0, [AskedFlush(1), *items("w", 4, 8)], known=known)
+    replay = Replay(0, 0, [FlushRequest(1), *items("w", 4, 8)], before_state=known)
     asked = Delivery(link, Open("w"), replay, fakes.FRAMES, finished=True, on_done=_nothing)
     never_asked = Delivery(link, Open("v"), replay, fakes.FRAMES, finished=True, on_done=_nothing)
     assert not never_asked.abort(), "the engine has not heard of it"

@@ -80,7 +80,7 @@ async def test_labels_do_not_keep_more_than_a_few_seconds_of_audio() -> None:
 def build_frames() -> EngineLoop:
     scheduler = Scheduler(SPEC, Limits(max_streams=3, cache_embeds=900), fakes.VOCABULARY)
     detector = fakes.FakeDetector(frame=512)
-    return EngineLoop(scheduler, fakes.FakeFrames(), detector, cut=SETTINGS, embedder=Instant())
+    return EngineLoop(scheduler, fakes.FakeFrames(), detector, skipping=SETTINGS, embedder=Instant())
 
 
 @pytest.mark.parametrize("seed", range(3))

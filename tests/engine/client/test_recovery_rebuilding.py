@@ -37,7 +37,7 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
 from engine.server.loop import EngineLoop
-from engine.server.speech_track import GateSettings
+from engine.server.speech_gate import GateSettings
 from engine.spec import Vocabulary
 from engine.weights.checkpoint import load_speech_model
 from engine.weights.store import pull
@@ -113,7 +113,7 @@ class Session:
             for output in self.link.step():
                 self.stream.on_output(output)
         for name in self.link.loop.scheduler.streams:
-            self.stream.progress(self.link.loop.reached(name))
+            self.stream.progress(self.link.loop.progress_of(name))
         self.link.loop.scheduler.check_integrity()
         self.most_kept = max(self.most_kept, len(self.stream.kept))
 
@@ -285,11 +285,11 @@ async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state(bu
     for number in range(len(audio) // PACKET):
         await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
         session.run()
-        replay = session.stream._memory.replay(session.stream.kept)
+        replay = session.stream._replay_state.replay(session.stream.kept)
         if replay.state is None or replay.state.position != session.stream.kept.end:
             continue
         link = LocalLink(build_tiny())
-        link.send(Open("s", state=replay.state), replay.known)
+        link.send(Open("s", state=replay.state), replay.before_state)
         link.step()
         states = link.loop._states
         assert states is not None

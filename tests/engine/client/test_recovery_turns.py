@@ -95,7 +95,7 @@ async def test_questions_do_not_keep_more_than_their_window_of_audio() -> None:
 def build_frames() -> EngineLoop:
     scheduler = Scheduler(SPEC, Limits(max_streams=3, cache_embeds=900), fakes.VOCABULARY)
     detector = fakes.FakeDetector(frame=512)
-    return EngineLoop(scheduler, fakes.FakeFrames(), detector, cut=SETTINGS, turn_detector=Late(5))
+    return EngineLoop(scheduler, fakes.FakeFrames(), detector, skipping=SETTINGS, turn_detector=Late(5))
 
 
 @pytest.mark.parametrize("seed", range(3))

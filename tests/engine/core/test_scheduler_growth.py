@@ -34,7 +34,7 @@ def test_no_list_of_a_stream_grows() -> None:
         bench.grow(items)
         stream = bench.loop.scheduler.streams["stream-0"]
         timeline, clock = stream.timeline, stream.clock
-        sizes.append([len(timeline._items), len(timeline._masked), len(clock._positions), len(stream.held)])
+        sizes.append([len(timeline._items), len(timeline._masked), len(clock._positions), len(stream.cached)])
         sizes[-1] += [len(ring.pages) for ring in stream.rings]
         sizes[-1] += [len(stream.flushes), len(stream.text._unsent), len(stream.new_pages)]
         sizes[-1].append(len(bench.loop.scheduler.cache.entries))

@@ -466,5 +466,5 @@ def test_streams_without_pages_get_them_when_the_others_have_fallen_silent() -> 
             outputs = engine.commit(plan, [execute(FRAMES, task, 0) for task in plan.decode])
             flushed |= {output.stream for output in outputs if isinstance(output, Flushed)}
         now += 2 * scheduler_module.PARKED_AFTER_NS
-        engine.set_time(now)
+        engine.advance_clock(now)
     assert len(flushed) == 48

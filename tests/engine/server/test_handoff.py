@@ -13,13 +13,13 @@ from engine.messages import NEXT_OWNER
 from engine.server import handoff
 from engine.server.handoff import (
     CLAIM_SECONDS,
-    MOST_ENTRIES,
-    OVER_SECONDS,
+    ENDED_SECONDS,
+    MAX_ENTRIES,
     RELEASE_SECONDS,
     REVIEW_SECONDS,
-    STOOD_STILL_SECONDS,
+    STOPPED_ENGINE_SECONDS,
 )
-from engine.server.host import COMMANDS_AN_ITEM, LEAST_ITEMS
+from engine.server.host import COMMANDS_AN_ITEM, MIN_ITEMS
 from tests.engine.server.test_host import Host, calm, command, say_all
 
 __all__ = ["calm"]
@@ -271,7 +271,7 @@ def test_an_engine_that_stood_still_gives_nothing_away_that_its_owner_may_have_t
 ) -> None:
     """Gateways lose an engine that stands still, and go on at another one. It hears of that when they are back."""
     entrust(host, b"a", 0)
-    host.now += STOOD_STILL_SECONDS + 5
+    host.now += STOPPED_ENGINE_SECONDS + 5
     host.tick()
     if leaves == "gone":
         host.line.gone.add(b"a")
@@ -293,7 +293,7 @@ def test_an_engine_that_stood_still_gives_nothing_away_when_the_first_that_it_he
     """The owner connects anew before the engine has looked at the time, and has gone on at another engine."""
     entrust(host, b"a", 0)
     adopt(host, b"b")
-    host.now += STOOD_STILL_SECONDS + 5
+    host.now += STOPPED_ENGINE_SECONDS + 5
     host.greet(b"a")
     assert adopted(host, b"b") == [messages.SessionGiven("s")]
     claim(host, b"a", ("s", 2, True))
@@ -302,7 +302,7 @@ def test_an_engine_that_stood_still_gives_nothing_away_when_the_first_that_it_he
 
 def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
     entrust(host, b"a", 0)
-    host.now += STOOD_STILL_SECONDS + 5
+    host.now += STOPPED_ENGINE_SECONDS + 5
     host.line.gone.add(b"a")
     listen(host, CLAIM_SECONDS + 1)
     adopt(host, b"b")
@@ -310,7 +310,7 @@ def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_aw
 
 
 def test_what_an_owner_gives_up_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
-    host.now += STOOD_STILL_SECONDS + 5
+    host.now += STOPPED_ENGINE_SECONDS + 5
     host.tick()
     entrust(host, b"a", 0)
     adopt(host, b"b")
@@ -381,7 +381,7 @@ def test_a_late_owner_is_heard_out_however_much_it_has_sent(host: Host) -> None:
     listen(host, RELEASE_SECONDS - 0.1)
     assert not adopted(host, b"b")
     for _ in range(3):
-        host.post(b"a", *(command(messages.Ask("", "other", 1)) for _ in range(COMMANDS_AN_ITEM * LEAST_ITEMS)))
+        host.post(b"a", *(command(messages.Ask("", "other", 1)) for _ in range(COMMANDS_AN_ITEM * MIN_ITEMS)))
     host.post(b"a", command(messages.SaveHandoff("good", "s", 1, 0, [], base=b"last", keep_s=KEEP_S, last=True)))
     host.now += REVIEW_SECONDS
     host.tick()
@@ -404,7 +404,7 @@ def test_what_is_kept_is_bounded(host: Host) -> None:
     entrust(host, b"a", 0, last=True)
     adopt(host, b"b")
     assert adopted(host, b"b")[0].chunks == [bytes([chunk]) * 30 for chunk in (47, 48, 49)]
-    entrust(host, b"b", 0, number=SECOND, entries=[b"x"] * (MOST_ENTRIES + 1))
+    entrust(host, b"b", 0, number=SECOND, entries=[b"x"] * (MAX_ENTRIES + 1))
     assert not len(host.host.handoffs), "a will that outgrows its bounds is not kept"
 
 
@@ -478,9 +478,9 @@ def test_a_former_owner_does_not_go_on_with_a_session_that_is_over(host: Host) -
     entrust(host, b"a", 0, number=THIRD)
     assert len(host.host.handoffs) == 1
     host.send(b"a", command(messages.DropHandoff("", "s", THIRD)))
-    host.now += OVER_SECONDS
+    host.now += ENDED_SECONDS
     listen(host, 1.0)
-    assert not host.host.handoffs.over
+    assert not host.host.handoffs.ended
 
 
 def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -489,11 +489,11 @@ def test_what_is_known_of_sessions_that_are_over_is_bounded(host: Host, monkeypa
         key = f"s{number}"
         host.send(b"a", command(messages.SaveHandoff("", key, SECOND, 0, [], base=b"base", keep_s=KEEP_S)))
         host.send(b"a", command(messages.DropHandoff("", key, SECOND)))
-    assert list(host.host.handoffs.over) == ["s2", "s3", "s4"]
+    assert list(host.host.handoffs.ended) == ["s2", "s3", "s4"]
     # With a single owner there is no former owner to fence.
     host.send(b"a", command(messages.SaveHandoff("", "alone", 1, 0, [], base=b"base", keep_s=KEEP_S)))
     host.send(b"a", command(messages.DropHandoff("", "alone", 1)))
-    assert "alone" not in host.host.handoffs.over
+    assert "alone" not in host.host.handoffs.ended
 
 
 def renew(host: Host, name: bytes, number: int, key: str = "s") -> int:

@@ -18,7 +18,7 @@ from engine.boundary import codec
 from engine.boundary.codec import Batch, PayloadPlace, encode_command
 from engine.boundary.items import hash_payload
 from engine.messages import Item
-from engine.server.host import MOST_UNREADABLE, DrainRequest, EngineHost
+from engine.server.host import MAX_UNREADABLE, DrainRequest, EngineHost
 from engine.server.loop import EngineLoop
 from engine.server.main import run_engine
 from tests.engine import fakes
@@ -260,7 +260,7 @@ def test_a_message_that_is_none_is_borne_and_a_gateway_that_has_no_other_connect
         say_all(host, b"g", "good", range(position, position + 1))
     host.send(b"g", command(messages.Finish("good")))
     assert host.text(b"g", "good") == calm
-    for _ in range(MOST_UNREADABLE):
+    for _ in range(MAX_UNREADABLE):
         host.line.arriving.append((b"g", [b"\xc1 nonsense"]))
         host.tick()
     assert [to for to, message in host.line.left if isinstance(message, codec.Unwelcome)] == [b"g"]
@@ -376,7 +376,7 @@ def test_an_engine_that_drains_takes_nothing_new_says_so_and_ends_when_it_is_emp
     host, drain = Host(), DrainRequest(lambda: True, 60.0)
     host.greet(b"g")
     host.send(b"g", command(messages.Open("a")))
-    assert not host.host.is_drained(drain.seconds)
+    assert not host.host.drain(drain.seconds)
     host.line.left.clear()
     host.send(b"g", command(messages.Open("b")))
     updates = [message for _, message in host.line.left if isinstance(message, codec.Update)]
@@ -391,9 +391,9 @@ def test_an_engine_that_is_not_emptied_in_time_ends_all_the_same() -> None:
     host = Host()
     host.greet(b"g")
     host.send(b"g", command(messages.Open("a")))
-    assert not host.host.is_drained(60.0)
+    assert not host.host.drain(60.0)
     host.now += 60.0
-    assert host.host.is_drained(60.0)
+    assert host.host.drain(60.0)
 
 
 class FloodedLine(Line):

@@ -9,7 +9,7 @@ import pytest
 from engine import messages
 from engine.boundary import codec
 from engine.boundary.codec import Batch, PayloadPlace
-from engine.server.host import COMMANDS_AN_ITEM, LEAST_ITEMS
+from engine.server.host import COMMANDS_AN_ITEM, MIN_ITEMS
 from engine.server.loop import EngineLoop
 from tests.engine import fakes
 from tests.engine.server.test_host import SAMPLES, Host, audio, calm, command, feed
@@ -26,10 +26,10 @@ def test_an_engine_that_is_late_takes_in_no_more_than_it_computes(calm: str) -> 
         host.send(name, command(messages.Open("good")))
     for position in range(20):
         for name in (b"g", b"h"):
-            idle = [command(messages.Adopt("", "nobody's", 1)) for _ in range(COMMANDS_AN_ITEM * LEAST_ITEMS // 4)]
+            idle = [command(messages.Adopt("", "nobody's", 1)) for _ in range(COMMANDS_AN_ITEM * MIN_ITEMS // 4)]
             host.post(name, feed("good", position), *idle, audio=(audio(position),))
     host.host.tick()
-    taken = [peer.numbering.taken - 1 for peer in host.host.peers.values()]
+    taken = [peer.numbering.accepted - 1 for peer in host.host.peers.values()]
     assert taken == [2, 2], "two batches of each were more than enough"
     assert host.host.load.status.lag_ms == 0.0
     host.now += 0.5
@@ -55,7 +55,7 @@ def test_an_engine_of_a_windowed_model_takes_in_a_stride_of_every_stream() -> No
     for _ in range(2 * stride):
         host.post(b"g", *(command(messages.Adopt("", "nobody's", 1)) for _ in range(COMMANDS_AN_ITEM * streams)))
     host.host.tick()
-    assert 2 * stride * streams > LEAST_ITEMS and not host.host.peers[b"g"].inbox
+    assert 2 * stride * streams > MIN_ITEMS and not host.host.peers[b"g"].inbox
 
 
 def test_an_engine_takes_in_as_much_of_a_replay_as_it_rebuilds() -> None:
@@ -65,13 +65,13 @@ def test_an_engine_takes_in_as_much_of_a_replay_as_it_rebuilds() -> None:
     host.greet(b"g")
     host.send(b"g", *(command(messages.Open(f"s{number}", forced_tokens=[1] * 4000)) for number in range(8)))
     room = loop.replay_room
-    assert room > LEAST_ITEMS
+    assert room > MIN_ITEMS
     for start in range(0, 3 * room, 64):
         feeds = (feed("s0", position, position - start) for position in range(start, start + 64))
         host.post(b"g", *feeds, audio=tuple(audio(position) for position in range(start, start + 64)))
-    before = host.host.peers[b"g"].numbering.taken
+    before = host.host.peers[b"g"].numbering.accepted
     host.host.tick()
-    taken = 64 * (host.host.peers[b"g"].numbering.taken - before)
+    taken = 64 * (host.host.peers[b"g"].numbering.accepted - before)
     assert room <= taken < room + 64
 
 
@@ -85,9 +85,9 @@ def test_short_appends_do_not_keep_an_engine_late() -> None:
     for _ in range(6):
         others = [command(messages.Adopt("", "nobody's", 1)) for _ in range(5 * streams)]
         host.post(b"g", *others)
-    before = host.host.peers[b"g"].numbering.taken
+    before = host.host.peers[b"g"].numbering.accepted
     host.host.tick()
-    assert host.host.peers[b"g"].numbering.taken - before >= 2
+    assert host.host.peers[b"g"].numbering.accepted - before >= 2
 
 
 def test_a_gateway_that_is_waited_for_keeps_no_room_from_the_others() -> None:
@@ -97,7 +97,7 @@ def test_a_gateway_that_is_waited_for_keeps_no_room_from_the_others() -> None:
         host.greet(name)
         host.send(name, command(messages.Open("a")))
     missing = Batch(
-        2, 0, [PayloadPlace(b"k" * 16, None, 4 * SAMPLES, None)], [feed("a", 0)] * (COMMANDS_AN_ITEM * LEAST_ITEMS + 1)
+        2, 0, [PayloadPlace(b"k" * 16, None, 4 * SAMPLES, None)], [feed("a", 0)] * (COMMANDS_AN_ITEM * MIN_ITEMS + 1)
     )
     host.line.arriving.append((b"g", codec.encode(missing)))
     host.host.tick()

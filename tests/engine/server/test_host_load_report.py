@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from engine.messages import Open
-from engine.server.host import LoadReport, active_at_once
+from engine.server.load_report import LoadReport, active_at_once
 from engine.server.loop import EngineLoop
 from engine.server.metering import ENOUGH_STEPS
 from tests.engine import fakes
@@ -32,7 +32,7 @@ def loop() -> EngineLoop:
 def test_messages_are_a_part_of_the_load_and_of_what_a_stream_adds(loop: EngineLoop) -> None:
     """An engine whose thread is busy with messages half of the time has no room for steps of all of it."""
     report = LoadReport(loop, 0.0)
-    report.spend_beside_steps(1.0)
+    report.add_time_between_steps(1.0)
     report.measure(loop, [], 0.0, 2.0)
     assert report.status.load == pytest.approx(0.5)
     assert report.status.load_per_stream == pytest.approx(0.1 + 0.5 / STREAMS)
@@ -43,7 +43,7 @@ def test_messages_are_a_part_of_the_load_and_of_what_a_stream_adds(loop: EngineL
 def test_messages_of_files_are_not_charged_to_live_streams(loop: EngineLoop) -> None:
     report = LoadReport(loop, 0.0)
     loop.meter.totals.speech_ns, loop.meter.totals.live_speech_ns = 100_000, 25_000.0
-    report.spend_beside_steps(1.0)
+    report.add_time_between_steps(1.0)
     report.measure(loop, [], 0.0, 2.0)
     assert report.status.load == pytest.approx(0.125)
 
@@ -51,7 +51,7 @@ def test_messages_of_files_are_not_charged_to_live_streams(loop: EngineLoop) -> 
 def test_what_a_stream_adds_stays_unknown_until_steps_were_measured(loop: EngineLoop) -> None:
     loop.meter.live_cost.forget()
     report = LoadReport(loop, 0.0)
-    report.spend_beside_steps(1.0)
+    report.add_time_between_steps(1.0)
     report.measure(loop, [], 0.0, 2.0)
     assert report.status.load_per_stream == 0.0
 
@@ -59,7 +59,7 @@ def test_what_a_stream_adds_stays_unknown_until_steps_were_measured(loop: Engine
 def test_a_clock_that_stands_takes_nothing_back(loop: EngineLoop) -> None:
     """Steps are timed by another clock than messages."""
     report = LoadReport(loop, 0.0)
-    report.spend_beside_steps(-0.001)
+    report.add_time_between_steps(-0.001)
     report.measure(loop, [], 0.0, 2.0)
     assert report.status.load == 0.0
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from engine.boundary.codec import encode_command
 from engine.boundary.items import make_cutter, prepare
-from engine.boundary.replay import ReplayLog, memory_for
+from engine.boundary.replay import ReplayLog, replay_state_for
 from engine.messages import Closed, Feed, Finish, Flush, Item, Open, Output, Text
 from engine.server.loop import EngineLoop
 from engine.server.speech import PendingAudio
@@ -114,7 +114,7 @@ def test_a_long_gap_leaves_no_tokens_behind_on_a_model_with_one_per_position() -
     """A replay needs as much of a gap as it needs of audio."""
     loop = build()
     spec = loop.scheduler.spec
-    kept, memory, cutter = ReplayLog(spec), memory_for(spec, keep_positions=50), make_cutter(spec)
+    kept, memory, cutter = ReplayLog(spec), replay_state_for(spec, keep_positions=50), make_cutter(spec)
     kept.add(prepare(cutter, cutter.cut(speech(1, 1)), spec))
     kept.add(prepare(cutter, cutter.cut_gap(DAYS * RATE), spec))
     first = spec.prefix_positions

@@ -360,7 +360,7 @@ class TestRebuilding:
         drain(loop)
         loop.submit([Abort("c")], 0)
         drain(loop)
-        assert not loop.scheduler.recovering and loop.scheduler.on_time == 2
+        assert not loop.scheduler.recovering and loop.scheduler.on_time_count == 2
 
     def test_a_rebuild_whose_audio_does_not_come_holds_up_nobody_for_long(self) -> None:
         loop, _ = self.loop(3)

@@ -27,7 +27,7 @@ from engine.messages import (
 )
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech_track import GateSettings
+from engine.server.speech_gate import GateSettings
 from tests.engine import fakes
 from tests.engine.server.test_loop_failures import items_of
 
@@ -47,7 +47,7 @@ def build(cuts: bool = True, overlaps: bool = False, seed: int = 0) -> EngineLoo
     runner = fakes.LaunchingFrames(chance=random.Random(seed)) if overlaps else fakes.FakeFrames()
     detector = fakes.LaunchingFakeDetector() if overlaps else fakes.FakeDetector()
     scheduler = Scheduler(SPEC, Limits(max_streams=3, cache_embeds=900), fakes.VOCABULARY)
-    return EngineLoop(scheduler, runner, detector, cut=SETTINGS if cuts else None)
+    return EngineLoop(scheduler, runner, detector, skipping=SETTINGS if cuts else None)
 
 
 def conversation(seed: int, turns: int = 3) -> NDArray[np.float32]:
@@ -183,7 +183,7 @@ def test_a_flush_in_the_silence_is_answered_for_all_that_came() -> None:
     run.submit(Flush("a", 7)).drain()
     answers = [output for output in run.outputs if isinstance(output, Flushed)]
     assert [(answer.tag, answer.sample) for answer in answers] == [(7, len(audio))]
-    assert run.loop.reached("a") == end
+    assert run.loop.progress_of("a") == end
 
 
 @pytest.mark.parametrize("cuts", [False, True])
@@ -200,7 +200,7 @@ def test_a_flush_at_a_pause_is_answered_with_the_audio_that_brings_the_words_out
         if answered_after is None and any(isinstance(output, Flushed) for output in run.outputs):
             answered_after = index - spoken
     run.submit(Finish("a")).drain()
-    behind = SPEC.said_positions_for(SPEC.default_delay_positions)
+    behind = SPEC.pause_positions_for(SPEC.default_delay_positions)
     assert answered_after is not None and behind - 2 <= answered_after <= behind + 2
     assert run.tokens == calm.tokens and run.said.text == calm.said.text != ""
 
@@ -212,7 +212,7 @@ def test_a_long_silence_keeps_nothing_and_a_declared_one_costs_nothing() -> None
     stream = run.loop.silence_skipper._streams["a"]
     assert sum(item.length for item in stream.waiting if isinstance(item, Item)) <= 4
     assert run.loop.scheduler.streams["a"].computed < position + 20
-    assert run.loop.reached("a") > position + hour - 5, "the gateway may send on"
+    assert run.loop.progress_of("a") > position + hour - 5, "the gateway may send on"
     run.submit(Feed("a", [Item(position + hour, 1, (12 + hour) * fakes.POSITION)])).drain()
     assert len(run.tokens) > hour - 10, "what is cut is told soon"
     assert len(stream._skips) <= 2

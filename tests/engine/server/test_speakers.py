@@ -12,24 +12,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.server.speakers import (
-    EMBEDDING_SIZE,
-    FRAME_SAMPLES,
-    MAX_ENROLLED,
-    MAX_NAME_CHARACTERS,
+from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS
+from engine.server.speaker_labels import (
     MAX_STATE_BYTES,
     MAX_VOICES,
-    SAMPLE_RATE,
-    CutSettings,
     Embedding,
     Label,
-    Piece,
-    PieceCutter,
-    Samples,
     SpeakerLabels,
     rounded,
     shipped_model,
 )
+from engine.server.speech_pieces import FRAME_SAMPLES, SAMPLE_RATE, CutSettings, Piece, PieceCutter, Samples
 from engine.server.speech_track import voiced_frames
 
 WHOLE = CutSettings().piece_frames * FRAME_SAMPLES

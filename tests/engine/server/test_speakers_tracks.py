@@ -13,18 +13,10 @@ from numpy.typing import NDArray
 
 from engine.errors import BadItem, BadOption
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
-from engine.options import SPEAKERS, speakers_text
+from engine.options import EMBEDDING_SIZE, SPEAKERS, speakers_text
 from engine.runner.base import Embedder
-from engine.server.speakers import (
-    EMBEDDING_SIZE,
-    FRAME_SAMPLES,
-    MAX_UPLOAD_WAITING,
-    MAX_WAITING,
-    SAMPLE_RATE,
-    Samples,
-    SpeakerTrack,
-    SpeakerTracks,
-)
+from engine.server.speakers import MAX_UPLOAD_WAITING, MAX_WAITING, SpeakerTrack, SpeakerTracks
+from engine.server.speech_pieces import FRAME_SAMPLES, SAMPLE_RATE, Samples
 from engine.server.speech_track import voiced_frames
 from engine.spec import ModelSpec
 

@@ -16,9 +16,9 @@ FRAME = 10
 def hear(track: SpeechTrack, spoken: LastSpeech, probabilities: list[float]) -> None:
     """As the listener does it: frame by frame."""
     if probabilities:
-        spoken.expect(FRAME)
+        spoken.set_frame(FRAME)
     for probability in probabilities:
-        track.hear([probability], FRAME)
+        track.add_frames([probability], FRAME)
         spoken.answer()
 
 

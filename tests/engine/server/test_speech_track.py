@@ -21,16 +21,8 @@ from engine.messages import (
     TurnRule,
     TurnScored,
 )
-from engine.server.speech_track import (
-    DECISIONS,
-    HYSTERESIS,
-    Begin,
-    GateSettings,
-    Skip,
-    SpeechGate,
-    SpeechTrack,
-    stop_threshold,
-)
+from engine.server.speech_gate import Begin, GateSettings, Skip, SpeechGate
+from engine.server.speech_track import DECISIONS, HYSTERESIS, SpeechTrack, stop_threshold
 
 FRAME = 512
 RULE = TurnRule(threshold=0.5, min_speech_samples=2 * FRAME, silence_samples=3 * FRAME)
@@ -42,7 +34,7 @@ def rule(threshold: float = 0.5, least: int = 2 * FRAME, silence: int = 3 * FRAM
 
 
 def run(track: SpeechTrack, *probabilities: float) -> list[SpeechEvent]:
-    return [event for event in track.hear(probabilities, FRAME) if not isinstance(event, DECISIONS)]
+    return [event for event in track.add_frames(probabilities, FRAME) if not isinstance(event, DECISIONS)]
 
 
 def speaking() -> SpeechTrack:
@@ -68,14 +60,14 @@ def test_negative_durations_are_refused(least: int, silence: int) -> None:
 def test_an_impossible_probability_is_refused_and_changes_nothing(probability: float) -> None:
     track = speaking()
     with pytest.raises(ValueError, match=r"\[0, 1\]"):
-        track.hear([probability], FRAME)
+        track.add_frames([probability], FRAME)
     assert (track.phase, track.sample) == (Phase.SPEAKING, 7 * FRAME)
 
 
 @pytest.mark.parametrize("frame_samples", [0, -1])
 def test_an_empty_frame_is_refused(frame_samples: int) -> None:
     with pytest.raises(ValueError, match="frame"):
-        SpeechTrack(RULE).hear([LOUD], frame_samples)
+        SpeechTrack(RULE).add_frames([LOUD], frame_samples)
 
 
 def test_silence_is_possible_with_a_low_threshold() -> None:
@@ -115,7 +107,7 @@ def test_the_band_does_not_interrupt_a_pause_but_speech_does() -> None:
 
 def test_a_long_silence_ends_speech_where_it_became_long_enough() -> None:
     track = speaking()
-    found = [event for event in track.hear([0.0], 16_000 * 600) if isinstance(event, SpeechEnded)]
+    found = [event for event in track.add_frames([0.0], 16_000 * 600) if isinstance(event, SpeechEnded)]
     assert [(event.sample, event.speech_end) for event in found] == [(10 * FRAME, 7 * FRAME)]
 
 
@@ -191,11 +183,11 @@ def test_any_division_into_calls_gives_the_same_events(
     whole, parts = track_with(gate, first), track_with(gate, first)
     apply(whole, changes)
     apply(parts, changes)
-    expected, found, chance = whole.hear(frames, FRAME), list[object](), random.Random(seed)
+    expected, found, chance = whole.add_frames(frames, FRAME), list[object](), random.Random(seed)
     rest = list(frames)
     while rest:
         size = chance.randint(1, 9)
-        found += parts.hear(rest[:size], FRAME)
+        found += parts.add_frames(rest[:size], FRAME)
         # A state that was saved and loaded between is the same state.
         other = track_with(gate, first)
         other.load(parts.save())
@@ -236,7 +228,7 @@ def test_silence_that_is_passed_at_once_is_as_if_each_frame_were_judged(
     for track in tracks:
         apply(track, changes)
     for piece in pieces:
-        fast, slow = (track.hear(piece, FRAME) for track in tracks)
+        fast, slow = (track.add_frames(piece, FRAME) for track in tracks)
         assert fast == slow
         states = [(track.save(), track.take_spoken(), track.gate and track.gate.save()) for track in tracks]
         assert states[0] == states[1]
@@ -247,9 +239,9 @@ def test_silence_that_is_passed_at_once_is_as_if_each_frame_were_judged(
 @pytest.mark.parametrize("broken", [-0.1, 1.5, float("nan")])
 def test_an_impossible_probability_in_silence_is_refused(broken: float) -> None:
     track = SpeechTrack(RULE, SpeechGate(SKIPPING))
-    track.hear([0.0] * 4, FRAME)
+    track.add_frames([0.0] * 4, FRAME)
     with pytest.raises(ValueError, match="probability"):
-        track.hear([0.0, broken, 0.0], FRAME)
+        track.add_frames([0.0, broken, 0.0], FRAME)
 
 
 @example_settings(max_examples=150, deadline=None)
@@ -265,7 +257,7 @@ def test_events_do_not_depend_on_the_length_of_silent_frames(first: TurnRule, fr
     for probability, length in frames:
         # Only silence comes in long frames: how soon a frame is taken for speech depends on its length.
         whole = ([probability], length) if probability == QUIET else ([probability] * length, 1)
-        assert samples(list(coarse.hear(*whole))) == samples(list(fine.hear([probability] * length, 1)))
+        assert samples(list(coarse.add_frames(*whole))) == samples(list(fine.add_frames([probability] * length, 1)))
 
 
 @example_settings(max_examples=150, deadline=None)
@@ -278,14 +270,14 @@ def test_another_engine_goes_on_with_the_same_events(
     start = max(0, died_at - window)
     whole = SpeechTrack(first)
     apply(whole, changes)
-    told = whole.hear(frames[:died_at], FRAME)
+    told = whole.add_frames(frames[:died_at], FRAME)
     state, in_force = whole.state, whole.rule
-    expected = told + whole.hear(frames[died_at:], FRAME)
+    expected = told + whole.add_frames(frames[died_at:], FRAME)
     # The other engine counts from the beginning of its window.
     other, before = SpeechTrack(in_force), start * FRAME
-    other.continue_from(state.later(-before))
+    other.continue_from(state.shifted(-before))
     apply(other, [(sample - before, new) for sample, new in changes if sample >= before])
-    again = other.hear(frames[start:], FRAME)
+    again = other.add_frames(frames[start:], FRAME)
     for event in again:
         assert not isinstance(event, DECISIONS)
         event.sample += before
@@ -323,7 +315,7 @@ def test_no_speech_is_skipped(first: TurnRule, frames: list[float]) -> None:
     assert track.gate is not None
     for probability in frames:
         floor_before = track.gate.floor
-        for event in track.hear([probability], FRAME):
+        for event in track.add_frames([probability], FRAME):
             if isinstance(event, SpeechStarted):
                 assert track.gate.is_open
                 assert track.gate.floor <= event.sample, "the start of speech was skipped"
@@ -335,9 +327,9 @@ def test_no_speech_is_skipped(first: TurnRule, frames: list[float]) -> None:
 def test_a_noise_that_starts_speech_opens_the_gate_of_skipped_silence() -> None:
     """The noise is no evidence (p = 0.7), but it is speech by the rule: the model gets it, with the audio before it."""
     track = track_with(SKIPPING, TurnRule(0.5, 1024, 8000), is_open=True)
-    track.hear([0.0] * 2000, FRAME)
+    track.add_frames([0.0] * 2000, FRAME)
     assert track.gate is not None and not track.gate.is_open
-    found = without_skips(list(track.hear([0.7] * 3, FRAME)))
+    found = without_skips(list(track.add_frames([0.7] * 3, FRAME)))
     assert [type(event) for event in found] == [Begin, SpeechStarted]
     assert found[0] == Begin(2000 * FRAME - FRAME)
 

@@ -33,7 +33,7 @@ def speeches(step: int = 3, name: str = "s") -> list[Speech]:
     track, found = SpeechTrack(RULE), []
     for start in range(0, len(LOUD), step):
         frames = LOUD[start : start + step]
-        events = [event for event in track.hear(frames, FRAME) if not isinstance(event, DECISIONS)]
+        events = [event for event in track.add_frames(frames, FRAME) if not isinstance(event, DECISIONS)]
         found.append(Speech(name, start * FRAME, FRAME, frames, events, track.state))
     return found
 
@@ -65,7 +65,7 @@ class Fed:
         while self._fed * POSITION < min(speech.end, len(AUDIO)):
             self.questions.add_audio("s", ITEMS[self._fed : self._fed + 1])
             self._fed += 1
-        return self.questions.take(speech)
+        return self.questions.add(speech)
 
 
 def questions_of(detector: Answers | None, name: str = "s") -> TurnQuestions:
@@ -80,7 +80,7 @@ def audio_of(detector: Answers | None) -> Callable[[str], AskedAudio | None]:
 
 def asking(detector: Answers | None, name: str = "s") -> TurnQuestions:
     questions = TurnQuestions(audio_of(detector))
-    questions.use(name, RULE)
+    questions.set_rule(name, RULE)
     return questions
 
 
@@ -90,7 +90,7 @@ def answered(questions: TurnQuestions) -> list[Output]:
     return outputs
 
 
-EXPECTED = scores([speech for one in speeches() for speech in questions_of(Answers(instant=True)).take(one)])
+EXPECTED = scores([speech for one in speeches() for speech in questions_of(Answers(instant=True)).add(one)])
 
 
 def test_a_pause_has_at_most_three_questions_each_about_the_last_eight_seconds() -> None:
@@ -113,9 +113,9 @@ def test_answers_come_in_order_at_their_samples_however_late_they_are(seed: int)
         if chance.random() < 0.5:
             detector.answer(chance.randint(0, 2))
         found += answered(questions)
-        assert questions.is_waiting or not questions.has_news
+        assert questions.is_waiting or not questions.has_answered
         # Not so late that answers are left out.
-        while questions.kept_back > WAIT_MESSAGES // 2:
+        while questions.delayed_count > WAIT_MESSAGES // 2:
             detector.answer(1)
             found += answered(questions)
     detector.answer()
@@ -133,7 +133,7 @@ def test_an_answer_that_is_late_by_the_messages_is_left_out() -> None:
     fed, found = Fed(asking(detector)), list[Speech]()
     for speech in speeches():
         found += fed.take(speech)
-        assert fed.questions.kept_back <= WAIT_MESSAGES, "no message waits longer than the bound"
+        assert fed.questions.delayed_count <= WAIT_MESSAGES, "no message waits longer than the bound"
     assert len(scores(found)) > 5 and {score[3] for score in scores(found)} == {None}
     assert not any(future.set_running_or_notify_cancel() for _, future in detector.waiting[:5]), "they are not computed"
 
@@ -142,7 +142,7 @@ def test_much_audio_at_once_makes_no_answer_late() -> None:
     """As after a rebuild."""
     detector = Answers()
     questions = questions_of(detector)
-    found: list[Output] = [one for speech in speeches(100) for one in questions.take(speech)]
+    found: list[Output] = [one for speech in speeches(100) for one in questions.add(speech)]
     detector.answer()
     assert scores(found + answered(questions)) == EXPECTED
 
@@ -150,21 +150,21 @@ def test_much_audio_at_once_makes_no_answer_late() -> None:
 def test_other_streams_do_not_wait_and_streams_that_do_not_ask_cost_nothing() -> None:
     detector = Answers()
     questions = questions_of(detector)
-    questions.use("plain", TurnRule(0.5, 1024, 8000))
-    questions.use("none", None)
+    questions.set_rule("plain", TurnRule(0.5, 1024, 8000))
+    questions.set_rule("none", None)
     questions.add_audio("plain", ITEMS)
     for speech in speeches():
-        questions.take(speech)
+        questions.add(speech)
     asked = detector.asked
     for speech in speeches(name="plain"):
-        assert questions.take(speech) == [speech]
+        assert questions.add(speech) == [speech]
     assert detector.asked == asked > 0 and detector.prepared == 1
     assert questions.save("plain") == ({}, None)
 
 
 def test_without_a_detector_questions_have_no_answers_and_nothing_is_kept() -> None:
     questions = questions_of(None)
-    found = [one for speech in speeches() for one in questions.take(speech)]
+    found = [one for speech in speeches() for one in questions.add(speech)]
     assert [score[:3] for score in scores(found)] == [score[:3] for score in EXPECTED]
     assert {score[3] for score in scores(found)} == {None}
     assert questions.save("s")[1] is None
@@ -174,7 +174,7 @@ def test_a_detector_that_fails_has_no_answer() -> None:
     detector = Answers()
     questions, found = questions_of(detector), list[Speech]()
     for speech in speeches():
-        found += questions.take(speech)
+        found += questions.add(speech)
         for _, future in detector.waiting:
             future.set_exception(RuntimeError("broken"))
         detector.waiting.clear()
@@ -185,7 +185,7 @@ def test_a_detector_that_fails_has_no_answer() -> None:
 @pytest.mark.parametrize("end", [Flushed("s", 7, 0), Closed("s", 0)])
 def test_a_client_that_ends_the_turn_or_the_stream_does_not_wait(end: Output) -> None:
     questions = questions_of(Answers())
-    sent = [one for speech in speeches()[:60] for one in questions.take(speech)]
+    sent = [one for speech in speeches()[:60] for one in questions.add(speech)]
     assert questions.is_waiting
     other = Flushed("s", 6, 0)
     outputs: list[Output] = [other, Text("s", "a", [], []), end]
@@ -207,7 +207,7 @@ def test_another_engine_asks_again_and_gets_the_same_answers(seed: int) -> None:
             questions.add_audio(name, ITEMS[fed : fed + 1])
             fed += 1
         speech.stream = name
-        found += questions.take(speech)
+        found += questions.add(speech)
         if chance.random() < 0.2:
             saved, position = questions.save(name)
             assert (
@@ -221,7 +221,7 @@ def test_another_engine_asks_again_and_gets_the_same_answers(seed: int) -> None:
             name += "+"
             questions.resume(name, reread(saved), ITEMS[position:fed])
             kept = len(found)
-        if chance.random() < 0.6 or questions.kept_back > WAIT_MESSAGES // 2:
+        if chance.random() < 0.6 or questions.delayed_count > WAIT_MESSAGES // 2:
             detector.answer()
             found += answered(questions)
         assert {one.stream for one in found[kept:]} <= {name}, "it has another name on another engine"

@@ -341,7 +341,7 @@ async def test_a_gateway_that_does_not_read_is_dropped_and_nobody_else_waits(mon
         viewer.publisher.follow(key)
         with zmq.Context.instance().socket(zmq.DEALER) as stuck:
             stuck.rcvhwm, stuck.linger, stuck.rcvbuf = 1, 0, 4096
-            LinkKeys.between_gateways(SECRET).lock_gateway(stuck)
+            LinkKeys.between_gateways(SECRET).secure_caller(stuck)
             stuck.connect(home.entry.address)
             stuck.send(fleet_publishing.encoder.encode(viewer.names.hello("a")))
             stuck.send(fleet_publishing.encoder.encode(Follow(*key)))

@@ -682,7 +682,7 @@ class Engine:
             return [*self._say(at - self.base), messages.Closed("s", at)]
         self.base, self.heard, self.said = at, 0, 0
         self.track = SpeechTrack(rest[0].turn_rule)
-        self.track.continue_from(rest[0].speech_track.later(-at))
+        self.track.continue_from(rest[0].speech_track.shifted(-at))
         return [EngineSwitched(at)]
 
     def _hear(self, loud: bool) -> list[Any]:

@@ -20,7 +20,7 @@ from typing import Any
 import pytest
 
 from engine.boundary.codec import Frames
-from engine.boundary.sockets import PULSE_TIMEOUT_MS
+from engine.boundary.sockets import ZMQ_HEARTBEAT_TIMEOUT_MS
 from engine.client import link as links
 from engine.client import pool
 from engine.client.client import ClientSettings, EngineClient
@@ -37,7 +37,7 @@ from tests.realtime.workers import engines
 from tests.realtime.workers.clients import VAD
 
 ROUND_S = 0.1
-PULSE_S = PULSE_TIMEOUT_MS / 1000
+PULSE_S = ZMQ_HEARTBEAT_TIMEOUT_MS / 1000
 CONFIG = Config(
     server=ServerConfig(ping_interval_s=0.0), limits=LimitsConfig(max_load=0), session=SessionConfig(resume_s=60.0)
 )

@@ -5,23 +5,23 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.caches import CachedRows, EncoderCache, Held
+from engine.core.encoder_cache import CachedRows, EncoderCache, StreamEntries
 
 
-def put(cache: EncoderCache, held: Held, index: int, key: bytes, embeds: int = 1) -> CachedRows:
+def put(cache: EncoderCache, held: StreamEntries, index: int, key: bytes, rows: int = 1) -> CachedRows:
     assert cache.lookup(held, index, key) is None
-    entry = cache.reserve(held, index, key, embeds)
+    entry = cache.allocate(held, index, key, rows)
     assert entry is not None
     return entry
 
 
 def room(cache: EncoderCache) -> int:
-    """Embeddings without an owner, which `reserve` could hand out."""
+    """Rows that `allocate` could assign: free ones and those of entries without references."""
     return cache.capacity - sum(len(entry) for entry in cache.entries.values() if entry.references)
 
 
 def test_a_cache_without_room_is_refused() -> None:
-    with pytest.raises(ValueError, match="at least one embedding"):
+    with pytest.raises(ValueError, match="at least one row"):
         EncoderCache(0)
 
 
@@ -51,7 +51,7 @@ def test_a_hit_takes_an_entry_out_of_the_evictable_ones() -> None:
     assert room(cache) == 2
     cache.lookup(a, 1, b"x")
     assert room(cache) == 0
-    assert cache.reserve(a, 2, b"y", 1) is None
+    assert cache.allocate(a, 2, b"y", 1) is None
 
 
 def test_released_entries_stay_until_their_rows_are_needed() -> None:
@@ -152,12 +152,12 @@ def test_evicting_for_ever_leaves_nothing_behind() -> None:
     for index in range(20_000):
         put(cache, a, index, b"%d" % index)
         cache.release(a, index)
-    assert len(cache.entries) <= 64 and len(cache._fresh) + len(cache._stale) <= 2 * 64
+    assert len(cache.entries) <= 64 and len(cache._released_new) + len(cache._released_old) <= 2 * 64
     silence = put(cache, a, -1, b"silence")
     for index in range(20_000):
         assert cache.lookup(a, index, b"silence") is silence
         cache.release(a, index)
-    assert len(cache._fresh) + len(cache._stale) <= 2 * 64
+    assert len(cache._released_new) + len(cache._released_old) <= 2 * 64
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -166,7 +166,7 @@ class CacheMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.cache = EncoderCache(12)
-        self.held: dict[str, Held] = {}
+        self.held: dict[str, StreamEntries] = {}
         self.next_index = 0
 
     requests = st.sampled_from(["a", "b", "c"])
@@ -190,7 +190,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.next_index += 1
         if self.cache.lookup(held, index, key) is None and index not in held:
             fits = len(key) <= room(self.cache)
-            entry = self.cache.reserve(held, index, key, len(key))
+            entry = self.cache.allocate(held, index, key, len(key))
             assert (entry is not None) == fits
             assert entry is None or len(entry) == len(key)
 

@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.caches import PagePool, RingTable
+from engine.core.kv_pages import PagePool, RingTable
 from engine.spec import KvGroup
 
 GROUP = KvGroup("decoder", window_positions=64, page_positions=16, bytes_per_position=1)
@@ -22,12 +22,12 @@ def test_a_ring_never_holds_more_than_one_window() -> None:
     table = ring(pool)
     changes = []
     for end in range(1, 10_000):
-        if end > table.covered:
+        if end > table.paged_until:
             changes += table.extend(end)
     assert [index for index, _ in changes] == [0, 1, 2, 3, 4]
     assert len(table.pages) == GROUP.ring_pages
     table.extend(50_000_000)
-    assert len(table.pages) == GROUP.ring_pages and table.covered == 50_000_000
+    assert len(table.pages) == GROUP.ring_pages and table.paged_until == 50_000_000
     table.close()
     pool.check_integrity([])
 
@@ -35,7 +35,7 @@ def test_a_ring_never_holds_more_than_one_window() -> None:
 def test_a_jump_covers_everything_on_the_way() -> None:
     table = ring(PagePool(5))
     assert [index for index, _ in table.extend(33)] == [0, 1, 2]
-    assert table.covered == 48
+    assert table.paged_until == 48
 
 
 def test_reserving_is_refused_before_the_pool_is_exceeded() -> None:

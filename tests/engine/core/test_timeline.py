@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.stream import SampleClock, Timeline
+from engine.core.timeline import SampleClock, Timeline
 from engine.messages import Item
 
 
@@ -135,7 +135,7 @@ def test_window_equals_a_scan(
         ]
         assert list(range(lo, hi)) == expected
         for index in range(lo, hi):
-            assert (row.range(index).offset, row.range(index).length) == spans[index]
+            assert (row.positions(index).offset, row.positions(index).length) == spans[index]
 
 
 def test_memory_of_a_pruned_timeline_is_bounded() -> None:

@@ -1,0 +1,423 @@
+"""`SpeakerLabels`: assigns the pieces of speech of one stream to voices, by their embeddings, and numbers the voices.
+
+A label is decided when the audio is `lag_samples` past the middle of its piece, or when a pause has ended the run of
+speech; it never changes. Labels are a pure function of the pieces: a saved state continues with the same labels.
+Embeddings are rounded to integers first, and voices are sums of integers, so the order of additions and the machine do
+not matter. `SpeakerTrack` (`engine/server/speakers.py`) has one per stream.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import cache
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS, PIECE_SAMPLES, ROUNDING
+from engine.server.speech_pieces import FRAME_SAMPLES, Piece, piece_of
+from engine.weights.registry import ShippedFile
+
+Embedding = NDArray[np.int64]
+
+# Voices without a name that are kept apart. One more, and the least recent voice is merged with the one nearest to it.
+MAX_VOICES = 16
+# Pieces that wait for a decision. One more, and the oldest is decided at once.
+MAX_PENDING = 24
+# A bound on a saved state of labels as MessagePack or JSON with encoded bytes.
+MAX_STATE_BYTES = 64 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class VoiceModel:
+    """How embeddings of length 1 are spread, per number: a voice is off the mean of all voices with the variance
+    `between`, a piece is off its voice with the variance `within`. `python -m training voices` estimates it."""
+
+    mean: Embedding
+    within: float
+    between: float
+
+
+@cache
+def shipped_model() -> VoiceModel:
+    """The model that comes with the package."""
+    saved = json.loads(ShippedFile("voices.json").path.read_text())
+    return VoiceModel(np.array(saved["mean"], np.int64), saved["within"], saved["between"])
+
+
+@dataclass(frozen=True, slots=True)
+class LabelSettings:
+    """Settings of `SpeakerLabels`. Costs are natural logarithms of odds; docs/speakers.md says how they were chosen."""
+
+    # Pieces of one person are not independent of each other: half a second of speech counts as this many pieces.
+    evidence: float = 0.53
+    # What a change of voice costs, inside a run of speech and after a pause.
+    switch: float = 3.0
+    switch_after_pause: float = 1.2
+    # What a voice that was never heard costs. Shorter pieces cannot be its first.
+    new: float = 26.0
+    new_piece_samples: int = 9_000
+    # Voices that are one with these odds are merged. Below 0: people mostly meet the voices that they know.
+    merge: float = -3.0
+    # A voice learns from pieces with these odds.
+    learn: float = 6.0
+    # A label is decided when the audio is this far past the middle of its piece.
+    lag_samples: int = 24_000
+
+
+# A piece weighs as much as it has new frames, up to two hops.
+_MOST_WEIGHT = 32
+_HOP_WEIGHT = 16
+_ENROLLED_WEIGHT = 320
+_MOST_LEARNT = 512
+# Assignments of the pending pieces that are kept while the best one is looked for.
+_HYPOTHESES = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Label:
+    """From `start` to `end` (samples), speaker `speaker` was heard. Labels follow each other without overlaps.
+
+    `confidence` is between 0 and 1: how much better the voice fits than the next one."""
+
+    start: int
+    end: int
+    speaker: int
+    confidence: float
+
+
+@dataclass(slots=True, eq=False)
+class Evidence:
+    """What is known of a voice: the sum of its embeddings without the mean of all voices, each times its weight, and
+    the sum of the weights."""
+
+    total: Embedding
+    weight: int
+    _square: int | None = None
+
+    @property
+    def square(self) -> int:
+        if self._square is None:
+            self._square = int(self.total @ self.total)
+        return self._square
+
+
+@dataclass(slots=True, eq=False)
+class Voice:
+    """A speaker of the stream: its number, what is known of its voice, and its name if it was enrolled."""
+
+    number: int
+    known: Evidence
+    name: str = ""
+    # End of the last piece that was assigned to it.
+    heard: int = 0
+
+    def learn(self, more: Evidence) -> None:
+        total, weight = self.known.total + more.total, self.known.weight + more.weight
+        # A person does not stay the same for hours, and the state has 32 bits for each number.
+        while weight > _MOST_LEARNT:
+            total, weight = total // 2, weight // 2
+        self.known = Evidence(total, weight)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    piece: Piece
+    embedding: Embedding
+    evidence: Evidence
+
+
+@dataclass(frozen=True, slots=True)
+class _Hypothesis:
+    """One assignment of pending pieces: the index of a voice for each, or the number of voices for a new one."""
+
+    score: float
+    path: tuple[int, ...]
+    # Indices of the pieces of the new voice, and what they tell of it.
+    places: tuple[int, ...] = ()
+    new: Evidence | None = None
+
+
+def rounded(embedding: NDArray[np.float32]) -> Embedding:
+    """An embedding of length 1 as integers."""
+    return np.rint(np.asarray(embedding, np.float64) / ROUNDING).astype(np.int64)
+
+
+def _span(piece: Piece, labelled: int, following: Piece | None) -> tuple[int, int]:
+    """Where the label of a piece begins and ends: behind the last label, up to half of the way to the next piece, whose
+    own label begins there."""
+    start = max(piece.start, labelled)
+    if following is None or following.start >= piece.end:
+        return start, piece.end
+    return start, max(start, (piece.middle + following.middle) // 2)
+
+
+def _confidence(hypotheses: Sequence[_Hypothesis], index: int) -> float:
+    """How sure the best hypothesis is of a piece, by its distance to the best one that says otherwise: between 0 and
+    1."""
+    best = hypotheses[0]
+    others = (other.score for other in hypotheses if other.path[index] != best.path[index])
+    margin = best.score - next(others, best.score - 4.0)
+    return round(1 / (1 + math.exp(-min(30.0, margin))), 3)
+
+
+class SpeakerLabels:
+    """Assigns the pieces of one stream to voices.
+
+    A voice is a normal distribution (`VoiceModel`). The more speech of a voice was heard, the better its mean is known.
+    The score of a piece compares two hypotheses: its voice said it, or a person without a voice yet said it. The pieces
+    of a new voice score how alike they are. When a piece is due, the best assignment of all pending pieces decides it,
+    and its voice learns from it.
+    """
+
+    def __init__(self, settings: LabelSettings | None = None, model: VoiceModel | None = None) -> None:
+        self.settings = settings or LabelSettings()
+        self._model = model or shipped_model()
+        # The variance of a voice's mean by that of its embeddings, for each unit of weight; and the same for squares
+        # of embeddings in integers.
+        unit = self.settings.evidence / _HOP_WEIGHT
+        self._spread = unit * self._model.between / self._model.within
+        self._scale = self._spread * unit / self._model.within * ROUNDING**2
+        self._voices: list[Voice] = []
+        self._pending: list[_Pending] = []
+        # The number of the next new voice, and of the last decided one.
+        self._next = 0
+        self._last: int | None = None
+        # End of the last label.
+        self._labelled = 0
+
+    # Enrolled voices
+
+    def enrol(self, name: str, embeddings: Sequence[Embedding]) -> int:
+        """A voice with a name, from the pieces of a reference recording. Returns its number. Raises ValueError."""
+        if not name or len(name) > MAX_NAME_CHARACTERS:
+            raise ValueError(f"the name of a speaker has 1 to {MAX_NAME_CHARACTERS} characters")
+        if not embeddings:
+            raise ValueError(f"the reference recording of {name!r} has no speech that is long enough")
+        if any(voice.name == name for voice in self._voices):
+            raise ValueError(f"two speakers are named {name!r}")
+        if sum(bool(voice.name) for voice in self._voices) >= MAX_ENROLLED:
+            raise ValueError(f"at most {MAX_ENROLLED} speakers can be enrolled")
+        # All references count as much as each other, however long they are.
+        mean = np.mean(embeddings, axis=0)
+        total = np.rint(_ENROLLED_WEIGHT * (mean - self._model.mean)).astype(np.int64)
+        return self._add(Voice(self._next, Evidence(total, _ENROLLED_WEIGHT), name)).number
+
+    @property
+    def names(self) -> dict[int, str]:
+        return {voice.number: voice.name for voice in self._voices if voice.name}
+
+    @property
+    def speakers(self) -> list[int]:
+        """Numbers of the voices that are kept apart."""
+        return [voice.number for voice in self._voices]
+
+    @property
+    def has_pending(self) -> bool:
+        """Whether a piece is not decided."""
+        return bool(self._pending)
+
+    @property
+    def pending_from(self) -> int | None:
+        """The first sample of the oldest piece that is not decided."""
+        return self._pending[0].piece.start if self._pending else None
+
+    # Pieces in, labels out
+
+    def push(self, piece: Piece, embedding: Embedding) -> list[Label]:
+        """The next piece. Returns the labels that were due before it was cut: they do not depend on it, however late
+        its embedding is computed."""
+        labels = self.advance(piece.cut_at - 1)
+        self._pending.append(self._weighed(replace(piece, starts=()), embedding))
+        while len(self._pending) > MAX_PENDING:
+            labels.append(self._decide())
+        return labels
+
+    def advance(self, sample: int) -> list[Label]:
+        """All pieces that were cut up to `sample` have been pushed. Returns the labels that are decided by now."""
+        if self._pending and self._pending[-1].piece.ends_run:
+            return self.end()
+        labels = []
+        while self._pending and sample >= self._pending[0].piece.middle + self.settings.lag_samples:
+            labels.append(self._decide())
+        return labels
+
+    def end(self) -> list[Label]:
+        """The stream or a run of speech has ended: decide everything."""
+        return [self._decide() for _ in range(len(self._pending))]
+
+    def best_guess(self) -> list[Label]:
+        """The likely labels of the pieces that are not decided yet. Changes nothing."""
+        if not self._pending:
+            return []
+        hypotheses = self._hypotheses(self._odds())
+        numbers = [*self.speakers, self._next]
+        labels, labelled = [], self._labelled
+        for place, (one, index) in enumerate(zip(self._pending, hypotheses[0].path, strict=True)):
+            following = self._pending[place + 1].piece if place + 1 < len(self._pending) else None
+            start, labelled = _span(one.piece, labelled, following)
+            labels.append(Label(start, labelled, numbers[index], _confidence(hypotheses, place)))
+        return labels
+
+    # Saved and restored
+
+    def save(self) -> dict[str, Any]:
+        """The state as plain data, of at most `MAX_STATE_BYTES` once it is encoded."""
+        return {
+            "voices": [
+                {
+                    **{name: getattr(voice, name) for name in _PLAIN},
+                    "weight": voice.known.weight,
+                    "total": voice.known.total.astype("<i4").tobytes(),
+                }
+                for voice in self._voices
+            ],
+            "pending": [
+                {"piece": asdict(one.piece), "embedding": one.embedding.astype("<i2").tobytes()}
+                for one in self._pending
+            ],
+            "next": self._next,
+            "last": self._last,
+            "labelled": self._labelled,
+        }
+
+    @classmethod
+    def resumed(cls, saved: Mapping[str, Any], settings: LabelSettings | None = None) -> SpeakerLabels:
+        labels = cls(settings)
+        labels._voices = [
+            Voice(
+                known=Evidence(np.frombuffer(voice["total"], "<i4").astype(np.int64), voice["weight"]),
+                **{name: voice[name] for name in _PLAIN},
+            )
+            for voice in saved["voices"]
+        ]
+        labels._pending = [
+            labels._weighed(piece_of(one["piece"]), np.frombuffer(one["embedding"], "<i2").astype(np.int64))
+            for one in saved["pending"]
+        ]
+        labels._next, labels._last, labels._labelled = saved["next"], saved["last"], saved["labelled"]
+        return labels
+
+    # Decisions
+
+    def _decide(self) -> Label:
+        """Decide the oldest pending piece."""
+        odds = self._odds()
+        hypotheses = self._hypotheses(odds)
+        index, first = hypotheses[0].path[0], self._pending.pop(0)
+        is_new = index == len(self._voices)
+        if is_new:
+            voice = self._add(Voice(self._next, first.evidence))
+        else:
+            voice = self._voices[index]
+            if odds[0][index] >= self._least_odds(voice):
+                voice.learn(first.evidence)
+        voice.heard = first.piece.end
+        remaining = self._merged(voice)
+        if is_new and remaining is not voice:
+            self._next -= 1  # the number was never told
+        voice = remaining
+        self._last = voice.number
+        following = self._pending[0].piece if self._pending else None
+        start, self._labelled = _span(first.piece, self._labelled, following)
+        return Label(start, self._labelled, voice.number, _confidence(hypotheses, 0))
+
+    def _least_odds(self, voice: Voice) -> float:
+        """The odds that a piece needs for its voice to learn from it. A doubtful piece gets a label, but the voice does
+        not learn from it: a mixture of two people would match both of them. A voice with less than half a second of
+        speech learns from every likely piece, because its odds are small with every person."""
+        is_hardly_known = not voice.name and voice.known.weight < _HOP_WEIGHT
+        return 0.0 if is_hardly_known else self.settings.learn
+
+    def _weighed(self, piece: Piece, embedding: Embedding) -> _Pending:
+        """A piece with its weight: that of its new speech; a short piece tells less of its voice."""
+        weight = min(piece.new // FRAME_SAMPLES, _MOST_WEIGHT) * piece.length // PIECE_SAMPLES
+        return _Pending(piece, embedding, Evidence(weight * (embedding - self._model.mean), weight))
+
+    def _likelihood(self, weight: int, square: int) -> float:
+        """Of pieces with this sum of weights and square of their total, if one voice said all of them. What does not
+        depend on who said them is left out."""
+        spread = 1 + self._spread * weight
+        return 0.5 * (self._scale * square / spread - EMBEDDING_SIZE * math.log(spread))
+
+    def _alone(self, one: Evidence) -> float:
+        return self._likelihood(one.weight, one.square)
+
+    def _same(self, one: Evidence, other: Evidence) -> float:
+        """The logarithm of the odds that one voice said both."""
+        square = one.square + other.square + 2 * int(one.total @ other.total)
+        return self._likelihood(one.weight + other.weight, square) - self._alone(one) - self._alone(other)
+
+    def _odds(self) -> list[list[float]]:
+        """For each pending piece and each voice: the logarithm of the odds that this voice said the piece, and not a
+        person without a voice yet."""
+        return [[self._same(voice.known, one.evidence) for voice in self._voices] for one in self._pending]
+
+    def _hypotheses(self, odds: Sequence[Sequence[float]]) -> list[_Hypothesis]:
+        """Assignments of the pending pieces, the best first; ties go to the older voice.
+
+        Voices do not learn from pending pieces, so of the assignments that end with one voice and give the same pieces
+        to the new voice, the best is enough."""
+        settings, known = self.settings, len(self._voices)
+        last = next((index for index, voice in enumerate(self._voices) if voice.number == self._last), None)
+        found = [_Hypothesis(0.0, ())]
+        for place, one in enumerate(self._pending):
+            cost = settings.switch_after_pause if one.piece.after_pause else settings.switch
+            may_begin = not known or one.piece.length >= settings.new_piece_samples
+            best: dict[tuple[int, tuple[int, ...]], _Hypothesis] = {}
+            for so_far in found:
+                before = so_far.path[-1] if so_far.path else last
+                for index in range(known + 1):
+                    score = so_far.score - (cost if before not in (None, index) else 0.0)
+                    places, new = so_far.places, so_far.new
+                    if index < known:
+                        score += odds[place][index]
+                    elif new is not None:
+                        score += self._same(new, one.evidence)
+                        new = Evidence(new.total + one.evidence.total, new.weight + one.evidence.weight)
+                        places = (*places, place)
+                    elif may_begin:
+                        score -= settings.new if known else 0.0
+                        places, new = (place,), one.evidence
+                    else:
+                        continue
+                    other = best.get((index, places))
+                    if other is None or score > other.score:
+                        best[index, places] = _Hypothesis(score, (*so_far.path, index), places, new)
+            found = sorted(best.values(), key=lambda one: (-one.score, one.path))[:_HYPOTHESES]
+        return found
+
+    def _add(self, voice: Voice) -> Voice:
+        unnamed = [known for known in self._voices if not known.name]
+        if not voice.name and len(unnamed) >= MAX_VOICES:
+            oldest = min(unnamed, key=lambda known: known.heard)
+            others = [known for known in self._voices if known is not oldest]
+            self._absorb(max(others, key=lambda known: self._same(known.known, oldest.known)), oldest)
+        self._voices.append(voice)
+        self._next += 1
+        return voice
+
+    def _merged(self, voice: Voice) -> Voice:
+        """Merge the voice with one that it has grown alike; returns the voice that remains."""
+        for other in self._voices:
+            if other is voice or (other.name and voice.name):
+                continue
+            if self._same(other.known, voice.known) >= self.settings.merge:
+                older, younger = sorted((other, voice), key=lambda one: (not one.name, one.number))
+                self._absorb(older, younger)
+                return older
+        return voice
+
+    def _absorb(self, kept: Voice, gone: Voice) -> None:
+        kept.learn(gone.known)
+        kept.heard = max(kept.heard, gone.heard)
+        self._voices.remove(gone)
+        if self._last == gone.number:
+            self._last = kept.number
+
+
+_PLAIN = ("number", "name", "heard")
