@@ -42,7 +42,7 @@ from engine.runner.device import compute_on_one_thread
 from engine.server.speakers import CutSettings, Label, Piece, PieceCutter, SpeakerLabels, rounded
 from engine.server.speech_track import voiced_frames
 from engine.weights.store import pull
-from realtime.bench.clients import BadManifest
+from realtime.bench.recordings import BadManifest
 
 # A person with less speech than this is left out of conversations.
 LEAST_SECONDS = 8.0
