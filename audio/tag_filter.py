@@ -1,7 +1,7 @@
-"""Removes tags, pictures, chapters and indexes from WAV, FLAC, MP3, Ogg and WebM before libav reads them.
+"""Removes tags, pictures, chapters and indexes from WAV, FLAC, MP3 and WebM before libav reads them, and filters Ogg.
 
-libav's time for tags is quadratic: a quarter of a megabyte of tags blocks it for half a minute. Of Ogg, streams without
-audio are dropped, and more than `MAX_OGG_TAGS` tags are refused.
+libav's time for tags is quadratic: a quarter of a megabyte of tags blocks it for half a minute. Of an Ogg file only the
+audio streams pass, and one with more than `MAX_OGG_TAGS` tags is refused.
 """
 
 from __future__ import annotations

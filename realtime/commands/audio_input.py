@@ -33,7 +33,7 @@ READ_BYTES = 64 * 1024
 POLL_S = 0.2
 # A WAV stream with a longer header is decoded by libav.
 MAX_HEAD_BYTES = 16 * 1024
-# Format codes of WAV: PCM, and a format that is named further behind in the chunk.
+# Format codes of WAV: PCM, and a code that stands later in the chunk.
 PCM, EXTENSIBLE = 1, 0xFFFE
 # Writers that do not know the length of the data write zero or nearly the largest value.
 UNKNOWN_LENGTH = 0x7FFF_0000

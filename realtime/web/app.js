@@ -16,7 +16,7 @@ import { connectSettings } from "./settings-dialog.js";
 import { ShareDialog } from "./share-dialog.js";
 import { SoundStore } from "./sound-store.js";
 import { TranscriptStore } from "./transcript-store.js";
-import { speakerName, Transcript } from "./transcript.js";
+import { Transcript, speakerName } from "./transcript.js";
 import { Waveform, levelOf } from "./waveform.js";
 import { WordTimes } from "./word-times.js";
 

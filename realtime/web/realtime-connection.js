@@ -4,9 +4,9 @@
 // connection the session is resumed. If the server no longer has it, a new session begins, and samples are sent again
 // from the start of the oldest open turn, so that no word is lost.
 
-import { SampleBuffer } from "./sample-buffer.js";
-import { closeText, unreadyReason, refusalReason } from "./error-texts.js";
+import { closeText, refusalReason, unreadyReason } from "./error-texts.js";
 import { secondsToWait } from "./retry.js";
+import { SampleBuffer } from "./sample-buffer.js";
 
 const INCLUDE = [
   "item.input_audio_transcription.words",

@@ -3,7 +3,7 @@
 // The database is separate from that of the transcripts. The oldest sound is deleted first, also when the browser has
 // no room. A *span* is one stored piece of sound: some seconds of a recording as samples, or a whole file.
 
-import { resultOf, committed, isTime, openDatabase, readAll } from "./database.js";
+import { committed, isTime, openDatabase, readAll, resultOf } from "./database.js";
 
 const NAME = "tickertape-sound";
 const SOUND = "sound";

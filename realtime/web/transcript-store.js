@@ -3,7 +3,7 @@
 // A transcript's id is the time at which it began (milliseconds), so the keys of all turns are sorted by age. The
 // *head* of a transcript is the record with its name and length.
 
-import { resultOf, committed, isTime, openDatabase, readAll } from "./database.js";
+import { committed, isTime, openDatabase, readAll, resultOf } from "./database.js";
 
 const NAME = "tickertape";
 const TURNS = "turns";

@@ -1,11 +1,10 @@
 // Sends a whole file to the server's upload route, and puts the streamed text into the transcript.
 //
-// The server transcribes as fast as it can.
-// `Upload` has the same events and getters as `RealtimeConnection` (realtime-connection.js), so that the page
-// handles both alike.
+// The server transcribes as fast as it can. `Upload` has the same events and getters as `RealtimeConnection`
+// (realtime-connection.js), so that the page handles both alike.
 
+import { refusalReason, unreadyReason, uploadRefusalReason } from "./error-texts.js";
 import { clock, percent, roughly } from "./format.js";
-import { unreadyReason, uploadRefusalReason, refusalReason } from "./error-texts.js";
 import { secondsToWait } from "./retry.js";
 import { isWithin } from "./transcript.js";
 import { TurnCutter } from "./turn-cutter.js";
