@@ -1,13 +1,14 @@
 """Decodes containers and codecs (WebM, Ogg, MP3, FLAC, WAV, MP4, ...) to float32 mono at 16 kHz, with PyAV.
 
-`read_file` reads a trusted local file (in the commands), `read_upload` an untrusted file, and `read_stream` an
-untrusted stream, which may be endless (both in the decoder processes of a gateway). `ContainerDecoder` gets the bytes
-of a stream pushed, and is used by `tickertape transcribe -` only. All of them keep only the current piece and the
-codec's state in memory. The formats and codecs that the server accepts (`SERVED_*`), the wider lists for local files
-(`FILE_*`) and the limits on untrusted audio are here too.
+`read_file` reads a trusted local file (in the commands). `read_upload` reads an untrusted file, and `read_stream` an
+untrusted stream, which may be endless; both run in the decoder processes of a gateway. `ContainerDecoder` is fed pieces
+of a stream; only `tickertape transcribe -` uses it, and it runs `read_stream`, so standard input has the formats and
+limits of the server. All of them keep only the current piece and the codec's state in memory. This module also has the
+formats and codecs that the server accepts (`SERVED_*`), the longer lists for local files (`FILE_*`), and the limits on
+untrusted audio.
 
 PyAV reads bytes from a file object, so a `ContainerDecoder` runs PyAV on a thread that is used as a coroutine: the
-thread gets one piece, and continues when its samples were taken. So nothing queues up, a small piece with hours of
+thread gets one piece, and continues when its samples were consumed. So nothing queues up, a small piece with hours of
 silence is decoded in steps, and the result depends on the bytes only and not on timing.
 """
 
@@ -28,21 +29,7 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
-from audio.container_filters import (
-    MAX_HEADER_BYTES,
-    MAX_INDEX_BYTES,
-    READ_BYTES,
-    WAV_UNKNOWN_LENGTH,
-    BytePipe,
-    ByteReader,
-    IteratorSource,
-    LibavSource,
-    Mp4Boxes,
-    PartsReader,
-    PipeClosed,
-    index_first,
-    without_tags,
-)
+from audio.byte_readers import READ_BYTES, BytePipe, ByteReader, IteratorSource, LibavSource, PartsReader, PipeClosed
 from audio.errors import (
     AudioError,
     CorruptAudio,
@@ -53,14 +40,18 @@ from audio.errors import (
     UnsupportedFormat,
 )
 from audio.formats import MODEL_RATE, Resampler, checked_samples
+from audio.mp4_filter import MAX_HEADER_BYTES, MAX_INDEX_BYTES, Mp4Boxes, index_first
+from audio.tag_filter import WAV_UNKNOWN_LENGTH, without_tags
 
+# Bytes by which `sniff` recognises a container.
 HEAD_BYTES = 12
-# A decoder pauses after this many samples until they are taken; it exceeds them by at most one packet.
+# A ContainerDecoder pauses after this many samples, and at most one packet more, until they are consumed.
 STEP_SAMPLES = 5 * MODEL_RATE
+# The largest packet and number of channels of untrusted audio; normal ones are far smaller.
 MAX_PACKET_BYTES = 4 << 20
 MAX_PACKET_SAMPLES = 1 << 18
 MAX_CHANNELS = 64
-# Most audio per byte. Speech codecs need 80 bytes per second, and 20 in silence; the first minute is free.
+# Most audio per byte. Speech codecs need 80 bytes per second, and 20 in silence. The first minute is not counted.
 MAX_SECONDS_PER_BYTE = 0.1
 FREE_SECONDS = 60.0
 
@@ -94,8 +85,8 @@ UNSERVED_FORMATS = (
 )
 SEND_FORMATS = "send WebM, Ogg, MP3, FLAC, WAV or MP4"
 SEND_CODECS = "send Opus, AAC, MP3, FLAC, Vorbis, ALAC or PCM"
-# `read_file` opens more formats, because local files are trusted; but no formats without audio (subtitles, images) and
-# none that refer to other files (playlists).
+# `read_file` opens more formats, because local files are trusted. Formats without audio (subtitles, images) and formats
+# that refer to other files (playlists) are not among them.
 FILE_FORMATS = f"{SERVED_FORMATS},aac,ac3,aiff,amr,asf,au,avi,caf,eac3,flv,mpeg,mpegts,w64"
 FILE_CODECS = tuple(
     "aac ac3 adpcm_ alac amr eac3 flac g722 g726 gsm mp1 mp2 mp3 opus libopus pcm_ speex vorbis wma".split()
@@ -103,19 +94,19 @@ FILE_CODECS = tuple(
 
 
 def _rules(formats: str, codecs: Iterable[str]) -> dict[str, str]:
-    """libav options that restrict formats, codecs and protocols, also while it probes a file."""
+    """libav options that restrict formats, codecs and protocols, also while libav probes a file."""
     return {"format_whitelist": formats, "codec_whitelist": ",".join(codecs), "protocol_whitelist": "none"}
 
 
 SERVED = _rules(SERVED_FORMATS, SERVED_CODECS)
 OPEN_OPTIONS = _rules(FILE_FORMATS, sorted(name for name in av.codecs_available if name.startswith(FILE_CODECS)))
-# Do not let libav read five seconds to verify the header before it returns the first samples of a stream, and keep its
-# seek index small, because a stream is never seeked.
+# By default libav reads five seconds of a stream before it returns the first samples. Its seek index is kept small,
+# because a stream is never seeked.
 STREAM_OPTIONS = SERVED | {"analyzeduration": "1", "indexmem": "16384", "max_streams": "64"}
 
 # Formats whose declared duration is exact and not an estimate from the bit rate.
 EXACT_DURATION_FORMATS = frozenset({"matroska,webm", "ogg", "flac", "mov,mp4,m4a,3gp,3g2,mj2"})
-# The part of the declared duration that may be missing because of codec delay and rounding.
+# How much of the declared duration may be missing because of codec delay and rounding: seconds, plus a share of it.
 MISSING_SECONDS = 0.25
 MISSING_SHARE = 0.01
 
@@ -144,7 +135,7 @@ def read_upload(file: BinaryIO) -> Iterator[NDArray[np.float32]]:
 
 
 def sniff(head: bytes) -> str | None:
-    """libav's name of the container that begins with these bytes; None if it is not one for streams."""
+    """libav's name of the container that begins with these bytes; None if it is none of the served ones."""
     if head.startswith(b"\x1aE\xdf\xa3"):
         return "matroska"
     if head[:4] in (b"RIFF", b"RF64") and head[8:12] == b"WAVE":
@@ -173,26 +164,27 @@ class ContainerDecoder:
     """
 
     def __init__(self) -> None:
+        # The thread puts an item when it gives the turn back.
         self._turns: SimpleQueue[None] = SimpleQueue()
         self._pipe = BytePipe(partial(self._turns.put, None))
-        self._made = _Made()
+        self._pending = _PendingBlocks()
         self._ended = False
         # The thread has no reference to the decoder, so an unused decoder is collected, and its thread ends.
         weakref.finalize(self, self._pipe.close)
-        args = (self._pipe, self._made)
-        self._thread = threading.Thread(target=_pump, args=args, name="container-decoder", daemon=True)
+        args = (self._pipe, self._pending)
+        self._thread = threading.Thread(target=_decoder_thread, args=args, name="container-decoder", daemon=True)
 
     def decode(self, data: bytes) -> Iterator[NDArray[np.float32]]:
-        """Decode a piece: blocks of 16 kHz mono, the next ones when these were taken.
+        """Decode a piece: yields blocks of 16 kHz mono. The thread continues when the blocks so far were consumed.
 
-        Raises AudioError if the stream cannot be decoded (any further), and again on every later call.
+        Raises AudioError if the stream cannot be decoded, or not beyond this point, and again on every later call.
         """
-        self._give(data)
+        self._feed(data)
         return self._blocks()
 
     def flush(self) -> Iterator[NDArray[np.float32]]:
         """End the stream; returns the remaining blocks. Raises AudioError like `decode`, and if there was no audio."""
-        self._give(None)
+        self._feed(None)
         return self._blocks()
 
     def close(self) -> None:
@@ -200,7 +192,7 @@ class ContainerDecoder:
         self._ended = True
         self._pipe.close()
 
-    def _give(self, data: bytes | None) -> None:
+    def _feed(self, data: bytes | None) -> None:
         """Give the thread a piece, empty bytes to let it continue, or None for the end of the stream."""
         if self._ended and data != b"":
             raise ValueError("the stream has been flushed or closed")
@@ -209,26 +201,26 @@ class ContainerDecoder:
             self._thread.start()
         self._pipe.hand_over(data)
 
-    def _take(self) -> list[NDArray[np.float32]]:
-        """The blocks of the last turn, at most one step and one packet. Raises AudioError."""
+    def _new_blocks(self) -> list[NDArray[np.float32]]:
+        """The blocks of the thread's last turn, at most one step and one packet. Raises AudioError."""
         if isinstance(self._pipe.failure, AudioError):
             raise type(self._pipe.failure)(str(self._pipe.failure))
         if self._pipe.failure is not None:
             raise self._pipe.failure
-        return self._made.take()
+        return self._pending.pop_all()
 
     def _blocks(self) -> Iterator[NDArray[np.float32]]:
         self._turns.get()
-        yield from self._take()
+        yield from self._new_blocks()
         # The thread can decode more without new bytes.
-        while not self._pipe.hungry and not self._pipe.finished:
-            self._give(b"")
+        while not self._pipe.needs_bytes and not self._pipe.finished:
+            self._feed(b"")
             self._turns.get()
-            yield from self._take()
+            yield from self._new_blocks()
 
 
-class _Made:
-    """Decoded blocks that were not taken yet. Only the side that has the turn may use them."""
+class _PendingBlocks:
+    """Decoded blocks that were not consumed yet. Only the side that has the turn may use them."""
 
     def __init__(self) -> None:
         self.samples = 0
@@ -238,20 +230,20 @@ class _Made:
         self._blocks.append(block)
         self.samples += len(block)
 
-    def take(self) -> list[NDArray[np.float32]]:
+    def pop_all(self) -> list[NDArray[np.float32]]:
         blocks, self._blocks, self.samples = self._blocks, [], 0
         return blocks
 
 
-def _pump(pipe: BytePipe, made: _Made) -> None:
-    """Main function of a ContainerDecoder's thread. It ends after all blocks were taken."""
+def _decoder_thread(pipe: BytePipe, pending: _PendingBlocks) -> None:
+    """Main function of a ContainerDecoder's thread. It ends after all blocks were consumed."""
     failure: Exception | None = None
     try:
         try:
-            _make(pipe, made)
+            _decode_in_steps(pipe, pending)
         except AudioError as error:
             failure = error
-        if made.samples:
+        if pending.samples:
             pipe.pause()
     except PipeClosed:
         pass
@@ -260,26 +252,29 @@ def _pump(pipe: BytePipe, made: _Made) -> None:
     pipe.finish(failure)
 
 
-def _make(pipe: BytePipe, made: _Made) -> None:
-    """Decode the stream in steps, each after the blocks of the one before were taken."""
+def _decode_in_steps(pipe: BytePipe, pending: _PendingBlocks) -> None:
+    """Decode the stream in steps, each after the blocks of the previous step were consumed."""
     pipe.begin()
     for block in read_stream(pipe):
-        made.add(block)
-        if made.samples >= STEP_SAMPLES:
+        pending.add(block)
+        if pending.samples >= STEP_SAMPLES:
             pipe.pause()
 
 
-def read_stream(reader: ByteReader, most_index_bytes: int = MAX_HEADER_BYTES) -> Iterator[NDArray[np.float32]]:
-    """Blocks of an untrusted stream. Raises AudioError; a fault found by our filters takes precedence over libav's."""
+def read_stream(reader: ByteReader, max_index_bytes: int = MAX_HEADER_BYTES) -> Iterator[NDArray[np.float32]]:
+    """Blocks of an untrusted stream. Raises AudioError.
+
+    An error found by our filters takes precedence over libav's error, which follows from it.
+    """
     head = reader.peek(HEAD_BYTES)
     container_format = sniff(head)
     if head and container_format is None:
         raise _not_served(head)
-    source: LibavSource = Mp4Boxes(reader, most_index_bytes)
+    source: LibavSource = Mp4Boxes(reader, max_index_bytes)
     if container_format is not None and container_format != "mp4":
         source = IteratorSource(without_tags(container_format, reader))
     try:
-        yield from _not_too_small(_decode(source, head, container_format, STREAM_OPTIONS), reader)
+        yield from _check_compression(_decode(source, head, container_format, STREAM_OPTIONS), reader)
     except AudioError as error:
         raise source.fault or error from error
     if source.fault is not None:
@@ -287,17 +282,17 @@ def read_stream(reader: ByteReader, most_index_bytes: int = MAX_HEADER_BYTES) ->
 
 
 def _not_served(head: bytes) -> NotAudio:
-    name = next((name for at, magic, name in UNSERVED_FORMATS if head[at:].startswith(magic)), None)
+    name = next((name for offset, magic, name in UNSERVED_FORMATS if head[offset:].startswith(magic)), None)
     if name is not None:
         return UnsupportedFormat(f"the format {name} is not served; {SEND_FORMATS}")
     return NotAudio("the stream is none of WebM, Ogg, MP3, FLAC, WAV and MP4, or does not start at its beginning")
 
 
-def _not_too_small(blocks: Iterator[NDArray[np.float32]], reader: ByteReader) -> Iterator[NDArray[np.float32]]:
-    """The blocks. Raises TooCompressed if they are more audio than their bytes can contain."""
+def _check_compression(blocks: Iterator[NDArray[np.float32]], reader: ByteReader) -> Iterator[NDArray[np.float32]]:
+    """The same blocks. Raises TooCompressed if they are more audio than MAX_SECONDS_PER_BYTE allows."""
     seconds = 0.0
     for block in blocks:
-        reader.sound_came()
+        reader.audio_decoded()
         seconds += len(block) / MODEL_RATE
         if seconds > FREE_SECONDS + MAX_SECONDS_PER_BYTE * reader.bytes_read:
             raise TooCompressed(
@@ -321,17 +316,21 @@ def _decode(
 def _packets(
     source: Source, head: bytes, container_format: str | None, options: dict[str, str]
 ) -> Iterator[av.Packet[AudioStream]]:
-    """Packets of the first audio track, and an empty one at each end of the container."""
-    more = True
-    while more:
+    """Packets of the first audio track, and an empty packet whenever libav has reached the end.
+
+    A long live MP4 is ended for libav from time to time, and opened again (see `Mp4Boxes.reopen`).
+    """
+    has_more = True
+    while has_more:
         with _open(source, head, container_format, options) as container:
             yield from container.demux(container.streams.audio[0])
-        more = isinstance(source, Mp4Boxes) and source.start_over()
-        # The edit list says how much of the start to skip; it must not be applied again in the middle.
+        has_more = isinstance(source, Mp4Boxes) and source.reopen()
+        # The edit list says how much of the start to skip, so it must not be applied when the stream is opened again.
         options = options | {"ignore_editlist": "1"}
 
 
 def _open(source: Source, head: bytes, container_format: str | None, options: dict[str, str]) -> InputContainer:
+    """Open the container, and check its audio track. Raises AudioError."""
     known = sniff(head)
     try:
         container = av.open(
@@ -355,8 +354,8 @@ def _open(source: Source, head: bytes, container_format: str | None, options: di
     decoder: AudioCodecContext | None = container.streams.audio[0].codec_context
     if decoder is None or decoder.name not in options["codec_whitelist"].split(","):
         with container:
-            named = "an unknown codec" if decoder is None else f"the codec {decoder.name!r}"
-            raise UnsupportedFormat(f"{named} is not served; {SEND_CODECS}")
+            codec = "an unknown codec" if decoder is None else f"the codec {decoder.name!r}"
+            raise UnsupportedFormat(f"{codec} is not served; {SEND_CODECS}")
     # libav has 0 for a number of channels that it does not support.
     if known == "wav" and decoder.channels == 0:
         with container:
@@ -418,9 +417,9 @@ def _wav_of_unknown_length(head: bytes) -> bool:
 
 
 def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float32]]:
-    """The frames, mixed to mono and resampled. A fault is raised after the last valid sample was returned."""
+    """The frames, mixed to mono and resampled. An AudioError is raised after all valid samples were returned."""
     resampler: Resampler | None = None
-    fault: AudioError | None = None
+    error_at_end: AudioError | None = None
     try:
         for frame in frames:
             if resampler is None:
@@ -430,11 +429,11 @@ def _to_model_rate(frames: Iterator[av.AudioFrame]) -> Iterator[NDArray[np.float
                 resampler = Resampler(frame.sample_rate)
             yield resampler.resample(mix_down(frame))
     except AudioError as error:
-        fault = error
+        error_at_end = error
     if resampler is not None:
         yield resampler.flush()
-    if fault is not None:
-        raise fault
+    if error_at_end is not None:
+        raise error_at_end
     if resampler is None:
         raise EmptyAudio("the audio track has no samples; send one that has sound in it")
 

@@ -1,23 +1,24 @@
-"""Exception classes for audio that cannot be decoded. Their texts are safe to send to the client that sent the audio.
+"""Exception classes of decoding audio: the audio is invalid, not supported, or exceeds a limit.
 
-Each has a stable `code` for programs. The decoders of this package raise most of them; `realtime/serving` raises those
-about the time, size and number of decoder processes. The gateway turns them into error events and HTTP errors.
+Their texts are safe to send to the client that sent the audio. Each has a stable `code` for programs. The decoders of
+this package raise most of them; `realtime/serving` raises those about the time, size and number of decoder processes.
+The gateway turns them into error events and HTTP errors.
 """
 
 from __future__ import annotations
 
 
 class AudioError(Exception):
-    """The audio cannot be decoded (any further); the message says what to fix. `code` is stable, for programs.
+    """The audio cannot be decoded, or not beyond this point. The message says what to fix.
 
-    Samples before the fault are valid.
+    Samples that were decoded before the error are valid.
     """
 
     code = "invalid_audio"
 
     @property
-    def sentence(self) -> str:
-        """The message as a sentence for the client."""
+    def client_message(self) -> str:
+        """The message for the client: with a capital letter and a full stop."""
         text = str(self)
         return f"{text[:1].upper()}{text[1:]}."
 
@@ -65,13 +66,13 @@ class CorruptAudio(AudioError):
 
 
 class TooCompressed(AudioError):
-    """Far more audio than its bytes can contain: made to use up the server's CPU."""
+    """More audio than a file of this size can contain in any usual codec: a decompression bomb."""
 
     code = "audio_too_compressed"
 
 
 class DecodingTooSlow(AudioError):
-    """A piece that the decoder did not decode within the time limit."""
+    """The decoder did not decode a piece of the audio within the time limit."""
 
     code = "decoding_too_slow"
 

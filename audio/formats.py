@@ -1,6 +1,6 @@
 """Raw audio formats (PCM, mu-law, A-law): decodes to float32 mono in [-1, 1] (`Decoder`), and resamples (`Resampler`).
 
-The gateway has one of each per session with raw audio (`realtime/serving/inbox.py`). A piece may end within a
+The gateway has one of each per session with raw audio (`realtime/serving/inbox.py`). A piece of audio may end within a
 sample, so a `Decoder` keeps the bytes of an incomplete sample for the next piece. Whole samples are read as views of
 the caller's bytes, except after an incomplete sample; only the conversion to float32 allocates.
 """
@@ -15,10 +15,17 @@ from numpy.typing import NDArray
 
 from audio.errors import BadSamples, UnsupportedRate
 
+# The rate of all audio inside the server, in Hz. All models read it.
+MODEL_RATE = 16_000
+# The rates that clients may send. Live audio has at most 48 kHz; recordings may have more.
+MIN_RATE = 8_000
+MAX_RATE = 192_000
+
 # Encoders and resamplers exceed full scale by a few dB. Larger values are not audio: usually integers that were not
 # scaled, or bytes that are misaligned.
 MAX_OVERSHOOT = 4.0
 
+# From 16-bit integers to [-1, 1).
 PCM16_SCALE = np.float32(1 / 32768)
 
 # Made once, because numpy takes longer to parse a type's name than to convert a short piece of audio.
@@ -93,12 +100,13 @@ class Decoder:
     def __init__(self, encoding: Encoding) -> None:
         self.encoding = Encoding(encoding)
         self._sample_bytes = self.encoding.sample_bytes
+        # The bytes of an incomplete sample.
         self._carry = b""
 
     def decode(self, data: bytes | memoryview) -> NDArray[np.float32]:
         """The samples that `data` completes. The result may be a view of `data`, which must not change afterwards.
 
-        Raises BadSamples, and then ignores the piece.
+        Raises BadSamples; the piece is then ignored.
         """
         if self._carry:
             data = self._carry + data
@@ -121,11 +129,6 @@ class Decoder:
             return checked_samples(np.frombuffer(data, _FLOAT32, count))
         return _G711_TABLES[self.encoding][np.frombuffer(data, _BYTE, count)]
 
-
-MODEL_RATE = 16_000
-MIN_RATE = 8_000
-# Live audio has at most 48 kHz; recordings may have more.
-MAX_RATE = 192_000
 
 # For telephone audio (8 kHz) soxr's variable-rate filter is used: at a ratio of 2 it is exact in phase and length, and
 # delays the audio by 30 ms instead of 116 ms.

@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.measuring import RunFailed, cpu_seconds, percentiles, spawned
 from benchmarks.scoring import differing_words, plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, resampled, speech
-from realtime.bench.load_test import COMMITTED, SPEECH_STOPPED
+from realtime.bench.run_records import COMMITTED, SPEECH_STOPPED
 from realtime.client import resuming_session
 from realtime.client.resuming_session import ResumingSession
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, Refused, SessionOptions
@@ -146,7 +146,7 @@ class PacedClient(ResumingSession):
     def mark(self) -> asyncio.Future[float]:
         """Seconds from now until audio that is spoken after now has been acknowledged."""
         acknowledged = asyncio.get_running_loop().create_future()
-        self._marks.append((self.kept.end + 1, time.monotonic(), acknowledged))
+        self._marks.append((self.unacknowledged.end + 1, time.monotonic(), acknowledged))
         return acknowledged
 
     def lag_s(self, end_s: float, came: float) -> float | None:
@@ -180,7 +180,7 @@ class PacedClient(ResumingSession):
     def outcome(self) -> dict[str, Any]:
         """The result as data."""
         names = ("text", "speakers", "failure", "begun", "resumed_s", "longest_wait_s", "wrong_numbers", "wrong_items")
-        return {name: getattr(self, name) for name in names} | {"samples_lost": self.kept.lost}
+        return {name: getattr(self, name) for name in names} | {"samples_lost": self.unacknowledged.lost}
 
     async def _speak(self) -> None:
         due = time.monotonic()
@@ -208,16 +208,16 @@ class PacedClient(ResumingSession):
             self.begun += 1
             self.began_at = self.began_at or time.monotonic()
 
-    def _confirm(self, sample: int) -> None:
-        before = self.kept.first
-        super()._confirm(sample)
-        if self.kept.first == before:
+    def _acknowledge(self, sample: int) -> None:
+        before = self.unacknowledged.first
+        super()._acknowledge(sample)
+        if self.unacknowledged.first == before:
             return
         now = time.monotonic()
         if self._acknowledged_at is not None:
             self.longest_wait_s = max(self.longest_wait_s, now - self._acknowledged_at)
         self._acknowledged_at = now
-        while self._marks and self._marks[0][0] <= self.kept.first:
+        while self._marks and self._marks[0][0] <= self.unacknowledged.first:
             _, since, acknowledged = self._marks.pop(0)
             if not acknowledged.done():
                 acknowledged.set_result(now - since)

@@ -1,7 +1,7 @@
 """Statistics for load tests: percentiles, and the slope of a least-squares line with its confidence interval.
 
-Pure functions. The slope shows whether lag grows during a run. `load_test.py` uses them, and `benchmarks/`, some of
-which run where the packages of the server are not installed: so this module imports none.
+Pure functions. The slope shows whether lag grows during a run. `run_records.py` and `benchmarks/` use them. Some of the
+benchmarks run where the packages of the server are not installed, so this module imports none.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from math import sqrt
 
 # Half of a 95 % confidence interval, in standard errors.
 NORMAL_95 = 1.96
-FEWEST_POINTS = 8
+# With fewer points there is no trend.
+MIN_POINTS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,24 +35,24 @@ def trend(xs: Sequence[float], ys: Sequence[float]) -> Trend | None:
     count = len(xs)
     if count != len(ys):
         raise ValueError(f"{count} x values but {len(ys)} y values")
-    if count < FEWEST_POINTS:
+    if count < MIN_POINTS:
         return None
     mean_x, mean_y = sum(xs) / count, sum(ys) / count
     spread = sum((x - mean_x) ** 2 for x in xs)
     if spread == 0:
         return None
     slope = sum((x - mean_x) * (y - mean_y) for x, y in zip(xs, ys, strict=True)) / spread
-    rest = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
-    half = NORMAL_95 * sqrt(rest / (count - 2) / spread)
+    residual = sum((y - mean_y - slope * (x - mean_x)) ** 2 for x, y in zip(xs, ys, strict=True))
+    half = NORMAL_95 * sqrt(residual / (count - 2) / spread)
     return Trend(slope, slope - half, slope + half)
 
 
-def percentile(values: Sequence[float], share: float) -> float | None:
-    """A percentile with linear interpolation; None without values."""
+def percentile(values: Sequence[float], percent: float) -> float | None:
+    """The percentile `percent` (0 to 100), with linear interpolation; None without values."""
     if not values:
         return None
     ordered = sorted(values)
-    place = (len(ordered) - 1) * share / 100
-    below = int(place)
+    position = (len(ordered) - 1) * percent / 100
+    below = int(position)
     above = min(below + 1, len(ordered) - 1)
-    return ordered[below] + (ordered[above] - ordered[below]) * (place - below)
+    return ordered[below] + (ordered[above] - ordered[below]) * (position - below)

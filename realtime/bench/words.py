@@ -39,11 +39,11 @@ def align(reference: Sequence[str], hypothesis: Sequence[str]) -> list[Pair]:
     pairs: list[Pair] = []
     i, j = len(reference), len(hypothesis)
     while i or j:
-        here = costs[i, j]
-        if i and j and here == costs[i - 1, j - 1] + (reference[i - 1] != hypothesis[j - 1]):
+        cost = costs[i, j]
+        if i and j and cost == costs[i - 1, j - 1] + (reference[i - 1] != hypothesis[j - 1]):
             i, j = i - 1, j - 1
             pairs.append((i, j))
-        elif i and here == costs[i - 1, j] + 1:
+        elif i and cost == costs[i - 1, j] + 1:
             i -= 1
             pairs.append((i, None))
         else:
@@ -62,13 +62,13 @@ def edit_distance(reference: Sequence[str], hypothesis: Sequence[str]) -> int:
 def _edit_costs(reference: Sequence[str], hypothesis: Sequence[str]) -> Iterator[NDArray[np.int32]]:
     """Row i, column j: edits between the first i and the first j words."""
     ids: dict[str, int] = {}
-    left = [ids.setdefault(word, len(ids)) for word in reference]
-    right = np.array([ids.setdefault(word, len(ids)) for word in hypothesis], np.int64)
-    steps = row = np.arange(len(right) + 1, dtype=np.int32)
+    reference_ids = [ids.setdefault(word, len(ids)) for word in reference]
+    hypothesis_ids = np.array([ids.setdefault(word, len(ids)) for word in hypothesis], np.int64)
+    steps = row = np.arange(len(hypothesis_ids) + 1, dtype=np.int32)
     yield row
-    for word in left:
+    for word in reference_ids:
         above, row = row, row + 1
-        np.minimum(row[1:], above[:-1] + (right != word), out=row[1:])
+        np.minimum(row[1:], above[:-1] + (hypothesis_ids != word), out=row[1:])
         # Insertions along the row: a running minimum over all earlier columns, with one edit per column.
         row = np.minimum.accumulate(row - steps) + steps
         yield row
@@ -76,6 +76,8 @@ def _edit_costs(reference: Sequence[str], hypothesis: Sequence[str]) -> Iterator
 
 @dataclass(frozen=True, slots=True)
 class Errors:
+    """Counts of the words of a reference that were recognised, replaced and left out, and of inserted words."""
+
     hits: int = 0
     substitutions: int = 0
     deletions: int = 0
@@ -116,8 +118,8 @@ def error_rate(pairs: Sequence[tuple[str, str]]) -> float | None:
     """Word error rate over all pairs of reference and hypothesis together; None without reference words."""
     normalise = normaliser()
     errors = words = 0
-    for reference, heard in pairs:
+    for reference, hypothesis in pairs:
         expected = normalise(reference)
         words += len(expected)
-        errors += edit_distance(expected, normalise(heard))
+        errors += edit_distance(expected, normalise(hypothesis))
     return errors / words if words else None

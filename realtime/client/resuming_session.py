@@ -1,10 +1,10 @@
 """A realtime session that survives lost connections: it reconnects, resumes, and sends unacknowledged audio again.
 
 Live captions (`realtime/commands/captions.py`) and the clients in `benchmarks/` use it; one connection is a
-`WireSession` of `wire_client.py`. `UnacknowledgedAudio` owns the audio that the server has not acknowledged, up to
+`WireSession` of `wire_client.py`. `UnacknowledgedAudio` buffers the audio that the server has not acknowledged, up to
 `KEEP_S`. Beyond that the oldest audio is dropped, and the server gets a gap of the same length, so that times stay
-right. Audio that the source itself misses is a gap too. If a session cannot be resumed, a new one begins with the kept
-audio, and the times of its words are shifted.
+right. Audio that the source itself lost is sent as a gap too. If a session cannot be resumed, a new one begins with the
+buffered audio, and the times of its words are shifted.
 """
 
 from __future__ import annotations
@@ -25,38 +25,38 @@ BYTES_PER_SAMPLE = 2
 
 
 class UnacknowledgedAudio:
-    """16-bit samples `first` to `end` of the audio. When `most_samples` are kept, the oldest are dropped.
+    """Buffers the 16-bit samples `first` to `end` of the audio; beyond `max_samples` the oldest are dropped.
 
-    A chunk is bytes, or the number of samples of a gap, which takes no room.
+    A chunk is bytes, or the number of samples of a gap, which is not counted.
     """
 
-    def __init__(self, most_samples: int) -> None:
+    def __init__(self, max_samples: int) -> None:
         self.first = 0
         self.end = 0
-        # Samples dropped without a confirmation of the server.
+        # Samples that were dropped before the server had acknowledged them.
         self.lost = 0
-        self._most = most_samples
+        self._max_samples = max_samples
         self._chunks: deque[bytes | int] = deque()
         # Samples in the chunks, without gaps.
-        self._held = 0
+        self._buffered = 0
 
     @property
     def room(self) -> int:
         """Samples that can be appended before the oldest are dropped."""
-        return self._most - self._held
+        return self._max_samples - self._buffered
 
     def append(self, pcm16: bytes) -> None:
         if not _length(pcm16):
             return
         self._chunks.append(pcm16)
-        self._held += len(pcm16) // BYTES_PER_SAMPLE
+        self._buffered += len(pcm16) // BYTES_PER_SAMPLE
         self.end += len(pcm16) // BYTES_PER_SAMPLE
-        while self._held > self._most:
+        while self._buffered > self._max_samples:
             oldest = self._chunks[0]
             if isinstance(oldest, int):
                 self._drop(oldest)
                 continue
-            excess = min(self._held - self._most, _length(oldest))
+            excess = min(self._buffered - self._max_samples, _length(oldest))
             self.lost += excess
             self._drop(excess)
 
@@ -67,27 +67,29 @@ class UnacknowledgedAudio:
             self._chunks.append(samples)
         self.end += samples
 
-    def confirm(self, sample: int) -> None:
+    def acknowledge(self, sample: int) -> None:
         """The server has everything before this sample: drop it."""
         self._drop(min(sample, self.end) - self.first)
 
-    def since(self, sample: int, most_samples: int) -> bytes | int:
-        """Up to `most_samples` samples as bytes, from `sample` on, which must not be before `first`; or the length of
-        the gap that begins or continues there."""
+    def since(self, sample: int, max_samples: int) -> bytes | int:
+        """Up to `max_samples` samples as bytes, from `sample` on; or the length of the gap at `sample`, from there on.
+
+        `sample` must not be before `first`.
+        """
         found = bytearray()
-        at = self.first
+        start = self.first
         for chunk in self._chunks:
             length = _length(chunk)
-            if at + length > sample:
+            if start + length > sample:
                 if isinstance(chunk, int):
                     if found:
                         break
-                    return at + length - sample
-                found += chunk[BYTES_PER_SAMPLE * max(0, sample - at) :]
-                if len(found) >= BYTES_PER_SAMPLE * most_samples:
+                    return start + length - sample
+                found += chunk[BYTES_PER_SAMPLE * max(0, sample - start) :]
+                if len(found) >= BYTES_PER_SAMPLE * max_samples:
                     break
-            at += length
-        return bytes(found[: BYTES_PER_SAMPLE * most_samples])
+            start += length
+        return bytes(found[: BYTES_PER_SAMPLE * max_samples])
 
     def _drop(self, samples: int) -> None:
         """Drop the oldest samples."""
@@ -99,7 +101,7 @@ class UnacknowledgedAudio:
                 self._chunks.appendleft(rest)
                 length = samples
             if not isinstance(chunk, int):
-                self._held -= length
+                self._buffered -= length
             self.first += length
             samples -= length
 
@@ -108,31 +110,35 @@ def _length(chunk: bytes | int) -> int:
     return chunk if isinstance(chunk, int) else len(chunk) // BYTES_PER_SAMPLE
 
 
+# Seconds of audio that are buffered for the server.
 KEEP_S = 120
-# Samples in one append.
+# Most samples in one message.
 SEND_SAMPLES = 16_000
-# The longest gap in one event, in seconds; a server takes a day unless it is configured otherwise.
+# The longest gap in one event, in seconds. By default a server accepts a day.
 SEND_GAP_S = 600
-# Seconds before a reconnect; doubles with each attempt.
-FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 10.0
-# The longest Retry-After of a server that is obeyed.
-LONGEST_RETRY_AFTER_S = 60.0
-# Seconds without an answer to a ping after which the connection is given up.
-DEAD_AFTER_S = 20.0
+# Seconds before a reconnect: of the first attempt, doubled with each attempt, and at most.
+FIRST_WAIT_S, MAX_WAIT_S = 0.5, 10.0
+# A longer Retry-After of a server is shortened to this.
+MAX_RETRY_AFTER_S = 60.0
+# Seconds without an answer to a ping after which the connection is closed.
+PING_TIMEOUT_S = 20.0
 # HTTP statuses: the session cannot be resumed; the server refuses this client for good.
 GONE = (404, 410)
-NOT_FOR_US = (400, 401, 403, 405)
+REFUSED_FOR_GOOD = (400, 401, 403, 405)
+# Close code: another socket has resumed the session.
 TAKEN_OVER = 4409
-# Seconds before the name of a published session is asked for again.
+# Seconds before a name that is taken is requested again for the published session.
 NAME_WAIT_S = 5.0
 INCLUDE = ("session.resume", "input_audio_buffer.acks")
 
 
-def spread(wait_s: float, retry_after_s: float = 0.0) -> float:
-    """A random time around `wait_s`, and not before the server wants to be asked again: clients that lost their server
-    in one moment must not come back in one moment."""
-    obeyed = min(retry_after_s, LONGEST_RETRY_AFTER_S)
-    return max(wait_s * random.uniform(0.5, 1.5), obeyed * random.uniform(1.0, 1.5))
+def jittered(wait_s: float, retry_after_s: float = 0.0) -> float:
+    """A random time around `wait_s`, and not before the server's Retry-After.
+
+    It is random so that clients that lost their server at the same moment do not all return at once.
+    """
+    least_s = min(retry_after_s, MAX_RETRY_AFTER_S)
+    return max(wait_s * random.uniform(0.5, 1.5), least_s * random.uniform(1.0, 1.5))
 
 
 class _NameTaken(Exception):
@@ -148,46 +154,48 @@ class ResumingSession:
     session until its last text has arrived."""
 
     def __init__(self, url: str, key: str | None, session_options: SessionOptions) -> None:
-        self.kept = UnacknowledgedAudio(KEEP_S * session_options.rate)
+        self.unacknowledged = UnacknowledgedAudio(KEEP_S * session_options.rate)
         self._url = url
         self._key = key
         self._options = session_options
-        self._news = asyncio.Event()
-        self._room = asyncio.Event()
+        # Set when there is something to send, and when audio was acknowledged.
+        self._has_work = asyncio.Event()
+        self._acknowledged = asyncio.Event()
         self._finished = False
         self.token: str | None = None
-        # Whether the server acknowledges audio; None before its first answer.
+        # Whether the server acknowledges audio; None before the first session was configured.
         self._acknowledges: bool | None = None
         # Sequence number of the last event received.
         self._seq = 0
         self._turns = OpenTurns()
-        # The sample of our audio at which the server's session begins.
+        # The sample of our audio at which the server's session began.
         self._base = 0
         # The sample of our audio up to which it was sent on this connection.
         self._sent = 0
 
     def append(self, pcm16: bytes) -> None:
-        self.kept.append(pcm16)
-        self._news.set()
+        self.unacknowledged.append(pcm16)
+        self._has_work.set()
 
     def append_gap(self, samples: int) -> None:
-        """Audio of this length is missing."""
-        self.kept.append_gap(samples)
-        self._news.set()
+        """Append a gap: audio of this length is missing at the source."""
+        self.unacknowledged.append_gap(samples)
+        self._has_work.set()
 
     async def wait_for_room(self, samples: int) -> None:
-        """Wait until this many samples can be appended without dropping others; for audio that can wait."""
-        while self.kept.room < samples:
-            self._room.clear()
-            await self._room.wait()
+        """Wait until this many samples can be appended without dropping others. For sources that can wait."""
+        while self.unacknowledged.room < samples:
+            self._acknowledged.clear()
+            await self._acknowledged.wait()
 
     def finish(self) -> None:
         self._finished = True
-        self._news.set()
+        self._has_work.set()
 
     async def run(self, on_event: Callable[[dict[str, Any]], None], on_line: Callable[[str], None]) -> None:
-        """Pass events to `on_event`, and to `on_line` a text when the connection is lost and an empty one when it is
-        back.
+        """Serve the session until its last text: pass events to `on_event`, and problems to `on_line`.
+
+        `on_line` gets a text when the connection is lost, and an empty text when it is restored.
 
         Raises CannotConnect if the first connection fails, or the server refuses this client.
         """
@@ -197,7 +205,7 @@ class ResumingSession:
             try:
                 if self.token is None:
                     self._turns = OpenTurns()
-                async with open_session(self._target(), self._key, self._turns, DEAD_AFTER_S) as session:
+                async with open_session(self._target(), self._key, self._turns, PING_TIMEOUT_S) as session:
                     connected_once, wait_s = True, FIRST_WAIT_S
                     self._sent = await self._begin(session)
                     on_line("")
@@ -206,7 +214,7 @@ class ResumingSession:
                     return
                 reason = "the server closed the connection"
             except Refused as error:
-                if not connected_once or error.status in NOT_FOR_US:
+                if not connected_once or error.status in REFUSED_FOR_GOOD:
                     raise
                 if error.status in GONE:
                     self.token = None
@@ -222,8 +230,8 @@ class ResumingSession:
                     raise CannotConnect("the session was resumed by another client") from error
                 reason = f"the connection broke off ({error.rcvd.reason if error.rcvd else 'no close frame'})"
             on_line(f"{reason}; trying again")
-            await asyncio.sleep(spread(wait_s, retry_after_s))
-            wait_s = min(2 * wait_s, LONGEST_WAIT_S)
+            await asyncio.sleep(jittered(wait_s, retry_after_s))
+            wait_s = min(2 * wait_s, MAX_WAIT_S)
 
     def _target(self) -> str:
         if self.token is None:
@@ -234,13 +242,13 @@ class ResumingSession:
 
     async def _begin(self, session: WireSession) -> int:
         """Read the first event and configure a new session. Returns the sample from which audio has to be sent."""
-        greeting = await session.receive()
-        if greeting.get("type") == "session.resumed":
-            received = self._base + int(greeting["received_samples"])
-            self._confirm(received)
-            self._turns.go_on()
+        first_event = await session.receive()
+        if first_event.get("type") == "session.resumed":
+            received = self._base + int(first_event["received_samples"])
+            self._acknowledge(received)
+            self._turns.resume()
             return received
-        self.token, self._seq, self._base = None, 0, self.kept.first
+        self.token, self._seq, self._base = None, 0, self.unacknowledged.first
         await session.configure(self._options, INCLUDE)
         return self._base
 
@@ -248,8 +256,8 @@ class ResumingSession:
         sending = asyncio.create_task(self._send(session), name="send audio")
         try:
             async for event in session.events():
-                # A session of this client had been configured before, so the name may still be that session's: the
-                # server notices late that its connection broke.
+                # The name may still belong to this client's former session, whose lost connection the server has not
+                # noticed yet.
                 if self._acknowledges is not None and _is_name_taken(event):
                     raise _NameTaken(event["error"].get("message"))
                 self._note(event)
@@ -266,36 +274,36 @@ class ResumingSession:
         if event.get("type") == "session.updated":
             self.token = (event["session"].get("resume") or {}).get("token")
             self._acknowledges = self.token is not None
-            self._believe_what_was_sent()
+            self._acknowledge_sent()
         elif event.get("type") == "input_audio_buffer.acknowledged":
-            self._confirm(self._base + event["samples"])
+            self._acknowledge(self._base + event["samples"])
 
-    def _confirm(self, sample: int) -> None:
-        self.kept.confirm(sample)
-        self._room.set()
+    def _acknowledge(self, sample: int) -> None:
+        self.unacknowledged.acknowledge(sample)
+        self._acknowledged.set()
 
-    def _believe_what_was_sent(self) -> None:
-        """Without acknowledgements of the server, count everything sent as received."""
+    def _acknowledge_sent(self) -> None:
+        """For a server that does not acknowledge audio: count everything that was sent as received."""
         if self._acknowledges is False:
-            self._confirm(self._sent)
+            self._acknowledge(self._sent)
 
     async def _send(self, session: WireSession) -> None:
         """Send all audio that was not sent yet, until the audio is finished."""
         while True:
-            if (first := self.kept.first) > self._sent:
+            if (first := self.unacknowledged.first) > self._sent:
                 await self._send_gap(session, first - self._sent)
-            elif data := self.kept.since(self._sent, SEND_SAMPLES):
+            elif data := self.unacknowledged.since(self._sent, SEND_SAMPLES):
                 if isinstance(data, int):
                     await self._send_gap(session, data)
                 else:
                     await session.append(data)
                     self._sent += len(data) // BYTES_PER_SAMPLE
-                self._believe_what_was_sent()
+                self._acknowledge_sent()
             elif self._finished:
                 return await session.finish()
             else:
-                self._news.clear()
-                await self._news.wait()
+                self._has_work.clear()
+                await self._has_work.wait()
 
     async def _send_gap(self, session: WireSession, samples: int) -> None:
         samples = min(samples, SEND_GAP_S * self._options.rate)

@@ -1,27 +1,18 @@
-"""A client of a running server: one WebSocket session in OpenAI's Realtime API, and HTTP requests.
+"""A client of OpenAI's Realtime API: one WebSocket session of a running server, without reconnecting.
 
-Used by the commands that take the address of a server, and by the load generator.
-
-`WireSession` connects, configures, appends audio and reads events. It does not reconnect: `resuming_session.py` does.
-`HttpClient` gets status pages and uploads files, with the standard library only. An upload may take hours, so it has no
-timeout; TCP keepalive detects a dead server.
+`WireSession` configures the session, appends audio and reads events. Used by the commands that take the address of a
+server, and by the load generator. `resuming_session.py` reconnects; `http_client.py` makes HTTP requests.
 """
 
 from __future__ import annotations
 
 import base64
-import http.client
 import json
-import math
-import secrets
-import socket
-import ssl
-import time
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, closing
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, BinaryIO
-from urllib.parse import SplitResult, quote, urlencode, urlsplit, urlunsplit
+from typing import Any
+from urllib.parse import SplitResult, urlencode, urlsplit, urlunsplit
 
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidHandshake, InvalidStatus, InvalidURI
@@ -32,24 +23,12 @@ COMPLETED = f"{TRANSCRIPTION}.completed"
 FAILED = f"{TRANSCRIPTION}.failed"
 INCLUDE_WORDS = "item.input_audio_transcription.words"
 INCLUDE_SPEAKERS = "item.input_audio_transcription.speakers"
+# The event_id of the last commit, which an error about it repeats.
 LAST_COMMIT = "last-commit"
 OPEN_TIMEOUT_S = 10.0
 MAX_MESSAGE_BYTES = 16 * 1024 * 1024
-PLAIN_SCHEMES = {"http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
-TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
-TIMEOUT_S = 10.0
-# A status page has this many seconds and bytes at most, and a transcript this many bytes: a day of speech with all its
-# words has some 30 MB.
-STATUS_S = 30.0
-MAX_STATUS_BYTES = 16 * 1024 * 1024
-MAX_TRANSCRIPT_BYTES = 256 * 1024 * 1024
-# Characters of a server's reason that an error repeats.
-MAX_MESSAGE_CHARACTERS = 500
-PIECE_BYTES = 64 * 1024
-# Accepted schemes, and whether they are encrypted.
-SCHEMES = {"http": False, "ws": False, "https": True, "wss": True}
-# TCP keepalive in seconds: there is no timeout for a transcription, so a dead server must be detected this way.
-KEEPALIVE = {"TCP_KEEPIDLE": 30, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 3}
+# Accepted schemes, and the scheme of the WebSocket URL.
+WEBSOCKET_SCHEMES = {"http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
 
 
 class CannotConnect(Exception):
@@ -62,7 +41,7 @@ class Refused(CannotConnect):
     def __init__(self, message: str, status: int, retry_after_s: float = 0.0) -> None:
         super().__init__(message)
         self.status = status
-        # When the server wants to be asked again; 0 if it does not say.
+        # Seconds after which the server wants the next attempt; 0 if it does not say.
         self.retry_after_s = retry_after_s
 
 
@@ -85,7 +64,7 @@ class SessionOptions:
 
     def session(self, include: Sequence[str]) -> dict[str, Any]:
         """The session object for `session.update`. Word times are requested too."""
-        hints = {
+        model_options = {
             "model": self.model,
             "language": self.language,
             "prompt": self.prompt,
@@ -96,18 +75,22 @@ class SessionOptions:
         audio_input: dict[str, Any] = {
             "format": {"type": "audio/pcm", "rate": self.rate},
             "turn_detection": self.turn_detection,
-            "transcription": {name: value for name, value in hints.items() if value},
+            "transcription": {name: value for name, value in model_options.items() if value},
         }
         speakers = [INCLUDE_SPEAKERS] if self.speakers else []
-        wanted = [INCLUDE_WORDS, *speakers, *include]
+        included = [INCLUDE_WORDS, *speakers, *include]
         published = {"publish": self.publish} if self.publish else {}
-        return {"type": "transcription", "audio": {"input": audio_input}, "include": wanted, **published}
+        return {"type": "transcription", "audio": {"input": audio_input}, "include": included, **published}
 
 
 class OpenTurns:
-    """The turns that wait for their text. The session is over when the last clear was answered and no turn waits."""
+    """The committed turns that have no final text yet.
+
+    The session is over when there are none, and the server has answered the last `input_audio_buffer.clear`.
+    """
 
     def __init__(self) -> None:
+        # Item ids of committed turns without final text.
         self._unanswered: set[str] = set()
         self._cleared = False
 
@@ -115,7 +98,7 @@ class OpenTurns:
     def is_over(self) -> bool:
         return self._cleared and not self._unanswered
 
-    def go_on(self) -> None:
+    def resume(self) -> None:
         """After a resume: the end of the session has to be requested again, because the request may have been lost."""
         self._cleared = False
 
@@ -137,7 +120,7 @@ def realtime_url(text: str, model: str | None = None) -> str:
     if not path.endswith("/realtime"):
         path = f"{path or '/v1'}/realtime"
     query = {"intent": "transcription"} | ({"model": model} if model else {})
-    return urlunsplit((PLAIN_SCHEMES[split.scheme], split.netloc, path, split.query or urlencode(query), ""))
+    return urlunsplit((WEBSOCKET_SCHEMES[split.scheme], split.netloc, path, split.query or urlencode(query), ""))
 
 
 def split_address(text: str) -> SplitResult:
@@ -147,7 +130,7 @@ def split_address(text: str) -> SplitResult:
         split = urlsplit(url)
         (split.hostname or "").encode("idna")
         usable = split.path.isascii() and url.isprintable() and " " not in url
-        usable = usable and split.scheme in PLAIN_SCHEMES and bool(split.hostname)
+        usable = usable and split.scheme in WEBSOCKET_SCHEMES and bool(split.hostname)
     except ValueError:
         usable = False
     if not usable:
@@ -202,7 +185,7 @@ class WireSession:
         await self.send("input_audio_buffer.append", audio=base64.b64encode(pcm16).decode())
 
     async def finish(self) -> None:
-        """End the last turn. Answers come in order, so the answer to `clear` comes after the answer to the commit."""
+        """End the last turn. The server answers in order, so its answer to `clear` follows its answer to the commit."""
         await self.send("input_audio_buffer.commit", event_id=LAST_COMMIT)
         await self.send("input_audio_buffer.clear")
 
@@ -220,7 +203,7 @@ class WireSession:
             event = json.loads(frame)
             self._turns.note(event)
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
-            raise CannotConnect("the server sends messages that are none of the Realtime API") from None
+            raise CannotConnect("the server sends messages that are not in the Realtime API") from None
         return event  # type: ignore[no-any-return]
 
     async def close(self) -> None:
@@ -229,7 +212,7 @@ class WireSession:
 
 @asynccontextmanager
 async def open_session(
-    url: str, key: str | None = None, turns: OpenTurns | None = None, dead_after_s: float | None = None
+    url: str, key: str | None = None, turns: OpenTurns | None = None, ping_timeout_s: float | None = None
 ) -> AsyncIterator[WireSession]:
     """Connect to `url`, a result of `realtime_url`; `turns` are those of a resumed session. Raises CannotConnect."""
     headers = authorization(key) or None
@@ -240,13 +223,13 @@ async def open_session(
             compression=None,
             max_size=MAX_MESSAGE_BYTES,
             open_timeout=OPEN_TIMEOUT_S,
-            ping_timeout=dead_after_s,
+            ping_timeout=ping_timeout_s,
             # Connect directly, also if a proxy is configured in the environment.
             proxy=None,
         )
     except InvalidStatus as error:
-        told = error.response.headers.get("Retry-After", "")
-        retry_after_s = float(told) if told.isascii() and told.isdigit() and len(told) < 10 else 0.0
+        header = error.response.headers.get("Retry-After", "")
+        retry_after_s = float(header) if header.isascii() and header.isdigit() and len(header) < 10 else 0.0
         raise Refused(_refusal(url, error), error.response.status_code, retry_after_s) from error
     except InvalidURI as error:
         # Without the cause, whose text contains the whole URL with the token.
@@ -275,168 +258,3 @@ def _refusal(url: str, error: InvalidStatus) -> str:
 def _shown(url: str) -> str:
     split = urlsplit(url)
     return f"{split.scheme}://{split.netloc.rpartition('@')[2]}"
-
-
-class FileUnreadable(Exception):
-    """The file to upload cannot be read, or has changed meanwhile."""
-
-
-@dataclass(frozen=True, slots=True)
-class HttpAnswer:
-    status: int
-    body: bytes
-
-    def json(self) -> Any:
-        """The body as JSON. Raises ValueError."""
-        try:
-            return json.loads(self.body)
-        except RecursionError:
-            raise ValueError("it is nested too deeply") from None
-
-    @property
-    def refusal(self) -> str:
-        """Status and error message of a refused request, for an error text."""
-        try:
-            message = self.json()["error"]["message"]
-        except (ValueError, KeyError, TypeError):
-            message = "it gives no reason"
-        return f"refused with {self.status}: {str(message)[:MAX_MESSAGE_CHARACTERS]}"
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """A multipart form with a file. `size` is its number of bytes, or None for a pipe."""
-
-    fields: Sequence[tuple[str, str]]
-    name: str
-    file: BinaryIO
-    size: int | None
-    on_sent: Callable[[int], None] = lambda sent: None
-
-
-class HttpClient:
-    """A server by its address: `host:port`, or the URL of its page, `/v1` or socket. Methods raise CannotConnect."""
-
-    def __init__(self, url: str, key: str | None = None, trust: ssl.SSLContext | None = None) -> None:
-        split = split_address(url)
-        self._port = split.port
-        self._encrypted = SCHEMES[split.scheme]
-        self._host = split.hostname or ""
-        self._path = split.path.rstrip("/").removesuffix("/realtime").removesuffix("/v1")
-        self._headers = authorization(key)
-        self._trust = trust
-        self.url = f"{'https' if self._encrypted else 'http'}://{split.netloc.rpartition('@')[2]}{self._path}"
-
-    def get(self, path: str) -> HttpAnswer:
-        with closing(self._connect()) as connection:
-            return self._ask(
-                connection,
-                lambda: connection.request("GET", self._path + path, headers=self._headers),
-                MAX_STATUS_BYTES,
-                STATUS_S,
-            )
-
-    def upload(self, form: Form, to: str = TRANSCRIPTIONS) -> HttpAnswer:
-        """Upload a file to be transcribed, and wait for the result without a timeout. Raises FileUnreadable."""
-        path = f"{self._path}{to}"
-        boundary = secrets.token_hex(16)
-        headers = self._headers | {"Content-Type": f"multipart/form-data; boundary={boundary}"}
-        head, tail = _head(form, boundary), f"\r\n--{boundary}--\r\n".encode()
-        chunked = form.size is None
-        headers |= {"Transfer-Encoding": "chunked"} if chunked else {}
-        headers |= {} if form.size is None else {"Content-Length": str(len(head) + form.size + len(tail))}
-
-        def body() -> Iterator[bytes]:
-            yield head
-            yield from _pieces(form)
-            yield tail
-
-        with closing(self._connect()) as connection:
-            connection.sock.settimeout(None)
-            return self._ask(
-                connection,
-                lambda: connection.request("POST", path, body(), headers, encode_chunked=chunked),
-                MAX_TRANSCRIPT_BYTES,
-            )
-
-    def _connect(self) -> http.client.HTTPConnection:
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=TIMEOUT_S)
-        if self._encrypted:
-            trust = self._trust or ssl.create_default_context()
-            connection = http.client.HTTPSConnection(self._host, self._port, timeout=TIMEOUT_S, context=trust)
-        try:
-            connection.connect()
-        except TimeoutError as error:
-            raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
-        except ssl.SSLError as error:
-            if error.reason == "WRONG_VERSION_NUMBER":
-                text = f"{self.url} does not speak TLS; write http:// if the server has no certificate"
-                raise CannotConnect(text) from error
-            raise CannotConnect(f"the certificate of {self.url} is not trusted: {error}") from error
-        except OSError as error:
-            text = f"no server answers at {self.url} ({error.strerror or error}); start one with `tickertape serve`"
-            raise CannotConnect(text) from error
-        connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, seconds in KEEPALIVE.items():
-            if hasattr(socket, option):
-                connection.sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), seconds)
-        return connection
-
-    def _ask(
-        self,
-        connection: http.client.HTTPConnection,
-        request: Callable[[], None],
-        most_bytes: int,
-        most_s: float = math.inf,
-    ) -> HttpAnswer:
-        """Send the request and read the answer. Raises CannotConnect for an answer of more than `most_bytes`, or one
-        that takes longer than `most_s`: the other side may be any program."""
-        deadline = time.monotonic() + most_s
-        try:
-            try:
-                request()
-            except (BrokenPipeError, ConnectionResetError):
-                # A server that refuses a request may not read all of it; its response may have arrived nevertheless.
-                pass
-            with connection.getresponse() as response:
-                body = bytearray()
-                while piece := response.read1(PIECE_BYTES):
-                    body += piece
-                    if len(body) > most_bytes:
-                        raise CannotConnect(f"the answer of {self.url} has more than {most_bytes} bytes")
-                    if time.monotonic() > deadline:
-                        raise CannotConnect(f"{self.url} did not answer within {most_s:g} s")
-                if response.length:  # `read1` does not notice an answer that breaks off
-                    raise http.client.IncompleteRead(b"", response.length)
-                return HttpAnswer(response.status, bytes(body))
-        except TimeoutError as error:
-            raise CannotConnect(f"{self.url} did not answer within {TIMEOUT_S:g} s") from error
-        except (OSError, http.client.HTTPException) as error:
-            raise CannotConnect(f"the connection to {self.url} broke off: {error or type(error).__name__}") from error
-
-
-def _head(form: Form, boundary: str) -> bytes:
-    part = f"--{boundary}\r\nContent-Disposition: form-data; name="
-    parts = [f'{part}"{name}"\r\n\r\n{value}\r\n' for name, value in form.fields]
-    # File names and shell arguments need not be UTF-8; their bytes are sent unchanged.
-    name = quote(form.name, safe=" ()[]!#&+,'=@", errors="surrogateescape")
-    parts.append(f'{part}"file"; filename="{name}"\r\nContent-Type: application/octet-stream\r\n\r\n')
-    return "".join(parts).encode(errors="surrogateescape")
-
-
-def _pieces(form: Form) -> Iterator[bytes]:
-    sent = 0
-    while form.size is None or sent < form.size:
-        wanted = PIECE_BYTES if form.size is None else min(PIECE_BYTES, form.size - sent)
-        try:
-            # Do not wait until a pipe has `wanted` bytes.
-            piece = form.file.read1(wanted) if form.size is None else form.file.read(wanted)  # type: ignore[attr-defined]
-        except OSError as error:
-            raise FileUnreadable(f"cannot be read: {error.strerror}") from error
-        if not piece:
-            if form.size is not None:
-                raise FileUnreadable(f"became shorter while it was sent: it has {sent} instead of {form.size} bytes")
-            return
-        sent += len(piece)
-        form.on_sent(sent)
-        yield piece

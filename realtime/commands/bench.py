@@ -21,9 +21,9 @@ from realtime.commands.terminal import (
     check_server,
     check_writable,
     decimal,
+    integer,
     note,
     out,
-    whole,
 )
 
 EPILOG = """\
@@ -79,7 +79,7 @@ def add(commands: Any) -> None:
 
 
 def _positive(text: str) -> int:
-    value = whole(text)
+    value = integer(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
     return value
@@ -102,15 +102,17 @@ def _number(text: str) -> float:
 def _rate(text: str) -> int:
     from audio.formats import MAX_RATE, MIN_RATE
 
-    value = whole(text)
+    value = integer(text)
     if not MIN_RATE <= value <= MAX_RATE:
         raise argparse.ArgumentTypeError(f"must be between {MIN_RATE} and {MAX_RATE} Hz, not {value}")
     return value
 
 
 def run(options: argparse.Namespace) -> int:
-    from realtime.bench.clients import BadManifest, Target, build_bank
-    from realtime.bench.load_test import LoadTest, Objective
+    from realtime.bench.clients import Target
+    from realtime.bench.load_test import LoadTest
+    from realtime.bench.recordings import BadManifest, build_bank
+    from realtime.bench.run_records import Objective
     from realtime.client.wire_client import CannotConnect, realtime_url
 
     if options.warm_up >= min(options.seconds, options.hold):
@@ -156,7 +158,7 @@ async def _try_to_connect(url: str) -> None:
 def _recordings(options: argparse.Namespace) -> list[tuple[Path, str | None]]:
     """The recordings of the manifest with their texts, or the sample recording."""
     if options.manifest:
-        from realtime.bench.clients import read_manifest
+        from realtime.bench.recordings import read_manifest
 
         return read_manifest(options.manifest, options.seconds)
     from realtime.commands.pull import SAMPLE, fetch

@@ -3,8 +3,8 @@
 `tickertape mic`, `tickertape listen`, `tickertape demo` and `tickertape transcribe --live` call `run` or `play_file`,
 each with its own source of audio. The audio goes to a session of a server, which is a `ResumingSession`
 (`realtime/client/resuming_session.py`) and reconnects; without `--server` the command runs a server of its own.
-`CaptionOutput` takes the text, and owns the turns that are not final and the gaps that are not shown yet; `CaptionView`
-and `TranscriptFile` (`transcripts.py`) show and save it.
+`CaptionOutput` receives the text, and has the turns that are not final and the gaps that are not shown yet.
+`CaptionView` (`caption_view.py`) shows the text, `TranscriptFile` (`transcripts.py`) saves it.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from rich.console import Console
 
 from audio.errors import AudioError
 from audio.formats import MODEL_RATE
+from realtime.client.http_client import HttpClient
 from realtime.client.resuming_session import ResumingSession
 from realtime.client.wire_client import (
     COMPLETED,
     DELTA,
     FAILED,
     CannotConnect,
-    HttpClient,
     SessionOptions,
     is_expected,
     realtime_url,
 )
 from realtime.commands import file_transcription
-from realtime.commands.file_transcription import FileFailed, read_pieces, warn_unsupported_options
+from realtime.commands.audio_input import read_pieces
+from realtime.commands.caption_view import RECENT_WORDS, CaptionView, ShownWord, caption_lines, split_at_word
+from realtime.commands.file_transcription import FileFailed, warn_unsupported_options
 from realtime.commands.terminal import (
     INTERRUPTED,
     KEY_VARIABLE,
@@ -48,22 +50,14 @@ from realtime.commands.terminal import (
     note,
 )
 from realtime.commands.transcription_options import TranscriptionOptions
-from realtime.commands.transcripts import (
-    RECENT_WORDS,
-    CaptionView,
-    ShownWord,
-    TranscriptFile,
-    caption_lines,
-    chosen_extension,
-    split_at_word,
-)
+from realtime.commands.transcripts import TranscriptFile, chosen_extension
 from realtime.session.events import Samples, TimedWord
 from realtime.session.speakers import shown_name as speaker_name
 from realtime.session.speakers import speaker_number
 
 
 class AudioClock:
-    """Seconds since the audio began: by the clock, or by the audio's length if it arrives faster than real time."""
+    """Seconds since the audio began: by the wall clock, or by the audio's length if it came faster than real time."""
 
     def __init__(self) -> None:
         self._time = asyncio.get_running_loop().time
@@ -71,63 +65,65 @@ class AudioClock:
         self._received = 0
 
     def advance(self, samples: int) -> None:
-        """Count a chunk of audio. The first one began its own length before it arrived."""
+        """Count a chunk of audio. The audio began when the first chunk arrived, minus the length of that chunk."""
         if self._began is None:
             self._began = self._time() - samples / MODEL_RATE
         self._received += samples
 
     @property
-    def heard_s(self) -> float:
+    def received_s(self) -> float:
         """Seconds of audio so far, with gaps."""
         return self._received / MODEL_RATE
 
     @property
     def now(self) -> float:
-        return 0.0 if self._began is None else max(self._time() - self._began, self.heard_s)
+        return 0.0 if self._began is None else max(self._time() - self._began, self.received_s)
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A turn on its way: what was streamed of it, until its final is known."""
+    """A turn whose final is not shown yet: its streamed text, then its final."""
 
     text: str = ""
     words: list[ShownWord] = field(default_factory=list)
-    # For each shown word that has no times yet: when it was shown.
+    # When each word was shown that has no times yet.
     shown: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT_WORDS))
     is_final: bool = False
-    # Whether its beginning has become final already, because the turn is long; and the end of that in seconds, if words
+    # Of a long turn: whether its first lines have been shown as final already, and where they end in seconds, if words
     # have times.
     has_scrolled: bool = False
     scrolled_until: float = 0.0
 
 
 class CaptionOutput:
-    """Takes the events of a session: text for the terminal and the file, problems for the line below the captions.
+    """Shows the events of a session: text in the terminal and the file, problems in the line below the captions.
 
-    Streamed text is shown as it comes. The final of a turn, which may have better words, takes its place and stays.
-    Of a long turn, text that is more than `MOST_OPEN_CHARACTERS` behind is final as it was streamed. Turns become final
-    in the order in which they began.
+    Streamed text is shown as it comes. The final of a turn, which may have better words, replaces it and stays. Of a
+    long turn only the last `MAX_OPEN_CHARACTERS` can be replaced; the text before them is final as it was streamed.
+    Turns become final in the order in which they began.
     """
 
     def __init__(
         self, captions: CaptionView, clock: AudioClock, file: TranscriptFile | None, speakers: bool = False
     ) -> None:
         # Time of the last text, on the event loop's clock.
-        self.last_news = 0.0
+        self.last_text_at = 0.0
         self._captions = captions
         self._clock = clock
         self._file = file
         # Whether the finals name speakers, and the last one of whom a line was shown.
         self._names_speakers = speakers
         self._speaker: int | None = None
-        self._troubles: dict[str, str] = {}
+        # The current problems, by kind.
+        self._problems: dict[str, str] = {}
         # Gaps in the audio (start, end in seconds) that wait for the first final word after them.
         self._gaps: deque[tuple[float, float]] = deque(maxlen=MAX_GAPS)
         # Item id -> turn, in the order in which they began.
         self._turns: dict[str, _Turn] = {}
+        # The id of the server's session.
         self._session: str | None = None
         if file is not None:
-            file.on_trouble = lambda text: self.trouble("disk", text)
+            file.on_problem = lambda text: self.show_problem("disk", text)
 
     def on_event(self, event: dict[str, Any]) -> None:
         """Handle an event of the server. Raises CommandFailed for an error event."""
@@ -139,9 +135,9 @@ class CaptionOutput:
             case kind if kind == FAILED:
                 self._turn_of(event).is_final = True
                 self._settle()
-                self.trouble("turn", f"a turn failed: {event['error'].get('message')}")
+                self.show_problem("turn", f"a turn failed: {event['error'].get('message')}")
             case "session.updated":
-                # Another session has begun, because the one before could not be resumed: its finals do not come.
+                # The session could not be resumed, and a new one has begun: finals of the old one do not come any more.
                 if (session := event["session"].get("id")) != self._session:
                     self._settle(all_turns=True)
                     self._session = session
@@ -152,23 +148,23 @@ class CaptionOutput:
         return self._turns.setdefault(str(event.get("item_id")), _Turn())
 
     def _on_delta(self, turn: _Turn, delta: str, words: Sequence[ShownWord]) -> None:
-        self.last_news = asyncio.get_running_loop().time()
+        self.last_text_at = asyncio.get_running_loop().time()
         turn.text += delta
         turn.words += words
         self._captions.measure_delays(turn.shown, delta, words, self._clock.now)
-        while len(self._turns) > MOST_OPEN_TURNS:
+        while len(self._turns) > MAX_OPEN_TURNS:
             next(iter(self._turns.values())).is_final = True
             self._settle()
-        if len(turn.text) > MOST_OPEN_CHARACTERS and turn is next(iter(self._turns.values())):
+        if len(turn.text) > MAX_OPEN_CHARACTERS and turn is next(iter(self._turns.values())):
             self._scroll(turn)
         self._show_open()
 
     def _scroll(self, turn: _Turn) -> None:
-        """Make the beginning of a long turn final, line by line, but no word whose times may still come."""
+        """Show the first lines of a long turn as final, except words whose times may still come."""
         lines = caption_lines(turn.text, turn.words)
         open_characters = len(turn.text)
         for line, words in lines[:-1]:
-            if open_characters <= MOST_OPEN_CHARACTERS or (turn.words and not words):
+            if open_characters <= MAX_OPEN_CHARACTERS or (turn.words and not words):
                 break
             self._add(line, words or self._untimed(line))
             open_characters -= len(line)
@@ -178,12 +174,12 @@ class CaptionOutput:
             turn.scrolled_until = words[-1].end if words else turn.scrolled_until
 
     def _on_final(self, turn: _Turn, text: str, words: Sequence[ShownWord]) -> None:
-        self.last_news = asyncio.get_running_loop().time()
+        self.last_text_at = asyncio.get_running_loop().time()
         # The last word of a turn has its times only now.
         self._captions.measure_delays(turn.shown, "", words[max(0, len(words) - len(turn.shown)) :], self._clock.now)
         if words and turn.scrolled_until:
-            known = sum((word.start + word.end) / 2 < turn.scrolled_until for word in words)
-            turn.text, turn.words = split_at_word(text, words, known)[1], list(words[known:])
+            shown_count = sum((word.start + word.end) / 2 < turn.scrolled_until for word in words)
+            turn.text, turn.words = split_at_word(text, words, shown_count)[1], list(words[shown_count:])
         elif not turn.has_scrolled:
             turn.text, turn.words = text, list(words)
         turn.is_final = True
@@ -204,6 +200,7 @@ class CaptionOutput:
         return turn.words or self._untimed(turn.text)
 
     def _untimed(self, text: str) -> list[ShownWord]:
+        """The words of a text, with the present as their time."""
         now = self._clock.now
         return [ShownWord(word, now, now) for word in text.split()]
 
@@ -213,7 +210,7 @@ class CaptionOutput:
             self._file.show([_timed(word) for turn in self._turns.values() for word in self._words_of(turn)])
 
     def _add(self, text: str, words: Sequence[ShownWord]) -> None:
-        """Final text with its words: broken at gaps, at changes of the speaker, and into lines."""
+        """Show and save final text with its words, divided at gaps and changes of the speaker, and into lines."""
         while words:
             count = len(words)
             if self._gaps:
@@ -221,16 +218,16 @@ class CaptionOutput:
                 if not count:
                     self._show_gap()
                     continue
-            who = ""
+            prefix = ""
             if self._names_speakers:
                 speaker = words[0].speaker
                 count = next((index for index in range(count) if words[index].speaker != speaker), count)
                 if speaker is not None and speaker != self._speaker:
-                    who, self._speaker = f"{speaker_name(speaker)}: ", speaker
+                    prefix, self._speaker = f"{speaker_name(speaker)}: ", speaker
             part, text = (text, "") if count == len(words) else split_at_word(text, words, count)
             for line, line_words in caption_lines(part, words[:count]):
-                self._captions.add_line(who + line, line_words)
-                who = ""
+                self._captions.add_line(prefix + line, line_words)
+                prefix = ""
             if self._file is not None:
                 self._file.add([_timed(word) for word in words[:count]])
             words = words[count:]
@@ -251,10 +248,10 @@ class CaptionOutput:
         if self._file is not None:
             self._file.add_gap(start, end)
 
-    def trouble(self, kind: str, text: str) -> None:
+    def show_problem(self, kind: str, text: str) -> None:
         """Show a problem of this kind; an empty text removes it."""
-        self._troubles[kind] = text
-        self._captions.note("; ".join(filter(None, self._troubles.values())))
+        self._problems[kind] = text
+        self._captions.note("; ".join(filter(None, self._problems.values())))
 
 
 def _timed(word: ShownWord) -> TimedWord:
@@ -269,25 +266,28 @@ def _shown_words(event: dict[str, Any]) -> list[ShownWord]:
     ]
 
 
+# Audio is sent in chunks of 80 ms.
 CHUNK_SAMPLES = MODEL_RATE * 80 // 1000
-TURNS = {"type": "server_vad", "silence_duration_ms": 500}
+TURN_DETECTION = {"type": "server_vad", "silence_duration_ms": 500}
 # Seconds without text after the end of the audio before the command gives up.
 LAST_WORDS_S = 15.0
 
 # Gaps that wait for the first word after them; beyond that the oldest marks are dropped.
 MAX_GAPS = 1000
-# Characters of a turn that may still change: more would not fit into a terminal.
-MOST_OPEN_CHARACTERS = 600
-# Turns without a final; beyond that the oldest is final as it was streamed.
-MOST_OPEN_TURNS = 16
+# Most characters of a turn that may still change: more would not fit into a terminal.
+MAX_OPEN_CHARACTERS = 600
+# Most turns without a final; beyond that the oldest is final as it was streamed.
+MAX_OPEN_TURNS = 16
 
-# Chunks of 16 kHz mono in real time. A number is a gap of that many samples.
-Sound = AsyncIterator[Samples | int]
+# Chunks of audio at 16 kHz in real time. A number is a gap of that many samples.
+AudioSource = AsyncIterator[Samples | int]
 
 
-def run(options: argparse.Namespace, doing: str, sound: Callable[[EndOnInterrupt], Sound]) -> int:
-    """Show live captions of `sound`, which is made when the captions begin, until it ends or Ctrl-C. Returns the exit
-    code."""
+def run(options: argparse.Namespace, doing: str, sound: Callable[[EndOnInterrupt], AudioSource]) -> int:
+    """Show live captions of a source until it ends or Ctrl-C, and return the exit code.
+
+    `sound` makes the source; it is called when the captions begin. `doing` is a text for the user.
+    """
     file = None
     if options.output:
         file = TranscriptFile(options.output, chosen_extension(options.output, options.format), options.words)
@@ -308,14 +308,14 @@ def run(options: argparse.Namespace, doing: str, sound: Callable[[EndOnInterrupt
 
 
 async def play_file(path: Path, options: argparse.Namespace) -> None:
-    """Show captions of a file in real time. Raises FileFailed if the file is the problem."""
+    """Show captions of a file in real time. Raises FileFailed if the file cannot be read."""
     try:
         await caption(as_it_comes(path) if path == STANDARD_INPUT else paced(path), options)
     except (AudioError, OSError) as error:
         raise FileFailed(str(error)) from error
 
 
-async def paced(path: Path) -> Sound:
+async def paced(path: Path) -> AudioSource:
     """Chunks of a file in real time: each at the time at which its last sample would have been recorded."""
     loop = asyncio.get_running_loop()
     began, sent = None, 0
@@ -328,14 +328,14 @@ async def paced(path: Path) -> Sound:
             yield chunk
 
 
-async def as_it_comes(path: Path) -> Sound:
+async def as_it_comes(path: Path) -> AudioSource:
     """Chunks of a pipe as they arrive; the writer sets the pace."""
     async for piece in read_pieces(path, CHUNK_SAMPLES):
         for chunk in _chunks(piece):
             yield chunk
 
 
-async def until(sound: Sound, ended: Callable[[], bool]) -> Sound:
+async def until(sound: AudioSource, ended: Callable[[], bool]) -> AudioSource:
     """The audio until `ended()` is True. An error of the source after that is ignored."""
     try:
         async for chunk in sound:
@@ -353,7 +353,7 @@ def _chunks(piece: Samples) -> Iterator[Samples]:
 
 
 async def caption(
-    sound: Sound, options: argparse.Namespace, file: TranscriptFile | None = None, *, can_wait: bool = True
+    sound: AudioSource, options: argparse.Namespace, file: TranscriptFile | None = None, *, can_wait: bool = True
 ) -> None:
     """Show captions of the audio until it ends, and save them to `file`.
 
@@ -392,7 +392,7 @@ async def _own_server(model: str, device: str) -> AsyncIterator[tuple[str, str]]
 async def _through_server(
     url: str,
     key: str | None,
-    sound: Sound,
+    sound: AudioSource,
     options: argparse.Namespace,
     wanted: TranscriptionOptions,
     file: TranscriptFile | None,
@@ -401,7 +401,7 @@ async def _through_server(
     clock = AudioClock()
     asked = SessionOptions(
         MODEL_RATE,
-        TURNS,
+        TURN_DETECTION,
         None,
         wanted.language,
         wanted.prompt,
@@ -416,26 +416,28 @@ async def _through_server(
 
         async def send(samples: Samples | int) -> None:
             if isinstance(samples, int):
-                caption_output.on_gap(clock.heard_s - samples / MODEL_RATE, clock.heard_s)
+                caption_output.on_gap(clock.received_s - samples / MODEL_RATE, clock.received_s)
                 return session.append_gap(samples)
             if can_wait:
                 await session.wait_for_room(len(samples))
             session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
-            if session.kept.lost:
-                caption_output.trouble("sound", f"{session.kept.lost / MODEL_RATE:.0f} s of audio were lost meanwhile")
+            if session.unacknowledged.lost:
+                caption_output.show_problem(
+                    "sound", f"{session.unacknowledged.lost / MODEL_RATE:.0f} s of audio were lost meanwhile"
+                )
 
         async def finish() -> None:
             session.finish()
 
-        talking = session.run(caption_output.on_event, partial(caption_output.trouble, "line"))
+        running = session.run(caption_output.on_event, partial(caption_output.show_problem, "line"))
         try:
-            await both(_feed(sound, clock, captions, send, finish), talking, lambda: caption_output.last_news)
+            await both(_feed(sound, clock, captions, send, finish), running, lambda: caption_output.last_text_at)
         finally:
             caption_output.end()
 
 
 async def _feed(
-    sound: Sound,
+    sound: AudioSource,
     clock: AudioClock,
     captions: CaptionView,
     send: Callable[[Samples | int], Awaitable[None]],
@@ -445,7 +447,7 @@ async def _feed(
     try:
         async for samples in sound:
             clock.advance(samples if isinstance(samples, int) else len(samples))
-            captions.heard(clock.now)
+            captions.advance(clock.now)
             await send(samples)
     except asyncio.CancelledError:
         raise
@@ -456,11 +458,11 @@ async def _feed(
 
 
 async def both(
-    feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None], news: Callable[[], float]
+    feeding: Coroutine[Any, Any, None], listening: Coroutine[Any, Any, None], last_text_at: Callable[[], float]
 ) -> None:
     """Run both until they end; if `listening` ends first, `feeding` is cancelled.
 
-    After the audio has ended, text is awaited for `LAST_WORDS_S` since the last text, whose time `news` returns.
+    After the audio has ended, text is awaited for `LAST_WORDS_S` since the last text (`last_text_at`).
     """
     time = asyncio.get_running_loop().time
     feeder, listener = asyncio.create_task(feeding), asyncio.create_task(listening)
@@ -468,10 +470,10 @@ async def both(
         await asyncio.wait((feeder, listener), return_when=asyncio.FIRST_COMPLETED)
         ended = time()
         while not listener.done():
-            patience = max(ended, news()) + LAST_WORDS_S - time()
-            if patience <= 0:
+            wait_s = max(ended, last_text_at()) + LAST_WORDS_S - time()
+            if wait_s <= 0:
                 raise CommandFailed(f"the audio has ended, and no text arrived for {LAST_WORDS_S:g} s")
-            await asyncio.wait((listener,), timeout=patience)
+            await asyncio.wait((listener,), timeout=wait_s)
         await listener
         await feeder
     finally:

@@ -22,6 +22,8 @@ Examples:
 
 @dataclass(frozen=True, slots=True)
 class Command:
+    """A command for completion: its options as (flag, help), and the fixed values of its arguments."""
+
     name: str
     about: str
     options: tuple[tuple[str, str], ...]
@@ -47,8 +49,8 @@ def run(options: argparse.Namespace) -> int:
 
 
 def commands_of(parser: argparse.ArgumentParser) -> list[Command]:
-    """The commands with their visible options and the fixed values of their arguments."""
-    found: list[Command] = []
+    """The commands of the parser, from argparse's private attributes: it has no public ones for this."""
+    commands: list[Command] = []
     for action in parser._actions:
         if not isinstance(action, argparse._SubParsersAction):
             continue
@@ -57,13 +59,13 @@ def commands_of(parser: argparse.ArgumentParser) -> list[Command]:
             options = []
             choices: list[str] = []
             for part in child._actions:
-                long = [option for option in part.option_strings if option.startswith("--")]
-                if long and part.help != argparse.SUPPRESS:
-                    options.append((long[0], part.help or ""))
+                flags = [option for option in part.option_strings if option.startswith("--")]
+                if flags and part.help != argparse.SUPPRESS:
+                    options.append((flags[0], part.help or ""))
                 elif not part.option_strings and part.choices:
                     choices += [str(choice) for choice in part.choices]
-            found.append(Command(name, about.get(name, ""), tuple(options), tuple(choices)))
-    return found
+            commands.append(Command(name, about.get(name, ""), tuple(options), tuple(choices)))
+    return commands
 
 
 def bash_script(commands: list[Command]) -> str:
@@ -138,5 +140,5 @@ def _quoted(text: str) -> str:
 
 
 def _plain(text: str) -> str:
-    """Text without characters that have a meaning in completion scripts or in argparse."""
+    """A help text without characters that have a meaning in completion scripts or in argparse."""
     return text.replace("%%", "%").replace("[", "(").replace("]", ")").replace(":", " -")

@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from realtime.commands.terminal import decimal, note, out, whole
+from realtime.commands.terminal import decimal, integer, note, out
 from realtime.commands.transcription_options import add_model_options, add_transcription_options
 
 EPILOG = """\
@@ -33,7 +33,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("file", nargs="?", type=Path, help="a recording; without one, a sample is downloaded")
-    parser.add_argument("--port", type=whole, default=8000)
+    parser.add_argument("--port", type=integer, default=8000)
     parser.add_argument("--once", action="store_true", help="stop at the end of the recording")
     parser.add_argument("--words", action="store_true", help="also show the times of every word")
     # Given by `make demo`, so that the times at the end include what it did before.

@@ -48,13 +48,13 @@ PACKAGES = (
     "uvicorn",
     "pyzmq",
 )
-# Streams that are played at once.
+# Streams that are played at the same time.
 STREAMS = 2
-# Seconds before the measurement, in which streams have less than a full window of audio.
+# Seconds before the measurement: at first, streams have less than a full window of audio, and cost less.
 WARM_UP_S = 4.0
 MEASURED_S = 8.0
-# Load above which streams would wait for each other.
-USABLE_SHARE = 0.8
+# The load (0 to 1) above which streams would wait for each other.
+USABLE_LOAD = 0.8
 
 
 def add(commands: Any) -> None:
@@ -76,17 +76,19 @@ def run(options: argparse.Namespace) -> int:
     from realtime.commands.pull import SAMPLE, model_name
 
     report = Report()
-    _look_at_machine(report)
-    _look_at_packages(report)
+    _check_machine(report)
+    _check_packages(report)
     name = model_name(options.model)
-    here = Path(name) if name not in available_models() else cache_folder() / name
-    if not here.exists():
+    weights = Path(name) if name not in available_models() else cache_folder() / name
+    if not weights.exists():
         fix = f"run `tickertape pull {name}`" if name in available_models() else "see `tickertape models` for names"
         report.bad("model", f"{name} is not on this machine; {fix}")
         return report.close()
-    size = sum(file.stat().st_size for file in ([here] if here.is_file() else here.iterdir()) if file.is_file())
-    report.good("model", f"{name} is on this machine: {size / 1e6:.0f} MB in {here}")
-    _look_at_memory(report, here)
+    size = sum(
+        file.stat().st_size for file in ([weights] if weights.is_file() else weights.iterdir()) if file.is_file()
+    )
+    report.good("model", f"{name} is on this machine: {size / 1e6:.0f} MB in {weights}")
+    _check_memory(report, weights)
     if options.no_measure:
         return report.close()
     recording = cache_folder() / SAMPLE
@@ -124,7 +126,7 @@ def _count(number: int, noun: str) -> str:
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
-def _look_at_machine(report: Report) -> None:
+def _check_machine(report: Report) -> None:
     report.good("python", platform.python_version())
     cores = _count(usable_cores(), "CPU core")
     report.good("machine", f"{platform.system()} on {platform.machine()}; this process may use {cores}")
@@ -140,13 +142,13 @@ def graphics_cards() -> list[str]:
     """Name, memory and free memory of each GPU, from nvidia-smi."""
     command = ["nvidia-smi", "--query-gpu=name,memory.total,memory.free", "--format=csv,noheader"]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=20)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
         return []
-    return [line.strip() for line in done.stdout.splitlines() if line.strip()] if done.returncode == 0 else []
+    return [line.strip() for line in result.stdout.splitlines() if line.strip()] if result.returncode == 0 else []
 
 
-def _look_at_packages(report: Report) -> None:
+def _check_packages(report: Report) -> None:
     from importlib.metadata import PackageNotFoundError, version
 
     found = []
@@ -156,12 +158,12 @@ def _look_at_packages(report: Report) -> None:
         except PackageNotFoundError:
             report.bad("packages", f"{package} is not installed; install tickertape again")
     report.good("packages", ", ".join(found))
-    for problem in other_versions():
+    for problem in version_conflicts():
         report.bad("packages", problem)
 
 
-def other_versions() -> list[str]:
-    """A sentence for every package whose version is not the one that Tickertape is pinned to (torch)."""
+def version_conflicts() -> list[str]:
+    """A sentence for every installed package of another version than the one that Tickertape requires (torch)."""
     from importlib.metadata import PackageNotFoundError, requires, version
 
     problems = []
@@ -169,18 +171,18 @@ def other_versions() -> list[str]:
         pinned = re.fullmatch(r"([\w-]+)==([\d.]+)", line)
         if pinned is None:
             continue
-        package, wanted = pinned.groups()
+        package, required = pinned.groups()
         with suppress(PackageNotFoundError):
-            # A build has its name behind the version: 2.10.0+cpu.
-            if (found := version(package)).partition("+")[0] != wanted:
+            # The version of a build ends with its name: 2.10.0+cpu.
+            if (found := version(package)).partition("+")[0] != required:
                 problems.append(
-                    f"{package} {found} is installed, and this version of Tickertape needs {wanted}: "
-                    f"run `pip install {package}=={wanted}` in its environment, or install tickertape again"
+                    f"{package} {found} is installed, and this version of Tickertape needs {required}: "
+                    f"run `pip install {package}=={required}` in its environment, or install tickertape again"
                 )
     return problems
 
 
-def _look_at_memory(report: Report, weights: Path) -> None:
+def _check_memory(report: Report, weights: Path) -> None:
     available = available_memory()
     if available is None:
         report.good("memory", "not checked: this system does not report how much memory is free")
@@ -203,7 +205,7 @@ def resident_memory() -> int | None:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def free_on_cards() -> int:
+def free_gpu_memory() -> int:
     """Free bytes on all GPUs together; 0 without a GPU."""
     return sum(int(card.split(",")[-1].split()[0]) * 2**20 for card in graphics_cards())
 
@@ -213,19 +215,19 @@ async def _measure(report: Report, options: argparse.Namespace, sound: Path) -> 
     from realtime.commands.file_transcription import local_engine
 
     out("  ..   streams    loading the model and transcribing some seconds of speech, to measure its speed")
-    before, free_before = resident_memory(), free_on_cards()
+    before, free_before = resident_memory(), free_gpu_memory()
     try:
         async with local_engine(options.model, options.device) as client:
             measured = await measure_load(client, sound)
-            after, free_after = resident_memory(), free_on_cards()
+            after, free_after = resident_memory(), free_gpu_memory()
     except EngineError as error:
         report.bad("engine", " ".join(str(error).split()))
         return
     report.good("engine", f"{client.spec.name} works; it transcribed {measured.text[:60]!r}")
     if before is not None and after is not None:
         used = f"the engine with {measured.streams} streams uses {max(after - before, 0) / 2**20:.0f} MiB"
-        on_cards = (free_before - free_after) / 2**20
-        report.good("memory", f"{used}, and {on_cards:.0f} MiB on the GPU" if on_cards >= 1 else used)
+        on_gpu = (free_before - free_after) / 2**20
+        report.good("memory", f"{used}, and {on_gpu:.0f} MiB on the GPU" if on_gpu >= 1 else used)
     cost = (
         f"{measured.streams} streams of continuous speech kept the engine busy {measured.load:.0%} of the time, with "
         f"{measured.cpu_share:.2f} CPU cores for each"
@@ -250,14 +252,14 @@ class MeasuredLoad:
     @property
     def expected(self) -> int:
         """Streams that this machine can serve. An underestimate, because streams share steps."""
-        return int(USABLE_SHARE * self.streams / max(self.load, 1e-3))
+        return int(USABLE_LOAD * self.streams / max(self.load, 1e-3))
 
 
 async def measure_load(client: EngineClient, sound: Path) -> MeasuredLoad:
     """Play the recording into `STREAMS` streams and measure the engine's load."""
     import numpy as np
 
-    from realtime.commands.file_transcription import read_audio
+    from realtime.commands.audio_input import read_audio
 
     audio = np.concatenate(list(read_audio(sound)))
     texts = [""] * STREAMS

@@ -66,23 +66,26 @@ def run(options: argparse.Namespace) -> int:
         check_address(options.listen)
     except ValueError as error:
         raise UsageError(str(error)) from error
-    whole = config_of(options)
-    settings, secret = whole.model, check_fleet_secret(whole)
+    config = config_of(options)
+    settings, secret = config.model, check_fleet_secret(config)
     name = model_name(settings.name)
     fetch(name)
-    set_up_logging(level=whole.server.log_level, log_format=whole.server.log_format)
-    asked_to_stop, asked_to_drain = threading.Event(), threading.Event()
+    set_up_logging(level=config.server.log_level, log_format=config.server.log_format)
+    stop_requested, drain_requested = threading.Event(), threading.Event()
 
     def terminate(*_: Any) -> None:
-        (asked_to_stop if asked_to_drain.is_set() else asked_to_drain).set()
+        # The first SIGTERM drains the engine, the second stops it.
+        (stop_requested if drain_requested.is_set() else drain_requested).set()
 
-    signal.signal(signal.SIGINT, lambda *_: asked_to_stop.set())
+    signal.signal(signal.SIGINT, lambda *_: stop_requested.set())
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGHUP, lambda *_: note("SIGHUP has no effect: an engine needs a restart for new settings"))
-    config = EngineConfig.from_settings(name, settings)
-    drain = DrainRequest(asked_to_drain.is_set, options.drain_s)
+    engine_config = EngineConfig.from_settings(name, settings)
+    drain = DrainRequest(drain_requested.is_set, options.drain_s)
     try:
-        run_engine(options.listen, partial(build_loop, config), asked_to_stop.is_set, drain=drain, fleet_secret=secret)
+        run_engine(
+            options.listen, partial(build_loop, engine_config), stop_requested.is_set, drain=drain, fleet_secret=secret
+        )
     except CannotListen as error:
         raise CommandFailed(str(error)) from error
     return 0

@@ -1,11 +1,10 @@
 """Transcribes files and standard input for the commands, with an engine in this process or with a server.
 
-- `read_pieces` reads a file or standard input as samples.
 - `local_engine` starts the engine, also for live captions.
-- `FileTranscriber` feeds a file to an engine as fast as it takes the audio, with a progress bar.
-- `FileSender` uploads a file to a server instead, whose side is `realtime/http/file_transcription.py`.
+- `FileTranscriber` feeds a file to an engine as fast as the engine reads it, and shows a progress bar.
+- `FileSender` uploads a file to a server, which transcribes it (`realtime/http/file_transcription.py`).
 
-Each returns a `FileTranscript` (`transcripts.py`), which `tickertape transcribe` writes.
+`FileTranscriber` and `FileSender` return a `FileTranscript` (`transcripts.py`), which `tickertape transcribe` writes.
 """
 
 from __future__ import annotations
@@ -14,28 +13,25 @@ import asyncio
 import contextlib
 import logging
 import os
-import select
 import sys
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-import av
-import numpy as np
-from numpy.typing import NDArray
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
-from audio.containers import OPEN_OPTIONS, ContainerDecoder, read_file
-from audio.errors import AudioError, CorruptAudio, EmptyAudio
-from audio.formats import MODEL_RATE, PCM16_SCALE, Resampler
+from audio.errors import AudioError
+from audio.formats import MODEL_RATE
 from engine import messages
 from engine.errors import EngineError
 from engine.logs import set_up_logging
 from engine.options import EngineConfig
+from realtime.commands.audio_input import StandardInput, duration_of, read_pieces
+from realtime.commands.caption_view import clock
 from realtime.commands.pull import fetch, is_here, model_name
 from realtime.commands.terminal import (
     KEY_VARIABLE,
@@ -47,151 +43,29 @@ from realtime.commands.terminal import (
     shown_name,
 )
 from realtime.commands.transcription_options import TranscriptionOptions
-from realtime.commands.transcripts import FileTranscript, clock
+from realtime.commands.transcripts import FileTranscript
 from realtime.serving.engine_api import EngineApi, StreamApi
-from realtime.session.events import Samples, TimedWord
+from realtime.session.events import TimedWord
 from realtime.session.speakers import speaker_number
 from realtime.session.words import timed_word
 
 if TYPE_CHECKING:
     from engine.client.client import EngineClient
-    from realtime.client.wire_client import HttpAnswer, HttpClient
+    from realtime.client.http_client import HttpAnswer, HttpClient
 
-READ_BYTES = 64 * 1024
-# Interval at which a waiting read checks whether it has to stop.
-WAIT_S = 0.2
-# A WAV stream with a longer header is decoded by libav.
-MAX_HEAD_BYTES = 16 * 1024
-PCM, EXTENSIBLE = 1, 0xFFFE
-# Streams of an engine in this process.
-MOST_STREAMS = 4
-# Writers that do not know the length of the data write zero or nearly the largest value.
-UNKNOWN_LENGTH = 0x7FFF_0000
-
-
-class StandardInput:
-    """Standard input as a file that is not seekable. It ends when its writer ends it or `ended()` is True."""
-
-    def __init__(self, ended: Callable[[], bool]) -> None:
-        self._fd = sys.stdin.fileno()
-        self._ended = ended
-        self._stopped = False
-
-    def stop(self) -> None:
-        """End the input; a waiting read returns soon."""
-        self._stopped = True
-
-    def read1(self, size: int) -> bytes:
-        """The available bytes, at most `size`; empty at the end."""
-        while not self._stopped and not self._ended():
-            if select.select([self._fd], [], [], WAIT_S)[0]:
-                return os.read(self._fd, size)
-        return b""
-
-
-def read_standard_input(source: StandardInput) -> Iterator[Samples]:
-    """Samples at 16 kHz mono as they arrive. Raises AudioError after everything that could be decoded, and OSError."""
-    head = b""
-    while (plain := _plain_wav(head)) is None and (data := source.read1(READ_BYTES)):
-        head += data
-    if isinstance(plain, PlainWav):
-        yield from _plain_blocks(source, plain, head[plain.head_bytes :])
-    else:
-        yield from _container_blocks(source, head)
-
-
-def _container_blocks(source: StandardInput, head: bytes) -> Iterator[Samples]:
-    decoder = ContainerDecoder()
-    try:
-        data = head
-        while data:
-            yield from decoder.decode(data)
-            data = source.read1(READ_BYTES)
-        yield from decoder.flush()
-    finally:
-        decoder.close()
-
-
-@dataclass(frozen=True, slots=True)
-class PlainWav:
-    """The header of a WAV stream of 16-bit samples. `data_bytes` is None if the writer did not know the length."""
-
-    head_bytes: int
-    rate: int
-    channels: int
-    data_bytes: int | None
-
-
-def _plain_wav(head: bytes) -> PlainWav | bool | None:
-    """The header of a WAV stream of 16-bit samples; False if it is another format, None if more bytes are needed.
-
-    Parsed here because libav reads 128 KiB (four seconds of speech) before it returns the first sample.
-    """
-    if not head.startswith(b"RIFF"[: len(head)]) or head[8:12] != b"WAVE"[: max(0, len(head) - 8)]:
-        return False
-    rate = channels = 0
-    at = 12
-    while at + 8 <= len(head):
-        name, size = head[at : at + 4], int.from_bytes(head[at + 4 : at + 8], "little")
-        if name == b"data":
-            unknown = size == 0 or size >= UNKNOWN_LENGTH
-            return PlainWav(at + 8, rate, channels, None if unknown else size) if rate else False
-        body = head[at + 8 : at + 8 + size]
-        if name == b"fmt " and len(body) == size:
-            rate, channels = _plain_format(body)
-            if not rate:
-                return False
-        at += 8 + size + size % 2
-    return None if at <= MAX_HEAD_BYTES else False
-
-
-def _plain_format(body: bytes) -> tuple[int, int]:
-    """Rate and channels of a `fmt ` chunk of 16-bit samples; zeros for other formats."""
-    kind, channels = int.from_bytes(body[:2], "little"), int.from_bytes(body[2:4], "little")
-    rate, bits = int.from_bytes(body[4:8], "little"), int.from_bytes(body[14:16], "little")
-    if kind == EXTENSIBLE:
-        kind = int.from_bytes(body[24:26], "little")
-    return (rate, channels) if kind == PCM and bits == 16 and channels else (0, 0)
-
-
-def _plain_blocks(source: StandardInput, wav: PlainWav, data: bytes) -> Iterator[Samples]:
-    resampler = Resampler(wav.rate)
-    frame_bytes = 2 * wav.channels
-    left = wav.data_bytes
-    received = 0
-    rest = b""
-    # The header may arrive without samples.
-    data = data or source.read1(READ_BYTES)
-    while data and left != 0:
-        data = data if left is None else data[:left]
-        left = None if left is None else left - len(data)
-        received += len(data)
-        data = rest + data
-        whole = len(data) // frame_bytes * frame_bytes
-        rest = data[whole:]
-        yield resampler.resample(_mono(data[:whole], wav.channels))
-        data = source.read1(READ_BYTES)
-    yield resampler.flush()
-    if not received:
-        raise EmptyAudio("the audio track has no samples; send audio that has some")
-    if left:
-        seconds = received / frame_bytes / wav.rate
-        raise CorruptAudio(f"the audio is cut short: {seconds:.2f} s came, {left} bytes are missing")
-
-
-def _mono(data: bytes, channels: int) -> NDArray[np.float32]:
-    samples = np.frombuffer(data, "<i2").reshape(-1, channels)
-    mixed: NDArray[np.float32] = samples.mean(axis=1, dtype=np.float32) * PCM16_SCALE
-    return mixed
+# Streams that an engine in this process may have; `tickertape doctor` and `wyoming` need more than one.
+MAX_STREAMS = 4
 
 
 @asynccontextmanager
 async def local_engine(
     model: str, device: str, live: bool = True, speakers: bool = True
 ) -> AsyncIterator[EngineClient]:
-    """An engine in a thread of this process; its model is downloaded if needed. Without `live` it is for files alone,
-    and starts sooner: it is not warmed up, reads one file at a time, and has no turn detector. `speakers`: it can say
-    who speaks. Raises EngineError."""
+    """An engine in a thread of this process; its model is downloaded if needed. Raises EngineError.
+
+    Without `live` the engine is for files alone, and starts sooner: it is not warmed up, reads one file at a time, and
+    has no turn detector. Without `speakers` such an engine has no speaker labels.
+    """
     from engine.client.client import EngineClient
     from engine.client.engine_handles import EngineThread, import_ahead
 
@@ -199,10 +73,10 @@ async def local_engine(
     set_up_logging(logging.BASIC_FORMAT, "info" if is_debugging() else "critical")
     name = model_name(model)
     if is_here(name):
-        # Meanwhile the digests of the weights are checked.
+        # Imports torch on a thread, while this thread checks the digests of the weights.
         import_ahead()
-    # The path, because a model that is named would be checked again.
-    config = EngineConfig(str(fetch(name)), device, MOST_STREAMS)
+    # The path and not the name: the digests of a named model would be checked again.
+    config = EngineConfig(str(fetch(name)), device, MAX_STREAMS)
     if not live:
         config = replace(config, speakers=speakers, turn_detector=False, files_only=True)
     client = EngineClient([EngineThread(config, warm=live)])
@@ -211,10 +85,6 @@ async def local_engine(
         yield client
     finally:
         await client.close()
-
-
-# Decoded audio is fed in pieces of about this length.
-PIECE_SAMPLES = MODEL_RATE
 
 
 class FileFailed(Exception):
@@ -305,70 +175,15 @@ async def _feed(path: Path, stream: StreamApi, transcript: FileTranscript) -> No
             await stream.finish()
 
 
-async def read_pieces(path: Path, samples: int = PIECE_SAMPLES) -> AsyncIterator[Samples]:
-    """The pieces of a file, or of standard input as they arrive; Ctrl-C ends standard input."""
-    if path != STANDARD_INPUT:
-        pieces = read_audio(path, samples)
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-            yield piece
-        return
-    with EndOnInterrupt() as interrupt:
-        source = StandardInput(lambda: interrupt.ended)
-        pieces = join_blocks(read_standard_input(source), samples)
-        try:
-            while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
-                yield piece
-        finally:
-            source.stop()
-
-
-def read_audio(path: Path, samples: int = PIECE_SAMPLES) -> Iterator[Samples]:
-    """The audio of a file in pieces, like `join_blocks`."""
-    return join_blocks(read_file(path), samples)
-
-
-def join_blocks(blocks: Iterator[Samples], samples: int) -> Iterator[Samples]:
-    """Join blocks to pieces of at least `samples` samples; the last piece may be shorter.
-
-    An error is raised after all samples before it were returned.
-    """
-    waiting: list[Samples] = []
-    count = 0
-    fault: AudioError | OSError | None = None
-    try:
-        for block in blocks:
-            waiting.append(block)
-            count += len(block)
-            if count >= samples:
-                yield np.concatenate(waiting)
-                waiting, count = [], 0
-    except (AudioError, OSError) as error:
-        fault = error
-    if count:
-        yield np.concatenate(waiting)
-    if fault is not None:
-        raise fault
-
-
-def duration_of(path: Path) -> float | None:
-    """The duration of a file in seconds by its container, for the progress bar; None if it has none."""
-    if path == STANDARD_INPUT:
-        return None
-    try:
-        with path.open("rb") as file, av.open(file, mode="r", options=OPEN_OPTIONS) as container:
-            return container.duration / av.time_base if container.duration else None
-    except (av.error.FFmpegError, OSError):
-        return None
-
-
-# Files on a server. The client of a server is imported where it is needed: a local engine starts without it.
+# Files on a server. The HTTP client is imported where it is used, because a local engine starts without it.
 
 
 class FileSender:
     """Uploads files to a server. Raises CommandFailed if there is no server, or it refuses the key."""
 
     def __init__(self, url: str, model: str, transcription_options: TranscriptionOptions) -> None:
-        from realtime.client.wire_client import TRANSCRIPTIONS, TRANSLATIONS, CannotConnect, HttpClient
+        from realtime.client.http_client import TRANSCRIPTIONS, TRANSLATIONS, HttpClient
+        from realtime.client.wire_client import CannotConnect
 
         try:
             self._server = HttpClient(url, os.environ.get(KEY_VARIABLE))
@@ -377,16 +192,17 @@ class FileSender:
             raise CommandFailed(str(error)) from error
         if answer.status in (401, 403):
             raise CommandFailed(f"{self._server.url} {answer.refusal}; set {KEY_VARIABLE}")
-        self.model, taken = _supported_options(answer, model, transcription_options)
+        self.model, supported = _supported_options(answer, model, transcription_options)
         fields = [("model", model), ("response_format", "verbose_json"), ("timestamp_granularities[]", "word")]
-        self._fields = [*fields, *(item for item in taken.items() if item[0] in ("language", "prompt"))]
-        self._fields += [("keywords[]", word) for word in transcription_options.keywords if "keywords" in taken]
+        self._fields = [*fields, *(item for item in supported.items() if item[0] in ("language", "prompt"))]
+        self._fields += [("keywords[]", word) for word in transcription_options.keywords if "keywords" in supported]
         self._fields += [("speakers", "true")] if transcription_options.speakers else []
         self._path = TRANSLATIONS if transcription_options.task else TRANSCRIPTIONS
 
     def transcribe(self, path: Path) -> FileTranscript:
         """Upload one file. Raises FileFailed if the file is the problem, CommandFailed if the server is gone."""
-        from realtime.client.wire_client import CannotConnect, FileUnreadable, Form
+        from realtime.client.http_client import FileUnreadable, Form
+        from realtime.client.wire_client import CannotConnect
 
         console = Console(file=sys.stderr)
         name = escape(harmless(shown_name(Path(path.name))))
@@ -428,7 +244,7 @@ class FileSender:
 
 
 def _text(value: Any) -> str:
-    """Raises TypeError."""
+    """The value, which must be a text. Raises TypeError."""
     if not isinstance(value, str):
         raise TypeError
     return value
@@ -451,15 +267,17 @@ def warn_unsupported_options(server: HttpClient, transcription_options: Transcri
 
 
 def _supported_options(
-    answer: HttpAnswer, asked: str, transcription_options: TranscriptionOptions
+    answer: HttpAnswer, model: str, transcription_options: TranscriptionOptions
 ) -> tuple[str, dict[str, str]]:
-    """The name of the served model, and the options that it supports. If a server does not report supported options,
-    all count as supported."""
+    """The name of the served model, and the given options that it supports; `model` is the name if none is reported.
+
+    If a server does not report supported options, all count as supported.
+    """
     try:
         served: dict[str, Any] = answer.json()["data"][0]
         name, known = str(served["id"]), served.get("options")
     except (ValueError, KeyError, TypeError, IndexError):
-        return asked, transcription_options.given()
+        return model, transcription_options.given()
     if known is None:
         return name, transcription_options.given()
     transcription_options.note_unsupported(name, known)

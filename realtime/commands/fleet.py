@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-from realtime.commands.terminal import OK, CommandFailed, UsageError, decimal, note, out, whole
+from realtime.commands.terminal import OK, CommandFailed, UsageError, decimal, integer, note, out
 
 if TYPE_CHECKING:
     from rich.console import Group
@@ -34,9 +34,10 @@ FILE describes the fleet (docs/fleet.md). The default is fleet.toml in the curre
 Needs Ray: pip install 'tickertape[fleet]'.
 """
 DEFAULT_FILE = "fleet.toml"
-LOOK_S = 1.0
+# Seconds between refreshes of the table.
+REFRESH_S = 1.0
 # Seconds for a new head node to accept connections.
-PATIENCE_S = 120.0
+HEAD_START_S = 120.0
 COLOURS = {"serving": "green", "starting": "yellow", "draining": "yellow", "failed": "red"}
 # Messages of the manager below the table.
 NOTES_SHOWN = 5
@@ -60,7 +61,7 @@ def add(commands: Any) -> None:
     status.add_argument("--json", action="store_true", help="print one JSON object and exit")
     status.add_argument("--once", action="store_true", help="print the table once and exit")
     scale = _action(actions, "scale", "set the number of engines; without a number, show what scaling would do now")
-    scale.add_argument("engines", nargs="?", type=whole, metavar="N")
+    scale.add_argument("engines", nargs="?", type=integer, metavar="N")
     scale.add_argument("--dry-run", action="store_true", help="only show the actions")
     drain = _action(actions, "drain", "drain a node, an engine or a gateway")
     drain.add_argument("name", metavar="NODE_OR_ENGINE")
@@ -111,13 +112,14 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _calls(plan: FleetPlan, start: bool = False) -> FleetCalls:
+    """The manager of the running fleet. With `start`, the manager is started if it does not run yet."""
     from fleet.cluster.connect import FleetCalls, connect
 
-    connect(plan, PATIENCE_S if start else 0.0)
+    connect(plan, HEAD_START_S if start else 0.0)
     fleet = FleetCalls(plan, start)
     if start:
-        # A manager that was lost with its head node is started again first.
-        wait_for(fleet, lambda status: True, PATIENCE_S)
+        # After the loss of the head node Ray restarts the manager, which takes some time.
+        wait_for(fleet, lambda status: True, HEAD_START_S)
     return fleet
 
 
@@ -136,8 +138,8 @@ def _up(plan: FleetPlan, options: argparse.Namespace) -> None:
     note("starting the fleet")
     status = wait_for(fleet, _is_up, options.wait)
     if status is None:
-        told = _trouble(fleet.call("status"))
-        raise CommandFailed(f"the fleet is not complete after {options.wait:g} s: {told}; it keeps trying")
+        problem = _problem(fleet.call("status"))
+        raise CommandFailed(f"the fleet is not complete after {options.wait:g} s: {problem}; it keeps trying")
     _print_table(status)
     out("`tickertape fleet status` shows the fleet; `tickertape fleet down` stops it.")
 
@@ -150,10 +152,10 @@ def _join(plan: FleetPlan, options: argparse.Namespace) -> None:
     name = options.name or node_name()
     process = run_node(plan, name, options.edge)
     note(f"this machine is node {name} of {plan.cluster}; SIGTERM drains it")
-    asked: list[int] = []
+    signals: list[int] = []
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda signum, _: asked.append(signum))
-    while process.poll() is None and not asked:
+        signal.signal(number, lambda signum, _: signals.append(signum))
+    while process.poll() is None and not signals:
         time.sleep(0.1)
     if process.poll() is not None:
         text = (
@@ -162,14 +164,14 @@ def _join(plan: FleetPlan, options: argparse.Namespace) -> None:
         )
         raise CommandFailed(text)
     try:
-        _empty(_calls(plan), name, plan.engine.drain_s + plan.gateway.drain_s + 60.0)
+        _drain_node(_calls(plan), name, plan.engine.drain_s + plan.gateway.drain_s + 60.0)
     finally:
         process.terminate()
         process.wait()
 
 
-def _empty(fleet: FleetCalls, name: str, wait_s: float) -> None:
-    """Drain this node; after a rejoin it takes new work again."""
+def _drain_node(fleet: FleetCalls, name: str, wait_s: float) -> None:
+    """Drain this node, and wait until it is empty. If it joins again, it takes new work."""
     note(f"draining {name}")
     fleet.call("drain", name)
     if wait_for(fleet, lambda status: _is_empty(status, name), wait_s) is None:
@@ -186,7 +188,7 @@ def _status(plan: FleetPlan, options: argparse.Namespace) -> None:
     if options.once:
         return _print_table(status)
     try:
-        watch(lambda: fleet.call("status"), LOOK_S)
+        watch(lambda: fleet.call("status"), REFRESH_S)
     except KeyboardInterrupt:
         pass
 
@@ -221,7 +223,7 @@ def _upgrade(plan: FleetPlan, options: argparse.Namespace) -> None:
     generation = fleet.call("upgrade")
     out(f"all engines and gateways are being replaced one by one by generation {generation}")
     if options.wait and wait_for(fleet, _is_up, options.wait) is None:
-        raise CommandFailed(f"not done after {options.wait:g} s: {_trouble(fleet.call('status'))}; it continues")
+        raise CommandFailed(f"not done after {options.wait:g} s: {_problem(fleet.call('status'))}; it continues")
 
 
 def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
@@ -230,8 +232,8 @@ def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
     if not answers(plan):
         ended = end_units_here(plan)
         stop_head(plan)
-        told = f"drained {', '.join(ended)}" if ended else "nothing of the fleet runs"
-        return out(f"no cluster answers at {plan.cluster}; {told} on this machine")
+        drained = f"drained {', '.join(ended)}" if ended else "nothing of the fleet runs"
+        return out(f"no cluster answers at {plan.cluster}; {drained} on this machine")
     fleet = _calls(plan)
     fleet.call("go_down")
     note("draining everything")
@@ -241,9 +243,12 @@ def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
     out("the fleet is down" + (", and its cluster too" if stop_head(plan) else "; its cluster keeps running"))
 
 
-def wait_for(fleet: FleetCalls, wanted: Any, wait_s: float) -> dict[str, Any] | None:
-    """The first status for which `wanted` is True; None after `wait_s`. The manager may not answer for a while after
-    its head node was restarted. Raises FleetError if it does not answer in time."""
+def wait_for(fleet: FleetCalls, condition: Any, wait_s: float) -> dict[str, Any] | None:
+    """Wait for the first status for which `condition` is True, and return it; None after `wait_s` seconds.
+
+    The manager may not answer for a while after its head node was restarted. Raises FleetError if it does not answer in
+    time.
+    """
     from fleet.state import FleetError
 
     deadline = time.monotonic() + wait_s
@@ -251,7 +256,7 @@ def wait_for(fleet: FleetCalls, wanted: Any, wait_s: float) -> dict[str, Any] | 
         is_late = time.monotonic() > deadline
         try:
             status: dict[str, Any] = fleet.call("status")
-            if wanted(status):
+            if condition(status):
                 return status
         except FleetError:
             if is_late:
@@ -275,7 +280,7 @@ def _is_empty(status: dict[str, Any], name: str) -> bool:
     return not any(name in (unit["name"], unit["node"]) for unit in status["units"])
 
 
-def _trouble(status: dict[str, Any]) -> str:
+def _problem(status: dict[str, Any]) -> str:
     errors = [f"{unit['name']}: {unit['error']}" for unit in status["units"] if unit["error"]]
     return "; ".join([*status["waits_for"], *errors, *status["notes"][-1:]]) or "no error is known"
 
@@ -333,7 +338,7 @@ def _row(status: dict[str, Any], node: dict[str, Any], unit: dict[str, Any] | No
     ]
 
 
-def watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
+def watch(read_status: Callable[[], dict[str, Any]], interval_s: float) -> None:
     """Show the status until interrupted; in a pipe, one line for each refresh."""
     from rich.console import Console
     from rich.live import Live
@@ -341,13 +346,13 @@ def watch(look: Callable[[], dict[str, Any]], interval_s: float) -> None:
     console = Console()
     if not console.is_terminal:
         while True:
-            status = look()
+            status = read_status()
             room = status["capacity"]
             states = " ".join(f"{unit['name']}={unit['state']}:{unit['busy']}" for unit in status["units"])
             text = f"{time.strftime('%H:%M:%S')} sessions={room['sessions']} share={room['share']:.2f} {states}"
             console.print(text, soft_wrap=True, highlight=False, markup=False)
             time.sleep(interval_s)
-    with Live(screen(look()), console=console, auto_refresh=False) as live:
+    with Live(screen(read_status()), console=console, auto_refresh=False) as live:
         while True:
             time.sleep(interval_s)
-            live.update(screen(look()), refresh=True)
+            live.update(screen(read_status()), refresh=True)

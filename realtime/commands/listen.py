@@ -20,7 +20,7 @@ from realtime.commands.transcription_options import (
 )
 
 if TYPE_CHECKING:
-    from realtime.commands.captions import Sound
+    from realtime.commands.captions import AudioSource
     from realtime.commands.terminal import EndOnInterrupt
 
 EPILOG = """\
@@ -72,18 +72,18 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{without_secrets(options.url)!r} is not the address of a stream; it begins with {schemes}")
     check_server(options.server)
 
-    def on_line(text: str) -> None:
+    def on_problem(text: str) -> None:
         if text:
             note(text)
 
-    def sound(interrupt: EndOnInterrupt) -> Sound:
-        pulled = PulledAudio(options.url, on_line=on_line, give_up_s=options.give_up)
+    def sound(interrupt: EndOnInterrupt) -> AudioSource:
+        pulled = PulledAudio(options.url, on_line=on_problem, give_up_s=options.give_up)
         return _until_interrupted(pulled.audio(), interrupt)
 
     return captions.run(options, f"listening to {without_secrets(options.url)}", sound)
 
 
-async def _until_interrupted(audio: Any, interrupt: Any) -> Sound:
+async def _until_interrupted(audio: Any, interrupt: Any) -> AudioSource:
     """The audio, until Ctrl-C, also while no audio comes. Raises CommandFailed."""
     from realtime.commands.terminal import CommandFailed
     from realtime.serving.isolated_decoder import PullFailed
@@ -92,13 +92,13 @@ async def _until_interrupted(audio: Any, interrupt: Any) -> Sound:
         ended = asyncio.create_task(_interrupted(interrupt))
         try:
             while True:
-                part = asyncio.ensure_future(anext(audio))
-                await asyncio.wait((part, ended), return_when=asyncio.FIRST_COMPLETED)
+                next_part = asyncio.ensure_future(anext(audio))
+                await asyncio.wait((next_part, ended), return_when=asyncio.FIRST_COMPLETED)
                 if ended.done():
-                    part.cancel()
-                    await asyncio.gather(part, return_exceptions=True)
+                    next_part.cancel()
+                    await asyncio.gather(next_part, return_exceptions=True)
                     return
-                yield part.result()
+                yield next_part.result()
         except StopAsyncIteration:
             return
         except PullFailed as error:
@@ -108,6 +108,6 @@ async def _until_interrupted(audio: Any, interrupt: Any) -> Sound:
 
 
 async def _interrupted(interrupt: Any) -> None:
-    # A signal handler wakes no task.
+    # Polls, because a signal handler cannot wake a task.
     while not interrupt.ended:  # noqa: ASYNC110
         await asyncio.sleep(0.2)

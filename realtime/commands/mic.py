@@ -44,8 +44,8 @@ waits for the last text; twice stops at once. JSON is one line for each caption.
 RATE = 16_000
 CHUNK_SAMPLES = RATE * 80 // 1000
 CHUNK_BYTES = 2 * CHUNK_SAMPLES
-# Chunks (a minute of audio) that may wait for the reader; beyond that the oldest is dropped.
-MAX_WAITING = 750
+# Most recorded chunks that wait to be read, a minute of audio; beyond that the oldest is dropped.
+MAX_QUEUED_CHUNKS = 750
 
 
 def add(commands: Any) -> None:
@@ -100,15 +100,15 @@ def find_recorder() -> Recorder:
     import shutil
 
     if importlib.util.find_spec("sounddevice") is not None:
-        with contextlib.suppress(OSError):  # the package is there, PortAudio is not
+        with contextlib.suppress(OSError):  # the package is installed, but PortAudio is not
             return SoundDevice()
     if shutil.which("arecord"):
         rate = str(RATE)
-        listen = ["arecord", "--quiet", "--file-type", "raw", "--format", "S16_LE", "--channels", "1", "--rate", rate]
-        return Program(listen, "--device", ["arecord", "--list-pcms"])
+        command = ["arecord", "--quiet", "--file-type", "raw", "--format", "S16_LE", "--channels", "1", "--rate", rate]
+        return Program(command, "--device", ["arecord", "--list-pcms"])
     if shutil.which("parec"):
-        listen = ["parec", "--raw", "--format=s16le", "--channels=1", f"--rate={RATE}", "--latency-msec=80"]
-        return Program(listen, "--device", ["pactl", "list", "short", "sources"])
+        command = ["parec", "--raw", "--format=s16le", "--channels=1", f"--rate={RATE}", "--latency-msec=80"]
+        return Program(command, "--device", ["pactl", "list", "short", "sources"])
     raise CommandFailed(
         "no recorder was found: install the Python package sounddevice (pip install sounddevice), or "
         "arecord (in alsa-utils), or parec (in pulseaudio-utils)"
@@ -118,18 +118,18 @@ def find_recorder() -> Recorder:
 class Program:
     """A program that writes raw samples to its standard output."""
 
-    def __init__(self, listen: list[str], device_option: str, list_devices: list[str]) -> None:
-        self.name = listen[0]
-        self._listen = listen
+    def __init__(self, command: list[str], device_option: str, list_devices: list[str]) -> None:
+        self.name = command[0]
+        self._command = command
         self._device_option = device_option
         self._list_devices = list_devices
 
     def devices(self) -> str:
         try:
-            done = subprocess.run(self._list_devices, capture_output=True, text=True, timeout=10)
+            result = subprocess.run(self._list_devices, capture_output=True, text=True, timeout=10)
         except (OSError, subprocess.TimeoutExpired) as error:
             raise CommandFailed(f"{self._list_devices[0]} cannot list the microphones: {error}") from error
-        return done.stdout.strip() or f"{self.name} found no microphone"
+        return result.stdout.strip() or f"{self.name} found no microphone"
 
     async def record(self, device: str | None) -> AsyncIterator[Samples]:
         import numpy as np
@@ -138,15 +138,15 @@ class Program:
 
         chosen = [] if device is None else [f"{self._device_option}={device}"]
         pipe = asyncio.subprocess.PIPE
-        process = await asyncio.create_subprocess_exec(*self._listen, *chosen, stdout=pipe, stderr=pipe)
+        process = await asyncio.create_subprocess_exec(*self._command, *chosen, stdout=pipe, stderr=pipe)
         assert process.stdout is not None and process.stderr is not None
         try:
             while True:
                 try:
                     data = await process.stdout.readexactly(CHUNK_BYTES)
                 except asyncio.IncompleteReadError:
-                    said = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
-                    reason = said[-1] if said else "it ended without a message"
+                    errors = (await process.stderr.read()).decode(errors="replace").strip().splitlines()
+                    reason = errors[-1] if errors else "it ended without a message"
                     raise CommandFailed(f"no sound from the microphone: {self.name} says: {reason}") from None
                 yield np.frombuffer(data, "<i2") * PCM16_SCALE
         finally:
@@ -168,7 +168,7 @@ class SoundDevice:
 
     async def record(self, device: str | None) -> AsyncIterator[Samples]:
         loop = asyncio.get_running_loop()
-        chunks: asyncio.Queue[Samples] = asyncio.Queue(MAX_WAITING)
+        chunks: asyncio.Queue[Samples] = asyncio.Queue(MAX_QUEUED_CHUNKS)
 
         def put(chunk: Samples) -> None:
             if chunks.full():

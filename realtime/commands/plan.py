@@ -13,7 +13,7 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from realtime.commands.terminal import KEY_VARIABLE, CommandFailed, UsageError, check_server, decimal, out, whole
+from realtime.commands.terminal import KEY_VARIABLE, CommandFailed, UsageError, check_server, decimal, integer, out
 
 EPILOG = """\
 Examples:
@@ -24,7 +24,7 @@ Examples:
 Without --server the figures are those that were measured for the documentation: measure your own machine with
 `tickertape bench` before you buy one.
 """
-# Sessions of one gateway process; `server.workers` is chosen by the same number.
+# Sessions of one gateway process, as in the choice of `server.workers`.
 SESSIONS_PER_GATEWAY = 150
 # A session counts as speaking for this long after its last speech.
 COUNTED_S = 30
@@ -32,19 +32,19 @@ COUNTED_S = 30
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What one engine can carry: speaking streams, and open streams in its memory."""
+    """The capacity of one engine: streams that speak at the same time (`speaking`), and open streams (`streams`)."""
 
     name: str
     machine: str
     speaking: float
     streams: int
     source: str
-    # Whether a session that is silent takes no computing time. Frame-synchronous models skip silence only after some
-    # seconds, and all sessions may be in a pause of less.
+    # Whether a silent session takes no computing time. False for frame-synchronous models: they skip silence only after
+    # some seconds, so sessions in shorter pauses cost as much as speaking ones.
     silence_is_free: bool
 
 
-# Measured; `speaking` is what was held without growing lag. Windowed models were measured on two cores.
+# Measured; `speaking` is the number of streams that ran without growing lag. Windowed models ran on two cores.
 MEASURED = {
     "moonshine-base-streaming": Engine(
         "moonshine-base-streaming",
@@ -76,15 +76,17 @@ CORES_MEASURED = 2
 
 @dataclass(frozen=True, slots=True)
 class Plan:
+    """How many sessions count as speaking, and how many engines and gateways that takes."""
+
     speaking: int
     engines: int
     gateways: int
-    # What the number of engines follows from.
+    # What determines the number of engines: speaking or open streams.
     limit: str
 
 
 def plan(sessions: int, silent: float, headroom: float, engine: Engine) -> Plan:
-    """The least number of engines that carries the sessions with this share of free room."""
+    """The smallest number of engines for these sessions, if `headroom` (a share) of each engine stays free."""
     speaking = math.ceil(sessions * ((1 - silent) if engine.silence_is_free else 1))
     by_load = math.ceil(speaking / (engine.speaking * (1 - headroom)) - 1e-9)
     by_memory = math.ceil(sessions / engine.streams)
@@ -100,7 +102,7 @@ def add(commands: Any) -> None:
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--sessions", type=whole, required=True, help="sessions that are open at the same time")
+    parser.add_argument("--sessions", type=integer, required=True, help="sessions that are open at the same time")
     parser.add_argument(
         "--silent", type=decimal, default=0.0, metavar="SHARE", help="share of them that is silent (default 0)"
     )
@@ -112,7 +114,7 @@ def add(commands: Any) -> None:
         help="share of each engine to leave free (default 0.2)",
     )
     parser.add_argument("--model", choices=sorted(MEASURED), help="by figures of the documentation (default: voxtral)")
-    parser.add_argument("--cores", type=whole, help="cores of a machine, for models that run on the CPU (default 2)")
+    parser.add_argument("--cores", type=integer, help="cores of a machine, for models that run on the CPU (default 2)")
     parser.add_argument("--server", metavar="URL", help="by what this running server has measured")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -128,17 +130,19 @@ def run(options: argparse.Namespace) -> int:
     if options.server and (options.model or options.cores):
         raise UsageError("--server has figures of its own; leave --model and --cores out")
     engine = (
-        _of_server(options.server) if options.server else _of_documentation(options.model or "voxtral", options.cores)
+        _measured_engine(options.server)
+        if options.server
+        else _documented_engine(options.model or "voxtral", options.cores)
     )
-    found = plan(options.sessions, options.silent, options.headroom, engine)
+    result = plan(options.sessions, options.silent, options.headroom, engine)
     assumptions = _assumptions(options, engine)
     if options.json:
-        _print_json(found, engine, assumptions)
+        _print_json(result, engine, assumptions)
         return 0
-    out(f"{options.sessions} sessions; {found.speaking} count as speaking at once:")
-    out(f"  engines    {found.engines} ({engine.name}, {engine.machine} each), limited by {found.limit}")
-    out(f"             {found.engines + 1} if the loss of one must leave room for all")
-    out(f"  gateways   {found.gateways} processes: --workers on one machine, or gateways of a fleet")
+    out(f"{options.sessions} sessions; {result.speaking} count as speaking at once:")
+    out(f"  engines    {result.engines} ({engine.name}, {engine.machine} each), limited by {result.limit}")
+    out(f"             {result.engines + 1} if the loss of one must leave room for all")
+    out(f"  gateways   {result.gateways} processes: --workers on one machine, or gateways of a fleet")
     out("Assumptions:")
     for line in assumptions:
         out(f"  - {line}")
@@ -162,7 +166,7 @@ def _assumptions(options: argparse.Namespace, engine: Engine) -> list[str]:
     return lines
 
 
-def _of_documentation(name: str, cores: int | None) -> Engine:
+def _documented_engine(name: str, cores: int | None) -> Engine:
     engine = MEASURED[name]
     if cores is None:
         return engine
@@ -176,9 +180,10 @@ def _of_documentation(name: str, cores: int | None) -> Engine:
     return Engine(engine.name, f"{cores} cores", speaking, engine.streams, engine.source, True)
 
 
-def _of_server(url: str) -> Engine:
+def _measured_engine(url: str) -> Engine:
     """The engine of a running server, by its `/capacity`. Raises CommandFailed if it has measured nothing yet."""
-    from realtime.client.wire_client import CannotConnect, HttpClient
+    from realtime.client.http_client import HttpClient
+    from realtime.client.wire_client import CannotConnect
 
     check_server(url)
     try:
@@ -190,27 +195,33 @@ def _of_server(url: str) -> Engine:
         raise CommandFailed(f"{url}/capacity does not answer as a Tickertape server does") from error
 
 
-def _engine_of(url: str, seen: dict[str, Any]) -> Engine:
-    """Raises CommandFailed, and other exceptions if the answer is not that of a Tickertape server."""
-    engines = seen.get("engines") or []
+def _engine_of(url: str, capacity: dict[str, Any]) -> Engine:
+    """The engine that `/capacity` describes.
+
+    Raises CommandFailed, and other exceptions if the answer is not that of a Tickertape server.
+    """
+    engines = capacity.get("engines") or []
     if not engines:
         raise CommandFailed(f"{url} has no engine at the moment; try again when `tickertape status {url}` shows one")
-    if not seen["load_per_stream"]:
+    if not capacity["load_per_stream"]:
         raise CommandFailed(
             f"{url} has not measured the cost of a stream yet; let some sessions speak for half a minute, or run "
             f"`tickertape bench {url}`"
         )
     source = f"measured by {url}, which has {len(engines)} of them"
-    held, total = float(seen["streams_that_hold"] / len(engines)), int(seen["streams_total"] // len(engines))
-    if not (0 <= held < math.inf and total >= 0):
+    speaking, total = (
+        float(capacity["streams_that_hold"] / len(engines)),
+        int(capacity["streams_total"] // len(engines)),
+    )
+    if not (0 <= speaking < math.inf and total >= 0):
         raise ValueError
-    # What the engine measures is the cost of streams that speak; that it skips silence is in `streams_that_hold`.
-    return Engine(str(engines[0].get("model", "its model")), "a machine like its own", held, total, source, True)
+    # The engine measures the cost of speaking streams only. `streams_that_hold` already counts that silence is skipped.
+    return Engine(str(engines[0].get("model", "its model")), "a machine like its own", speaking, total, source, True)
 
 
-def _print_json(found: Plan, engine: Engine, assumptions: list[str]) -> None:
+def _print_json(result: Plan, engine: Engine, assumptions: list[str]) -> None:
     import json
     from dataclasses import asdict
 
-    text = {**asdict(found), "engines_with_one_lost": found.engines + 1, "engine": asdict(engine)}
+    text = {**asdict(result), "engines_with_one_lost": result.engines + 1, "engine": asdict(engine)}
     out(json.dumps({**text, "assumptions": assumptions}, indent=1))

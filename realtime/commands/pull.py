@@ -66,9 +66,9 @@ def run_models(options: argparse.Namespace) -> int:
     default = default_model()
     width = max(map(len, models))
     for name, about in models.items():
-        here = "here" if (cache_folder() / name).exists() else ""
+        cached = "here" if (cache_folder() / name).exists() else ""
         star = " (default)" if name == default else ""
-        out(f"{name:{width}}  {here:4}  {about}{star}")
+        out(f"{name:{width}}  {cached:4}  {about}{star}")
     note(f"cache folder: {cache_folder()}")
     return 0
 
@@ -86,8 +86,10 @@ def model_name(name: str) -> str:
 
 
 def fetch_turn_detector(*, fresh: bool = False) -> None:
-    """Fetch the turn detector, which belongs to the default model. Without it the server works all the same, so that a
-    failure is only noted."""
+    """Fetch the turn detector, which belongs to the default model.
+
+    The server also works without it, so a failure is only reported on standard error.
+    """
     from engine.weights.registry import TURN_DETECTOR
     from engine.weights.store import WeightsError
 
@@ -98,7 +100,7 @@ def fetch_turn_detector(*, fresh: bool = False) -> None:
 
 
 def is_here(name: str) -> bool:
-    """Whether the model is in the cache or is a path, so that nothing has to be downloaded."""
+    """Whether the model is in the cache, or is an existing path: nothing has to be downloaded."""
     from engine.options import cache_folder
 
     return bool(name) and (os.path.exists(cache_folder() / name) or os.path.exists(name))
@@ -116,7 +118,9 @@ def fetch_for_serving(name: str) -> None:
 
 def fetch(name: str, *, fresh: bool = False) -> Path:
     """The path of a model, which is downloaded if needed, with progress on standard error. A path is returned as is.
-    Raises UsageError if there is no such model, or if the cache folder cannot be written."""
+
+    Raises UsageError if there is no such model, or if the cache folder cannot be written.
+    """
     from rich.console import Console
 
     from engine.options import cache_folder

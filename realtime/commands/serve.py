@@ -24,7 +24,7 @@ from typing import Any
 
 from engine.logs import set_up_logging
 from realtime.commands.pull import fetch_for_serving, is_here, model_name
-from realtime.commands.terminal import CommandFailed, UsageError, announce, note, read_config, whole
+from realtime.commands.terminal import CommandFailed, UsageError, announce, integer, note, read_config
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys, shown
 from realtime.listeners import listening_sockets, raise_limit
 
@@ -98,19 +98,19 @@ class Reloading:
         self._read = read
         self._apply = apply
         self._restart = restart
-        self._one_at_a_time = asyncio.Lock()
-        self._running: set[asyncio.Task[None]] = set()
+        self._lock = asyncio.Lock()
+        self._tasks: set[asyncio.Task[None]] = set()
 
     def begin(self, with_restart: bool = False) -> None:
         task = asyncio.create_task(self.run(with_restart), name="reload")
-        self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def run(self, with_restart: bool = False) -> None:
         if with_restart and self._restart is None:
             log.warning("SIGUSR2 replaces workers, but this server has none: restart it, or send SIGHUP to reload")
             return
-        async with self._one_at_a_time:
+        async with self._lock:
             await self._run(with_restart)
 
     async def _run(self, with_restart: bool) -> None:
@@ -129,7 +129,7 @@ class Reloading:
 
 
 class SignalHandlers:
-    """Handles SIGHUP and SIGUSR2 from the start of the command, because their default ends the process.
+    """Handles SIGHUP and SIGUSR2 from the start of the command, because by default they end the process.
 
     A terminal that is closed sends SIGHUP too; the server then stops as with Ctrl-C.
     """
@@ -138,15 +138,15 @@ class SignalHandlers:
         self._has_terminal = os.isatty(0)
         self._reloading: Reloading | None = None
         for number in (signal.SIGHUP, signal.SIGUSR2):
-            signal.signal(number, lambda number, _: self._heard(number))
+            signal.signal(number, lambda number, _: self._on_signal(number))
 
     def reload(self, reloading: Reloading) -> None:
         """Reload this server on a signal from now on; called in its event loop."""
         self._reloading = reloading
         for number in (signal.SIGHUP, signal.SIGUSR2):
-            asyncio.get_running_loop().add_signal_handler(number, self._heard, number)
+            asyncio.get_running_loop().add_signal_handler(number, self._on_signal, number)
 
-    def _heard(self, number: int) -> None:
+    def _on_signal(self, number: int) -> None:
         if number == signal.SIGHUP and self._has_terminal and not os.isatty(0):
             signal.raise_signal(signal.SIGINT)
         elif self._reloading is None:
@@ -171,8 +171,8 @@ the workers one by one.
 systemd is notified when the server is ready and when it stops (Type=notify); other programs can read --ready-fd.
 """
 
-# Short names of frequently used keys.
-SHORT = {
+# Short flags of frequently used keys, with their help.
+SHORT_FLAGS = {
     "--host": ("server.host", "address to listen on; addresses that other machines can reach need keys or --no-auth"),
     "--port": ("server.port", "port to listen on"),
     "--workers": ("server.workers", "gateway processes (default: chosen by the engine and the number of cores)"),
@@ -206,7 +206,7 @@ def add(commands: Any) -> None:
         help="serve without keys on an address that other machines can reach",
     )
     parser.add_argument(
-        "--ready-fd", type=whole, metavar="N", help="write the URL to this file descriptor when the server is ready"
+        "--ready-fd", type=integer, metavar="N", help="write the URL to this file descriptor when the server is ready"
     )
     parser.set_defaults(run=run)
 
@@ -215,7 +215,7 @@ def add_config_options(parser: argparse.ArgumentParser, keys: Collection[str], a
     """Add flags for these keys of the configuration. The help shows the long names with the text `about`; without it
     they are hidden."""
     parser.add_argument("--config", metavar="FILE", help="a TOML file with the configuration")
-    for flag, (key, meaning) in SHORT.items():
+    for flag, (key, meaning) in SHORT_FLAGS.items():
         if key in keys:
             parser.add_argument(flag, dest=f"flag:{key}", metavar=flag.removeprefix("--").upper(), help=meaning)
     for key in keys:
@@ -250,7 +250,7 @@ def run(options: argparse.Namespace) -> int:
         if is_here(name):
             from engine.client.fork_server import start_fork_server
 
-            # It imports for seconds, while this process checks the model and imports its own modules.
+            # The fork server imports torch, which takes seconds; meanwhile this process checks the model.
             start_fork_server()
         fetch_for_serving(name)
 
@@ -284,7 +284,7 @@ def run(options: argparse.Namespace) -> int:
 
 def check_fleet_secret(config: Config) -> bytes | None:
     """The fleet's secret, if there is one. Raises CommandFailed if it cannot be used."""
-    # Here, because the command's help and version must work before the packages of the server are installed.
+    # Imported here, because `--help` and `--version` must work without the packages of the server.
     from realtime.serving.signed_tokens import fleet_secret
 
     try:
@@ -294,8 +294,10 @@ def check_fleet_secret(config: Config) -> bytes | None:
 
 
 def check_spool() -> None:
-    """Raise CommandFailed if the configured folder for uploads cannot be used: Python would silently choose another
-    one, which may be smaller or in memory."""
+    """Raise CommandFailed if the folder for uploads (`TMPDIR`) cannot be used.
+
+    Without this check Python would silently choose another folder, which may be smaller or in memory.
+    """
     import tempfile
 
     folder = next((value for name in ("TMPDIR", "TEMP", "TMP") if (value := os.environ.get(name))), None)
@@ -308,25 +310,27 @@ def check_spool() -> None:
         raise CommandFailed(f"{text}; create the folder for the server's user, or set TMPDIR to another one") from error
 
 
-# Threads and processes that a small server needs.
-LEAST_THREADS = 24
+# Threads and processes that a small server needs at least.
+MIN_THREADS = 24
 
 
 def check_threads() -> None:
-    """Raise CommandFailed if the user's limit on processes leaves no room for the server's threads and processes:
-    ZeroMQ aborts the process if it cannot start its own."""
+    """Raise CommandFailed if the user's limit on processes is too low for the server's threads and processes.
+
+    Without this check ZeroMQ would abort the process when it cannot start its threads.
+    """
     started: list[threading.Thread] = []
-    over = threading.Event()
+    finished = threading.Event()
     try:
-        for _ in range(LEAST_THREADS):
-            thread = threading.Thread(target=over.wait, daemon=True)
+        for _ in range(MIN_THREADS):
+            thread = threading.Thread(target=finished.wait, daemon=True)
             thread.start()
             started.append(thread)
     except RuntimeError as error:
-        text = f"only {len(started)} of at least {LEAST_THREADS} threads and processes can be started"
+        text = f"only {len(started)} of at least {MIN_THREADS} threads and processes can be started"
         raise CommandFailed(f"{text}; raise the limit of the server's user on processes (ulimit -u)") from error
     finally:
-        over.set()
+        finished.set()
         for thread in started:
             thread.join()
 
@@ -345,10 +349,10 @@ async def _serve(
 ) -> None:
     from realtime.app import running_server
 
-    elsewhere = ", ".join(config.model.engines) or config.fleet.table and f"those in {config.fleet.table}"
+    addresses = ", ".join(config.model.engines) or config.fleet.table and f"those in {config.fleet.table}"
     async with running_server(config) as server:
         signals.reload(Reloading(read_again, server.server.reload))
-        note(f"waiting for an engine at {elsewhere}" if elsewhere else "starting the engine")
+        note(f"waiting for an engine at {addresses}" if addresses else "starting the engine")
         if not await server.wait_until_ready():
             return
         announce(f"the page:    {server.url}/")
@@ -412,15 +416,15 @@ class _Stop:
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
-        self._once = asyncio.Event()
+        self._requested = asyncio.Event()
         self.twice = False
-        self.task = asyncio.create_task(self._once.wait())
+        self.task = asyncio.create_task(self._requested.wait())
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._note)
+            loop.add_signal_handler(number, self._on_signal)
 
-    def _note(self) -> None:
-        self.twice = self._once.is_set()
-        self._once.set()
+    def _on_signal(self) -> None:
+        self.twice = self._requested.is_set()
+        self._requested.set()
 
 
 def stop_by_terminate() -> None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, check_server, decimal, out, read_config
 
 if TYPE_CHECKING:
-    from realtime.client.wire_client import HttpClient
+    from realtime.client.http_client import HttpClient
     from realtime.config import ServerConfig
 
 EPILOG = """\
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     try:
         server = _server(options)
         if options.ready:
-            return _say_whether_ready(server)
+            return _print_readiness(server)
         if options.json:
             return _print_json(server)
         from realtime.commands.status_view import watch
@@ -76,31 +76,31 @@ def run(options: argparse.Namespace) -> int:
     return OK
 
 
-def _say_whether_ready(server: HttpClient) -> int:
+def _print_readiness(server: HttpClient) -> int:
     from realtime.commands.status_view import readiness
 
-    ready, word = readiness(server)
-    out(word)
-    return OK if ready else FAILED
+    is_ready, state = readiness(server)
+    out(state)
+    return OK if is_ready else FAILED
 
 
 def _print_json(server: HttpClient) -> int:
     import json
 
-    from realtime.commands.status_view import look
+    from realtime.commands.status_view import read_snapshot
 
-    out(json.dumps(look(server).as_json(server.url)))
+    out(json.dumps(read_snapshot(server).as_json(server.url)))
     return OK
 
 
 def _server(options: argparse.Namespace) -> HttpClient:
-    from realtime.client.wire_client import HttpClient
+    from realtime.client.http_client import HttpClient
 
     key = os.environ.get(KEY_VARIABLE)
     if options.url is not None:
         return HttpClient(options.url, key)
     settings = read_config(options.config, {}).server
-    return HttpClient(own_url(settings), key, _own_trust(settings))
+    return HttpClient(own_url(settings), key, _tls_context(settings))
 
 
 def own_url(settings: ServerConfig) -> str:
@@ -110,14 +110,14 @@ def own_url(settings: ServerConfig) -> str:
     return f"{scheme}://{f'[{host}]' if ':' in host else host}:{settings.port}"
 
 
-def _own_trust(settings: ServerConfig) -> Any:
+def _tls_context(settings: ServerConfig) -> Any:
     """A TLS context that trusts the server's own certificate, which is for its public name and not for this address."""
     if settings.tls_cert is None:
         return None
     import ssl
 
-    trust = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
-    trust.check_hostname = False
-    trust.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
-    trust.load_verify_locations(settings.tls_cert)
-    return trust
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    context.check_hostname = False
+    context.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+    context.load_verify_locations(settings.tls_cert)
+    return context

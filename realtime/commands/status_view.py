@@ -18,26 +18,29 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from realtime.client.wire_client import CannotConnect, HttpAnswer, HttpClient
+from realtime.client.http_client import HttpAnswer, HttpClient
+from realtime.client.wire_client import CannotConnect
 from realtime.commands.terminal import CommandFailed, harmless
 
+# Percentiles that are shown.
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
+# The prefix of the server's metrics.
 PREFIX = "tickertape_"
 # Numbers that `/capacity` must contain.
-ROOM = (
+CAPACITY_FIELDS = (
     *("sessions", "connected", "speaking", "load", "max_load"),
     *("streams_used", "streams_total", "streams_counted", "streams_that_hold", "streams_free"),
 )
 # Numbers that each of its engines must have, and texts of each engine that is missing.
-OF_ENGINE = ("streams_used", "streams_total", "speaking", "load", "lag_ms")
-OF_MISSING = ("name", "address", "problem")
-# No figure of a server is as large.
+ENGINE_FIELDS = ("streams_used", "streams_total", "speaking", "load", "lag_ms")
+MISSING_ENGINE_FIELDS = ("name", "address", "problem")
+# Larger numbers are not figures of a server.
 TOO_LARGE = 1e12
 
 
 @dataclass(frozen=True, slots=True)
 class Quantile:
-    """An estimate in seconds. With `is_beyond`, the real value is larger than the histogram's last bound, `seconds`."""
+    """An estimate in seconds. With `is_beyond`, the value is larger than `seconds`, the histogram's last bound."""
 
     seconds: float
     is_beyond: bool = False
@@ -61,14 +64,15 @@ class Histogram:
 
     def quantile(self, share: float) -> Quantile | None:
         """The value that this share of the observations does not exceed; None without observations."""
-        wanted, lower, below = share * self.total, 0.0, 0.0
+        # `lower` is the bound below which `below` observations are.
+        rank, lower, below = share * self.total, 0.0, 0.0
         if not self.total:
             return None
         for bound, count in sorted(self.counts.items()):
-            if count >= wanted and count > below:
+            if count >= rank and count > below:
                 if bound == float("inf"):
                     return Quantile(lower, is_beyond=True)
-                return Quantile(lower + (bound - lower) * (wanted - below) / (count - below))
+                return Quantile(lower + (bound - lower) * (rank - below) / (count - below))
             lower, below = bound, count
         return Quantile(lower)
 
@@ -114,7 +118,7 @@ def readiness(server: HttpClient) -> tuple[bool, str]:
     return answer.status == 200, str(_object(server, "/ready", answer, 200, 503).get("status"))
 
 
-def look(server: HttpClient) -> Snapshot:
+def read_snapshot(server: HttpClient) -> Snapshot:
     """The current state of the server. Raises CannotConnect if it does not answer, CommandFailed if the answer is
     invalid."""
     _, status = readiness(server)
@@ -145,7 +149,7 @@ def look(server: HttpClient) -> Snapshot:
 
 def _is_capacity(given: Mapping[str, Any]) -> bool:
     """Whether the fields that are shown have the types and ranges of a Tickertape server."""
-    numbers = [given.get(name) for name in ROOM] + [
+    numbers = [given.get(name) for name in CAPACITY_FIELDS] + [
         given.get(name, 0) for name in ("load_per_stream", "engines_wanted")
     ]
     engines, missing = given.get("engines", []), given.get("engines_missing", [])
@@ -153,8 +157,8 @@ def _is_capacity(given: Mapping[str, Any]) -> bool:
         return False
     if not all(isinstance(engine, dict) for engine in (*engines, *missing)):
         return False
-    numbers += [engine.get(name) for engine in engines for name in OF_ENGINE]
-    named = all(isinstance(engine.get(name), str) for engine in missing for name in OF_MISSING)
+    numbers += [engine.get(name) for engine in engines for name in ENGINE_FIELDS]
+    named = all(isinstance(engine.get(name), str) for engine in missing for name in MISSING_ENGINE_FIELDS)
     return named and all(isinstance(number, int | float) and abs(number) < TOO_LARGE for number in numbers)
 
 
@@ -170,9 +174,9 @@ def _object(server: HttpClient, path: str, answer: HttpAnswer, *statuses: int) -
     raise CommandFailed(f"{server.url}{path} {answer.refusal}")
 
 
-# Lag and time to final are shown for this many seconds.
+# Lag and time to final are those of the last seconds.
 RECENT_S = 60.0
-NOT_COUNTED = "n/a"
+NO_VALUE = "n/a"
 # Descriptions of the states of a server that is not ready.
 STATES = {
     "starting": "starting: it takes no sessions until an engine has loaded its model",
@@ -185,54 +189,57 @@ class StatusView:
 
     def __init__(self, url: str) -> None:
         self._url = url
-        self._looks: deque[tuple[float, Snapshot]] = deque()
-        self._trouble: tuple[str, str] | None = None
+        self._snapshots: deque[tuple[float, Snapshot]] = deque()
+        self._problem: tuple[str, str] | None = None
 
-    def saw(self, snapshot: Snapshot, now: float) -> None:
-        self._trouble = None
-        self._looks.append((now, snapshot))
-        while now - self._looks[0][0] > RECENT_S:
-            self._looks.popleft()
+    def add(self, snapshot: Snapshot, now: float) -> None:
+        self._problem = None
+        self._snapshots.append((now, snapshot))
+        while now - self._snapshots[0][0] > RECENT_S:
+            self._snapshots.popleft()
 
-    def missed(self, reason: str, clock: str) -> bool:
+    def add_failure(self, reason: str, clock: str) -> bool:
         """Record that the server did not answer; returns whether it is the first time since the last answer."""
-        news = self._trouble is None
-        if self._trouble is None:
-            self._trouble = (reason, clock)
-        return news
+        is_first = self._problem is None
+        if self._problem is None:
+            self._problem = (reason, clock)
+        return is_first
 
     def screen(self, clock: str) -> Group:
-        _, now = self._looks[-1]
+        _, now = self._snapshots[-1]
         lines = Table.grid(padding=(0, 2))
-        style = "dim" if self._trouble else ""
+        style = "dim" if self._problem else ""
         for name, text in self._rows(now):
             lines.add_row(Text(name, "dim"), Text(harmless(text), style))
         state = harmless(STATES.get(now.status, now.status))
         head = Text.assemble((self._url, "bold"), "  ", (state, _colour(now.status)), "  ", (clock, "dim"))
-        if self._trouble is None:
+        if self._problem is None:
             return Group(head, lines)
-        reason, since = self._trouble
-        trouble = Text(f"no answer since {since}: {harmless(reason)}; trying again", "red")
-        return Group(head, lines, trouble)
+        reason, since = self._problem
+        problem = Text(f"no answer since {since}: {harmless(reason)}; trying again", "red")
+        return Group(head, lines, problem)
 
     def line(self, clock: str) -> str:
-        _, now = self._looks[-1]
-        room, lag, final = now.capacity, self._recent("lag"), self._recent("final")
-        load = f"{room['load']:.2f}" if room.get("engines") else NOT_COUNTED
+        _, now = self._snapshots[-1]
+        capacity, lag, final = now.capacity, self._recent("lag"), self._recent("final")
+        load = f"{capacity['load']:.2f}" if capacity.get("engines") else NO_VALUE
         return (
-            f"{clock} {harmless(now.status)} sessions={room['sessions']} connected={room['connected']} "
-            f"speaking={room['speaking']} free={room['streams_free']} load={load} "
+            f"{clock} {harmless(now.status)} sessions={capacity['sessions']} connected={capacity['connected']} "
+            f"speaking={capacity['speaking']} free={capacity['streams_free']} load={load} "
             f"lag_p95={_seconds(lag.quantile(0.95))} final_p95={_seconds(final.quantile(0.95))} "
-            f"engines={len(room.get('engines', ()))}/{room.get('engines_wanted', 0)}"
+            f"engines={len(capacity.get('engines', ()))}/{capacity.get('engines_wanted', 0)}"
         )
 
     def _rows(self, now: Snapshot) -> list[tuple[str, str]]:
-        room = now.capacity
-        engines, wanted = room.get("engines", ()), room.get("engines_wanted", 0)
+        capacity = now.capacity
+        engines, wanted = capacity.get("engines", ()), capacity.get("engines_wanted", 0)
         rows = [
-            ("sessions", f"{room['sessions']} open, {room['connected']} connected, {room['speaking']} speaking"),
-            ("streams", _streams(room)),
-            ("load", _load(room)),
+            (
+                "sessions",
+                f"{capacity['sessions']} open, {capacity['connected']} connected, {capacity['speaking']} speaking",
+            ),
+            ("streams", _streams(capacity)),
+            ("load", _load(capacity)),
             ("lag", _spread(self._recent("lag"), "from received to processed audio", "no audio came")),
             ("finals", _spread(self._recent("final"), "from the end of a turn to its final text", "no turn ended")),
             (
@@ -248,16 +255,16 @@ class StatusView:
             rows.append((f"  {number}", text))
         rows += [
             ("  missing", f"{engine['name'] or engine['address']}: {engine['problem'] or 'no answer'}")
-            for engine in room.get("engines_missing", ())
+            for engine in capacity.get("engines_missing", ())
         ]
         if now.refused:
             rows.append(("refused", ", ".join(f"{count} ({reason})" for reason, count in sorted(now.refused.items()))))
         return rows
 
     def _recent(self, name: str) -> Histogram:
-        (_, first), (_, now) = self._looks[0], self._looks[-1]
+        (_, first), (_, now) = self._snapshots[0], self._snapshots[-1]
         latest: Histogram = getattr(now, name)
-        # The first snapshot has none before it, so it shows values since the server's start.
+        # With a single snapshot, the values are those since the server's start.
         return latest if first is now else latest.since(getattr(first, name))
 
 
@@ -265,13 +272,13 @@ def watch(server: HttpClient, interval_s: float, sleep: Callable[[float], None] 
     """Show the status until interrupted. Raises CannotConnect or CommandFailed if the first snapshot fails."""
     console = Console()
     view = StatusView(server.url)
-    view.saw(look(server), time.monotonic())
+    view.add(read_snapshot(server), time.monotonic())
     if not console.is_terminal:
         return _print_lines(server, view, console, interval_s, sleep)
     with Live(view.screen(_clock()), console=console, auto_refresh=False) as live:
         while True:
             sleep(interval_s)
-            _look_again(server, view)
+            _refresh(server, view)
             live.update(view.screen(_clock()), refresh=True)
 
 
@@ -283,20 +290,20 @@ def _print_lines(
         if text:
             console.print(text, soft_wrap=True, highlight=False, markup=False)
         sleep(interval_s)
-        trouble = _look_again(server, view)
-        if trouble is None:
+        failure = _refresh(server, view)
+        if failure is None:
             text = view.line(_clock())
         else:
-            reason, is_news = trouble
-            text = f"{_clock()} no answer: {harmless(reason)}; trying again" if is_news else ""
+            reason, is_first = failure
+            text = f"{_clock()} no answer: {harmless(reason)}; trying again" if is_first else ""
 
 
-def _look_again(server: HttpClient, view: StatusView) -> tuple[str, bool] | None:
+def _refresh(server: HttpClient, view: StatusView) -> tuple[str, bool] | None:
     """Take a snapshot. Returns None, or the error and whether it is the first since the last answer."""
     try:
-        view.saw(look(server), time.monotonic())
+        view.add(read_snapshot(server), time.monotonic())
     except (CannotConnect, CommandFailed) as error:
-        return str(error), view.missed(str(error), _clock())
+        return str(error), view.add_failure(str(error), _clock())
     return None
 
 
@@ -308,19 +315,19 @@ def _colour(status: str) -> str:
     return "green" if status == "ready" else "yellow"
 
 
-def _streams(room: Mapping[str, Any]) -> str:
-    used = f"{room['streams_used']} of {room['streams_total']} open"
-    more = f"{_count(room['streams_free'], 'more session')} can start"
-    if not room.get("load_per_stream"):
+def _streams(capacity: Mapping[str, Any]) -> str:
+    used = f"{capacity['streams_used']} of {capacity['streams_total']} open"
+    more = f"{_count(capacity['streams_free'], 'more session')} can start"
+    if not capacity.get("load_per_stream"):
         return f"{used}; {more}; how many can speak at once is not measured yet"
-    return f"{used}; {room['streams_counted']} speaking, {room['streams_that_hold']} can speak at once; {more}"
+    return f"{used}; {capacity['streams_counted']} speaking, {capacity['streams_that_hold']} can speak at once; {more}"
 
 
-def _load(room: Mapping[str, Any]) -> str:
-    if not room.get("engines"):
-        return f"{NOT_COUNTED}: no engine is connected"
-    limit = f"; new sessions are refused above {room['max_load']:.0%}" if room["max_load"] else ""
-    return f"the engine is busy {room['load']:.0%} of the time{limit}"
+def _load(capacity: Mapping[str, Any]) -> str:
+    if not capacity.get("engines"):
+        return f"{NO_VALUE}: no engine is connected"
+    limit = f"; new sessions are refused above {capacity['max_load']:.0%}" if capacity["max_load"] else ""
+    return f"the engine is busy {capacity['load']:.0%} of the time{limit}"
 
 
 def _count(number: int, noun: str) -> str:
@@ -329,12 +336,12 @@ def _count(number: int, noun: str) -> str:
 
 def _seconds(value: Quantile | None) -> str:
     if value is None:
-        return NOT_COUNTED
+        return NO_VALUE
     return f">{value.seconds:g}" if value.is_beyond else f"{value.seconds:.2f}"
 
 
 def _spread(histogram: Histogram, about: str, nothing: str) -> str:
     if not histogram.total:
-        return f"{NOT_COUNTED}: {nothing} in the last minute"
+        return f"{NO_VALUE}: {nothing} in the last minute"
     shown = ", ".join(f"{name} {_seconds(value).replace('>', '> ')} s" for name, value in histogram.quantiles().items())
     return f"{shown} {about}"

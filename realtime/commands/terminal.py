@@ -33,6 +33,7 @@ _NOT_CONFIGURATION = frozenset({CACHE_VARIABLE, DEBUG_VARIABLE, KEY_VARIABLE})
 STANDARD_INPUT = Path("-")
 STANDARD_INPUT_NAME = "standard input"
 
+# Exit codes.
 OK, FAILED, USAGE, INTERRUPTED = 0, 1, 2, 130
 
 
@@ -45,14 +46,18 @@ class UsageError(Exception):
 
 
 def harmless(text: str) -> str:
-    """A text that may be another's, such as a server's words or a file's name, without what would control a terminal.
-    Line ends and tabs stay, and the marks of Hebrew and Arabic text."""
+    """A text from outside, such as a server's words or a file's name, without characters that control a terminal.
+
+    Line ends and tabs stay, and the marks of Hebrew and Arabic text.
+    """
     return "\n".join("\t".join(printable(part, marks=True) for part in line.split("\t")) for line in text.split("\n"))
 
 
 def out(text: str, end: str = "\n") -> None:
-    """Write a result to standard output; a file or a pipe gets it unchanged. Raises CommandFailed if it cannot be
-    written, BrokenPipeError if its reader has left."""
+    """Write a result to standard output; a file or a pipe gets it unchanged.
+
+    Raises CommandFailed if it cannot be written, and BrokenPipeError if the reader of the pipe has ended.
+    """
     try:
         sys.stdout.write((harmless(text) if sys.stdout.isatty() else text) + end)
         sys.stdout.flush()
@@ -104,13 +109,13 @@ def read_config(path: str | None, flags: Mapping[str, object]) -> Config:
     return load_config(path, environment, flags)
 
 
-def whole(text: str) -> int:
-    """The value of an option that is a whole number, for argparse."""
+def integer(text: str) -> int:
+    """The value of an option that is an integer, for argparse."""
     return _number(plain_int, text)
 
 
 def decimal(text: str) -> float:
-    """The value of an option that is a number, for argparse."""
+    """The value of an option that is a decimal number, for argparse."""
     return _number(plain_float, text)
 
 
@@ -146,21 +151,23 @@ def check_writable(folder: Path, option: str) -> None:
 
 
 class EndOnInterrupt:
-    """Context manager for Ctrl-C while audio is read: the first sets `ended`, so that the audio ends and the text is
-    finished; the second stops at once."""
+    """Context manager for Ctrl-C while audio is read.
+
+    The first Ctrl-C sets `ended`: the audio ends, and its text is still awaited. The second stops the command at once.
+    """
 
     def __init__(self) -> None:
         self.ended = False
-        self._before: Any = signal.SIG_DFL
+        self._previous_handler: Any = signal.SIG_DFL
 
     def __enter__(self) -> EndOnInterrupt:
-        self._before = signal.signal(signal.SIGINT, self._on_interrupt)
+        self._previous_handler = signal.signal(signal.SIGINT, self._on_interrupt)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._before)
+        signal.signal(signal.SIGINT, self._previous_handler)
 
     def _on_interrupt(self, number: int, frame: FrameType | None) -> None:
         self.ended = True

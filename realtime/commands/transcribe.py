@@ -78,7 +78,7 @@ def run(options: argparse.Namespace) -> int:
     # Check everything before a model is loaded.
     if options.output_dir is not None:
         _check_output(options.output_dir, [f"{_stem(file)}.{name}" for file in options.files for name in formats])
-    files = _readable(options.files, here=not options.server)
+    files = _readable(options.files, decode=not options.server)
     failed = len(options.files) - len(files)
     if not files:
         return FAILED
@@ -135,7 +135,7 @@ async def _transcribe_all(files: list[Path], options: argparse.Namespace, format
                 _write(await transcriber.transcribe(file), options, formats)
             except FileFailed as error:
                 failed += 1
-                _write_good_part(file, error, options, formats)
+                _write_valid_part(file, error, options, formats)
             _note_growth(file, size)
     return failed
 
@@ -153,7 +153,7 @@ def _send_all(files: list[Path], options: argparse.Namespace, formats: list[str]
             _write(sender.transcribe(file), options, formats)
         except FileFailed as error:
             failed += 1
-            _write_good_part(file, error, options, formats)
+            _write_valid_part(file, error, options, formats)
         _note_growth(file, size)
     return failed
 
@@ -191,21 +191,23 @@ def _check_output(folder: Path, names: list[str]) -> None:
             raise UsageError(f"cannot write {folder / name}: a folder with that name exists; name another --output-dir")
 
 
-def _readable(files: list[Path], *, here: bool) -> list[Path]:
-    """The files that can be read and, with `here`, decoded. The others are named on standard error."""
+def _readable(files: list[Path], *, decode: bool) -> list[Path]:
+    """The files that can be read and, with `decode`, decoded. The others are reported on standard error."""
     good = []
     for file in files:
-        fault = _fault_of(file, here)
-        if fault is None:
+        problem = _problem_of(file, decode)
+        if problem is None:
             good.append(file)
         else:
-            note(f"error: {file}: {fault}")
+            note(f"error: {file}: {problem}")
     return good
 
 
-def _fault_of(file: Path, here: bool) -> str | None:
-    """Why the file cannot be transcribed, judged by its beginning; None if it can. Pipes are not read, because their
-    bytes would be lost."""
+def _problem_of(file: Path, decode: bool) -> str | None:
+    """Why the file cannot be transcribed, judged by its beginning; None if it can.
+
+    Pipes are not read, because the bytes would be lost.
+    """
     if file == STANDARD_INPUT:
         return None
     if file.is_dir():
@@ -219,7 +221,7 @@ def _fault_of(file: Path, here: bool) -> str | None:
     from audio.containers import read_file
 
     try:
-        if here:
+        if decode:
             next(read_file(file), None)
         else:
             file.open("rb").close()
@@ -230,7 +232,7 @@ def _fault_of(file: Path, here: bool) -> str | None:
     return None
 
 
-def _write_good_part(file: Path, error: FileFailed, options: argparse.Namespace, formats: list[str]) -> None:
+def _write_valid_part(file: Path, error: FileFailed, options: argparse.Namespace, formats: list[str]) -> None:
     note(f"error: {shown_name(file)}: {error}")
     if error.transcript is not None and error.transcript.text:
         _write(error.transcript, options, formats)

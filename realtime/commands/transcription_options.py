@@ -40,7 +40,7 @@ def add_transcription_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_caption_options(parser: argparse.ArgumentParser) -> None:
-    """What live captions show, and the file that they are saved to."""
+    """Options for what live captions show, and for the file that they are saved to."""
     parser.add_argument("--words", action="store_true", help="also show the times of every word")
     parser.add_argument(
         "--speakers", action="store_true", help="say who speaks; words are shown when that is known, about 2 s later"
@@ -71,7 +71,7 @@ def has_speakers() -> bool:
 
 @dataclass(frozen=True, slots=True)
 class TranscriptionOptions:
-    """The options as given on the command line."""
+    """The options for the model, as given on the command line."""
 
     language: str | None = None
     prompt: str | None = None
@@ -85,9 +85,9 @@ class TranscriptionOptions:
         return cls(options.language, options.prompt, tuple(options.keyword), task, getattr(options, "speakers", False))
 
     def given(self) -> dict[str, str]:
-        """The given options that a model may not support, by the models' names for them."""
-        all_of_them = {"language": self.language, "prompt": self.prompt, "keywords": ", ".join(self.keywords)}
-        return {name: value for name, value in all_of_them.items() if value}
+        """The given options that only some models support, by name. `speakers` and `task` are not among them."""
+        options = {"language": self.language, "prompt": self.prompt, "keywords": ", ".join(self.keywords)}
+        return {name: value for name, value in options.items() if value}
 
     def without_unsupported(self, model: str) -> TranscriptionOptions:
         """The options that this model supports, as far as that is known before it is loaded.
@@ -101,7 +101,7 @@ class TranscriptionOptions:
         options = registry.options_of(name)
         if options is None:
             return self
-        # Only the name and the options of this spec are read.
+        # `engine_options` reads only the name and the options of this spec.
         known = replace(options, speakers=has_speakers())
         self.engine_options(ModelSpec(Path(name).name, MODEL_RATE, samples_per_position=1, options=known))
         supported = self.supported(options.names)
@@ -117,11 +117,11 @@ class TranscriptionOptions:
         words = tuple((word, 1.0) for word in self.keywords)
         if self.speakers and not spec.options.speakers:
             raise CommandFailed("--speakers needs weights that are not here; run `tickertape pull speakers` first")
-        asked = Settings(
+        settings = Settings(
             language=self.language, prompt=self.prompt or "", keywords=words, task=self.task, speakers=self.speakers
         )
         try:
-            settings = asked.in_force(spec)
+            settings = settings.in_force(spec)
         except ClientFault as fault:
             raise CommandFailed(fault.message) from fault
         self.note_unsupported(spec.name, spec.options.names)

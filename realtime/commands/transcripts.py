@@ -1,202 +1,34 @@
-"""Output of the commands: live captions in the terminal (`CaptionView`), and files as text, JSON, SubRip or WebVTT.
+"""Writes the commands' transcripts to files, as text, JSON, SubRip or WebVTT.
 
-Used by `tickertape transcribe` and live captions (`captions.py`). In the terminal lines of final text scroll, the text
-of open turns grows below them, and a status line shows the delay; without a terminal (a pipe, a log) only final lines
-are written. A file is written at once, or with live captions as they come: `TranscriptFile` owns their output file and
-writes every word as soon as it is shown. The server writes its own responses in `realtime/http/file_transcription.py`.
+`tickertape transcribe` writes the transcript of a file at once (`FileTranscript` and `FORMATS`). Live captions
+(`captions.py`) are saved as they come: `TranscriptFile` writes every word as soon as it is shown. The server writes its
+own responses in `realtime/http/file_transcription.py`.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.text import Text
-
 from audio.formats import MODEL_RATE
-from realtime.commands.terminal import CommandFailed, UsageError, harmless, note
+from realtime.commands.caption_view import clock
+from realtime.commands.terminal import CommandFailed, UsageError, note
 from realtime.session.events import TimedWord
 from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
 from realtime.session.words import (
     SENTENCE_ENDS,
     Subtitle,
-    ends_sentence,
     spoken_lines,
     subtitles,
     to_srt,
     to_vtt,
     word_fields,
 )
-
-# A line ends with its turn, with a sentence after `ENOUGH_CHARACTERS`, or after `MOST_CHARACTERS`.
-ENOUGH_CHARACTERS = 60
-MOST_CHARACTERS = 200
-REFRESH_PER_SECOND = 8
-# Words whose delays are kept for the median.
-RECENT_WORDS = 500
-
-
-@dataclass(frozen=True, slots=True)
-class ShownWord:
-    """A word with the seconds of audio it spans."""
-
-    text: str
-    start: float
-    end: float
-    confidence: float | None = None
-    speaker: int | None = None
-
-
-def count_characters(text: str) -> int:
-    """Characters without spaces."""
-    return sum(map(len, text.split()))
-
-
-def split_at_word(text: str, words: Sequence[ShownWord], count: int) -> tuple[str, str]:
-    """The text of the first `count` words, and the rest. Words are found by their numbers of characters, because the
-    text may write them in another way."""
-    wanted = sum(count_characters(word.text) for word in words[:count])
-    for token in re.finditer(r"\S+", text):
-        if wanted <= 0:
-            return text[: token.start()], text[token.start() :]
-        wanted -= len(token.group())
-    return text, ""
-
-
-def caption_lines(text: str, words: Sequence[ShownWord]) -> list[tuple[str, list[ShownWord]]]:
-    """Text and its words, broken into lines: after a sentence, or where a line is too long."""
-    lines, line, left = list[tuple[str, list[ShownWord]]](), "", deque(words)
-    for token in re.findall(r"\s*\S+", text):
-        line += token
-        if len(line) > MOST_CHARACTERS or (len(line) > ENOUGH_CHARACTERS and ends_sentence(line)):
-            lines.append((line.strip(), _take(left, count_characters(line))))
-            line = ""
-    if line or left:
-        lines.append((line.strip(), list(left)))
-    return lines
-
-
-def _take(words: deque[ShownWord], characters: int) -> list[ShownWord]:
-    """Remove the first words, as many as have these characters, and return them."""
-    taken: list[ShownWord] = []
-    while words and characters > 0:
-        characters -= count_characters(words[0].text)
-        taken.append(words.popleft())
-    return taken
-
-
-class CaptionView:
-    """Shows captions in the terminal. Lines that are final stay; below them is text that may still change, and a status
-    line. Without a terminal only final lines are written. `now` is in seconds of audio time: the time since the audio
-    began."""
-
-    def __init__(self, console: Console, *, show_words: bool = False) -> None:
-        self.delays: deque[float] = deque(maxlen=RECENT_WORDS)
-        self._console = console
-        self._show_words = show_words
-        # The text of turns that are not final.
-        self._open = ""
-        self._last: ShownWord | None = None
-        self._now = 0.0
-        self._note = ""
-        self._live = Live(
-            console=console, refresh_per_second=REFRESH_PER_SECOND, get_renderable=self._render, transient=True
-        )
-
-    def __enter__(self) -> CaptionView:
-        if self._console.is_terminal:
-            self._live.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._console.is_terminal:
-            self._live.stop()
-        if self.typical_delay is not None:
-            said = f"words were shown {self.typical_delay:.2f} s after they were spoken (median of {len(self.delays)})"
-            self._print(Text(said, "dim"))
-
-    def show_open(self, text: str) -> None:
-        """Show this text of turns that are not final, in place of the text before."""
-        self._open = harmless(text).strip()
-
-    def measure_delays(self, shown: deque[float], delta: str, words: Sequence[ShownWord], now: float) -> None:
-        """Text of a turn was shown now; it completes these words. `shown` has the times at which words were shown that
-        were not complete, and is updated."""
-        self._now = max(now, self._now)
-        pieces = delta.split()
-        if pieces and shown and not delta[0].isspace():
-            # The rest of the last word. Punctuation after a word does not count for its delay.
-            if delta[0].isalnum():
-                shown[-1] = now
-            pieces = pieces[1:]
-        shown.extend(now for _ in pieces)
-        for word in words:
-            self.delays.append((shown.popleft() if shown else now) - word.end)
-            self._last = replace(word, text=harmless(word.text))
-
-    def heard(self, now: float) -> None:
-        """Advance the clock, with or without speech."""
-        self._now = max(now, self._now)
-
-    def note(self, text: str) -> None:
-        """Show a problem, such as a lost connection; an empty text removes it."""
-        text = harmless(text)
-        if text and not self._console.is_terminal and text != self._note:
-            self._print(Text(text, "yellow"))
-        self._note = text
-
-    def gap(self, start: float, end: float) -> None:
-        """Show that audio is missing between these seconds."""
-        self._print(Text(f"{clock(start)}  [no sound until {clock(end)}]", "yellow"))
-
-    def add_line(self, line: str, words: Sequence[ShownWord]) -> None:
-        """Show a line that does not change any more."""
-        line = harmless(line).strip()
-        if not line:
-            return
-        at = words[0].start if words else self._now
-        self._print(Text.assemble((f"{clock(at)}  ", "dim"), line))
-        if self._show_words and words:
-            times = "  ".join(f"{harmless(word.text).strip()} {word.start:.2f}-{word.end:.2f}" for word in words)
-            self._print(Text(times, "dim"))
-
-    def _print(self, text: Text) -> None:
-        # Do not wrap lines in a pipe.
-        self._console.print(text, soft_wrap=not self._console.is_terminal)
-
-    @property
-    def typical_delay(self) -> float | None:
-        """Median of the recent delays, in seconds from the end of a word to its display."""
-        ordered = sorted(self.delays)
-        return ordered[len(ordered) // 2] if ordered else None
-
-    def _render(self) -> Group:
-        status = [f"● {clock(self._now)}"]
-        if self.delays:
-            status.append(f"behind {self.delays[-1]:.2f} s (typically {self.typical_delay:.2f} s)")
-        if self._last is not None:
-            status.append(f"“{self._last.text.strip()}” {self._last.start:.2f}-{self._last.end:.2f} s")
-        lines = [Text(self._open, "bold"), Text("  ".join(status), "dim")]
-        if self._note:
-            lines.append(Text(self._note, "yellow"))
-        return Group(*lines)
-
-
-def clock(seconds: float) -> str:
-    minutes, rest = divmod(max(seconds, 0.0), 60)
-    hours, minutes = divmod(int(minutes), 60)
-    return f"{hours}:{minutes:02}:{rest:04.1f}" if hours else f"{minutes:02}:{rest:04.1f}"
 
 
 @dataclass(slots=True)
@@ -209,7 +41,7 @@ class FileTranscript:
     text: str = ""
     words: list[TimedWord] = field(default_factory=list)
     samples: int = 0
-    # Labels of speakers, and the number of words that have theirs.
+    # Speaker labels so far, and the number of words that have been labelled.
     speakers: SpeakerTimeline = field(default_factory=SpeakerTimeline)
     labelled: int = 0
 
@@ -233,9 +65,9 @@ def as_text(transcript: FileTranscript, words: bool) -> str:
 
 def word_line(word: TimedWord, sample_rate: int) -> str:
     """Start, end, word, its confidence if the model has one, and its speaker if asked for; separated by tabs."""
-    sure = "" if word.confidence is None else f"\t{word.confidence:.2f}"
-    who = "" if word.speaker is None else f"\t{shown_name(word.speaker)}"
-    return f"{word.start / sample_rate:.2f}\t{word.end / sample_rate:.2f}\t{word.text.strip()}{sure}{who}\n"
+    confidence = "" if word.confidence is None else f"\t{word.confidence:.2f}"
+    speaker = "" if word.speaker is None else f"\t{shown_name(word.speaker)}"
+    return f"{word.start / sample_rate:.2f}\t{word.end / sample_rate:.2f}\t{word.text.strip()}{confidence}{speaker}\n"
 
 
 def as_json(transcript: FileTranscript, words: bool) -> str:
@@ -288,7 +120,7 @@ def write_whole(path: Path, text: str) -> None:
         partial.unlink(missing_ok=True)
 
 
-# Captions (about a day of speech) that wait for space on the disk; beyond that the oldest are dropped.
+# Captions that wait for space on the disk, about a day of speech; beyond that the oldest are dropped.
 MAX_UNSAVED = 20_000
 
 
@@ -322,7 +154,7 @@ def _gap_json(start: float, end: float) -> str:
     return json.dumps({"gap": True, "start": round(start, 3), "end": round(end, 3)}) + "\n"
 
 
-# Extension -> function that writes a gap in the audio. SubRip has no comments: its captions only lack there.
+# Extension -> function that writes a gap in the audio. SubRip has no comments, so a gap has no text in it.
 GAPS: dict[str, Callable[[float, float], str]] = {
     "txt": _gap_line,
     "json": _gap_json,
@@ -343,12 +175,12 @@ class TranscriptFile:
     """A transcript that is written while the audio is transcribed, so that everything shown is saved.
 
     Captions of final words stay, except the last one while its sentence goes on. Words of turns that are not final
-    follow them in the file, and are overwritten by the next ones. If the disk is full, `on_trouble` is called once with
+    follow them in the file, and are overwritten by the next ones. If the disk is full, `on_problem` is called once with
     the problem, and with an empty text when it is solved; captions wait in memory meanwhile.
     """
 
     def __init__(self, path: Path, extension: str, words: bool) -> None:
-        self.on_trouble: Callable[[str], None] = note
+        self.on_problem: Callable[[str], None] = note
         self._write_caption, head = LIVE_FORMATS[extension]
         self._write_gap = GAPS[extension]
         self._path = path
@@ -359,16 +191,17 @@ class TranscriptFile:
         self._captions = 0
         # Complete captions that are not on the disk yet.
         self._unsaved: deque[bytes] = deque(maxlen=MAX_UNSAVED)
+        # Captions that were dropped, and bytes of complete captions in the file.
         self._lost = 0
         self._saved_bytes = 0
-        self._in_trouble = False
+        self._has_problem = False
         try:
             self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         except FileExistsError:
             raise UsageError(f"{path} exists already; name another file, or remove it") from None
         except OSError as error:
             raise CommandFailed(f"cannot write {path}: {error.strerror}") from error
-        self._keep(head)
+        self._queue(head)
         self._save()
 
     def show(self, words: Sequence[TimedWord]) -> None:
@@ -382,16 +215,16 @@ class TranscriptFile:
             return
         captions = subtitles([*self._open, *words], MODEL_RATE)
         is_complete = captions[-1].words[-1].text.endswith(SENTENCE_ENDS)
-        complete, spoken = (captions, []) if is_complete else (captions[:-1], captions[-1:])
+        complete, current = (captions, []) if is_complete else (captions[:-1], captions[-1:])
         for caption in complete:
             self._complete(caption)
-        self._open = [word for caption in spoken for word in caption.words]
+        self._open = [word for caption in current for word in caption.words]
         self._save()
 
     def add_gap(self, start: float, end: float) -> None:
         """Mark missing audio, in seconds, after the words so far."""
         self._complete_open()
-        self._keep(self._write_gap(start, end))
+        self._queue(self._write_gap(start, end))
         self._save()
 
     def _complete_open(self) -> None:
@@ -413,9 +246,9 @@ class TranscriptFile:
 
     def _complete(self, caption: Subtitle) -> None:
         self._captions += 1
-        self._keep(self._write_caption(caption, self._captions, self._words))
+        self._queue(self._write_caption(caption, self._captions, self._words))
 
-    def _keep(self, text: str) -> None:
+    def _queue(self, text: str) -> None:
         if text:
             self._lost += len(self._unsaved) == MAX_UNSAVED
             self._unsaved.append(text.encode())
@@ -423,7 +256,7 @@ class TranscriptFile:
     def _save(self) -> None:
         """Write the waiting captions, then those that may change, which the next write overwrites."""
         changing = subtitles([*self._open, *self._not_final], MODEL_RATE)
-        spoken = "".join(
+        text = "".join(
             self._write_caption(caption, number, self._words)
             for number, caption in enumerate(changing, start=self._captions + 1)
         )
@@ -431,17 +264,17 @@ class TranscriptFile:
             while self._unsaved:
                 self._write(self._unsaved[0])
                 self._saved_bytes += len(self._unsaved.popleft())
-            end = self._saved_bytes + self._write(spoken.encode())
+            end = self._saved_bytes + self._write(text.encode())
             os.ftruncate(self._fd, end)
         except OSError as error:
-            if not self._in_trouble:
+            if not self._has_problem:
                 text = f"cannot save to {self._path}: {error.strerror}; captions continue, and saving is tried again"
-                self.on_trouble(text)
-            self._in_trouble = True
+                self.on_problem(text)
+            self._has_problem = True
             return
-        if self._in_trouble:
-            self._in_trouble = False
-            self.on_trouble("")
+        if self._has_problem:
+            self._has_problem = False
+            self.on_problem("")
 
     def _write(self, data: bytes) -> int:
         """Write all bytes after the saved ones; returns their number. Raises OSError."""
@@ -451,10 +284,10 @@ class TranscriptFile:
         return written
 
 
-def chosen_extension(path: Path, asked: str | None) -> str:
-    """The format by name, else by the file's suffix. Raises UsageError."""
+def chosen_extension(path: Path, format_name: str | None) -> str:
+    """The format of a file: the one that is named, or else the file's suffix. Raises UsageError."""
     known = ", ".join(LIVE_FORMATS)
-    extension = asked or path.suffix.removeprefix(".").lower()
+    extension = format_name or path.suffix.removeprefix(".").lower()
     if extension not in LIVE_FORMATS:
         raise UsageError(f"the format of {path} is not known; end its name in {known}, or add --format")
     return extension

@@ -10,7 +10,7 @@ import argparse
 import asyncio
 from typing import Any
 
-from realtime.commands.terminal import whole
+from realtime.commands.terminal import integer
 from realtime.commands.transcription_options import add_model_options
 
 EPILOG = """\
@@ -34,7 +34,7 @@ def add(commands: Any) -> None:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--host", default="127.0.0.1", help="the address to listen on (default: 127.0.0.1)")
-    parser.add_argument("--port", type=whole, default=10300, help="the port to listen on (default: 10300)")
+    parser.add_argument("--port", type=integer, default=10300, help="the port to listen on (default: 10300)")
     parser.add_argument("--server", metavar="URL", help="use this server instead of a local engine")
     add_model_options(parser)
     parser.set_defaults(run=run)

@@ -22,11 +22,11 @@ from audio.formats import MAX_RATE, MIN_RATE, MODEL_RATE, Resampler
 from engine import messages
 from engine.errors import EngineError
 from engine.spec import language_code
+from realtime.client.http_client import HttpClient
 from realtime.client.wire_client import (
     COMPLETED,
     FAILED,
     CannotConnect,
-    HttpClient,
     SessionOptions,
     WireSession,
     is_expected,
@@ -42,7 +42,7 @@ NAME, VERSION = "tickertape", "1"
 ATTRIBUTION = {"name": "Tickertape", "url": "https://www.home-assistant.io/integrations/wyoming"}
 # Clients at once; further ones get an error and are disconnected.
 MAX_CLIENTS = 16
-# An event: its line and its data, and its audio.
+# Most bytes of an event: of its line and of its data, and of its audio.
 MAX_LINE_BYTES = 64 * 1024
 MAX_PAYLOAD_BYTES = 1024 * 1024
 # Bytes of audio that are converted before other clients have their turn.
@@ -50,12 +50,12 @@ PIECE_BYTES = 16 * 1024
 MAX_CHANNELS = 8
 # The longest utterance in seconds; audio beyond it is ignored.
 MAX_UTTERANCE_S = 600
-# Seconds without an event after which a client is disconnected, and seconds for the text after the end of the audio.
+# Seconds without an event after which a client is disconnected; seconds for the text after the end of the audio.
 IDLE_S = 300.0
 LAST_WORDS_S = 60.0
-# Seconds in which a client must read an answer, and what is left when the connection is closed.
+# Seconds in which a client must read an answer, also when the connection is closed.
 SEND_S = 10.0
-# Types of samples by their width in bytes, and what full scale is.
+# Sample types by their width in bytes, and the value of full scale.
 WIDTHS: dict[int, tuple[np.dtype[Any], float]] = {
     1: (np.dtype(np.uint8), 128.0),
     2: (np.dtype("<i2"), 32768.0),
@@ -71,10 +71,10 @@ class Utterance(Protocol):
     """One utterance while it is transcribed."""
 
     async def feed(self, samples: Samples) -> None:
-        """Take samples at 16 kHz."""
+        """Transcribe more samples at 16 kHz."""
 
     async def text(self) -> str:
-        """End the audio; the whole text."""
+        """End the audio, and return the text of the utterance."""
 
     async def close(self) -> None:
         """Abandon the utterance, or clean up after `text`."""
@@ -103,9 +103,9 @@ class LocalBackend:
     async def begin(self, language: str | None) -> Utterance:
         self._begun += 1
         spec = self._engine.spec
-        wanted = _known(language, self.languages) or self._language
-        # A model of one language cannot be set to it.
-        settings = Settings(language=wanted if spec.options.languages else None)
+        chosen = _supported_language(language, self.languages) or self._language
+        # A model with a single language has no such option.
+        settings = Settings(language=chosen if spec.options.languages else None)
         stream = await self._engine.open(f"wyoming-{self._begun}", options=settings.in_force(spec).engine_options())
         return _LocalUtterance(stream)
 
@@ -115,13 +115,13 @@ class _LocalUtterance:
 
     def __init__(self, stream: StreamApi) -> None:
         self._stream = stream
-        self._said: list[str] = []
-        self._hearing = asyncio.create_task(self._hear())
+        self._texts: list[str] = []
+        self._receiving = asyncio.create_task(self._receive())
 
-    async def _hear(self) -> None:
+    async def _receive(self) -> None:
         async for output in self._stream:
             if isinstance(output, messages.Text):
-                self._said.append(output.delta)
+                self._texts.append(output.delta)
             elif isinstance(output, messages.Failed | messages.Dead | messages.Refused):
                 raise EngineError(output.message)
 
@@ -130,12 +130,12 @@ class _LocalUtterance:
 
     async def text(self) -> str:
         await self._stream.finish()
-        await self._hearing
-        return "".join(self._said).strip()
+        await self._receiving
+        return "".join(self._texts).strip()
 
     async def close(self) -> None:
-        self._hearing.cancel()
-        await asyncio.gather(self._hearing, return_exceptions=True)
+        self._receiving.cancel()
+        await asyncio.gather(self._receiving, return_exceptions=True)
         await self._stream.abort()
 
 
@@ -162,12 +162,12 @@ class ServerBackend:
         return cls(url, str(served["id"]), list(served.get("languages") or [language or "en"]), language)
 
     async def begin(self, language: str | None) -> Utterance:
-        wanted = _known(language, self.languages) or self._language
-        asked = SessionOptions(MODEL_RATE, None, language=wanted if len(self.languages) > 1 else None)
+        chosen = _supported_language(language, self.languages) or self._language
+        session_options = SessionOptions(MODEL_RATE, None, language=chosen if len(self.languages) > 1 else None)
         stack = AsyncExitStack()
         session = await stack.enter_async_context(open_session(self._url, os.environ.get(KEY_VARIABLE)))
         try:
-            await session.configure(asked)
+            await session.configure(session_options)
         except BaseException:
             await stack.aclose()
             raise
@@ -180,37 +180,37 @@ class _ServerUtterance:
     def __init__(self, session: WireSession, stack: AsyncExitStack) -> None:
         self._session = session
         self._stack = stack
-        self._said: list[str] = []
-        self._hearing = asyncio.create_task(self._hear())
+        self._texts: list[str] = []
+        self._receiving = asyncio.create_task(self._receive())
 
-    async def _hear(self) -> None:
+    async def _receive(self) -> None:
         async for event in self._session.events():
             kind = event.get("type")
             if kind == COMPLETED:
-                self._said.append(event["transcript"])
+                self._texts.append(event["transcript"])
             elif kind == FAILED or (kind == "error" and not is_expected(event)):
                 raise CannotConnect(f"the server says: {event['error'].get('message')}")
             if self._session.is_over:
                 return
 
     async def feed(self, samples: Samples) -> None:
-        if self._hearing.done():
-            await self._hearing
+        if self._receiving.done():
+            await self._receiving
             raise CannotConnect("the server closed the session")
         await self._session.append((np.clip(samples, -1, 1) * 32767).astype("<i2").tobytes())
 
     async def text(self) -> str:
         await self._session.finish()
-        await self._hearing
-        return " ".join(self._said).strip()
+        await self._receiving
+        return " ".join(self._texts).strip()
 
     async def close(self) -> None:
-        self._hearing.cancel()
-        await asyncio.gather(self._hearing, return_exceptions=True)
+        self._receiving.cancel()
+        await asyncio.gather(self._receiving, return_exceptions=True)
         await self._stack.aclose()
 
 
-def _known(language: str | None, languages: list[str]) -> str | None:
+def _supported_language(language: str | None, languages: list[str]) -> str | None:
     """The language that a client asks for, if the model has it. Raises BadEvent."""
     if not language:
         return None
@@ -223,35 +223,36 @@ def _known(language: str | None, languages: list[str]) -> str | None:
     return code
 
 
-class _Sound:
+class _AudioConverter:
     """Converts the audio of one utterance to 16 kHz mono."""
 
     def __init__(self, data: dict[str, Any]) -> None:
         """Raises BadEvent."""
-        rate, width, channels = (_whole(data.get(name)) for name in ("rate", "width", "channels"))
+        rate, width, channels = (_integer_or_minus_one(data.get(name)) for name in ("rate", "width", "channels"))
         if not MIN_RATE <= rate <= MAX_RATE or width not in WIDTHS or not 1 <= channels <= MAX_CHANNELS:
             text = f"rate {MIN_RATE} to {MAX_RATE}, width 1, 2 or 4, and 1 to {MAX_CHANNELS} channels"
             raise BadEvent(f"audio of this format is not supported; send {text}")
         self._channels = channels
         self._kind, self._scale = WIDTHS[width]
         self._resampler = Resampler(rate)
+        # Bytes of an incomplete frame.
         self._rest = b""
         self.samples = 0
 
     def convert(self, payload: bytes) -> Samples:
         data = self._rest + payload
         frame = self._kind.itemsize * self._channels
-        whole = len(data) // frame * frame
-        self._rest = data[whole:]
-        samples = np.frombuffer(data[:whole], self._kind).reshape(-1, self._channels).mean(axis=1, dtype=np.float32)
+        complete = len(data) // frame * frame
+        self._rest = data[complete:]
+        samples = np.frombuffer(data[:complete], self._kind).reshape(-1, self._channels).mean(axis=1, dtype=np.float32)
         if self._kind.itemsize == 1:
             samples = samples - np.float32(self._scale)
-        return self._counted(self._resampler.resample((samples / np.float32(self._scale)).astype(np.float32)))
+        return self._limited(self._resampler.resample((samples / np.float32(self._scale)).astype(np.float32)))
 
     def flush(self) -> Samples:
-        return self._counted(self._resampler.flush())
+        return self._limited(self._resampler.flush())
 
-    def _counted(self, samples: Samples) -> Samples:
+    def _limited(self, samples: Samples) -> Samples:
         room = max(0, MAX_UTTERANCE_S * MODEL_RATE - self.samples)
         self.samples += len(samples)
         return samples[:room]
@@ -274,7 +275,7 @@ class WyomingServer:
                 raise BadEvent(f"at most {MAX_CLIENTS} clients may be connected at once; try again")
             await client.run()
         except (OSError, TimeoutError, asyncio.IncompleteReadError):
-            pass  # the client has left, or says nothing
+            pass  # the client has disconnected, or sends nothing
         except BadEvent as error:
             await client.fail(error)
         except asyncio.CancelledError:
@@ -288,14 +289,14 @@ class WyomingServer:
 
 
 class _Client:
-    """One connection. A mistake in an utterance is answered; one in the framing ends the connection."""
+    """One connection. An error in an utterance is answered; an error in the framing of events ends the connection."""
 
     def __init__(self, backend: Backend, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._backend = backend
         self._reader = reader
         self._writer = writer
         self._language: str | None = None
-        self._sound: _Sound | None = None
+        self._converter: _AudioConverter | None = None
         self._utterance: Utterance | None = None
 
     async def run(self) -> None:
@@ -342,65 +343,65 @@ class _Client:
                 await self.end()
                 await self._begin(data)
             case "audio-chunk":
-                if self._utterance is None or self._sound is None:
+                if self._utterance is None or self._converter is None:
                     await self._begin(data)
-                assert self._utterance is not None and self._sound is not None
+                assert self._utterance is not None and self._converter is not None
                 for start in range(0, len(payload), PIECE_BYTES):
-                    if len(samples := self._sound.convert(payload[start : start + PIECE_BYTES])):
+                    if len(samples := self._converter.convert(payload[start : start + PIECE_BYTES])):
                         await self._utterance.feed(samples)
                     await asyncio.sleep(0)
             case "audio-stop":
                 await self._finish()
 
     async def _begin(self, data: dict[str, Any]) -> None:
-        self._sound = _Sound(data)
+        self._converter = _AudioConverter(data)
         self._utterance = await self._backend.begin(self._language)
 
     async def _finish(self) -> None:
         """Send the transcript; without audio it is empty."""
         text = ""
-        if self._utterance is not None and self._sound is not None:
+        if self._utterance is not None and self._converter is not None:
             utterance = self._utterance
-            if len(rest := self._sound.flush()):
+            if len(rest := self._converter.flush()):
                 await utterance.feed(rest)
-            if self._sound.samples:
-                text = await _soon(utterance.text())
+            if self._converter.samples:
+                text = await _with_timeout(utterance.text())
         await self.end()
         language = {"language": self._language} if self._language else {}
         await self.send("transcript", {"text": text, **language})
 
     async def end(self) -> None:
         """Abandon the current utterance."""
-        utterance, self._utterance, self._sound = self._utterance, None, None
+        utterance, self._utterance, self._converter = self._utterance, None, None
         if utterance is not None:
             await utterance.close()
 
     def _info(self) -> dict[str, Any]:
         backend = self._backend
-        same = {"attribution": ATTRIBUTION, "installed": True, "version": VERSION}
-        model = {"name": backend.model, "description": backend.model, "languages": backend.languages, **same}
-        program = {"name": NAME, "description": "Tickertape, realtime transcription", "models": [model], **same}
+        common = {"attribution": ATTRIBUTION, "installed": True, "version": VERSION}
+        model = {"name": backend.model, "description": backend.model, "languages": backend.languages, **common}
+        program = {"name": NAME, "description": "Tickertape, realtime transcription", "models": [model], **common}
         return {"asr": [program], "tts": [], "handle": [], "intent": [], "wake": [], "mic": [], "snd": []}
 
     async def fail(self, error: Exception) -> None:
         try:
             await self.send("error", {"text": str(error), "code": type(error).__name__})
         except OSError:
-            pass  # the client has left
+            pass  # the client has disconnected
 
     async def send(self, kind: str, data: dict[str, Any]) -> None:
         body = json.dumps(data).encode()
         head = json.dumps({"type": kind, "data_length": len(body), "payload_length": 0}).encode()
         self._writer.write(head + b"\n" + body)
-        await self._in_time(self._writer.drain())
+        await self._send_or_disconnect(self._writer.drain())
 
     async def close(self) -> None:
         """Close the connection when the client has read its answers, or soon."""
         self._writer.close()
         with suppress(OSError):
-            await self._in_time(self._writer.wait_closed())
+            await self._send_or_disconnect(self._writer.wait_closed())
 
-    async def _in_time(self, sending: Coroutine[Any, Any, None]) -> None:
+    async def _send_or_disconnect(self, sending: Coroutine[Any, Any, None]) -> None:
         """Disconnect a client that does not read. Raises OSError and TimeoutError."""
         try:
             async with asyncio.timeout(SEND_S):
@@ -410,7 +411,7 @@ class _Client:
             raise
 
 
-async def _soon(text: Coroutine[Any, Any, str]) -> str:
+async def _with_timeout(text: Coroutine[Any, Any, str]) -> str:
     try:
         async with asyncio.timeout(LAST_WORDS_S):
             return await text
@@ -428,13 +429,13 @@ def _object(data: bytes) -> dict[str, Any]:
     return value
 
 
-def _whole(value: Any) -> int:
+def _integer_or_minus_one(value: Any) -> int:
     """The value if it is a whole number, else -1."""
     return value if isinstance(value, int) and not isinstance(value, bool) else -1
 
 
-def _length(head: dict[str, Any], name: str, most: int) -> int:
-    value = _whole(head.get(name) or 0)
-    if not 0 <= value <= most:
-        raise BadEvent(f"'{name}' must be between 0 and {most}")
+def _length(head: dict[str, Any], name: str, maximum: int) -> int:
+    value = _integer_or_minus_one(head.get(name) or 0)
+    if not 0 <= value <= maximum:
+        raise BadEvent(f"'{name}' must be between 0 and {maximum}")
     return value

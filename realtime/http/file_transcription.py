@@ -382,9 +382,9 @@ async def decoded(file: BinaryIO) -> AsyncGenerator[Samples]:
             async for samples in steps:
                 yield samples
     except TooManyDecoders as error:
-        raise Refusal(503, error.code, error.sentence, retry_after_s=60, kind="server_error") from error
+        raise Refusal(503, error.code, error.client_message, retry_after_s=60, kind="server_error") from error
     except AudioError as error:
-        raise Refusal(400, error.code, error.sentence, param="file") from error
+        raise Refusal(400, error.code, error.client_message, param="file") from error
 
 
 def _engine_gone() -> Refusal:

@@ -39,7 +39,7 @@ from av.container import InputContainer
 from av.stream import Discard
 from numpy.typing import NDArray
 
-from audio.container_filters import ByteReader
+from audio.byte_readers import ByteReader
 from audio.containers import (
     MAX_PACKET_BYTES,
     MAX_PACKET_SAMPLES,
@@ -135,7 +135,7 @@ class _Line(ByteReader):
         self._take()
 
     def read(self, size: int) -> bytes:
-        while self._taken == len(self._piece) and not self._ended:
+        while self._offset == len(self._piece) and not self._ended:
             self.answer(HUNGRY)
             self._take()
         return self._next(size)
@@ -162,7 +162,7 @@ class _Line(ByteReader):
         (length,) = PIECE.unpack(self._receive(PIECE.size))
         self._ended = self._ended or length == NO_MORE
         if length and length != NO_MORE:
-            self._piece, self._taken = self._piece[self._taken :] + self._receive(length), 0
+            self._piece, self._offset = self._piece[self._offset :] + self._receive(length), 0
 
     def _receive(self, size: int) -> bytes:
         parts: list[bytes] = []

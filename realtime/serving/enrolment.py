@@ -119,9 +119,9 @@ async def _samples(name: str, encoded: str, rate: int) -> NDArray[np.float32]:
                 if length > MAX_SECONDS * rate:
                     break
     except TooManyDecoders as error:
-        raise Refusal(503, error.code, error.sentence, retry_after_s=60, kind="server_error") from error
+        raise Refusal(503, error.code, error.client_message, retry_after_s=60, kind="server_error") from error
     except AudioError as error:
-        raise refused(f"The recording of {name!r} cannot be read: {error.sentence}", REFERENCES) from error
+        raise refused(f"The recording of {name!r} cannot be read: {error.client_message}", REFERENCES) from error
     finally:
         file.close()
     if not MIN_SECONDS * rate <= length <= MAX_SECONDS * rate:

@@ -176,7 +176,7 @@ class _RawReader:
 
 
 def _fault(error: AudioError) -> ClientFault:
-    return ClientFault("invalid_audio", error.sentence, param="audio")
+    return ClientFault("invalid_audio", error.client_message, param="audio")
 
 
 def _nothing() -> Append:

@@ -298,7 +298,7 @@ class PulledStreams:
         try:
             check_url(url, hosts)
         except NotAllowed as error:
-            raise Refusal(400, error.code, error.sentence, param="url") from None
+            raise Refusal(400, error.code, error.client_message, param="url") from None
         self._check_room(caller)
         self._check_share(caller)
         stream = PulledStream(url, caller, settings, int(self._wall_clock()))

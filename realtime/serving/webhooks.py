@@ -485,7 +485,7 @@ class Webhooks:
         try:
             check_url(url, self.settings.hosts, HOSTS_SETTING)
         except NotAllowed as error:
-            return _refused(error.code, error.sentence)
+            return _refused(error.code, error.client_message)
         if (account.id, url) in self._endpoints:
             return None
         named = [one for one in self._endpoints.values() if self._is_named(one)]

@@ -1,55 +1,56 @@
-// Puts the page together: what its buttons do, and what is shown of a recording.
+// Starts the page: creates its parts, connects their events and buttons, and shows the state of the recording.
 
-import { Archive } from "./archive.js";
+import { Autosave } from "./autosave.js";
 import { Captions } from "./captions.js";
 import { copyText } from "./clipboard.js";
 import { Correction } from "./correction.js";
 import { FORMATS, download, toText } from "./export.js";
 import { clock, dateAndTime, percent, shortSeconds } from "./format.js";
-import { Keeper } from "./keeper.js";
 import { Library } from "./library.js";
 import { Overlay } from "./overlay.js";
 import { Player } from "./player.js";
 import { Preferences } from "./preferences.js";
+import { RecordingController } from "./recording.js";
 import { Search } from "./search.js";
-import { connectSettings } from "./settings.js";
-import { Share } from "./share.js";
-import { Sounds } from "./sounds.js";
-import { Studio } from "./studio.js";
-import { Tape, levelOf } from "./tape.js";
-import { speakerName, Transcript } from "./transcript.js";
-import { WordTimes } from "./words.js";
+import { connectSettings } from "./settings-dialog.js";
+import { ShareDialog } from "./share-dialog.js";
+import { SoundStore } from "./sound-store.js";
+import { TranscriptStore } from "./transcript-store.js";
+import { Transcript, speakerName } from "./transcript.js";
+import { Waveform, levelOf } from "./waveform.js";
+import { WordTimes } from "./word-times.js";
 
 const $ = (id) => document.getElementById(id);
+// More unacknowledged sound than this is marked as a warning.
 const SLOW_SECONDS = 1.5;
 const COPIED_SHOWN_MS = 2000;
-// Sound around a word that is played: times of words are not exact.
-const AROUND_SECONDS = 0.15;
+// Sound that is played before and after a word, since times of words are not exact.
+const WORD_MARGIN_SECONDS = 0.15;
 
 const preferences = new Preferences();
 const transcript = new Transcript();
-const studio = new Studio(transcript, preferences);
-const sounds = new Sounds();
+const controller = new RecordingController(transcript, preferences);
+const sounds = new SoundStore();
 const player = new Player();
-// Captions are worth more than their sound, so that goes first where there is no room.
-const keeper = new Keeper(new Archive({ makeRoom: () => sounds.dropOldest() }), transcript);
-const tape = new Tape($("tape"), transcript);
+// Where there is no room, stored sound is deleted before captions are.
+const autosave = new Autosave(new TranscriptStore({ makeRoom: () => sounds.dropOldest() }), transcript);
+const waveform = new Waveform($("waveform"), transcript);
 const announce = (text) => ($("announcer").textContent = text);
 const captions = new Captions(transcript, { list: $("turns"), earlier: $("earlier"), later: $("later"), live: $("live") });
 const words = new WordTimes($("captions"), $("tip"), announce);
-const settings = connectSettings(preferences, sounds, () => tape.draw());
+const settings = connectSettings(preferences, sounds, () => waveform.draw());
 const correction = new Correction(
   transcript,
   captions,
   { bar: $("word-bar"), heard: $("word-heard"), hear: $("word-hear"), restore: $("word-restore"), remove: $("word-remove") },
-  { canHear: (word) => Boolean(sounds.at(keeper.id, word.start)), play: hear, announce },
+  { hasSound: (word) => Boolean(sounds.spanAt(autosave.id, word.start)), play: playWord, announce },
 );
-const share = new Share(
+const share = new ShareDialog(
   {
     dialog: $("share-dialog"), begin: $("share-begin"), made: $("share-made"), address: $("share-address"),
     copyButton: $("share-copy"), stop: $("share-stop"), problem: $("share-problem"),
   },
-  { link: () => liveLink(), key: () => preferences.key, copy: (text, button) => copy(text, button) },
+  { connection: () => liveConnection(), key: () => preferences.key, copy: (text, button) => copy(text, button) },
 );
 const search = new Search(
   transcript,
@@ -64,18 +65,18 @@ const overlay = new Overlay(
   showProblem,
 );
 const library = new Library(
-  keeper,
+  autosave,
   { dialog: $("library"), field: $("library-field"), found: $("library-found"), list: $("library-list"), none: $("library-none") },
-  { busy: () => studio.recording !== null, onOpen: showRestored, onFound: showFound },
+  { busy: () => controller.recording !== null, onOpen: showRestored, onFound: showFound },
 );
-// All that is finished has been saved as a file.
+// Whether all finished turns have been saved as a file.
 let saved = true;
-// The name of the one file that all captions come from; empty if they do not.
-let origin = "";
+// The name of the file of which these are the captions; empty if there is none, or are several.
+let fileName = "";
 
-// What is shown
+// Showing the state
 
-// A problem stays until it is dismissed, or until `owner`, who told it, has no problem any more.
+// Shows a problem until the user dismisses it, or until the same `owner` reports an empty text.
 function showProblem(text, owner = "page", notice = false) {
   const box = $("problem");
   if (!text && owner !== box.dataset.owner) return;
@@ -86,60 +87,60 @@ function showProblem(text, owner = "page", notice = false) {
 }
 
 function refresh() {
-  const running = studio.recording !== null;
-  const { link } = studio;
-  $("listen-label").textContent = !running ? "Start listening" : link?.file ? "Cancel" : "Stop";
+  const running = controller.recording !== null;
+  const { connection } = controller;
+  $("listen-label").textContent = !running ? "Start listening" : connection?.file ? "Cancel" : "Stop";
   $("listen").classList.toggle("running", running);
-  $("pause").hidden = !link || Boolean(link.file) || link.finishing;
-  $("pause").textContent = studio.paused ? "Resume" : "Pause";
+  $("pause").hidden = !connection || Boolean(connection.file) || connection.finishing;
+  $("pause").textContent = controller.paused ? "Resume" : "Pause";
   $("device").disabled = $("open-file").disabled = running;
   $("empty").hidden = running || transcript.entries.length > 0;
   $("captions").hidden = !$("empty").hidden;
   $("after").hidden = !transcript.hasFinished;
   $("clear").disabled = running;
   $("name").hidden = $("captions").hidden;
-  $("share").hidden = !liveLink() || !preferences.sharing;
+  $("share").hidden = !liveConnection() || !preferences.sharing;
   $("share").textContent = share.active ? "Shared" : "Share";
-  $("retry").hidden = link?.state !== "lost";
+  $("retry").hidden = connection?.state !== "lost";
   if (running) $("restored").hidden = true;
   showStatus();
-  showMeters(link);
-  showJob(studio.job);
-  showTitle(studio.job);
+  showMeters(connection);
+  showJob(controller.job);
+  showTitle(controller.job);
 }
 
-// The connection of a session that others can read along; a file that is sent whole has none.
-function liveLink() {
-  const { link } = studio;
-  return link && !link.file && !link.finishing ? link : null;
+// The connection of a session that can be published; a file that is sent whole has none.
+function liveConnection() {
+  const { connection } = controller;
+  return connection && !connection.file && !connection.finishing ? connection : null;
 }
 
-// The title shows the state to a user who is in another tab or another program.
+// The title of the page shows the state, for users in another tab or program.
 function showTitle(job) {
-  const { state, text } = studio.status;
-  const now = job?.progress ? `${percent(job.progress)} ${job.name}` : state === "idle" ? "" : text;
-  const title = now ? `${now} – Tickertape` : "Tickertape";
+  const { state, text } = controller.status;
+  const status = job?.progress ? `${percent(job.progress)} ${job.name}` : state === "idle" ? "" : text;
+  const title = status ? `${status} – Tickertape` : "Tickertape";
   if (document.title !== title) document.title = title;
 }
 
-// The countdown changes every second; a screen reader hears only the rest.
+// The countdown, which changes every second, is in an element that screen readers skip.
 function showStatus() {
-  const { state, text, countdown } = studio.status;
+  const { state, text, countdown } = controller.status;
   $("state").dataset.state = state;
   if ($("state-text").textContent !== text) $("state-text").textContent = text;
   $("countdown").textContent = countdown;
-  // Large captions hide the rest of the page; what is wrong they must not hide.
+  // Large captions hide the rest of the page, so they show a lost connection themselves.
   $("overlay-state").textContent = state === "lost" ? text : "";
 }
 
-function showMeters(link) {
-  const waiting = link?.waitingSeconds ?? 0;
-  $("waiting").textContent = link ? shortSeconds(waiting) : "–";
-  $("waiting-box").classList.toggle("warning", Boolean(link?.live) && waiting > SLOW_SECONDS);
-  $("elapsed").textContent = clock(link ? link.edge : studio.offset);
-  if (!link) $("level").value = 0;
-  if (link?.live) $("lag").textContent = studio.lag === null ? "–" : shortSeconds(studio.lag);
-  tape.acked = link?.ackedEdge ?? studio.offset;
+function showMeters(connection) {
+  const waiting = connection?.waitingSeconds ?? 0;
+  $("waiting").textContent = connection ? shortSeconds(waiting) : "–";
+  $("waiting-box").classList.toggle("warning", Boolean(connection?.live) && waiting > SLOW_SECONDS);
+  $("elapsed").textContent = clock(connection ? connection.endSeconds : controller.offset);
+  if (!connection) $("level").value = 0;
+  if (connection?.live) $("lag").textContent = controller.lag === null ? "–" : shortSeconds(controller.lag);
+  waveform.ackedSeconds = connection?.ackedSeconds ?? controller.offset;
 }
 
 function showJob(job) {
@@ -154,7 +155,7 @@ function showJob(job) {
 function showRestored(head) {
   $("restored-text").textContent = `${head.name || "Captions"} of ${dateAndTime(head.id)}, ${clock(transcript.seconds)} long`;
   $("restored").hidden = false;
-  origin = "";
+  fileName = "";
   saved = !transcript.hasFinished;
   refresh();
 }
@@ -164,34 +165,34 @@ function showFound(number, text) {
   if (turn) search.show(text, turn);
 }
 
-// What buttons do
+// Actions of buttons
 
 function listen() {
-  if (studio.recording) {
-    studio.finish();
+  if (controller.recording) {
+    controller.finish();
     return;
   }
-  origin = "";
-  studio.listen($("device").value);
+  fileName = "";
+  controller.listen($("device").value);
 }
 
 function play([file, ...others]) {
   if (!file) return;
-  if (studio.recording) {
+  if (controller.recording) {
     showProblem("Stop first, then open a file.");
     return;
   }
-  origin = transcript.entries.length ? "" : file.name.replace(/\.\w+$/, "");
-  studio.play(file);
+  fileName = transcript.entries.length ? "" : file.name.replace(/\.\w+$/, "");
+  controller.play(file);
   if (others.length) showProblem(`One file at a time: ${file.name} is transcribed, the other ${others.length} were left out.`, "page", true);
 }
 
 function save(format) {
   const { type, write } = FORMATS[format];
   const stamp = new Date().toISOString().slice(0, 16).replace("T", "-").replace(":", "");
-  // Names of files must not have these.
+  // Characters that names of files must not contain become spaces.
   const name = transcript.name.replaceAll(/[/\\:*?"<>|\s]+/g, " ").replace(/^[. ]+/, "").trim();
-  download(`${name || origin || `captions-${stamp}`}.${format}`, type, write(transcript));
+  download(`${name || fileName || `captions-${stamp}`}.${format}`, type, write(transcript));
   saved = true;
   $("save-menu").hidePopover();
 }
@@ -204,41 +205,41 @@ async function copy(text, button) {
   setTimeout(() => (button.textContent = "Copy"), COPIED_SHOWN_MS);
 }
 
-async function hear({ start, end }) {
+async function playWord({ start, end }) {
   try {
-    const sound = await sounds.read(keeper.id, start - AROUND_SECONDS, end + AROUND_SECONDS);
+    const sound = await sounds.read(autosave.id, start - WORD_MARGIN_SECONDS, end + WORD_MARGIN_SECONDS);
     if (sound) await player.play(sound);
     else announce("The sound of this word was not kept");
   } catch (error) {
-    // Another word was pressed before this one began.
+    // AbortError: another word was selected before this one began.
     if (error?.name !== "AbortError") showProblem("This browser could not play the kept sound.");
   }
 }
 
-// The word is heard if its sound is kept, and can be corrected.
+// Plays the word if its sound is stored, and opens it for correction.
 function openWord(element) {
-  if (sounds.at(keeper.id, element.word.start)) hear(element.word);
+  if (sounds.spanAt(autosave.id, element.word.start)) playWord(element.word);
   correction.open(element);
 }
 
 async function clear() {
   if (!saved && !confirm("Delete these captions? They have not been saved as a file.")) return;
-  await keeper.forget();
-  startedAnew();
+  await autosave.deleteCurrent();
+  resetState();
 }
 
-async function fresh() {
-  await keeper.flush();
-  if (!saved && !keeper.complete && !confirm("These captions could not be kept, and have not been saved. Delete them?")) return;
+async function startNewTranscript() {
+  await autosave.flush();
+  if (!saved && !autosave.allSaved && !confirm("These captions could not be kept, and have not been saved. Delete them?")) return;
   transcript.clear();
-  startedAnew();
+  resetState();
 }
 
-function startedAnew() {
+function resetState() {
   saved = true;
-  origin = "";
+  fileName = "";
   $("restored").hidden = true;
-  tape.clear();
+  waveform.clear();
   $("lag").textContent = "–";
   refresh();
 }
@@ -259,24 +260,24 @@ function rename(speaker) {
 
 // Wiring
 
-studio.addEventListener("change", refresh);
-studio.addEventListener("problem", ({ text, notice }) => showProblem(text, "studio", notice));
-studio.addEventListener("transcribed", ({ name }) => announce(`${name} is transcribed.`));
-studio.addEventListener("key", () => settings.open("key"));
-studio.addEventListener("opened", settings.devicesKnown);
-studio.addEventListener("sound", ({ samples }) => {
-  const { link } = studio;
-  if (preferences.choices.keepSound) sounds.take(keeper.id, samples, link.rate, link.edge);
+controller.addEventListener("change", refresh);
+controller.addEventListener("problem", ({ text, notice }) => showProblem(text, "controller", notice));
+controller.addEventListener("transcribed", ({ name }) => announce(`${name} is transcribed.`));
+controller.addEventListener("key", () => settings.open("key"));
+controller.addEventListener("opened", settings.onDeviceOpened);
+controller.addEventListener("sound", ({ samples }) => {
+  const { connection } = controller;
+  if (preferences.choices.keepSound) sounds.addSamples(autosave.id, samples, connection.rate, connection.endSeconds);
   const level = levelOf(samples);
   $("level").value = level;
-  tape.push(level, studio.link.edge);
+  waveform.push(level, controller.connection.endSeconds);
 });
-studio.addEventListener("file", ({ link }) => {
-  if (preferences.choices.keepSound) sounds.takeFile(keeper.id, link.file, link.offset, link.edge);
+controller.addEventListener("file", ({ connection }) => {
+  if (preferences.choices.keepSound) sounds.addFile(autosave.id, connection.file, connection.offset, connection.endSeconds);
 });
-studio.addEventListener("change", () => !studio.recording && sounds.flush());
-keeper.addEventListener("problem", ({ text }) => showProblem(text));
-keeper.addEventListener("deleted", ({ id }) => sounds.delete(id));
+controller.addEventListener("change", () => !controller.recording && sounds.flush());
+autosave.addEventListener("problem", ({ text }) => showProblem(text));
+autosave.addEventListener("deleted", ({ id }) => sounds.delete(id));
 sounds.addEventListener("problem", ({ text }) => showProblem(text, "sounds"));
 
 for (const kind of ["reset", "named"]) transcript.addEventListener(kind, () => ($("name").value = transcript.name));
@@ -286,24 +287,24 @@ transcript.addEventListener("changed", ({ turn }) => {
   if (turn.state === "open") return;
   saved = false;
   $("after").hidden = false;
-  // A file is read faster than a screen reader speaks: only its end is announced.
-  if (preferences.choices.announce && !studio.link?.file) announce(turn.text);
+  // A file is transcribed faster than a screen reader speaks, so only its end is announced.
+  if (preferences.choices.announce && !controller.connection?.file) announce(turn.text);
 });
 
 const buttons = {
   listen,
-  pause: () => studio.pause(),
-  retry: () => studio.link?.retryNow(),
+  pause: () => controller.pause(),
+  retry: () => controller.connection?.retryNow(),
   dismiss: () => showProblem("", $("problem").dataset.owner),
   copy: () => copy(toText(transcript), $("copy")),
   find: () => search.open(),
   clear,
   "go-on": listen,
-  afresh: fresh,
+  afresh: startNewTranscript,
   "library-new": async () => {
     $("library").close();
-    if (studio.recording) showProblem("Stop first, then begin a new transcript.");
-    else await fresh();
+    if (controller.recording) showProblem("Stop first, then begin a new transcript.");
+    else await startNewTranscript();
   },
   "open-file": () => $("file").click(),
   "open-library": () => library.open(),
@@ -326,10 +327,10 @@ $("name").addEventListener("change", () => {
 });
 words.addEventListener("copy", ({ turn }) => copy(turn.text.trim()));
 words.addEventListener("edit", ({ word }) => correction.open(word));
-words.addEventListener("hear", ({ word }) => hear(word.word));
+words.addEventListener("hear", ({ word }) => playWord(word.word));
 correction.addEventListener("closed", ({ turn, word }) => {
   const shown = [...(captions.items.get(turn)?.querySelectorAll(".word") ?? [])];
-  words.go(shown.find((element) => element.word === word) ?? null);
+  words.select(shown.find((element) => element.word === word) ?? null);
 });
 $("file").addEventListener("change", () => {
   const files = [...$("file").files];
@@ -350,17 +351,17 @@ addEventListener("drop", (event) => {
   play([...event.dataTransfer.files]);
 });
 addEventListener("beforeunload", (event) => {
-  if (studio.recording || (!saved && !keeper.complete)) event.preventDefault();
+  if (controller.recording || (!saved && !autosave.allSaved)) event.preventDefault();
 });
 addEventListener("pagehide", () => {
-  studio.link?.stop();
+  controller.connection?.stop();
   sounds.flush();
 });
 refresh();
 if (preferences.unreadable) showProblem("Some choices for this page could not be read, and are as at first.", "page", true);
-const head = await keeper.start(() => !studio.recording && !transcript.entries.length);
+const head = await autosave.loadNewest(() => !controller.recording && !transcript.entries.length);
 if (head) showRestored(head);
-if (keeper.works) {
-  const heads = await keeper.archive.heads().catch(() => null);
+if (autosave.available) {
+  const heads = await autosave.store.heads().catch(() => null);
   if (heads) sounds.prune(new Set(heads.map(({ id }) => id)));
 }

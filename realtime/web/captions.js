@@ -1,24 +1,31 @@
-// Turns on the page. However long the session, only a window of them is in the document; the rest is a button away.
+// Shows the turns of the transcript as captions, at most MAX_SHOWN at a time; buttons show earlier and later ones.
+//
+// The document so stays small however long the session is.
 
 import { clock, exactClock, percent } from "./format.js";
 import { piecesOf, speakerName } from "./transcript.js";
 
-const MOST_SHOWN = 80;
+// Turns in the document while the page follows new text (twice as many while the user reads further up), and turns by
+// which a button moves them.
+const MAX_SHOWN = 80;
 const STEP = 40;
-// Nearer to the end than this, the page follows new text.
+// A page that is scrolled to within this distance of its end follows new text.
 const FOLLOW_PIXELS = 160;
-// A word of which the model is less sure than this is shaded.
+// Words with a lower confidence (0 to 1) are shaded.
 const UNSURE_BELOW = 0.5;
-// Speakers with colours of their own; further ones begin again.
-const COLOURS = 6;
+// Colours of speakers in style.css; the seventh speaker has the first colour again.
+export const SPEAKER_COLOURS = 6;
 
-// Tells `shown` when other turns are in the document than before.
+// Event: `shown` when the document contains other turns than before.
 export class Captions extends EventTarget {
   constructor(transcript, { list, earlier, later, live }) {
     super();
     Object.assign(this, { transcript, list, earlier, later, live });
+    // The list item of each turn in the document.
     this.items = new Map();
+    // The turns in the document are the transcript's entries from index `first` to before index `last`.
     this.first = this.last = 0;
+    // Whether the page scrolls to new text.
     this.following = true;
     transcript.addEventListener("reset", () => this.toLive());
     transcript.addEventListener("added", () => this.#added());
@@ -40,23 +47,23 @@ export class Captions extends EventTarget {
     this.#follow();
   }
 
-  // Brings a turn onto the screen, wherever in the transcript it is.
+  // Scrolls to a turn, also one that is not in the document.
   show(turn) {
-    const at = this.transcript.entries.indexOf(turn);
-    if (!this.items.has(turn)) this.#rebuild(at - STEP, Math.min(at + STEP, this.transcript.entries.length));
-    this.#leaveLive();
+    const index = this.transcript.entries.indexOf(turn);
+    if (!this.items.has(turn)) this.#rebuild(index - STEP, Math.min(index + STEP, this.transcript.entries.length));
+    this.#cancelFollow();
     this.items.get(turn).scrollIntoView({ block: "center", behavior: "instant" });
     this.#scrolled();
   }
 
   // Keeps the scroll position while the user edits a caption and new captions come below.
-  stay() {
-    this.#leaveLive();
-    this.#controls();
+  stopFollowing() {
+    this.#cancelFollow();
+    this.#showButtons();
   }
 
-  // Also if the page was about to scroll to the newest text.
-  #leaveLive() {
+  // Also cancels a scroll that is already scheduled.
+  #cancelFollow() {
     this.following = false;
     cancelAnimationFrame(this.followFrame);
     this.followFrame = 0;
@@ -69,18 +76,18 @@ export class Captions extends EventTarget {
   #added() {
     const { length } = this.transcript.entries;
     if (this.last !== length - 1) {
-      this.#controls();
+      this.#showButtons();
       return;
     }
     this.last = length;
     this.#append(this.transcript.entries[length - 1]);
     if (this.following) {
-      while (this.last - this.first > MOST_SHOWN) this.#dropFirst();
-    } else if (this.last - this.first > 2 * MOST_SHOWN) {
+      while (this.last - this.first > MAX_SHOWN) this.#dropFirst();
+    } else if (this.last - this.first > 2 * MAX_SHOWN) {
       // The user reads further up: the captions in view stay, and a button leads to the newest.
-      this.#rebuild(this.first, this.first + MOST_SHOWN);
+      this.#rebuild(this.first, this.first + MAX_SHOWN);
     }
-    this.#controls();
+    this.#showButtons();
     this.#follow();
   }
 
@@ -97,37 +104,37 @@ export class Captions extends EventTarget {
   refresh(turn) {
     const item = this.items.get(turn);
     if (!item) return;
-    fill(item, turn, this.transcript.voices);
+    fillItem(item, turn, this.transcript.voices);
     this.#follow();
   }
 
-  // Speakers have names and colours as soon as there are two.
+  // Names and colours of speakers are shown as soon as there are two speakers.
   #refill() {
-    for (const [turn, item] of this.items) if (turn.state !== "open") fill(item, turn, this.transcript.voices);
+    for (const [turn, item] of this.items) if (turn.state !== "open") fillItem(item, turn, this.transcript.voices);
     this.#follow();
   }
 
   #removed(turn) {
     const item = this.items.get(turn);
-    // Only the newest few are ever removed, and those lie in the window or behind it.
+    // Only some of the newest turns are ever removed; they are in the document or later than all turns in it.
     if (item) {
       item.remove();
       this.items.delete(turn);
       this.last -= 1;
     }
-    this.#controls();
+    this.#showButtons();
   }
 
   #move(step) {
     const { length } = this.transcript.entries;
     const anchor = this.items.get(this.transcript.entries[step < 0 ? this.first : this.last - 1]);
-    const before = anchor?.getBoundingClientRect().top;
+    const topBefore = anchor?.getBoundingClientRect().top;
     const first = Math.max(0, Math.min(this.first + step, length - STEP));
     this.following = false;
-    this.#rebuild(first, Math.min(length, Math.max(first + MOST_SHOWN, step < 0 ? 0 : this.last)));
-    // What was read stays where it was on the screen.
-    const after = this.items.get(anchor?.turn)?.getBoundingClientRect().top;
-    if (after !== undefined) scrollBy({ top: after - before, behavior: "instant" });
+    this.#rebuild(first, Math.min(length, Math.max(first + MAX_SHOWN, step < 0 ? 0 : this.last)));
+    // The caption at the edge keeps its place on the screen.
+    const topAfter = this.items.get(anchor?.turn)?.getBoundingClientRect().top;
+    if (topAfter !== undefined) scrollBy({ top: topAfter - topBefore, behavior: "instant" });
   }
 
   #rebuild(first, last) {
@@ -136,7 +143,7 @@ export class Captions extends EventTarget {
     this.first = Math.max(0, first);
     this.last = Math.max(0, last);
     for (const turn of this.transcript.entries.slice(this.first, this.last)) this.#append(turn);
-    this.#controls();
+    this.#showButtons();
     this.dispatchEvent(new Event("shown"));
   }
 
@@ -149,12 +156,12 @@ export class Captions extends EventTarget {
     const copy = document.createElement("button");
     copy.type = "button";
     copy.className = "copy";
-    // In reach of the pointer; the keyboard has a key for it, so that it need not walk through all of them.
+    // For the pointer only: the keyboard has the key C, so that Tab does not stop at every caption.
     copy.tabIndex = -1;
     copy.ariaLabel = "Copy this caption";
     copy.textContent = "Copy";
     item.append(mark, text, copy);
-    fill(item, turn, this.transcript.voices);
+    fillItem(item, turn, this.transcript.voices);
     this.items.set(turn, item);
     this.list.append(item);
   }
@@ -166,7 +173,7 @@ export class Captions extends EventTarget {
     this.first += 1;
   }
 
-  #controls() {
+  #showButtons() {
     const hiddenLater = this.transcript.entries.length - this.last;
     this.earlier.hidden = this.first === 0;
     this.earlier.textContent = `Earlier captions (${this.first.toLocaleString()})`;
@@ -179,7 +186,7 @@ export class Captions extends EventTarget {
     const root = document.documentElement;
     const near = root.scrollHeight - root.clientHeight - root.scrollTop < FOLLOW_PIXELS;
     this.following = near && this.#atEnd;
-    this.#controls();
+    this.#showButtons();
   }
 
   #follow() {
@@ -191,46 +198,47 @@ export class Captions extends EventTarget {
   }
 }
 
-function fill(item, turn, voices) {
+function fillItem(item, turn, voices) {
   item.dataset.state = turn.state;
   item.classList.toggle("listening", turn.state === "open" && !turn.text);
   const [mark, text] = item.children;
-  // A word that the user corrects now stays as it is.
+  // A turn with an open correction is not redrawn.
   if (text.querySelector("input")) return;
   mark.textContent = clock(turn.start);
   mark.dateTime = `PT${turn.start.toFixed(2)}S`;
   const times = turn.end === null ? `from ${exactClock(turn.start)}` : `${exactClock(turn.start)} to ${exactClock(turn.end)}`;
-  // The dot beside the time is filled as far as the server is sure that the turn is over.
-  const told = turn.sure !== undefined;
-  item.classList.toggle("scored", told);
-  if (told) item.style.setProperty("--sure", turn.sure);
-  mark.title = told ? `${times}; the server is ${percent(turn.sure)} sure that the turn is over` : times;
-  const shown = turn.state === "done" || turn.state === "cut" ? pieces(turn, [...voices]) : [turn.text];
+  // The dot beside the time is filled by the server's probability that the turn has ended.
+  const isScored = turn.sure !== undefined;
+  item.classList.toggle("scored", isScored);
+  if (isScored) item.style.setProperty("--sure", turn.sure);
+  mark.title = isScored ? `${times}; the server is ${percent(turn.sure)} sure that the turn is over` : times;
+  const shown = turn.state === "done" || turn.state === "cut" ? contentsOf(turn, [...voices]) : [turn.text];
   text.replaceChildren(...shown);
 }
 
-function pieces(turn, voices) {
+// The elements and texts of a turn: its words, and the name of each speaker where the speaker changes.
+function contentsOf(turn, voices) {
   let last = null;
   return piecesOf(turn).flatMap((part) => {
     const speaker = part.word?.speaker;
-    if (voices.length < 2 || !speaker || speaker === last) return [piece(part)];
+    if (voices.length < 2 || !speaker || speaker === last) return [wordElement(part)];
     last = speaker;
-    return [who(speaker, voices.indexOf(speaker)), piece(part)];
+    return [speakerButton(speaker, voices.indexOf(speaker)), wordElement(part)];
   });
 }
 
-function who(speaker, number) {
+function speakerButton(speaker, number) {
   const button = document.createElement("button");
   button.type = "button";
   button.className = "who";
-  button.dataset.colour = number % COLOURS;
+  button.dataset.colour = number % SPEAKER_COLOURS;
   button.speaker = speaker;
   button.title = "Give this speaker another name";
   button.textContent = speakerName(speaker);
   return button;
 }
 
-function piece({ text, word }) {
+function wordElement({ text, word }) {
   if (!word) return text;
   const span = document.createElement("span");
   const corrected = word.heard !== undefined;

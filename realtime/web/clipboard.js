@@ -1,23 +1,25 @@
-// Copies text. Browsers give a page the clipboard only over https or on this very machine; elsewhere the old way helps.
+// Copies text to the clipboard.
+//
+// Browsers have the clipboard API only over https or on localhost; elsewhere `execCommand` is used.
 
 export async function copyText(text) {
   try {
     await navigator.clipboard.writeText(text);
     return true;
   } catch {
-    return copyOldWay(text);
+    return copyWithSelection(text);
   }
 }
 
-function copyOldWay(text) {
+function copyWithSelection(text) {
   const field = document.createElement("textarea");
   field.value = text;
   field.className = "visually-hidden";
   document.body.append(field);
-  const before = document.activeElement;
+  const focused = document.activeElement;
   field.select();
   const copied = document.execCommand("copy");
   field.remove();
-  before?.focus();
+  focused?.focus();
   return copied;
 }

@@ -1,32 +1,35 @@
-// Corrects a word of a finished turn where it stands. What was heard is kept with the word, and one press brings it back.
+// Corrects a word of a finished turn in place: an input field, and a bar with buttons beside it.
+//
+// The recognised word is stored with the correction, so that the user can restore it.
 
 import { exactClock } from "./format.js";
 
-// Tells `closed` with the turn and the word when the keyboard should go back to it.
+// Event: `closed` with the `turn` and the `word` to which the keyboard focus should return.
 export class Correction extends EventTarget {
-  // `canHear(word)` says whether its sound is kept, `hear(word)` plays it.
-  constructor(transcript, captions, { bar, heard, hear, restore, remove }, { canHear, play, announce }) {
+  // `hasSound(word)` says whether its sound is stored, `play(word)` plays it, and `announce(text)` has a screen reader
+  // say a text.
+  constructor(transcript, captions, { bar, heard, hear, restore, remove }, { hasSound, play, announce }) {
     super();
-    Object.assign(this, { transcript, captions, bar, heard, hear, restore, canHear, play, announce });
+    Object.assign(this, { transcript, captions, bar, heard, hear, restore, hasSound, play, announce });
     this.field = null;
     hear.addEventListener("click", () => play(this.word));
-    restore.addEventListener("click", () => this.#keep(this.word.heard));
-    remove.addEventListener("click", () => this.#keep(""));
-    // The field keeps the keyboard when the user presses a button beside it.
+    restore.addEventListener("click", () => this.#apply(this.word.heard));
+    remove.addEventListener("click", () => this.#apply(""));
+    // The field keeps the focus when the user presses a button of the bar.
     bar.addEventListener("mousedown", (event) => event.preventDefault());
     bar.addEventListener("keydown", (event) => event.key === "Escape" && this.#close());
-    bar.addEventListener("focusout", (event) => this.#left(event));
+    bar.addEventListener("focusout", (event) => this.#focusMoved(event));
     addEventListener("scroll", () => this.#place(), { passive: true });
     addEventListener("resize", () => this.#place());
   }
 
-  // `element` is the word on the page.
+  // `element` shows the word on the page.
   open(element) {
     const { turn } = element.closest("li");
     const { word } = element;
-    if (this.field) this.#keep(this.field.value, false);
+    if (this.field) this.#apply(this.field.value, false);
     if (turn.state === "open" || !element.isConnected) return;
-    this.captions.stay();
+    this.captions.stopFollowing();
     Object.assign(this, { turn, word, element });
     const field = document.createElement("input");
     Object.assign(field, { type: "text", className: "edit", value: word.word, maxLength: 200, autocomplete: "off", spellcheck: true });
@@ -34,14 +37,14 @@ export class Correction extends EventTarget {
     field.setAttribute("aria-describedby", this.heard.id);
     field.size = Math.min(24, Math.max(4, word.word.length + 1));
     field.addEventListener("keydown", (event) => this.#key(event));
-    field.addEventListener("focusout", (event) => this.#left(event));
+    field.addEventListener("focusout", (event) => this.#focusMoved(event));
     this.field = field;
     element.replaceWith(field);
     const corrected = word.heard !== undefined;
     this.heard.textContent = corrected ? `Heard: ${word.heard}` : "Enter keeps it, Escape leaves it as it was.";
     this.heard.classList.toggle("keys", !corrected);
     this.restore.hidden = !corrected;
-    this.hear.hidden = !this.canHear(word);
+    this.hear.hidden = !this.hasSound(word);
     this.bar.hidden = false;
     this.#place();
     field.focus({ preventScroll: true });
@@ -51,40 +54,40 @@ export class Correction extends EventTarget {
   #key(event) {
     event.stopPropagation();
     if (event.isComposing) return;
-    if (event.key === "Enter") this.#keep(this.field.value);
+    if (event.key === "Enter") this.#apply(this.field.value);
     else if (event.key === "Escape") this.#close();
     else return;
     event.preventDefault();
   }
 
-  // To the buttons of the word and back is no leaving.
-  #left({ relatedTarget }) {
+  // Leaving the field applies its text; moving between the field and its buttons does not leave it.
+  #focusMoved({ relatedTarget }) {
     if (!this.field || relatedTarget === this.field || this.bar.contains(relatedTarget)) return;
-    // Another window took the focus; the word waits.
+    // The user is in another window and may return to the field.
     if (!relatedTarget && !document.hasFocus()) return;
-    this.#keep(this.field.value, false);
+    this.#apply(this.field.value, false);
   }
 
-  #keep(text, back = true) {
+  #apply(text, returnFocus = true) {
     const { turn, word } = this;
     const before = word.word;
-    this.#close(back, () => this.transcript.correct(turn, word, text));
+    this.#close(returnFocus, () => this.transcript.correct(turn, word, text));
     if (word.word !== before) this.announce(word.word ? `Corrected: ${word.word}` : `Removed: ${word.heard}`);
   }
 
-  #close(back = true, change = () => {}) {
+  #close(returnFocus = true, change = () => {}) {
     const { turn, word, field, element } = this;
     if (!field) return;
     this.field = null;
     this.bar.hidden = true;
     field.replaceWith(element);
     change();
-    // What came while the word was being corrected.
+    // Show changes of the turn that came during the correction.
     this.captions.refresh(turn);
-    if (back) this.dispatchEvent(Object.assign(new Event("closed"), { turn, word }));
+    if (returnFocus) this.dispatchEvent(Object.assign(new Event("closed"), { turn, word }));
   }
 
-  // Below the word, as far as there is room.
+  // Places the bar below the word, or above it if there is no room.
   #place() {
     if (!this.field) return;
     const box = this.field.getBoundingClientRect();

@@ -1,13 +1,16 @@
-// Databases of this page in this browser (IndexedDB). Others may have written to them: extensions, other pages of the same
-// address, older versions.
+// Opens and reads the page's IndexedDB databases.
+//
+// Their content is not trusted: extensions, other pages of the same origin and older versions of this page may have
+// written it.
 
-// A database with these stores, `{name: keyPath}`. One of another shape is made anew. Raises where the browser keeps nothing
-// for this page, and for a database of a newer page.
+// Opens the database with these object stores, `{name: keyPath}`. A database with other stores is deleted and created
+// again. Throws if the browser gives this page no storage, and if a newer version of the page has upgraded the
+// database.
 export async function openDatabase(name, stores) {
   const database = await open(name, stores);
   if (hasShape(database, stores)) return database;
   database.close();
-  await answer(indexedDB.deleteDatabase(name));
+  await resultOf(indexedDB.deleteDatabase(name));
   return open(name, stores);
 }
 
@@ -16,8 +19,8 @@ function open(name, stores) {
   request.onupgradeneeded = () => {
     for (const [store, keyPath] of Object.entries(stores)) request.result.createObjectStore(store, { keyPath });
   };
-  return answer(request).then((database) => {
-    // Another window with a newer page wants to change the database: it goes first.
+  return resultOf(request).then((database) => {
+    // Another window with a newer version of the page wants to upgrade the database.
     database.onversionchange = () => database.close();
     return database;
   });
@@ -30,23 +33,24 @@ function hasShape(database, stores) {
   return names.every((name) => String(transaction.objectStore(name).keyPath) === String(stores[name]));
 }
 
-// What `mended(record)` makes of all records of the first of these stores, or of a range of it. Those of which it makes
-// nothing are deleted from all of them, and `onUnreadable` is called.
-export async function readAll(database, stores, mended, { range = null, onUnreadable = () => {} } = {}) {
+// Reads all records of the first of these stores, or those in `range`, and returns them as `repair` returns them. A
+// record for which `repair` returns null is deleted from all of the stores, and `onUnreadable` is called.
+export async function readAll(database, stores, repair, { range = null, onUnreadable = () => {} } = {}) {
   const store = database.transaction(stores[0]).objectStore(stores[0]);
-  const [keys, records] = await Promise.all([answer(store.getAllKeys(range)), answer(store.getAll(range))]);
-  const made = records.map((record) => mended(record));
-  const unreadable = keys.filter((_, n) => !made[n]);
+  const [keys, records] = await Promise.all([resultOf(store.getAllKeys(range)), resultOf(store.getAll(range))]);
+  const repaired = records.map((record) => repair(record));
+  const unreadable = keys.filter((_, n) => !repaired[n]);
   if (unreadable.length) {
     const transaction = database.transaction(stores, "readwrite");
     for (const key of unreadable) for (const name of stores) transaction.objectStore(name).delete(key);
-    await done(transaction);
+    await committed(transaction);
     onUnreadable();
   }
-  return made.filter(Boolean);
+  return repaired.filter(Boolean);
 }
 
-export function answer(request) {
+// The result of an IndexedDB request, as a promise.
+export function resultOf(request) {
   return new Promise((resolve, reject) => {
     request.onsuccess = () => resolve(request.result);
     request.onerror = () => reject(request.error);
@@ -54,14 +58,15 @@ export function answer(request) {
   });
 }
 
-export function done(transaction) {
+// Resolves when the transaction is committed.
+export function committed(transaction) {
   return new Promise((resolve, reject) => {
     transaction.oncomplete = () => resolve();
     transaction.onabort = () => reject(transaction.error);
   });
 }
 
-// Whether this can be a number of seconds, or the milliseconds of a date.
+// Whether a value can be a number of seconds, or a date in milliseconds.
 export function isTime(value) {
   return Number.isFinite(value) && value >= 0 && value < 8e15;
 }

@@ -1,19 +1,24 @@
-// Brings a microphone's rate down to what speech needs: a low-pass filter that computes only the samples that are kept.
+// Reduces the sample rate of microphone audio to what speech needs (`Decimator`), and converts samples to mono and to
+// PCM16.
 
+// The rate of speech models, in Hz.
 const TARGET_RATE = 16000;
+// Length of the filter: taps for each step of the decimation.
 const TAPS_PER_STEP = 32;
 
-// The largest whole step that leaves a whole rate of at least 16 kHz: 48000 -> 3, 44100 -> 2, 16000 -> 1.
+// The decimation step: every `step`-th sample is kept. It is the largest for which the new rate is an integer and not
+// below 16 kHz: 48000 -> 3, 44100 -> 2. For rates below 16 kHz it is 1.
 export function stepFor(rate) {
   let step = Math.max(1, Math.floor(rate / TARGET_RATE));
   while (rate % step) step -= 1;
   return step;
 }
 
+// The taps of a windowed-sinc low-pass filter (Hamming window).
 function lowPass(step) {
   const length = TAPS_PER_STEP * step + 1;
   const middle = (length - 1) / 2;
-  // A little below half the new rate, so that the filter's slope ends where folding would begin.
+  // A little below half the new rate, so that the stopband begins where aliasing would.
   const cutoff = 0.45 / step;
   const taps = new Float32Array(length);
   let sum = 0;
@@ -26,20 +31,22 @@ function lowPass(step) {
   return taps.map((tap) => tap / sum);
 }
 
+// A low-pass filter that computes only the samples that are kept.
 export class Decimator {
   constructor(rate) {
     this.step = stepFor(rate);
     this.rate = rate / this.step;
     this.taps = this.step === 1 ? null : lowPass(this.step);
-    this.held = new Float32Array(0);
+    // Input samples that the next outputs need again.
+    this.history = new Float32Array(0);
   }
 
-  // Takes samples in blocks of any size; the result does not depend on how they were cut.
+  // Filters the next block of samples; the output does not depend on how the input is divided into blocks.
   push(samples) {
     if (!this.taps) return samples;
-    const input = new Float32Array(this.held.length + samples.length);
-    input.set(this.held);
-    input.set(samples, this.held.length);
+    const input = new Float32Array(this.history.length + samples.length);
+    input.set(this.history);
+    input.set(samples, this.history.length);
     const count = Math.max(0, Math.floor((input.length - this.taps.length) / this.step) + 1);
     const output = new Float32Array(count);
     for (let n = 0; n < count; n += 1) {
@@ -48,7 +55,7 @@ export class Decimator {
       for (let k = 0; k < this.taps.length; k += 1) sum += this.taps[k] * input[start + k];
       output[n] = sum;
     }
-    this.held = input.slice(count * this.step);
+    this.history = input.slice(count * this.step);
     return output;
   }
 }
@@ -61,7 +68,7 @@ export function toPcm16(samples) {
   return pcm;
 }
 
-// Average of all channels, as one.
+// The mean of all channels.
 export function downmix(channels) {
   if (channels.length === 1) return channels[0];
   const mono = new Float32Array(channels[0].length);

@@ -1,5 +1,7 @@
-// Finished turns as files. Captions are cut as the server cuts them for uploaded files. Speakers are named if there are
-// two or more.
+// Writes the finished turns as files: text, SubRip, WebVTT and JSON.
+//
+// Subtitles are cut by the same rules as the server's (realtime/session/words.py). Speakers are named if there are two
+// or more.
 
 import { speakerName } from "./transcript.js";
 
@@ -15,27 +17,27 @@ export const FORMATS = {
 };
 
 export function toText(transcript) {
-  if (!several(transcript)) return transcript.finished.map((turn) => `${turn.text.trim()}\n`).join("");
+  if (!hasSpeakers(transcript)) return transcript.finished.map((turn) => `${turn.text.trim()}\n`).join("");
   const lines = [];
-  for (const { speaker, text } of captions(transcript)) {
+  for (const { speaker, text } of subtitles(transcript)) {
     if (lines.length && lines.at(-1).speaker === speaker) lines.at(-1).text += ` ${text}`;
     else lines.push({ speaker, text });
   }
-  return lines.map(({ speaker, text }) => `${said(speaker)}${text}\n`).join("");
+  return lines.map(({ speaker, text }) => `${spokenBy(speaker)}${text}\n`).join("");
 }
 
 export function toSrt(transcript) {
-  const blocks = captions(transcript).map(
+  const blocks = subtitles(transcript).map(
     ({ start, end, text, speaker }, index) =>
-      `${index + 1}\n${stamp(start, ",")} --> ${stamp(end, ",")}\n${several(transcript) ? said(speaker) : ""}${text}\n`,
+      `${index + 1}\n${stamp(start, ",")} --> ${stamp(end, ",")}\n${hasSpeakers(transcript) ? spokenBy(speaker) : ""}${text}\n`,
   );
   return blocks.join("\n");
 }
 
 export function toVtt(transcript) {
-  const blocks = captions(transcript).map(
+  const blocks = subtitles(transcript).map(
     ({ start, end, text, speaker }) =>
-      `${stamp(start, ".")} --> ${stamp(end, ".")}\n${several(transcript) ? voice(speaker) : ""}${escapeCue(text)}\n`,
+      `${stamp(start, ".")} --> ${stamp(end, ".")}\n${hasSpeakers(transcript) ? voiceTag(speaker) : ""}${escapeCue(text)}\n`,
   );
   return `WEBVTT\n\n${blocks.join("\n")}`;
 }
@@ -54,19 +56,19 @@ export function toJson(transcript) {
   return `${JSON.stringify({ ...name, turns, notes: notes.map(({ start, text }) => ({ at: round(start), text })) }, null, 2)}\n`;
 }
 
-function several(transcript) {
+function hasSpeakers(transcript) {
   return transcript.voices.size > 1;
 }
 
-function said(speaker) {
+function spokenBy(speaker) {
   return speaker ? `${speakerName(speaker)}: ` : "";
 }
 
-function voice(speaker) {
+function voiceTag(speaker) {
   return speaker ? `<v ${escapeCue(speakerName(speaker))}>` : "";
 }
 
-function captions(transcript) {
+function subtitles(transcript) {
   return transcript.finished.flatMap((turn) =>
     turn.words.length ? cutTurn(turn.words.filter(({ word }) => word)) : [{ start: turn.start, end: turn.end, text: turn.text.trim() }],
   );
@@ -86,8 +88,8 @@ function cutTurn(words) {
   };
   for (const word of words) {
     const tooLong = length + word.word.length + 1 > MAX_CAPTION_CHARACTERS;
-    const another = line.length && word.speaker !== line[0].speaker;
-    if (line.length && (tooLong || another || word.end - line[0].start > MAX_CAPTION_SECONDS)) finish();
+    const otherSpeaker = line.length && word.speaker !== line[0].speaker;
+    if (line.length && (tooLong || otherSpeaker || word.end - line[0].start > MAX_CAPTION_SECONDS)) finish();
     line.push(word);
     length += word.word.length + 1;
     if (SENTENCE_END.test(word.word)) finish();
@@ -99,8 +101,8 @@ function cutTurn(words) {
 function stamp(seconds, separator) {
   const total = Math.round(seconds * 1000);
   const pad = (number, width) => String(number).padStart(width, "0");
-  const [hours, minutes, whole] = [Math.floor(total / 3.6e6), Math.floor(total / 6e4) % 60, Math.floor(total / 1e3) % 60];
-  return `${pad(hours, 2)}:${pad(minutes, 2)}:${pad(whole, 2)}${separator}${pad(total % 1000, 3)}`;
+  const [hours, minutes, rest] = [Math.floor(total / 3.6e6), Math.floor(total / 6e4) % 60, Math.floor(total / 1e3) % 60];
+  return `${pad(hours, 2)}:${pad(minutes, 2)}:${pad(rest, 2)}${separator}${pad(total % 1000, 3)}`;
 }
 
 function escapeCue(text) {
@@ -116,6 +118,6 @@ export function download(name, type, text) {
   link.href = URL.createObjectURL(new Blob([text], { type }));
   link.download = name;
   link.click();
-  // The download has its own hold on the data once it has begun.
+  // Once the download has begun, it no longer needs the URL.
   setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
 }

@@ -1,20 +1,20 @@
-// The list of transcripts that this browser keeps: open one again, rename or delete it, or find a text in all of them.
+// The dialog with all stored transcripts: opens, renames and deletes them, and finds a text in all of them.
 
 import { clock, dateAndTime } from "./format.js";
 import { patternOf } from "./search.js";
 import { Transcript } from "./transcript.js";
 
-// Places that are shown of one transcript, and letters before a place.
-const MOST_PLACES = 3;
-const BEFORE = 40;
-const AFTER = 80;
+// Matches that are shown of one transcript, and the characters that are shown before and after a match.
+const MAX_SHOWN_MATCHES = 3;
+const CHARACTERS_BEFORE = 40;
+const CHARACTERS_AFTER = 80;
 
 export class Library {
-  // `busy()` says that something is heard now; `onOpen(head)` follows when a transcript has come back, and
-  // `onFound(number, text)` when a turn of the transcript on the page is to be shown.
-  constructor(keeper, { dialog, field, found, list, none }, { busy, onOpen, onFound }) {
-    Object.assign(this, { keeper, dialog, field, found, list, none, busy, onOpen, onFound });
-    field.addEventListener("input", () => this.#look());
+  // `busy()` is true during a recording; `onOpen(head)` is called when a transcript has been loaded, and
+  // `onFound(number, text)` to show a turn of the transcript on the page.
+  constructor(autosave, { dialog, field, found, list, none }, { busy, onOpen, onFound }) {
+    Object.assign(this, { autosave, dialog, field, found, list, none, busy, onOpen, onFound });
+    field.addEventListener("input", () => this.#showRows());
     dialog.addEventListener("close", () => (this.texts = null));
   }
 
@@ -25,96 +25,96 @@ export class Library {
   }
 
   async #fill() {
-    await this.keeper.opened;
-    await this.keeper.flush();
+    await this.autosave.opened;
+    await this.autosave.flush();
     this.texts = null;
-    const heads = this.keeper.works ? await this.keeper.archive.heads() : [];
+    const heads = this.autosave.available ? await this.autosave.store.heads() : [];
     for (const head of heads) head.seconds ||= await this.#seconds(head);
     this.heads = heads;
     this.field.hidden = !heads.length;
-    await this.#look();
+    await this.#showRows();
   }
 
-  // Some were kept without their length.
+  // Older versions of the page stored transcripts without their length.
   async #seconds({ id }) {
     const transcript = new Transcript();
-    transcript.load(await this.keeper.archive.turns(id));
+    transcript.load(await this.autosave.store.turns(id));
     return transcript.seconds;
   }
 
-  // Shows all transcripts, or those with the text in the field. Only the newest question is answered.
-  async #look() {
+  // Shows all transcripts, or those with the text in the field. Only the result of the newest search is shown.
+  async #showRows() {
     const pattern = patternOf(this.field.value);
-    const mine = (this.asked = {});
-    const rows = pattern ? await this.#matching(pattern) : this.heads.map((head) => ({ head, places: [] }));
-    if (mine !== this.asked) return;
+    const search = (this.newestSearch = {});
+    const rows = pattern ? await this.#matching(pattern) : this.heads.map((head) => ({ head, matches: [] }));
+    if (search !== this.newestSearch) return;
     this.none.hidden = rows.length > 0;
-    this.none.textContent = !this.keeper.works
+    this.none.textContent = !this.autosave.available
       ? "This browser keeps no captions for this page."
       : pattern ? "Not found in any transcript." : "Nothing is kept yet.";
     this.list.replaceChildren(...rows.map((row) => this.#row(row)));
-    const count = rows.reduce((sum, { places }) => sum + places.length, 0);
+    const count = rows.reduce((sum, { matches }) => sum + matches.length, 0);
     const plural = (number, what) => `${number.toLocaleString()} ${what}${number === 1 ? "" : "s"}`;
     this.found.textContent = pattern && rows.length ? `${plural(count, "place")} in ${plural(rows.length, "transcript")}` : "";
   }
 
-  // `{head, places}` of each transcript that has the text, or is called so.
+  // `{head, matches}` of each transcript that has the text, or has it in its name.
   async #matching(pattern) {
-    // The archive is read once, not with each letter that is typed.
+    // The store is read once, not with each character that is typed.
     this.texts ??= Promise.all(this.heads.map(({ id }) => this.#textsOf(id)));
     const texts = await this.texts;
     const rows = this.heads.map((head, n) => {
-      const places = texts[n].flatMap(({ number, text }) =>
+      const matches = texts[n].flatMap(({ number, text }) =>
         [...text.matchAll(pattern)].map((match) => ({ number, text, at: match.index, length: match[0].length })),
       );
-      return { head, places };
+      return { head, matches };
     });
-    return rows.filter(({ head, places }) => places.length || head.name?.match(pattern));
+    return rows.filter(({ head, matches }) => matches.length || head.name?.match(pattern));
   }
 
   async #textsOf(id) {
-    const turns = await this.keeper.archive.turns(id);
+    const turns = await this.autosave.store.turns(id);
     return turns.filter(({ state }) => state !== "note").map(({ number, text }) => ({ number, text }));
   }
 
-  #row({ head, places }) {
+  #row({ head, matches }) {
     const row = document.createElement("li");
-    // A transcript's number is the time it began.
+    // A transcript's id is the time at which it began.
     const when = dateAndTime(head.id);
-    const here = head.id === this.keeper.id;
-    const called = head.name || head.title;
-    const open = button("title", called || "(no words)", () => this.#bring(head, open));
-    open.disabled = here;
+    const isOnPage = head.id === this.autosave.id;
+    const label = head.name || head.title;
+    const open = button("title", label || "(no words)", () => this.#load(head, open));
+    open.disabled = isOnPage;
     const facts = document.createElement("small");
-    facts.textContent = `${when}, ${clock(head.seconds)} long${here ? ", on the page" : ""}`;
+    facts.textContent = `${when}, ${clock(head.seconds)} long${isOnPage ? ", on the page" : ""}`;
     const rename = button("quiet", "Rename", () => this.#rename(head, open));
-    rename.ariaLabel = `Rename ${called || when}`;
+    rename.ariaLabel = `Rename ${label || when}`;
     const remove = button("quiet", "Delete", () => this.#delete(head));
-    remove.ariaLabel = `Delete ${called || when}`;
-    const does = document.createElement("span");
-    does.className = "does";
-    does.append(rename, remove);
-    row.append(open, facts, does);
-    for (const place of places.slice(0, MOST_PLACES)) {
-      const shown = button("place", "", () => (here ? this.#show(place) : this.#bring(head, open, place)));
-      shown.append(...around(place));
+    remove.ariaLabel = `Delete ${label || when}`;
+    const actions = document.createElement("span");
+    actions.className = "does";
+    actions.append(rename, remove);
+    row.append(open, facts, actions);
+    for (const match of matches.slice(0, MAX_SHOWN_MATCHES)) {
+      const shown = button("place", "", () => (isOnPage ? this.#show(match) : this.#load(head, open, match)));
+      shown.append(...excerpt(match));
       row.append(shown);
     }
-    if (places.length > MOST_PLACES) {
+    if (matches.length > MAX_SHOWN_MATCHES) {
       const more = document.createElement("small");
       more.className = "more-places";
-      more.textContent = `and ${(places.length - MOST_PLACES).toLocaleString()} more`;
+      more.textContent = `and ${(matches.length - MAX_SHOWN_MATCHES).toLocaleString()} more`;
       row.append(more);
     }
     return row;
   }
 
-  async #bring(head, opener, place = null) {
+  async #load(head, opener, match = null) {
     if (this.busy()) this.#refuse(opener, "Stop listening first.");
-    else if (!this.keeper.complete) this.#refuse(opener, "The captions on the page could not be kept; save them first.");
-    else if (await this.keeper.bring(head)) {
+    else if (!this.autosave.allSaved) this.#refuse(opener, "The captions on the page could not be kept; save them first.");
+    else if (await this.autosave.load(head)) {
       this.onOpen(head);
-      if (place) this.#show(place);
+      if (match) this.#show(match);
       else this.dialog.close();
     } else this.#refuse(opener, "Another window goes on with this one.");
   }
@@ -132,40 +132,40 @@ export class Library {
   async #rename(head, opener) {
     const name = prompt("What is the name of this transcript?", head.name ?? "");
     if (name === null) return;
-    if (!(await this.keeper.rename(head, name))) {
+    if (!(await this.autosave.rename(head, name))) {
       this.#refuse(opener, "It could not be renamed: another window goes on with it, or the browser has no room.");
       return;
     }
-    const at = [...this.list.children].indexOf(opener.parentElement);
+    const row = [...this.list.children].indexOf(opener.parentElement);
     await this.#fill();
-    this.list.children[at]?.querySelector(".quiet").focus();
+    this.list.children[row]?.querySelector(".quiet").focus();
   }
 
   async #delete(head) {
-    const here = head.id === this.keeper.id;
-    if (here && this.busy()) return;
+    const isOnPage = head.id === this.autosave.id;
+    if (isOnPage && this.busy()) return;
     if (!confirm(`Delete “${head.name || head.title || "(no words)"}” from this browser?`)) return;
-    if (here) {
-      await this.keeper.forget();
-    } else await this.keeper.delete(head.id);
+    if (isOnPage) {
+      await this.autosave.deleteCurrent();
+    } else await this.autosave.delete(head.id);
     await this.#fill();
     // The button that had the focus is gone.
     (this.list.querySelector("button:enabled") ?? this.dialog.querySelector("[value=close]")).focus();
   }
 }
 
-// A place with what stands around it.
-function around({ text, at, length }) {
+// A match, marked, with the text before and after it.
+function excerpt({ text, at, length }) {
   const mark = document.createElement("mark");
   mark.textContent = text.slice(at, at + length);
-  const from = Math.max(0, at - BEFORE);
-  const to = at + length + AFTER;
+  const from = Math.max(0, at - CHARACTERS_BEFORE);
+  const to = at + length + CHARACTERS_AFTER;
   return [(from ? "…" : "") + text.slice(from, at), mark, text.slice(at + length, to) + (to < text.length ? "…" : "")];
 }
 
 function button(className, text, action) {
-  const made = document.createElement("button");
-  Object.assign(made, { type: "button", className, textContent: text });
-  made.addEventListener("click", action);
-  return made;
+  const element = document.createElement("button");
+  Object.assign(element, { type: "button", className, textContent: text });
+  element.addEventListener("click", action);
+  return element;
 }

@@ -1,9 +1,9 @@
-// What is listened to, as PCM16 chunks: a microphone, the sound of a tab or of the machine, or both in one.
+// A live source of PCM16 chunks: a microphone, the shared sound of a tab or of the machine, or both mixed.
 
 import { stepFor } from "./decimator.js";
 import { shareSound } from "./tab-sound.js";
 
-// Choices beside the microphones.
+// Choices besides the ids of microphones.
 export const TAB = "tab";
 export const TAB_AND_MICROPHONE = "tab+microphone";
 
@@ -14,12 +14,12 @@ export async function listMicrophones() {
 }
 
 export class Microphone {
-  // A live source cannot wait for the server; what cannot be sent is kept for a while.
+  // A live source cannot wait for the server: samples that cannot be sent yet are buffered.
   live = true;
   paused = false;
 
-  // `choice` is a device, TAB or TAB_AND_MICROPHONE. `onChunk(Int16Array)` for each piece of sound, `onEnd()` if the
-  // device goes away by itself.
+  // `choice` is the id of a device (empty: the default), TAB or TAB_AND_MICROPHONE. `onChunk(Int16Array)` is called for
+  // each chunk, `onEnd()` if the device is removed or the sharing ended.
   constructor(choice, onChunk, onEnd) {
     Object.assign(this, { choice, onChunk, onEnd });
     this.streams = [];
@@ -27,11 +27,12 @@ export class Microphone {
 
   async open() {
     if (!navigator.mediaDevices) throw new DOMException("needs https", "SecurityError");
-    // A browser that gets longer pieces to work on drops fewer of them on a busy machine; it costs a few milliseconds.
+    // With `playback` the browser processes larger blocks, and so drops fewer on a busy machine, for some milliseconds
+    // of latency.
     this.context = new AudioContext({ latencyHint: "playback" });
     const module = this.context.audioWorklet.addModule(new URL("recorder-worklet.js", import.meta.url));
-    module.catch(() => {}); // said below, if nothing else is wrong
-    // Sharing needs a click just before it, so it comes first.
+    module.catch(() => {}); // reported below, unless opening a device fails first
+    // Browsers allow sharing only right after a click, so it is requested first.
     if (this.choice === TAB || this.choice === TAB_AND_MICROPHONE) this.streams.push(await shareSound());
     if (this.choice !== TAB) this.streams.push(await this.#microphone());
     for (const stream of this.streams) stream.getAudioTracks()[0].addEventListener("ended", () => this.onEnd());
@@ -46,22 +47,22 @@ export class Microphone {
   #microphone() {
     const chosen = this.choice && this.choice !== TAB_AND_MICROPHONE;
     const device = chosen ? { deviceId: { exact: this.choice } } : {};
-    // Speech models learn with noise around; what is left after suppression is stranger to them.
+    // Speech models are trained with noise; the artefacts of noise suppression harm them more.
     return navigator.mediaDevices.getUserMedia({ audio: { channelCount: 1, noiseSuppression: false, ...device } });
   }
 
-  // Sound flows from here on; several streams into one node are added up.
+  // Begins to record; a node adds up all streams that are connected to it.
   async start() {
     for (const stream of this.streams) this.context.createMediaStreamSource(stream).connect(this.node);
     await this.context.resume();
   }
 
-  // A context that the machine has put to sleep is asked to go on. One that is closed is not: the last text may come later.
+  // Resumes an audio context that the system has suspended. It may be closed already, while the last text is awaited.
   wake() {
     if (this.context.state !== "closed") this.context.resume();
   }
 
-  // The device stays open and silent. A second of silence lets the server end the turn under way.
+  // The device stays open. One second of silence is sent, so that the server ends the current turn.
   pause() {
     this.onChunk(new Int16Array(this.rate));
     this.#enable(false);

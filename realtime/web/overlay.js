@@ -1,26 +1,28 @@
-// The newest captions in large type: over the whole screen, and in a small window that stays above all others.
+// Shows the newest captions in large type: full screen, or in a small window above all others.
 
-import { FloatingWindow, fillLines } from "./floating.js";
+import { FloatingWindow, fillLines } from "./floating-window.js";
 import { piecesOf, speakerName } from "./transcript.js";
 
+// As much text as a viewer can read at once.
 const CHARACTERS = 240;
+// Type sizes in percent of the window's width.
 const SIZES = [3, 4, 5, 6.5, 8];
 
 export class Overlay {
-  constructor(transcript, preferences, { layer, lines, smaller, larger, float, close }, say) {
-    Object.assign(this, { transcript, preferences, layer, lines, say });
+  constructor(transcript, preferences, { layer, lines, smaller, larger, float, close }, showProblem) {
+    Object.assign(this, { transcript, preferences, layer, lines, showProblem });
     this.floating = new FloatingWindow();
     this.opener = null;
-    float.hidden = !FloatingWindow.possible;
+    float.hidden = !FloatingWindow.isSupported;
     smaller.addEventListener("click", () => this.#resize(-1));
     larger.addEventListener("click", () => this.#resize(1));
     close.addEventListener("click", () => this.close());
     float.addEventListener("click", () => this.#float());
     layer.addEventListener("keydown", (event) => this.#key(event));
-    // The browser's own way out of fullscreen closes the layer too.
+    // Leaving fullscreen by the browser's own control also closes the layer.
     document.addEventListener("fullscreenchange", () => !document.fullscreenElement && this.#hide());
     for (const kind of ["added", "grown", "changed", "corrected", "labelled", "removed", "voices", "reset"]) {
-      transcript.addEventListener(kind, () => this.#later());
+      transcript.addEventListener(kind, () => this.#drawNextFrame());
     }
     this.#showSize();
   }
@@ -34,7 +36,7 @@ export class Overlay {
     await this.layer.requestFullscreen?.().catch(() => {});
   }
 
-  // Nothing outside can have the focus before fullscreen has ended.
+  // In fullscreen the layer is hidden when fullscreen has ended; no element outside can have the focus before.
   close() {
     if (document.fullscreenElement) document.exitFullscreen();
     else this.#hide();
@@ -58,13 +60,13 @@ export class Overlay {
       this.close();
       this.#draw();
     } catch (error) {
-      this.say(`The small window could not be opened: ${error.message}`);
+      this.showProblem(`The small window could not be opened: ${error.message}`);
     }
   }
 
   #resize(by) {
-    const at = SIZES.indexOf(this.preferences.choices.overlay);
-    this.preferences.set("overlay", SIZES[Math.max(0, Math.min(SIZES.length - 1, at + by))]);
+    const index = SIZES.indexOf(this.preferences.choices.overlay);
+    this.preferences.set("overlay", SIZES[Math.max(0, Math.min(SIZES.length - 1, index + by))]);
     this.#showSize();
   }
 
@@ -72,7 +74,7 @@ export class Overlay {
     this.layer.style.setProperty("--overlay-size", this.preferences.choices.overlay);
   }
 
-  #later() {
+  #drawNextFrame() {
     if (this.frame || (this.layer.hidden && !this.floating.shown)) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
@@ -86,7 +88,7 @@ export class Overlay {
     this.floating.draw(newest);
   }
 
-  // The last turns with text, as many as viewers can read at once, oldest first.
+  // The last turns with text, oldest first, as many as fit in CHARACTERS.
   #newest() {
     const { entries } = this.transcript;
     const newest = [];
@@ -100,8 +102,8 @@ export class Overlay {
     return newest;
   }
 
-  // A turn as `{name, number, text}`, one part for each change of speaker; without names while there is one speaker, or
-  // none is known yet.
+  // A turn as parts `{name, number, text}`, one for each change of speaker; `number` selects the colour. Without names
+  // while the turn is open or there is only one speaker.
   #parts(turn) {
     const voices = [...this.transcript.voices];
     if (turn.state === "open" || voices.length < 2) return [{ name: "", text: turn.text.trim().slice(-CHARACTERS) }];
@@ -111,13 +113,13 @@ export class Overlay {
       if (name && name !== parts.at(-1).name) parts.push({ name, number: voices.indexOf(word.speaker), text: "" });
       parts.at(-1).text += text;
     }
-    let room = CHARACTERS;
+    let remaining = CHARACTERS;
     const shown = [];
     for (const part of parts.reverse()) {
       const text = part.text.trim();
-      if (!text || room <= 0) continue;
-      shown.unshift({ ...part, text: text.slice(-room) });
-      room -= text.length;
+      if (!text || remaining <= 0) continue;
+      shown.unshift({ ...part, text: text.slice(-remaining) });
+      remaining -= text.length;
     }
     return shown;
   }

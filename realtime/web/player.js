@@ -1,11 +1,11 @@
-// Plays a stretch of kept sound, one at a time.
+// Plays a part of stored sound; a new part stops the one before.
 
 export class Player {
   constructor() {
     this.audio = new Audio();
   }
 
-  // Raises where the browser cannot play this sound.
+  // Plays `blob` between the seconds `from` and `to`. Throws if the browser cannot play it.
   async play({ blob, from, to }) {
     this.stop();
     const { audio } = this;

@@ -1,4 +1,6 @@
-// The user's settings of this page. The access key stays in this tab; the rest stays in this browser.
+// The user's preferences, stored in the browser, and what the server's model offers.
+//
+// The access key is in the tab's session storage; all other choices are in the browser's local storage.
 
 const KEY = "tickertape.key";
 const CHOICES = "tickertape.choices";
@@ -6,8 +8,9 @@ const DEFAULTS = {
   theme: "", size: 1, overlay: 5, announce: true, realTime: false, device: "", eagerness: "", language: "", keywords: "",
   speakers: true, keepSound: false,
 };
-// What may be chosen, beside the type of the default.
-const MOST_LETTERS = 20_000;
+// Stored values that are longer, or that fail the check of ALLOWED, are unreadable. A value must also have the type of
+// its default.
+const MAX_CHARACTERS = 20_000;
 const ALLOWED = {
   theme: (value) => ["", "dark", "light"].includes(value),
   size: (value) => value >= 0.5 && value <= 2,
@@ -17,38 +20,38 @@ const ALLOWED = {
 
 export class Preferences {
   constructor() {
-    this.key = read(() => sessionStorage.getItem(KEY)) ?? "";
-    const { known, unreadable } = readChoices(read(() => localStorage.getItem(CHOICES)) ?? null);
-    this.choices = { ...DEFAULTS, ...known };
-    // Something that was kept cannot be read. It is replaced now, so that this is told once.
+    this.key = tryStorage(() => sessionStorage.getItem(KEY)) ?? "";
+    const { stored, unreadable } = readChoices(tryStorage(() => localStorage.getItem(CHOICES)) ?? null);
+    this.choices = { ...DEFAULTS, ...stored };
+    // True if a stored choice is unreadable. It is overwritten now, so that this is reported once.
     this.unreadable = unreadable;
-    if (unreadable) this.#keep();
-    // What the server's model can be told: some of language, keywords, prompt, speakers.
+    if (unreadable) this.#store();
+    // The options that the server's model accepts: some of language, keywords, prompt, speakers.
     this.options = [];
-    // Codes of the languages that it has.
+    // Codes of the model's languages.
     this.languages = [];
-    // Whether the server lets viewers read along.
+    // Whether the server lets sessions be published for viewers.
     this.sharing = false;
     this.apply();
   }
 
   setKey(key) {
     this.key = key.trim();
-    read(() => sessionStorage.setItem(KEY, this.key));
+    tryStorage(() => sessionStorage.setItem(KEY, this.key));
   }
 
   set(name, value) {
     this.choices[name] = value;
-    this.#keep();
+    this.#store();
     this.apply();
   }
 
-  #keep() {
-    read(() => localStorage.setItem(CHOICES, JSON.stringify(this.choices)));
+  #store() {
+    tryStorage(() => localStorage.setItem(CHOICES, JSON.stringify(this.choices)));
   }
 
-  // Asks the server what its model can be told. One that is starting does not know yet.
-  async learn() {
+  // Asks the server for its model's options and languages. A server that is still starting answers with an error.
+  async loadModelInfo() {
     try {
       const headers = this.key ? { Authorization: `Bearer ${this.key}` } : {};
       const models = await (await fetch("v1/models", { headers })).json();
@@ -63,39 +66,36 @@ export class Preferences {
     }
   }
 
-  // The chosen language if there is a choice and the server's model has it; empty: as the model hears it.
+  // The chosen language if the server's model has it and others; empty: the model detects it.
   get language() {
     const { language } = this.choices;
     return this.languages.length > 1 && this.languages.includes(language) ? language : "";
   }
 
-  // Language and words to expect, as far as the server's model takes them. A model without keywords may take a prompt.
-  get wishes() {
-    const { language, keywords } = this.#taken;
-    return { ...(language && { language }), ...keywords };
+  // The fields of a request for the model: language and keywords, if it accepts them. The keywords of a model without
+  // that option become its prompt.
+  get modelOptions() {
+    const words = this.choices.keywords.split(/[,\n]/).map((word) => word.trim()).filter(Boolean);
+    const accepts = (name) => this.options.includes(name);
+    const language = accepts("language") ? this.language : "";
+    const fields = language ? { language } : {};
+    if (!words.length) return fields;
+    if (accepts("keywords")) return { ...fields, keywords: words };
+    return accepts("prompt") ? { ...fields, prompt: words.join(", ") } : fields;
   }
 
-  // Whether to ask who speaks.
+  // Whether to request speaker labels.
   get speakers() {
     return this.choices.speakers && this.options.includes("speakers");
   }
 
-  // How the server ends turns of a live session; undefined: by its default, the length of the pause.
+  // The turn detection to request for a live session; undefined: the server's default.
   get turnDetection() {
     const { eagerness } = this.choices;
     return eagerness ? { type: "semantic_vad", eagerness } : undefined;
   }
 
-  get #taken() {
-    const words = this.choices.keywords.split(/[,\n]/).map((word) => word.trim()).filter(Boolean);
-    const takes = (name) => this.options.includes(name);
-    const language = takes("language") ? this.language : "";
-    if (!words.length) return { language, keywords: {} };
-    if (takes("keywords")) return { language, keywords: { keywords: words } };
-    return { language, keywords: takes("prompt") ? { prompt: words.join(", ") } : {} };
-  }
-
-  // The theme on the screen, chosen or not.
+  // Whether the page is shown in the dark theme, chosen by the user or by the system.
   get dark() {
     return this.choices.theme ? this.choices.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
   }
@@ -107,23 +107,24 @@ export class Preferences {
   }
 }
 
-// The choices that a kept text has, and whether it has some that cannot be read. Those of other versions are left out.
+// The readable choices in a stored text, and whether it has unreadable ones. Choices that only other versions of the
+// page have are ignored.
 function readChoices(text) {
-  const found = text === null ? null : read(() => JSON.parse(text));
-  if (found === null) return { known: {}, unreadable: false };
-  if (typeof found !== "object" || Array.isArray(found)) return { known: {}, unreadable: true };
-  const ours = Object.entries(found).filter(([name]) => Object.hasOwn(DEFAULTS, name));
-  const known = ours.filter(([name, value]) => isChoice(name, value));
-  return { known: Object.fromEntries(known), unreadable: known.length < ours.length };
+  const parsed = text === null ? null : tryStorage(() => JSON.parse(text));
+  if (parsed === null) return { stored: {}, unreadable: false };
+  if (typeof parsed !== "object" || Array.isArray(parsed)) return { stored: {}, unreadable: true };
+  const current = Object.entries(parsed).filter(([name]) => Object.hasOwn(DEFAULTS, name));
+  const readable = current.filter(([name, value]) => isChoice(name, value));
+  return { stored: Object.fromEntries(readable), unreadable: readable.length < current.length };
 }
 
 function isChoice(name, value) {
-  if (typeof value !== typeof DEFAULTS[name] || value.length > MOST_LETTERS) return false;
+  if (typeof value !== typeof DEFAULTS[name] || value.length > MAX_CHARACTERS) return false;
   return ALLOWED[name]?.(value) ?? true;
 }
 
-// Storage may be switched off; the page then forgets, and works.
-function read(action) {
+// Storage may be disabled. The page then works without it.
+function tryStorage(action) {
   try {
     return action();
   } catch {

@@ -1,4 +1,5 @@
-// Runs on the audio thread: channels -> one channel -> speech rate -> PCM16, handed over in chunks of 60 ms.
+// The audio worklet that records: on the audio thread it mixes to mono, decimates, and posts PCM16 chunks of 60 ms to
+// the page.
 
 import { Decimator, downmix, toPcm16 } from "./decimator.js";
 
@@ -14,18 +15,18 @@ class Recorder extends AudioWorkletProcessor {
 
   process(inputs) {
     const channels = inputs[0];
-    // A source that has ended gives no channels; the node stays alive until the page lets it go.
-    if (channels.length) this.take(this.decimator.push(downmix(channels)));
+    // A source that has ended gives no channels. Returning true keeps the node alive until the page disconnects it.
+    if (channels.length) this.collect(this.decimator.push(downmix(channels)));
     return true;
   }
 
-  take(samples) {
-    let taken = 0;
-    while (taken < samples.length) {
-      const part = samples.subarray(taken, taken + this.chunk.length - this.filled);
+  collect(samples) {
+    let copied = 0;
+    while (copied < samples.length) {
+      const part = samples.subarray(copied, copied + this.chunk.length - this.filled);
       this.chunk.set(part, this.filled);
       this.filled += part.length;
-      taken += part.length;
+      copied += part.length;
       if (this.filled === this.chunk.length) this.send();
     }
   }

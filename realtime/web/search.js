@@ -1,27 +1,30 @@
-// Finds text in all captions, also in those that are not in the document now, and walks from one place to the next.
+// The search bar: finds a text in all captions of the transcript, marks the matches, and goes from one to the next.
+//
+// It also finds captions that are not in the document at the moment (see captions.js).
 
-// More results than a user steps through. A single letter has so many that finding them all would take noticeable time.
-const MOST_FOUND = 5000;
+// More matches than a user steps through. A single letter has so many that finding all would take noticeable time.
+const MAX_MATCHES = 5000;
 
-// What finds a text wherever it stands, in capitals or not; null if there is nothing to find.
+// The expression that finds a text, ignoring case; null for an empty text.
 export function patternOf(text) {
-  const wanted = text.trim().replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
-  return wanted ? new RegExp(wanted, "giu") : null;
+  const escaped = text.trim().replace(/[.*+?^${}()|[\]\\]/g, "\\$&");
+  return escaped ? new RegExp(escaped, "giu") : null;
 }
 
 export class Search {
   constructor(transcript, captions, { bar, field, count, next, previous, close }, announce) {
     Object.assign(this, { transcript, captions, bar, field, count, announce });
-    this.found = [];
+    // `{turn, index, length}` of each match, oldest first; the index of the one that is shown.
+    this.matches = [];
     this.current = -1;
-    field.addEventListener("input", () => this.#look(true));
+    field.addEventListener("input", () => this.#search(true));
     next.addEventListener("click", () => this.#step(1));
     previous.addEventListener("click", () => this.#step(-1));
     close.addEventListener("click", () => this.close());
     bar.addEventListener("keydown", (event) => this.#key(event));
     for (const kind of ["added", "grown", "changed", "corrected", "removed", "reset", "shown"]) {
       const source = kind === "shown" ? captions : transcript;
-      source.addEventListener(kind, () => this.#later());
+      source.addEventListener(kind, () => this.#searchNextFrame());
     }
   }
 
@@ -29,20 +32,20 @@ export class Search {
     this.bar.hidden = false;
     this.field.focus();
     this.field.select();
-    this.#look(true);
+    this.#search(true);
   }
 
-  // Shows where this text stands in a turn.
+  // Searches for this text, and shows its first match in `turn`.
   show(text, turn) {
     this.bar.hidden = false;
     this.field.value = text;
-    this.#look(true, turn);
+    this.#search(true, turn);
     this.field.focus();
   }
 
   close() {
     this.bar.hidden = true;
-    this.found = [];
+    this.matches = [];
     this.#paint();
     document.getElementById("captions").focus();
   }
@@ -54,76 +57,78 @@ export class Search {
     event.preventDefault();
   }
 
-  // New text comes many times a second; once for each picture is enough.
-  #later() {
+  // Text arrives many times a second; the search runs at most once for each frame of the screen.
+  #searchNextFrame() {
     if (this.bar.hidden || this.frame) return;
     this.frame = requestAnimationFrame(() => {
       this.frame = 0;
-      this.#look(false);
+      this.#search(false);
     });
   }
 
-  // `anew`: the words to find have changed, and the first to show is in `turn`, or the newest place.
-  #look(anew, turn) {
-    const before = this.found[this.current];
+  // `isNewText`: the user has changed the text to find. Then the first match in `turn` is shown, or else the newest
+  // match.
+  #search(isNewText, turn) {
+    const previous = this.matches[this.current];
     const pattern = patternOf(this.field.value);
-    this.found = [];
+    this.matches = [];
     if (pattern) {
       const { entries } = this.transcript;
-      for (let n = entries.length - 1; n >= 0 && this.found.length < MOST_FOUND; n -= 1) {
-        const places = [...entries[n].text.matchAll(pattern)];
-        this.found.push(...places.reverse().map(({ index, 0: { length } }) => ({ turn: entries[n], index, length })));
+      for (let n = entries.length - 1; n >= 0 && this.matches.length < MAX_MATCHES; n -= 1) {
+        const inTurn = [...entries[n].text.matchAll(pattern)];
+        this.matches.push(...inTurn.reverse().map(({ index, 0: { length } }) => ({ turn: entries[n], index, length })));
       }
-      this.found.reverse();
+      this.matches.reverse();
     }
-    const same = ({ turn, index }) => turn === before?.turn && index === before.index;
-    const first = turn ? this.found.findIndex((place) => place.turn === turn) : -1;
-    this.current = anew ? (first < 0 ? this.found.length - 1 : first) : this.found.findIndex(same);
-    if (anew && this.found.length) this.captions.show(this.found[this.current].turn);
+    const isPrevious = ({ turn, index }) => turn === previous?.turn && index === previous.index;
+    const first = turn ? this.matches.findIndex((match) => match.turn === turn) : -1;
+    this.current = isNewText ? (first < 0 ? this.matches.length - 1 : first) : this.matches.findIndex(isPrevious);
+    if (isNewText && this.matches.length) this.captions.show(this.matches[this.current].turn);
     this.#paint();
   }
 
   #step(by) {
-    const { length } = this.found;
+    const { length } = this.matches;
     if (!length) return;
     this.current = this.current < 0 ? length - 1 : (this.current + by + length) % length;
-    const { turn } = this.found[this.current];
+    const { turn } = this.matches[this.current];
     this.captions.show(turn);
     this.#paint();
     this.announce(`${this.current + 1} of ${length}: ${turn.text}`);
   }
 
   #paint() {
-    const { length } = this.found;
-    const asked = this.field.value.trim();
-    const all = length < MOST_FOUND ? length : `more than ${MOST_FOUND}`;
-    this.count.textContent = length ? `${Math.max(1, this.current + 1)} of ${all}` : asked ? "Not found" : "";
+    const { length } = this.matches;
+    const text = this.field.value.trim();
+    const all = length < MAX_MATCHES ? length : `more than ${MAX_MATCHES}`;
+    this.count.textContent = length ? `${Math.max(1, this.current + 1)} of ${all}` : text ? "Not found" : "";
     if (!globalThis.Highlight) return;
-    const [found, now] = [new Highlight(), new Highlight()];
-    now.priority = 1;
-    this.found.forEach((place, number) => {
-      const item = this.captions.items.get(place.turn);
-      const range = item && rangeIn(item.querySelector(".text"), place.index, place.length);
-      if (range) (number === this.current ? now : found).add(range);
+    const [others, current] = [new Highlight(), new Highlight()];
+    current.priority = 1;
+    this.matches.forEach((match, number) => {
+      const item = this.captions.items.get(match.turn);
+      const range = item && rangeIn(item.querySelector(".text"), match.index, match.length);
+      if (range) (number === this.current ? current : others).add(range);
     });
-    CSS.highlights.set("found", found);
-    CSS.highlights.set("found-now", now);
+    CSS.highlights.set("found", others);
+    CSS.highlights.set("found-now", current);
   }
 }
 
-// Characters `index` to `index + length` of an element's text, over whatever elements they lie in.
+// The range of the characters `index` to `index + length` of an element's text, across its child elements; null if it
+// is shorter.
 function rangeIn(element, index, length) {
   const walker = document.createTreeWalker(element, NodeFilter.SHOW_TEXT);
   const range = document.createRange();
-  let at = 0;
+  let nodeStart = 0;
   for (let node = walker.nextNode(); node; node = walker.nextNode()) {
-    const end = at + node.data.length;
-    if (index >= at && index < end) range.setStart(node, index - at);
-    if (index + length > at && index + length <= end) {
-      range.setEnd(node, index + length - at);
+    const end = nodeStart + node.data.length;
+    if (index >= nodeStart && index < end) range.setStart(node, index - nodeStart);
+    if (index + length > nodeStart && index + length <= end) {
+      range.setEnd(node, index + length - nodeStart);
       return range;
     }
-    at = end;
+    nodeStart = end;
   }
   return null;
 }

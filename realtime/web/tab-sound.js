@@ -1,12 +1,12 @@
-// The sound of a tab or of the whole machine as a stream, where a browser shares it, alone or mixed with a microphone.
+// Captures the sound of a browser tab or of the whole machine as a media stream, in browsers that can share sound.
 
-// Browsers that share sound have a say in whether it goes on being played; others share pictures only.
+// Only browsers that share sound have this constraint; others share pictures only.
 export function canShareSound() {
   const { mediaDevices } = navigator;
   return Boolean(mediaDevices?.getDisplayMedia && mediaDevices.getSupportedConstraints().suppressLocalAudioPlayback);
 }
 
-// Browsers offer sound only together with a picture, which is not used here.
+// Browsers share sound only together with a picture, so the picture is requested and stopped at once.
 export async function shareSound() {
   const shared = await navigator.mediaDevices.getDisplayMedia({
     video: true,

@@ -1,12 +1,15 @@
-// What has been said, as turns: a model without a page. Times are seconds since the first recording began.
+// The transcript as a data model: turns and notes, changed by the server's events and by the user's corrections.
 //
-// A turn is open while its text may still grow, done once the server has completed it, and cut if the server never did.
-// A note stands between turns where something is missing. A word that was corrected has what was heard as `heard`, and so
-// has its turn the whole text; both go when the last correction is taken back.
+// Times are seconds since the first recording began. The entries are turns and notes. A turn's `state` is `open` while
+// its text may still grow, `done` once the server has completed it, and `cut` if the server never completed it. A note
+// stands where sound is missing. A corrected word keeps the recognised word as `heard`, and its turn keeps the
+// recognised text as `heard`; both are deleted when the correction is undone.
 
+// Characters: of a speaker's name, of a corrected word, and of a transcript's name.
 const MAX_NAME = 64;
 const MAX_CORRECTION = 200;
 const MAX_TITLE = 120;
+// The server's labels of speakers.
 const LETTERS = /^[A-Z]{1,2}$/u;
 const TRANSCRIPTION = "conversation.item.input_audio_transcription.";
 
@@ -20,21 +23,22 @@ export class Transcript extends EventTarget {
     this.load([]);
   }
 
-  // What was kept of an earlier visit. Turns that were open then get no more text.
+  // Replaces the transcript by stored entries. Turns that were open when they were stored get no more text.
   load(entries, name = "") {
     const ended = (turn) => turn.words.at(-1)?.end ?? turn.end ?? turn.start;
     this.entries = entries.map((turn) => (turn.state === "open" ? { ...turn, state: "cut", end: ended(turn) } : turn));
     this.name = name;
-    // Where the newest finished turn ended.
+    // The end of the newest finished turn.
     this.settledUntil = Math.max(0, ...this.entries.slice(-1).map((turn) => turn.end));
+    // Open turns by the server's item id.
     this.byId = new Map();
-    // Names that the user gave to the server's speakers, and all speakers of finished turns, in order of appearance.
+    // Names that the user gave to speakers, by label; and all speakers of finished turns, in order of appearance.
     this.renamed = new Map();
     this.voices = new Set(this.entries.flatMap((turn) => turn.words.map(({ speaker }) => speaker).filter(Boolean)));
     this.newRecording();
-    // Entries are numbered for good, so that one can be told from another when some have gone.
+    // The number of the next entry. An entry keeps its number when others are removed.
     this.numbers = (entries.at(-1)?.number ?? -1) + 1;
-    this.#tell("reset");
+    this.#dispatch("reset");
   }
 
   get turns() {
@@ -49,7 +53,7 @@ export class Transcript extends EventTarget {
     return this.entries.some((entry) => entry.text && entry.state !== "note" && entry.state !== "open");
   }
 
-  // Where the newest text ends, finished or not. Later turns end later, all but the last few surely.
+  // The end of the newest text, open or finished. Only the last few entries may be out of order.
   get seconds() {
     const ends = this.entries.slice(-20).map((entry) => Math.max(entry.start, entry.end ?? 0, entry.words.at(-1)?.end ?? 0));
     return Math.max(0, ...ends);
@@ -59,12 +63,12 @@ export class Transcript extends EventTarget {
     return [...this.byId.values()];
   }
 
-  // Start of the oldest turn that is not finished, if there is one.
+  // Start of the oldest open turn, or null.
   get openSince() {
     return this.byId.size ? Math.min(...this.openTurns.map((turn) => turn.start)) : null;
   }
 
-  // Takes a server event; `base` is where the server's clock began on ours.
+  // Applies a server event. `base` is where the server session began on the transcript's clock, in seconds.
   apply(event, base) {
     const id = event.item_id;
     switch (event.type) {
@@ -89,23 +93,24 @@ export class Transcript extends EventTarget {
     }
   }
 
-  // A server gives its letters to speakers anew in each recording. Where a recording before it had several speakers, they
-  // are not taken for the same ones; where it had one, that one is taken to speak on.
+  // The server labels speakers from A on in each recording. If there were several speakers before, the new recording's
+  // speakers get new letters; a single speaker before is assumed to be the same as the new A.
   newRecording() {
+    // Speakers of the transcript by the server's letter in this recording.
     this.letters = new Map();
-    this.apart = this.voices.size > 1;
+    this.usesNewLetters = this.voices.size > 1;
   }
 
-  setName(wanted) {
-    const name = titleOf(wanted);
+  setName(text) {
+    const name = titleOf(text);
     if (name === this.name) return;
     this.name = name;
-    this.#tell("named");
+    this.#dispatch("named");
   }
 
-  // Puts another text in the place of a word of a finished turn: an empty one removes the word, what was heard restores it.
-  correct(turn, word, wanted) {
-    const text = plain(wanted, MAX_CORRECTION);
+  // Replaces a word of a finished turn. An empty text removes the word; the recognised text restores it.
+  correct(turn, word, replacement) {
+    const text = plain(replacement, MAX_CORRECTION);
     if (turn.state === "open" || text === word.word) return;
     const heard = word.heard ?? word.word;
     turn.heard ??= turn.text;
@@ -116,94 +121,96 @@ export class Transcript extends EventTarget {
       .map((piece) => piece.text)
       .join("");
     if (!turn.words.some((other) => "heard" in other)) delete turn.heard;
-    this.#tell("corrected", turn);
+    this.#dispatch("corrected", turn);
   }
 
-  // Who said the words between two times, which were shown before that was known.
+  // Sets the speaker of the finished words between two times; labels may arrive after the words.
   label(letter, start, end) {
     const speaker = this.#voice(letter);
-    for (let n = this.#placeOf(end); n >= 0; n -= 1) {
+    for (let n = this.#lastIndexAt(end); n >= 0; n -= 1) {
       const turn = this.entries[n];
       if (turn.state === "open" || turn.state === "note") continue;
       if (turn.end <= start) break;
-      const said = turn.words.filter((word) => isWithin(word, start, end));
-      for (const word of said) word.speaker = speaker;
-      if (said.length) this.#tell("labelled", turn);
+      const labelled = turn.words.filter((word) => isWithin(word, start, end));
+      for (const word of labelled) word.speaker = speaker;
+      if (labelled.length) this.#dispatch("labelled", turn);
     }
-    this.#heardVoices([speaker]);
+    this.#addVoices([speaker]);
   }
 
-  // Gives a speaker another name, in all turns so far and from now on. Two speakers with one name are one.
-  rename(speaker, wanted) {
-    const name = plain(wanted, MAX_NAME);
+  // Renames a speaker in all turns, also in later ones. Two speakers with the same name become one.
+  rename(speaker, newName) {
+    const name = plain(newName, MAX_NAME);
     if (!name || name === speaker) return;
-    for (const [letters, given] of this.renamed) if (given === speaker) this.renamed.set(letters, name);
+    for (const [letter, current] of this.renamed) if (current === speaker) this.renamed.set(letter, name);
     if (!this.renamed.has(speaker)) this.renamed.set(speaker, name);
     this.voices = new Set([...this.voices].map((voice) => (voice === speaker ? name : voice)));
     for (const turn of this.entries) {
-      const said = turn.words.filter((word) => word.speaker === speaker);
-      for (const word of said) word.speaker = name;
-      if (said.length) this.#tell("renamed", turn);
+      const spoken = turn.words.filter((word) => word.speaker === speaker);
+      for (const word of spoken) word.speaker = name;
+      if (spoken.length) this.#dispatch("renamed", turn);
     }
-    this.#tell("voices");
+    this.#dispatch("voices");
   }
 
   note(text, at) {
     this.entries.push({ number: this.numbers++, state: "note", text, start: at, end: at, words: [] });
-    this.#tell("added", this.entries.at(-1));
+    this.#dispatch("added", this.entries.at(-1));
   }
 
-  // The server has forgotten its open turns. With `again`, their sound will be sent once more.
-  abandonOpen({ again }) {
+  // Ends the open turns, which the server will not complete. With `resend` they are removed, because their sound is
+  // sent again.
+  abandonOpen({ resend }) {
     for (const turn of this.openTurns) {
       this.byId.delete(turn.id);
-      if (again || !turn.text) this.#remove(turn);
+      if (resend || !turn.text) this.#remove(turn);
       else {
         this.#change(turn, { state: "cut", end: turn.words.at(-1)?.end ?? turn.end ?? turn.start });
-        this.#heardVoices(turn.words.map(({ speaker }) => speaker));
+        this.#addVoices(turn.words.map(({ speaker }) => speaker));
       }
     }
   }
 
+  // The open turn with this id; a new one begins at `start`.
   #turn(id, start) {
     let turn = this.byId.get(id);
     if (!turn) {
       turn = { id, number: this.numbers++, start, end: null, text: "", words: [], state: "open" };
       this.byId.set(id, turn);
       this.entries.push(turn);
-      this.#tell("added", turn);
+      this.#dispatch("added", turn);
     }
     return turn;
   }
 
   #grow(turn, event, base) {
-    const words = this.#timed(event.words, base);
-    // The speaker, who seemed to have finished, goes on.
+    const words = this.#labelledWords(event.words, base);
+    // Words after the scored pause: the turn has not ended, so its score is void.
     if (words.some(({ start }) => start > turn.scoredAt)) this.#change(turn, { sure: undefined, scoredAt: undefined });
     turn.text += event.delta;
     turn.words.push(...words);
-    this.#tell("grown", turn, event.delta);
+    this.#dispatch("grown", turn, event.delta);
   }
 
-  // In a pause: how sure the server is that the turn is over.
+  // Stores the server's probability that the turn has ended, which it sends in a pause.
   #score(event, base) {
     const turn = this.byId.get(event.item_id);
     if (turn?.text) this.#change(turn, { sure: event.end_of_turn_confidence, scoredAt: base + event.audio_end_ms / 1000 });
   }
 
-  #timed(words, base) {
-    return timed(words, base).map((word) => (word.speaker ? { ...word, speaker: this.#voice(word.speaker) } : word));
+  #labelledWords(words, base) {
+    return onClock(words, base).map((word) => (word.speaker ? { ...word, speaker: this.#voice(word.speaker) } : word));
   }
 
-  // The voice of the transcript that a letter of the server means now, or its name.
+  // The speaker of the transcript for a letter of the server in this recording: a letter, or the user's name.
   #voice(letter) {
-    if (!this.letters.has(letter)) this.letters.set(letter, this.apart && LETTERS.test(letter) ? this.#freeLetter() : letter);
+    if (!this.letters.has(letter)) this.letters.set(letter, this.usesNewLetters && LETTERS.test(letter) ? this.#freeLetter() : letter);
     const voice = this.letters.get(letter);
     return this.renamed.get(voice) ?? voice;
   }
 
-  // The last entry that may have begun by this time; entries are in order, but for a note here and there.
-  #placeOf(second) {
+  // The index of the last entry that begins by this time, by binary search; notes may be slightly out of order.
+  #lastIndexAt(second) {
     let [low, high] = [0, this.entries.length];
     while (low < high) {
       const middle = (low + high) >> 1;
@@ -214,14 +221,14 @@ export class Transcript extends EventTarget {
   }
 
   #freeLetter() {
-    const taken = new Set([...this.voices, ...this.renamed.keys(), ...this.letters.values()]);
-    for (let number = 0; ; number += 1) if (!taken.has(lettersOf(number))) return lettersOf(number);
+    const used = new Set([...this.voices, ...this.renamed.keys(), ...this.letters.values()]);
+    for (let number = 0; ; number += 1) if (!used.has(lettersOf(number))) return lettersOf(number);
   }
 
-  #heardVoices(voices) {
-    const known = this.voices.size;
+  #addVoices(voices) {
+    const before = this.voices.size;
     for (const voice of voices) if (voice) this.voices.add(voice);
-    if (this.voices.size !== known) this.#tell("voices");
+    if (this.voices.size !== before) this.#dispatch("voices");
   }
 
   #complete(turn, event, base) {
@@ -233,10 +240,10 @@ export class Transcript extends EventTarget {
       return;
     }
     const start = base + event.audio_start_ms / 1000;
-    const words = this.#timed(event.words, base);
+    const words = this.#labelledWords(event.words, base);
     const sure = event.end_of_turn_confidence;
     this.#change(turn, { state: "done", text: event.transcript, words, start, end, sure, scoredAt: undefined });
-    this.#heardVoices(words.map(({ speaker }) => speaker));
+    this.#addVoices(words.map(({ speaker }) => speaker));
   }
 
   #fail(turn, event) {
@@ -250,75 +257,77 @@ export class Transcript extends EventTarget {
 
   #remove(turn) {
     this.entries.splice(this.entries.lastIndexOf(turn), 1);
-    this.#tell("removed", turn);
+    this.#dispatch("removed", turn);
   }
 
   #change(turn, values) {
     Object.assign(turn, values);
-    this.#tell("changed", turn);
+    this.#dispatch("changed", turn);
   }
 
-  #tell(kind, turn, delta) {
+  #dispatch(kind, turn, delta) {
     this.dispatchEvent(Object.assign(new Event(kind), { turn, delta }));
   }
 }
 
-// `confidence`, from 0 to 1, is there where the server's model tells it.
-function timed(words, base) {
+// The server's words with times on the transcript's clock. Some models also give a `confidence` from 0 to 1.
+function onClock(words, base) {
   return (words ?? []).map((word) => ({ ...word, word: word.word.trim(), start: base + word.start, end: base + word.end }));
 }
 
-// One line of text, whatever was typed or pasted.
-function plain(wanted, most) {
-  return [...wanted.replaceAll(/[\s\p{Cc}]+/gu, " ").trim()].slice(0, most).join("").trim();
+// The text on one line, without control characters, cut to `maxCharacters`.
+function plain(text, maxCharacters) {
+  return [...text.replaceAll(/[\s\p{Cc}]+/gu, " ").trim()].slice(0, maxCharacters).join("").trim();
 }
 
-// The name of a transcript, as far as it can be one.
-export function titleOf(wanted) {
-  return plain(wanted, MAX_TITLE);
+// A valid name of a transcript, from a text that the user entered.
+export function titleOf(text) {
+  return plain(text, MAX_TITLE);
 }
 
+// Whether the middle of a word is between two times.
 export function isWithin(word, start, end) {
   const middle = (word.start + word.end) / 2;
   return middle >= start && middle <= end;
 }
 
-// As the server counts: A to Z, then AA.
+// The server's label of a speaker by its number: A to Z, then AA.
 function lettersOf(number) {
   const last = String.fromCharCode(65 + (number % 26));
   return number < 26 ? last : lettersOf(Math.floor(number / 26) - 1) + last;
 }
 
-// How a speaker is called: by the name that was given, or by the server's letter.
+// The speaker's name on the page: the user's name for the speaker, or `Speaker` with the server's letter.
 export function speakerName(speaker) {
   return LETTERS.test(speaker) ? `Speaker ${speaker}` : speaker;
 }
 
-// The text of a turn in pieces: words with their times, and what stands between them. No character is lost.
+// Divides a text into pieces `{text, word}`: the given words, and the text between them with `word` null. No character
+// is lost.
 export function alignWords(text, words) {
   const pieces = [];
-  let at = 0;
+  let position = 0;
   for (const word of words) {
-    const found = word.word ? text.indexOf(word.word, at) : -1;
+    const found = word.word ? text.indexOf(word.word, position) : -1;
     if (found < 0) continue;
-    if (found > at) pieces.push({ text: text.slice(at, found), word: null });
-    at = found + word.word.length;
-    pieces.push({ text: text.slice(found, at), word });
+    if (found > position) pieces.push({ text: text.slice(position, found), word: null });
+    position = found + word.word.length;
+    pieces.push({ text: text.slice(found, position), word });
   }
-  if (at < text.length) pieces.push({ text: text.slice(at), word: null });
+  if (position < text.length) pieces.push({ text: text.slice(position), word: null });
   return pieces;
 }
 
-// The text of a turn as it stands, in pieces as above. A word that was removed is an empty piece.
+// The text of a turn with its corrections, in such pieces. A removed word is a piece with empty text.
 export function piecesOf(turn) {
-  const heard = turn.words.map((word) => ({ word: word.heard ?? word.word, is: word }));
+  const heard = turn.words.map((word) => ({ word: word.heard ?? word.word, current: word }));
   const pieces = alignWords(turn.heard ?? turn.text, heard).map(({ text, word }) => ({
-    text: word ? word.is.word : text,
-    word: word?.is ?? null,
+    text: word ? word.current.word : text,
+    word: word?.current ?? null,
   }));
   pieces.forEach(({ text, word }, n) => {
     if (!word || text) return;
-    // The space behind it goes with it, or the one before it.
+    // With a removed word, remove the space after it, or else the space before it.
     const [before, after] = [pieces[n - 1], pieces[n + 1]];
     if (after && !after.word && after.text.startsWith(" ")) after.text = after.text.slice(1);
     else if (before && !before.word && before.text.endsWith(" ")) before.text = before.text.slice(0, -1);

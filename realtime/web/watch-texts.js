@@ -1,4 +1,4 @@
-// The texts of the audience's page, in the language of the browser.
+// The texts of the viewers' page, in the languages that it has.
 
 const TEXTS = {
   en: {
@@ -33,7 +33,7 @@ const TEXTS = {
   },
 };
 
-// The first of these languages that the page has, else English, as `{ language, texts }`.
+// The first of these languages (BCP 47 tags) that the page has, else English: `{ language, texts }`.
 export function textsFor(languages) {
   const codes = languages.map((language) => language.toLowerCase().split("-")[0]);
   const language = codes.find((code) => code in TEXTS) ?? "en";

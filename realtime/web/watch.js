@@ -1,26 +1,29 @@
-// The page of an audience, /watch/NAME: follows the words of a published session in large type. With `?overlay` it is an
-// overlay for programs that mix pictures: `lines` turns, in type of `size`.
+// The viewers' page, /watch/NAME: follows the words of a published session in large type.
+//
+// With `?overlay` it is an overlay for video mixers such as OBS; `lines` is then the number of turns, `size` the type
+// size.
 
 import { Preferences } from "./preferences.js";
 import { secondsToWait } from "./retry.js";
 import { textsFor } from "./watch-texts.js";
-import { Watched } from "./watched.js";
+import { WatchTranscript } from "./watch-transcript.js";
 
 const SIZES = [3, 4, 5, 6.5, 8];
 const OVERLAY_LINES = 2;
-// Pixels from the end within which a reader counts as following.
-const NEAR = 40;
+// A viewer whose scroll position is at most this far from the end follows new text.
+const FOLLOW_PIXELS = 40;
 
 const byId = (id) => document.getElementById(id);
 const query = new URLSearchParams(location.search);
 const name = decodeURIComponent(location.pathname.split("/").at(-1));
-// The token is behind '#', so that it is in no log; programs that lose that part may send it in the query.
+// The token follows '#', so that it is in no log. Programs that drop that part of an address may put it into the query.
 const token = location.hash.slice(1) || query.get("token") || "";
 const overlay = query.has("overlay");
 const mostLines = overlay ? Math.max(1, Number(query.get("lines")) || OVERLAY_LINES) : Infinity;
 const { language, texts } = textsFor(navigator.languages ?? [navigator.language]);
 const preferences = new Preferences();
-const watched = new Watched();
+const transcript = new WatchTranscript();
+// The paragraph of each turn, by the turn's id.
 const elements = new Map();
 let paused = false;
 let frame = 0;
@@ -82,7 +85,7 @@ function drawLater() {
 
 function isAtEnd() {
   const box = byId("captions");
-  return box.scrollHeight - box.scrollTop - box.clientHeight < NEAR;
+  return box.scrollHeight - box.scrollTop - box.clientHeight < FOLLOW_PIXELS;
 }
 
 function follow() {
@@ -98,7 +101,7 @@ function showFollow() {
 function draw() {
   if (paused) return;
   const follows = overlay || isAtEnd() || !elements.size;
-  const turns = watched.turns.slice(-mostLines);
+  const turns = transcript.turns.slice(-mostLines);
   const wanted = new Set(turns.map(({ id }) => id));
   for (const [id, element] of elements) {
     if (!wanted.has(id)) {
@@ -123,8 +126,8 @@ function draw() {
 
 function show(next) {
   state = next;
-  const shown = byId("state");
-  shown.dataset.state = { live: "live", lost: "lost", invalid: "lost", full: "lost" }[next] ?? "idle";
+  const element = byId("state");
+  element.dataset.state = { live: "live", lost: "lost", invalid: "lost", full: "lost" }[next] ?? "idle";
   byId("state-text").textContent = texts[next];
 }
 
@@ -138,19 +141,19 @@ function connect() {
   const socket = new WebSocket(address.href, token ? ["token", token] : []);
   socket.onmessage = ({ data }) => {
     tries = 0;
-    const said = watched.take(JSON.parse(data));
-    if (said.length && preferences.choices.announce && !overlay) byId("announcer").textContent = said.join(" ");
+    const finished = transcript.apply(JSON.parse(data));
+    if (finished.length && preferences.choices.announce && !overlay) byId("announcer").textContent = finished.join(" ");
     const before = state === "live" || state === "over" ? "over" : "waiting";
-    show(watched.live ? "live" : before);
+    show(transcript.live ? "live" : before);
     drawLater();
   };
-  socket.onclose = () => lose(http);
+  socket.onclose = () => onClosed(http);
 }
 
-// A browser does not say why a socket was refused, so the page asks.
-async function lose(http) {
+// Reconnects. A browser does not say why a socket was refused, so the page first asks over HTTP.
+async function onClosed(http) {
   if (state === "connecting" || state !== "invalid") show("lost");
-  let why = { lost: true };
+  let reason = { lost: true };
   try {
     const headers = token ? { Authorization: `Bearer ${token}` } : {};
     const answer = await fetch(http, { method: "HEAD", headers });
@@ -158,12 +161,12 @@ async function lose(http) {
       show("invalid");
       return;
     }
-    why = { full: answer.status === 503, soon: answer.ok };
-    if (why.full) show("full");
+    reason = { full: answer.status === 503, soon: answer.ok };
+    if (reason.full) show("full");
   } catch {
     // The server cannot be reached.
   }
-  setTimeout(connect, 1000 * secondsToWait(why, tries));
+  setTimeout(connect, 1000 * secondsToWait(reason, tries));
   tries += 1;
 }
 

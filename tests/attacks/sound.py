@@ -13,7 +13,7 @@ import numpy as np
 from websockets.exceptions import ConnectionClosed
 
 from tests.attacks.target import Client, Target, attack, form_file
-from tests.audio.test_container_filters_mp4 import box, index, track
+from tests.audio.test_mp4_filter import box, index, track
 
 APPEND, COMMIT, GAP = (f"input_audio_buffer.{name}" for name in ("append", "commit", "gap"))
 

@@ -479,7 +479,7 @@ def test_a_long_mp4_stream_is_opened_anew_without_a_trace(header: str, monkeypat
     opened: list[object] = []
     av_open = av.open
     monkeypatch.setattr(av, "open", lambda *args, **kwargs: opened.append(args) or av_open(*args, **kwargs))
-    monkeypatch.setattr("audio.container_filters.MAX_FRAGMENTS", 2)
+    monkeypatch.setattr("audio.mp4_filter.MAX_FRAGMENTS", 2)
     for piece in (10, len(data)):
         opened.clear()
         assert decode(data, [*range(0, len(data), piece), len(data)]).tobytes() == whole.tobytes()
@@ -488,7 +488,7 @@ def test_a_long_mp4_stream_is_opened_anew_without_a_trace(header: str, monkeypat
 
 def test_a_long_mp4_stream_that_points_into_its_file_is_read_in_one_go(monkeypatch: pytest.MonkeyPatch) -> None:
     data = write("mp4", "aac", 48000, {"movflags": "frag_keyframe+empty_moov", "frag_duration": "200000"})
-    monkeypatch.setattr("audio.container_filters.MAX_FRAGMENTS", 2)
+    monkeypatch.setattr("audio.mp4_filter.MAX_FRAGMENTS", 2)
     assert_is_the_tone(decode(data, [0, len(data)]), SECONDS)
 
 
@@ -521,7 +521,7 @@ def test_a_piece_is_decoded_in_steps_and_the_next_one_when_the_last_is_taken() -
     blocks = decoder.decode(data)
     next(blocks)
     most = STEP_SAMPLES + MAX_PACKET_SAMPLES
-    asyncio.run(stays(lambda: decoder._made.samples <= most))
+    asyncio.run(stays(lambda: decoder._pending.samples <= most))
     assert sum(map(len, blocks)) > 55 * 16_000
     decoder.close()
 
@@ -616,7 +616,7 @@ def test_a_format_that_is_not_served_is_refused_by_its_name(container: str, code
     for error in (decode_until_error(data)[1], upload_until_error(data)):
         assert isinstance(error, UnsupportedFormat)
         assert str(error) == f"the format {name} is not served; send WebM, Ogg, MP3, FLAC, WAV or MP4"
-    assert error.sentence.startswith("The format") and error.sentence.endswith("MP4.")
+    assert error.client_message.startswith("The format") and error.client_message.endswith("MP4.")
 
 
 @pytest.mark.parametrize("kind", ["mp2", "video"])

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from realtime.http.upload_forms import IN_MEMORY_BYTES, Spool
-from tests.audio.test_container_filters_mp4_files import FILES as MP4_FILES
-from tests.audio.test_container_filters_mp4_files import video
 from tests.audio.test_containers import write
+from tests.audio.test_mp4_filter_files import FILES as MP4_FILES
+from tests.audio.test_mp4_filter_files import video
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_http import error_code

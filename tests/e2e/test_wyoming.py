@@ -213,13 +213,13 @@ async def test_utterance_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 async def test_long_chunk_is_converted_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    convert, sizes = wyoming_server._Sound.convert, []
+    convert, sizes = wyoming_server._AudioConverter.convert, []
 
     def counted(sound: Any, payload: bytes) -> Any:
         sizes.append(len(payload))
         return convert(sound, payload)
 
-    monkeypatch.setattr(wyoming_server._Sound, "convert", counted)
+    monkeypatch.setattr(wyoming_server._AudioConverter, "convert", counted)
     pcm = (sound(8.0) * 32767).astype("<i2").tobytes()
     async with serving(LocalBackend(FakeEngine(), None)) as port, client(port) as connection:
         await connection.write_event(audio.AudioStart(rate=16_000, width=2, channels=1).event())

@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from realtime.bench.load_test import trend
+from realtime.bench.statistics import trend
 
 
 def resident_bytes() -> int:

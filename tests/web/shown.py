@@ -114,13 +114,13 @@ def transcript(said: Sequence[str], seconds_ago: float = 0.0, **head: Any) -> di
 
 
 async def keep_transcripts(page: Tab, url: str, *transcripts: dict[str, Any]) -> None:
-    """Put transcripts into the browser's archive, the newest last, from a page of the server that does not use it."""
+    """Put transcripts into the browser's store, the newest last, from a page of the server that does not use it."""
     await page.open(url + "health")
     await page.evaluate(
         f"""(async () => {{
-          const {{ Archive }} = await import("{url}archive.js");
-          const archive = new Archive();
-          await archive.open();
-          for (const {{ head, turns }} of {json.dumps(transcripts)}) await archive.write(head, turns, []);
+          const {{ TranscriptStore }} = await import("{url}transcript-store.js");
+          const store = new TranscriptStore();
+          await store.open();
+          for (const {{ head, turns }} of {json.dumps(transcripts)}) await store.write(head, turns, []);
         }})()"""
     )

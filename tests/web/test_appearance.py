@@ -121,11 +121,11 @@ async def names(page: Page) -> tuple[list[Any], set[str]]:
     return unnamed, {node["role"]["value"] for node in nodes}
 
 
-async def test_reduced_motion_stops_the_tape_and_all_animation(page: Page, server: PageServer) -> None:
+async def test_reduced_motion_hides_the_waveform_and_stops_all_animation(page: Page, server: PageServer) -> None:
     await page.media(prefers_reduced_motion="reduce")
     await page.open(server.url)
     await page.evaluate(ADD_CAPTIONS)
-    assert await page.evaluate("document.querySelector('#tape').clientHeight") == 0
+    assert await page.evaluate("document.querySelector('#waveform').clientHeight") == 0
     assert await page.evaluate("document.getAnimations().length") == 0
 
 

@@ -118,7 +118,7 @@ async def test_earlier_transcripts_are_listed_opened_and_deleted(page: Page, ser
     await page.until(f"{ROWS}.length === 1")
     assert len(await page.evaluate(KEPT)) == 3
     await page.press("Escape")
-    # Also if it came from the archive and nothing was added.
+    # Also if it came from the store and nothing was added.
     await page.evaluate("(window.confirm = () => ((window.asked = false), false), undefined)")
     await page.click("#clear")
     await page.until(f"window.asked === false && {TURNS}.length === 3")
@@ -237,20 +237,20 @@ async def test_full_storage_makes_room_and_then_says_so(page: Page, server: Page
     await page.until(f"{KEPT}.then((kept) => kept.length === 9)")
 
 
-async def test_archive_is_bounded(page: Page, server: PageServer) -> None:
+async def test_transcript_store_is_bounded(page: Page, server: PageServer) -> None:
     await page.open(server.url + "health")
     kept = await page.evaluate(
         f"""(async () => {{
-          const {{ Archive }} = await import("{server.url}archive.js");
-          const archive = new Archive({{ turns: 10, transcripts: 3 }});
-          await archive.open();
+          const {{ TranscriptStore }} = await import("{server.url}transcript-store.js");
+          const store = new TranscriptStore({{ turns: 10, transcripts: 3 }});
+          await store.open();
           for (let id = 1; id <= 5; id += 1) {{
             const turns = [0, 1, 2, 3].map((number) => ({{ number, text: `${{id}}.${{number}}` }}));
-            await archive.write({{ id, title: `t${{id}}` }}, turns, []);
+            await store.write({{ id, title: `t${{id}}` }}, turns, []);
           }}
-          await archive.trim(5);
-          const heads = await archive.heads();
-          const texts = await Promise.all(heads.map(({{ id }}) => archive.turns(id)));
+          await store.trim(5);
+          const heads = await store.heads();
+          const texts = await Promise.all(heads.map(({{ id }}) => store.turns(id)));
           return [heads.map(({{ id }}) => id), texts.flat().length, texts.at(-1).map((turn) => turn.text)];
         }})()"""
     )

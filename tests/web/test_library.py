@@ -17,7 +17,7 @@ NONE = "document.querySelector('#library-none:not([hidden])')?.textContent"
 
 
 async def keep(page: Page, url: str, transcripts: list[dict[str, Any]]) -> None:
-    """Transcripts in the browser's archive, the newest last: `{name, texts}`."""
+    """Transcripts in the browser's store, the newest last: `{name, texts}`."""
     kept = [
         transcript(one["texts"], 1000 - number, name=one["name"]) for number, one in enumerate(transcripts, start=1)
     ]
@@ -104,7 +104,7 @@ async def test_a_browser_that_keeps_nothing_offers_no_search(page: Page, server:
 
 
 @pytest.mark.parametrize("count", [50, 5000])
-async def test_the_archive_is_read_once_however_much_is_typed(page: Page, server: PageServer, count: int) -> None:
+async def test_the_store_is_read_once_however_much_is_typed(page: Page, server: PageServer, count: int) -> None:
     texts = [f"turn {number} of many" for number in range(count)]
     await keep(page, server.url, [{"name": "", "texts": texts}, {"name": "", "texts": ["another"]}])
     await page.until(RESTORED)

@@ -23,7 +23,7 @@ const completed = (id, start, end, transcript, words) => ({
 """
 
 
-MODULES = ("backlog", "captions", "decimator", "export", "format", "tape", "transcript", "turn-cutter")
+MODULES = ("captions", "decimator", "export", "format", "sample-buffer", "transcript", "turn-cutter", "waveform")
 Run = Callable[[str], Awaitable[Any]]
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -67,12 +67,12 @@ async def test_times_of_a_new_session_continue_the_old_clock(run: Run) -> None:
         t.apply(started("a", 500), 0);
         t.apply({ type: "conversation.item.input_audio_transcription.delta", item_id: "a", delta: "half a" }, 0);
         const open = t.openSince;
-        t.abandonOpen({ again: true });
+        t.abandonOpen({ resend: true });
         t.apply(completed("b", 0, 900, "half a word", [{ word: "half", start: 0.1, end: 0.3 }]), 60.5);
         t.apply(completed("c", 1000, 1200, "  ", []), 60.5);
         t.apply(started("d", 2000), 60.5);
         t.apply({ type: "conversation.item.input_audio_transcription.delta", item_id: "d", delta: "lost" }, 60.5);
-        t.abandonOpen({ again: false });
+        t.abandonOpen({ resend: false });
         return [open, t.openSince, ...t.entries];""",
     )
     assert turns[:2] == [0.5, None]
@@ -117,9 +117,9 @@ async def test_decimator_keeps_speech_drops_the_rest_however_cut(run: Run, rate:
     assert same and speech == pytest.approx(1, abs=0.02) and above < 0.01
 
 
-async def test_backlog_is_bounded_and_reads_back_exactly(run: Run) -> None:
+async def test_sample_buffer_is_bounded_and_reads_back_exactly(run: Run) -> None:
     result = await run(
-        """const b = new all.Backlog(1000);
+        """const b = new all.SampleBuffer(1000);
         for (let n = 0; n < 50; n += 1) b.push(Int16Array.from({ length: 60 }, (_, i) => n * 60 + i));
         const bounds = [b.start, b.end, b.end - b.start <= 1000 + 60];
         b.dropBefore(2500);

@@ -127,8 +127,8 @@ async def test_sound_that_cannot_be_read_is_left_out(page: Page, server: PageSer
         {"id": began, "start": 3, "end": 4, "bytes": 1e300, "rate": MARKUP},
     ]
     script = f"""
-      const {{ Sounds }} = await import("{server.url}sounds.js");
-      const sounds = new Sounds();
+      const {{ SoundStore }} = await import("{server.url}sound-store.js");
+      const sounds = new SoundStore();
       await sounds.opened;
       const transaction = sounds.database.transaction("spans", "readwrite");
       for (const span of {json.dumps(spans)}) transaction.objectStore("spans").put(span);

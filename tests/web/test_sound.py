@@ -141,19 +141,19 @@ async def test_sound_is_bounded_and_the_oldest_goes_first(page: Page, server: Pa
     await page.open(server.url + "health")
     pieces, files, told = await page.evaluate(
         f"""(async () => {{
-          const {{ Sounds }} = await import("{server.url}sounds.js");
-          const sounds = new Sounds(400_000);
+          const {{ SoundStore }} = await import("{server.url}sound-store.js");
+          const sounds = new SoundStore(400_000);
           const told = [];
           sounds.addEventListener("problem", ({{ text }}) => told.push(text));
           const kept = () => sounds.spans.map(({{ id, start, bytes }}) => [id, start, bytes]);
           // Half a minute of two transcripts, in chunks of half a second.
           for (const id of [1, 2]) {{
-            for (let n = 1; n <= 60; n += 1) sounds.take(id, new Int16Array(8000), 16_000, n / 2);
+            for (let n = 1; n <= 60; n += 1) sounds.addSamples(id, new Int16Array(8000), 16_000, n / 2);
             await sounds.flush();
           }}
           const pieces = kept();
-          await sounds.takeFile(3, new Blob([new Uint8Array(500_000)]), 0, 10);
-          await sounds.takeFile(4, new Blob([new Uint8Array(390_000)]), 0, 10);
+          await sounds.addFile(3, new Blob([new Uint8Array(500_000)]), 0, 10);
+          await sounds.addFile(4, new Blob([new Uint8Array(390_000)]), 0, 10);
           return [pieces, kept(), told];
         }})()"""
     )

@@ -315,7 +315,7 @@ async def test_full_is_told_from_the_free_streams(page: Page, server: PageServer
               const capacity = {{ streams_used: 9, streams_total: 9, streams_free: {free} }};
               const answers = {{ ready: {{}}, capacity }};
               window.fetch = async (path) => Response.json(answers[path] ?? {{}});
-              return (await import("{server.url}reasons.js")).whyRefused("");
+              return (await import("{server.url}error-texts.js")).refusalReason("");
             }})()"""
         )
         assert why["text"] == text

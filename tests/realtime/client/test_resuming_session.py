@@ -15,7 +15,7 @@ from websockets.asyncio.server import Request, Response, ServerConnection, serve
 from websockets.protocol import State
 
 from realtime.client import resuming_session
-from realtime.client.resuming_session import ResumingSession, spread
+from realtime.client.resuming_session import ResumingSession, jittered
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, SessionOptions
 from tests.waiting import stays, until
 
@@ -205,11 +205,11 @@ async def test_sound_that_was_kept_too_long_becomes_a_gap_of_its_length() -> Non
                 session.append(pcm(900))
 
         running = asyncio.create_task(session.run(lambda event: None, speak_on))
-        await until(lambda: session.kept.lost == 600)
+        await until(lambda: session.unacknowledged.lost == 600)
         lost.set()
         session.finish()
         await asyncio.wait_for(running, 20)
-    assert session.kept.lost == 600
+    assert session.unacknowledged.lost == 600
 
 
 async def test_session_that_is_gone_is_followed_by_one_whose_times_are_shifted() -> None:
@@ -291,7 +291,7 @@ async def test_sound_that_can_wait_waits_for_the_server(token: str | None) -> No
             session.append(pcm(100))
         session.finish()
         await running
-    assert session.kept.lost == 0
+    assert session.unacknowledged.lost == 0
 
 
 async def test_gap_of_the_source_is_sent_in_its_place_and_again_after_a_lost_connection(
@@ -317,17 +317,17 @@ async def test_gap_of_the_source_is_sent_in_its_place_and_again_after_a_lost_con
         session.append(pcm(20))
         session.finish()
         await talk(session)
-    assert session.kept.lost == 0
+    assert session.unacknowledged.lost == 0
 
 
 async def test_a_server_that_says_when_to_come_back_is_asked_then(monkeypatch: pytest.MonkeyPatch) -> None:
     waits: list[tuple[float, float]] = []
 
-    def spread(wait_s: float, retry_after_s: float) -> float:
+    def jittered(wait_s: float, retry_after_s: float) -> float:
         waits.append((wait_s, retry_after_s))
         return 0.0
 
-    monkeypatch.setattr(resuming_session, "spread", spread)
+    monkeypatch.setattr(resuming_session, "jittered", jittered)
 
     async def first(wire: Wire) -> None:
         await wire.greet()
@@ -347,7 +347,7 @@ async def test_a_server_that_says_when_to_come_back_is_asked_then(monkeypatch: p
 @pytest.mark.parametrize("retry_after_s", [0.0, 5.0, 1e9])
 def test_clients_that_lost_their_server_in_one_moment_come_back_over_time(retry_after_s: float) -> None:
     """Not in step, not before the server wants to be asked, and not after a day because a server says so."""
-    waits = [spread(1.0, retry_after_s) for _ in range(1000)]
+    waits = [jittered(1.0, retry_after_s) for _ in range(1000)]
     least, most = min(waits), max(waits)
     obeyed = min(retry_after_s, 60.0)
     assert max(0.5, obeyed) <= least and most <= max(1.5, 1.5 * obeyed)

@@ -32,15 +32,15 @@ def test_one_chunk_larger_than_the_store_keeps_its_end() -> None:
 def test_old_news_changes_nothing(confirmed: int) -> None:
     kept = UnacknowledgedAudio(100)
     kept.append(pcm(0, 10))
-    kept.confirm(5)
-    kept.confirm(confirmed)
+    kept.acknowledge(5)
+    kept.acknowledge(confirmed)
     assert kept.first == 5
 
 
 def test_more_confirmed_than_was_sent_empties_it() -> None:
     kept = UnacknowledgedAudio(100)
     kept.append(pcm(0, 10))
-    kept.confirm(999)
+    kept.acknowledge(999)
     assert (kept.first, kept.end, kept.lost) == (10, 10, 0) and kept.since(10, 5) == b""
 
 
@@ -51,7 +51,7 @@ def test_what_is_kept_is_always_the_sound_between_first_and_end(steps: list[tupl
     for length, confirmed in steps:
         kept.append(pcm(end, end + length))
         end += length
-        kept.confirm(confirmed)
+        kept.acknowledge(confirmed)
         assert kept.end == end and 0 <= end - kept.first <= 64
         for start in (kept.first, (kept.first + end) // 2):
             assert kept.since(start, 1000) == pcm(start, end)
@@ -78,7 +78,7 @@ def test_confirmation_within_a_gap_leaves_its_rest() -> None:
     kept.append(pcm(0, 10))
     kept.append_gap(30)
     kept.append(pcm(0, 5))
-    kept.confirm(25)
+    kept.acknowledge(25)
     assert (kept.first, kept.room) == (25, 95) and kept.since(25, 100) == 15
-    kept.confirm(45)
+    kept.acknowledge(45)
     assert (kept.first, kept.room) == (45, 100) and kept.since(45, 100) == b""

@@ -66,7 +66,7 @@ async def test_sound_that_fails_is_reported_after_the_last_words() -> None:
 
 
 async def test_source_that_complains_when_it_is_stopped_is_no_fault() -> None:
-    async def microphone() -> captions.Sound:
+    async def microphone() -> captions.AudioSource:
         import numpy as np
 
         yield np.zeros(10, np.float32)

@@ -13,8 +13,9 @@ import pytest
 from rich.console import Console
 
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED
-from realtime.commands.captions import MOST_OPEN_CHARACTERS, MOST_OPEN_TURNS, AudioClock, CaptionOutput
-from realtime.commands.transcripts import CaptionView, TranscriptFile
+from realtime.commands.caption_view import CaptionView
+from realtime.commands.captions import MAX_OPEN_CHARACTERS, MAX_OPEN_TURNS, AudioClock, CaptionOutput
+from realtime.commands.transcripts import TranscriptFile
 
 SPOKEN_S = 0.5
 
@@ -118,7 +119,7 @@ async def test_a_long_turn_scrolls_and_its_final_repeats_and_loses_no_word(tmp_p
             shown.output.on_event(delta("a", f" {text}", SPOKEN_S * at))
             assert shown.saved() == " ".join(streamed[: at + 1])
         scrolled = sum(len(line.split()) for line in shown.lines())
-        assert len(" ".join(streamed[scrolled:])) <= MOST_OPEN_CHARACTERS
+        assert len(" ".join(streamed[scrolled:])) <= MAX_OPEN_CHARACTERS
         shown.output.on_event(completed("a", " ".join(streamed).replace("number", final)))
     expected = streamed[:scrolled] + [text.replace("number", final) for text in streamed[scrolled:]]
     assert " ".join(shown.lines()).split()[:200] == expected and shown.saved().split() == expected
@@ -141,7 +142,7 @@ async def test_turns_without_finals_are_bounded(tmp_path: Path) -> None:
     with captions(tmp_path / "talk.txt") as shown:
         for number in range(100):
             shown.output.on_event(delta(f"item{number}", f"word{number}.", 2.0 * number))
-        assert len(shown.lines()) == 100 - MOST_OPEN_TURNS
+        assert len(shown.lines()) == 100 - MAX_OPEN_TURNS
     assert shown.lines() == [f"word{number}." for number in range(100)]
     assert shown.saved() == " ".join(f"word{number}." for number in range(100))
 

@@ -28,7 +28,7 @@ def test_missing_weights_say_what_to_run(capsys: pytest.CaptureFixture[str]) -> 
 def test_another_torch_is_a_problem_with_the_way_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert doctor.other_versions() == []
+    assert doctor.version_conflicts() == []
     found = {"torch": "2.11.1+cpu", "torchaudio": "2.10.0+cpu"}
     monkeypatch.setattr("importlib.metadata.version", lambda name: found.get(name, "1"))
     assert cli.main(["doctor", "--model", "whisper-tiny.en"]) == 1

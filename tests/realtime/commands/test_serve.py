@@ -83,7 +83,7 @@ def test_descriptor_gets_the_address_in_a_line_and_is_closed() -> None:
 def test_a_user_who_may_start_too_few_threads_is_told_before_the_model_is_loaded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    start, left = threading.Thread.start, [serve.LEAST_THREADS - 1]
+    start, left = threading.Thread.start, [serve.MIN_THREADS - 1]
 
     def limited(self: threading.Thread) -> None:
         if not left[0]:

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from realtime import cli
-from realtime.client.wire_client import HttpClient
+from realtime.client.http_client import HttpClient
 from realtime.commands import status_view
 from realtime.commands.status import own_url
 from realtime.commands.status_view import Histogram, Quantile, Snapshot, StatusView
@@ -152,22 +152,22 @@ def shown(view: StatusView) -> str:
 
 def test_screen_keeps_the_last_figures_while_nobody_answers() -> None:
     view = StatusView("http://box:8000")
-    view.saw(snapshot(Histogram({0.1: 10, float("inf"): 10})), 0.0)
+    view.add(snapshot(Histogram({0.1: 10, float("inf"): 10})), 0.0)
     assert "no answer" not in shown(view)
-    view.missed("no server answers", "12:03:05")
-    view.missed("timed out", "12:03:06")
+    view.add_failure("no server answers", "12:03:05")
+    view.add_failure("timed out", "12:03:06")
     text = shown(view)
     assert "no answer since 12:03:05: no server answers; trying again" in text
     assert "4 open, 3 connected, 2 speaking" in text and "1 of 2 connected, 1 restart" in text
     assert "7 (capacity)" in text and "3 of 8 streams open, 2 speaking, load 50%, 0.12 s of audio not" in text
-    view.saw(snapshot(Histogram(), sessions=9), 60.0)
+    view.add(snapshot(Histogram(), sessions=9), 60.0)
     assert "no answer" not in shown(view) and "9 open, 3 connected" in shown(view)
 
 
 def test_lag_is_that_of_the_last_minute() -> None:
     view = StatusView("http://box:8000")
     for second, slow in ((0, 0), (30, 100), (61, 100), (100, 100)):
-        view.saw(snapshot(Histogram({0.1: 100 + second, 8.0: 100 + second + slow})), float(second))
+        view.add(snapshot(Histogram({0.1: 100 + second, 8.0: 100 + second + slow})), float(second))
         if second == 30:
             assert "p95 7" in shown(view), "a hundred slow ones have come since the first look"
     assert "p95 0.10" in shown(view), "the slow ones were seen more than a minute ago"
@@ -189,20 +189,20 @@ def test_what_lies_beyond_the_last_bound_is_no_measurement() -> None:
     assert slow.quantile(0.3) == Quantile(pytest.approx(7.21)) and slow.quantile(0.5) == Quantile(8.0, is_beyond=True)
     assert slow.as_json() == {"p50": None, "p95": None, "p99": None, "count": 3, "last_bound": 8.0}
     view = StatusView("http://box:8000")
-    view.saw(snapshot(slow), 0.0)
+    view.add(snapshot(slow), 0.0)
     assert "p50 > 8 s, p95 > 8 s, p99 > 8 s from received to processed audio" in shown(view)
     assert "lag_p95=>8 final_p95=n/a" in view.line("12:00:00")
 
 
 def test_what_was_not_measured_is_said_in_words() -> None:
     view = StatusView("http://box:8000")
-    view.saw(snapshot(Histogram(), load_per_stream=0, engines=[], load=1.0, streams_free=1), 0.0)
+    view.add(snapshot(Histogram(), load_per_stream=0, engines=[], load=1.0, streams_free=1), 0.0)
     text = shown(view)
     assert "3 of 8 open; 1 more session can start; how many can speak at once is not measured yet" in text
     assert "n/a: no engine is connected" in text and "n/a: no audio came in the last minute" in text
     assert "n/a: no turn ended in the last minute" in text and "load=n/a" in view.line("12:00:00")
     missing = {"name": "", "address": "tcp://box:9", "problem": "another secret"}
-    view.saw(snapshot(Histogram(), engines_missing=[missing]), 1.0)
+    view.add(snapshot(Histogram(), engines_missing=[missing]), 1.0)
     text = shown(view)
     assert "3 of 8 open; 2 speaking, 5 can speak at once; 3 more sessions can start" in text
     assert "the engine is busy 50% of the time; new sessions are refused above 95%" in text
@@ -214,7 +214,7 @@ def test_what_was_not_measured_is_said_in_words() -> None:
 )
 def test_a_server_that_takes_no_sessions_is_said_in_words(state: str, said: str) -> None:
     view = StatusView("http://box:8000")
-    view.saw(replace(snapshot(Histogram()), status=state), 0.0)
+    view.add(replace(snapshot(Histogram()), status=state), 0.0)
     assert f"{state}: it takes no" in shown(view) and said in shown(view)
 
 

@@ -67,7 +67,7 @@ def test_full_disk_is_said_once_and_nothing_is_missing_once_there_is_room(
 ) -> None:
     troubles: list[str] = []
     file = TranscriptFile(tmp_path / "talk", extension, False)
-    file.on_trouble = troubles.append
+    file.on_problem = troubles.append
     spoken = words()
     file.add(spoken[:5])
     disk(60)

@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from audio.container_filters import MAX_SILENT_BYTES, BytePipe, IteratorSource, LibavSource, PipeClosed
+from audio.byte_readers import MAX_SILENT_BYTES, BytePipe, IteratorSource, LibavSource, PipeClosed
 from audio.errors import CorruptAudio
 
 
@@ -69,12 +69,12 @@ def test_a_piece_is_used_up_before_the_reader_is_hungry_again() -> None:
 
     running = Run(reader)
     running.give(b"abcde")
-    assert seen == [b"ab"] and not running.pipe.hungry
+    assert seen == [b"ab"] and not running.pipe.needs_bytes
     running.give(b"")
     running.give(b"")
-    assert seen == [b"ab", b"cd", b"e"] and not running.pipe.hungry
+    assert seen == [b"ab", b"cd", b"e"] and not running.pipe.needs_bytes
     running.give(b"")
-    assert running.pipe.hungry
+    assert running.pipe.needs_bytes
     running.give(None)
     assert running.end().finished
 
@@ -123,11 +123,11 @@ def test_a_closed_pipe_stops_its_reader_in_the_middle_of_a_piece() -> None:
 
 def test_bytes_without_sound_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_SILENT_BYTES <= 16 << 20
-    monkeypatch.setattr("audio.container_filters.MAX_SILENT_BYTES", 100)
+    monkeypatch.setattr("audio.byte_readers.MAX_SILENT_BYTES", 100)
 
     def listening(pipe: BytePipe) -> None:
         while pipe.read(50):
-            pipe.sound_came()
+            pipe.audio_decoded()
 
     assert run([bytes(60)] * 10, listening).failure is None
     deaf = run([bytes(60)] * 10, lambda pipe: pipe.skip(600))

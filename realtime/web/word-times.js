@@ -1,7 +1,7 @@
-// When was this word said? Shown for the word under the pointer, or the one reached with the arrow keys.
+// Shows when a word was said: for the word under the pointer, or the one selected with the arrow keys.
 
-// Tells `copy` with the turn whose word is shown when the user presses C, `edit` with the word's element at Enter, and `hear`
-// with it at the space bar.
+// Events from keys: `copy` (C) with the `turn` of the selected word; `edit` (Enter) and `hear` (space bar) with the
+// word's element as `word`.
 export class WordTimes extends EventTarget {
   constructor(captions, tip, announce) {
     super();
@@ -14,8 +14,8 @@ export class WordTimes extends EventTarget {
     addEventListener("scroll", () => this.#show(null), { passive: true });
   }
 
-  // Brings the keyboard back to the captions, at this word.
-  go(word) {
+  // Moves the keyboard focus back to the captions, with this word selected.
+  select(word) {
     this.captions.focus({ preventScroll: true });
     this.#show(word);
   }
@@ -44,10 +44,10 @@ export class WordTimes extends EventTarget {
       End: words.length - 1,
     }[event.key];
     if (event.key === "Escape") this.#show(null);
-    const wish = { Enter: "edit", " ": "hear" }[event.key];
-    if (wish && this.current && !event.ctrlKey && !event.metaKey) {
+    const command = { Enter: "edit", " ": "hear" }[event.key];
+    if (command && this.current && !event.ctrlKey && !event.metaKey) {
       event.preventDefault();
-      this.dispatchEvent(Object.assign(new Event(wish), { word: this.current }));
+      this.dispatchEvent(Object.assign(new Event(command), { word: this.current }));
       return;
     }
     if (event.key === "c" && !event.ctrlKey && !event.metaKey && this.current) {
@@ -58,7 +58,7 @@ export class WordTimes extends EventTarget {
     event.preventDefault();
     word.scrollIntoView({ block: "nearest" });
     this.#show(word);
-    // The scroll this may cause would hide the time again.
+    // The scrolling that this causes hides the time; so show it again after the scroll event.
     requestAnimationFrame(() => requestAnimationFrame(() => this.#show(word)));
     this.announce(`${word.textContent || "removed word"}, ${word.dataset.time}`);
   }

@@ -1,17 +1,23 @@
-// The tape: the last seconds of sound as bars that run to the left. Bars are pale until the server has acknowledged them,
-// and a line beneath them marks speech.
+// Draws the waveform at the top of the page: the last seconds of sound as bars that scroll to the left.
+//
+// Bars are pale until the server has acknowledged their sound, and a line below the bars marks speech.
 
-const BAR = 3;
-const PITCH = 5;
+// CSS pixels: the width of a bar, and the distance from one bar to the next.
+const BAR_WIDTH = 3;
+const BAR_PITCH = 5;
 const BAR_SECONDS = 0.1;
+// More bars than the page is wide; beyond them the older half is dropped.
+const MAX_BARS = 1024;
 
-export class Tape {
+export class Waveform {
   constructor(canvas, transcript) {
     Object.assign(this, { canvas, transcript });
     this.context = canvas.getContext("2d");
+    // `{level, end}` of each bar; all times are seconds on the transcript's clock.
     this.bars = [];
+    // The highest level since the newest bar.
     this.peak = 0;
-    this.edge = this.acked = 0;
+    this.ackedSeconds = 0;
     new ResizeObserver(() => this.draw()).observe(canvas);
   }
 
@@ -20,15 +26,14 @@ export class Tape {
     this.draw();
   }
 
-  // `level` from 0 to 1, `edge` the time of the newest sound.
-  push(level, edge) {
+  // `level` from 0 to 1; `end` is where the newest sound ends.
+  push(level, end) {
     this.peak = Math.max(this.peak, level);
-    this.edge = edge;
     const last = this.bars.at(-1)?.end ?? 0;
-    if (edge - last < BAR_SECONDS) return;
-    this.bars.push({ level: this.peak, end: edge });
+    if (end - last < BAR_SECONDS) return;
+    this.bars.push({ level: this.peak, end });
     this.peak = 0;
-    if (this.bars.length > 1024) this.bars.splice(0, 512);
+    if (this.bars.length > MAX_BARS) this.bars.splice(0, MAX_BARS / 2);
     this.draw();
   }
 
@@ -53,27 +58,28 @@ export class Tape {
     const colour = (name) => style.getPropertyValue(name);
     context.setTransform(ratio, 0, 0, ratio, 0, 0);
     context.clearRect(0, 0, width, height);
-    const speech = this.#speech();
+    const turns = this.#shownTurns();
     const middle = (height - 8) / 2;
-    let x = width - PITCH;
-    for (let i = this.bars.length - 1; i >= 0 && x > -PITCH; i -= 1, x -= PITCH) {
+    let x = width - BAR_PITCH;
+    for (let i = this.bars.length - 1; i >= 0 && x > -BAR_PITCH; i -= 1, x -= BAR_PITCH) {
       const { level, end } = this.bars[i];
       const size = Math.max(2, level * (height - 10));
-      context.fillStyle = colour(end <= this.acked ? "--tape-heard" : "--tape-waiting");
+      context.fillStyle = colour(end <= this.ackedSeconds ? "--waveform-acked" : "--waveform-waiting");
       context.beginPath();
-      context.roundRect(x, middle - size / 2, BAR, size, BAR / 2);
+      context.roundRect(x, middle - size / 2, BAR_WIDTH, size, BAR_WIDTH / 2);
       context.fill();
-      // The first bar of a turn stays bare, so that turns can be told apart.
-      if (speech.some((turn) => end > turn.start + BAR_SECONDS && end <= (turn.end ?? Infinity))) {
-        context.fillStyle = colour("--tape-speech");
-        context.fillRect(x - 1, height - 5, PITCH, 2);
+      // The first bar of a turn has no line, so that neighbouring turns are distinguishable.
+      if (turns.some((turn) => end > turn.start + BAR_SECONDS && end <= (turn.end ?? Infinity))) {
+        context.fillStyle = colour("--waveform-speech");
+        context.fillRect(x - 1, height - 5, BAR_PITCH, 2);
       }
     }
-    context.fillStyle = colour("--tape-blank");
-    for (; x > -PITCH; x -= PITCH) context.fillRect(x, middle - 1, BAR, 2);
+    context.fillStyle = colour("--waveform-blank");
+    for (; x > -BAR_PITCH; x -= BAR_PITCH) context.fillRect(x, middle - 1, BAR_WIDTH, 2);
   }
 
-  #speech() {
+  // The turns that may overlap the bars on the screen.
+  #shownTurns() {
     const oldest = this.bars.at(-200)?.end ?? 0;
     return this.transcript.entries.slice(-40).filter((turn) => turn.state !== "note" && (turn.end ?? Infinity) > oldest);
   }

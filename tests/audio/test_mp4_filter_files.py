@@ -17,11 +17,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from audio.container_filters import MAX_BOXES, MAX_TRACK_BYTES, READ_BYTES, index_first
+from audio.byte_readers import READ_BYTES
 from audio.containers import read_file, read_upload
 from audio.errors import AudioError, CorruptAudio, NoAudioTrack
-from tests.audio.test_container_filters_mp4 import box, full, index, track
+from audio.mp4_filter import MAX_BOXES, MAX_TRACK_BYTES, index_first
 from tests.audio.test_containers import KINDS, SECONDS, assert_is_the_tone, joined, tone, write
+from tests.audio.test_mp4_filter import box, full, index, track
 
 TYPE = box(b"ftyp", b"M4A \0\0\0\0")
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from realtime.bench.load_test import ClientRecord, Objective, RunRecord, draw
+from realtime.bench.plot import draw
+from realtime.bench.run_records import ClientRecord, Objective, RunRecord
 
 
 def test_plot_is_valid_and_marks_what_missed() -> None:

@@ -10,14 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from realtime.commands.transcripts import (
-    MOST_CHARACTERS,
-    CaptionView,
-    ShownWord,
-    caption_lines,
-    clock,
-    split_at_word,
-)
+from realtime.commands.caption_view import MAX_CHARACTERS, CaptionView, ShownWord, caption_lines, clock, split_at_word
 
 
 def view(show_words: bool = False, terminal: bool = False) -> tuple[CaptionView, io.StringIO]:
@@ -32,7 +25,7 @@ def words_of(text: str) -> list[ShownWord]:
 def test_nothing_said_shows_nothing() -> None:
     shown, file = view()
     with shown:
-        shown.heard(5.0)
+        shown.advance(5.0)
         shown.add_line("  ", [])
         shown.show_open("still open")
     assert file.getvalue() == "" and shown.typical_delay is None
@@ -40,7 +33,7 @@ def test_nothing_said_shows_nothing() -> None:
 
 def test_text_without_a_full_stop_is_broken_somewhere() -> None:
     lines = [line for line, _ in caption_lines(" word" * 100, [])]
-    assert len(lines) > 1 and all(len(line) <= MOST_CHARACTERS + 5 for line in lines)
+    assert len(lines) > 1 and all(len(line) <= MAX_CHARACTERS + 5 for line in lines)
     assert " ".join(lines).split() == ["word"] * 100
 
 

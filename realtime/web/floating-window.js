@@ -1,19 +1,24 @@
-// A small window above all others: a document where the browser has such windows, a video of drawn text elsewhere.
+// The small window with the newest captions that stays above all other windows.
+//
+// It is a document picture-in-picture window where the browser has them, and elsewhere a video of drawn text.
 
+import { SPEAKER_COLOURS } from "./captions.js";
+
+// In CSS pixels, as the other sizes.
 const SIZE = { width: 640, height: 220 };
+// Pixels of the video for each CSS pixel.
 const SCALE = 2;
 const FONT_PIXELS = 30;
 const LINE_PIXELS = 40;
 const MARGIN = 20;
-// As in captions.js.
-const COLOURS = 6;
 
 export class FloatingWindow {
-  static get possible() {
+  static get isSupported() {
     return "documentPictureInPicture" in window || Boolean(document.pictureInPictureEnabled);
   }
 
   constructor() {
+    // One of them is set while the window is shown.
     this.body = this.canvas = null;
   }
 
@@ -21,13 +26,14 @@ export class FloatingWindow {
     return Boolean(this.body || this.canvas);
   }
 
-  // Needs a click just before it.
+  // Browsers open such a window only right after a click.
   async open() {
     if (this.shown) return;
     if ("documentPictureInPicture" in window) await this.#openDocument();
     else await this.#openVideo();
   }
 
+  // `newest` as for `fillLines`.
   draw(newest) {
     if (this.body) fillLines(this.body, newest);
     else if (this.canvas) this.#drawVideo(newest);
@@ -65,7 +71,7 @@ export class FloatingWindow {
     video.addEventListener("leavepictureinpicture", () => (this.canvas = null));
   }
 
-  // The newest lines at the bottom, in the colours of the page.
+  // Draws the newest lines at the bottom, in the colours of the page.
   #drawVideo(newest) {
     const context = this.canvas.getContext("2d");
     const style = getComputedStyle(document.body);
@@ -74,13 +80,14 @@ export class FloatingWindow {
     context.fillRect(0, 0, SIZE.width, SIZE.height);
     context.fillStyle = style.color;
     context.font = `${FONT_PIXELS}px ${style.getPropertyValue("--serif")}`;
-    const lines = newest.flatMap(({ parts }) => wrap(context, written(parts), SIZE.width - 2 * MARGIN));
+    const lines = newest.flatMap(({ parts }) => wrap(context, plainText(parts), SIZE.width - 2 * MARGIN));
     let y = SIZE.height - MARGIN;
     for (let n = lines.length - 1; n >= 0 && y > FONT_PIXELS; n -= 1, y -= LINE_PIXELS) context.fillText(lines[n], MARGIN, y);
   }
 }
 
-// One paragraph for each turn, in whichever document `element` is.
+// Fills an element of any document with one paragraph for each turn, `{open, parts}`; `parts` as `#parts` in overlay.js
+// makes them.
 export function fillLines(element, newest) {
   const document = element.ownerDocument;
   const lines = newest.map(({ open, parts }) => {
@@ -91,7 +98,7 @@ export function fillLines(element, newest) {
       if (name) {
         const who = document.createElement("b");
         who.className = "speaker";
-        who.dataset.colour = number % COLOURS;
+        who.dataset.colour = number % SPEAKER_COLOURS;
         who.textContent = `${name}: `;
         line.append(who);
       }
@@ -102,7 +109,7 @@ export function fillLines(element, newest) {
   element.replaceChildren(...lines);
 }
 
-function written(parts) {
+function plainText(parts) {
   return parts.map(({ name, text }) => (name ? `${name}: ${text}` : text)).join(" ");
 }
 

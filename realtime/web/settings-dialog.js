@@ -1,8 +1,8 @@
-// The settings dialog and the theme button.
+// The settings dialog and the theme button: shows the preferences, and changes them.
 
 import { fileSize } from "./format.js";
 import { TAB, TAB_AND_MICROPHONE, listMicrophones } from "./microphone.js";
-import { MOST_BYTES } from "./sounds.js";
+import { MAX_BYTES } from "./sound-store.js";
 import { canShareSound } from "./tab-sound.js";
 
 // Languages of Whisper for which Chromium has no name.
@@ -20,7 +20,7 @@ export function connectSettings(preferences, sounds, onTheme) {
   $("speakers").checked = choices.speakers;
 
   $("keep-sound").checked = choices.keepSound;
-  $("sound-bound").textContent = fileSize(MOST_BYTES);
+  $("sound-bound").textContent = fileSize(MAX_BYTES);
   $("keep-sound").addEventListener("change", async () => {
     preferences.set("keepSound", $("keep-sound").checked);
     await sounds.opened;
@@ -35,7 +35,7 @@ export function connectSettings(preferences, sounds, onTheme) {
   sounds.opened.then(() => showSound(sounds, choices));
 
   $("key").addEventListener("input", () => preferences.setKey($("key").value));
-  $("key").addEventListener("change", () => showWishes(preferences));
+  $("key").addEventListener("change", () => showModelOptions(preferences));
   $("pace").addEventListener("change", () => preferences.set("realTime", $("pace").value === "real"));
   $("size").addEventListener("input", () => preferences.set("size", Number($("size").value)));
   $("announce").addEventListener("change", () => preferences.set("announce", $("announce").checked));
@@ -46,8 +46,8 @@ export function connectSettings(preferences, sounds, onTheme) {
   $("keywords").addEventListener("input", () => preferences.set("keywords", $("keywords").value));
   $("open-settings").addEventListener("click", () => {
     $("settings").showModal();
-    // A server that was starting when the page came told nothing of its model then.
-    if (!preferences.options.length) showWishes(preferences);
+    // A server that was still starting when the page was loaded had no information about its model.
+    if (!preferences.options.length) showModelOptions(preferences);
   });
 
   const showTheme = () => {
@@ -60,7 +60,7 @@ export function connectSettings(preferences, sounds, onTheme) {
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", showTheme);
   showTheme();
-  showWishes(preferences);
+  showModelOptions(preferences);
   showSources(preferences);
   navigator.mediaDevices?.addEventListener("devicechange", () => showSources(preferences));
 
@@ -69,17 +69,17 @@ export function connectSettings(preferences, sounds, onTheme) {
       if (!$("settings").open) $("settings").showModal();
       $(field).focus();
     },
-    // A browser tells names of devices once one has been opened.
-    devicesKnown: () => showSources(preferences),
+    // A browser gives the names of devices only after one has been opened.
+    onDeviceOpened: () => showSources(preferences),
   };
 }
 
-// What is kept can be seen and deleted, also when no more is kept.
+// Stored sound is listed and can be deleted even after its storing was switched off.
 function showSound(sounds, { keepSound }) {
-  const refused = keepSound && !sounds.works;
+  const unavailable = keepSound && !sounds.available;
   $("sound-box").hidden = !sounds.bytes && !keepSound;
   $("sound-delete").hidden = !sounds.bytes;
-  $("sound-size").textContent = refused
+  $("sound-size").textContent = unavailable
     ? "This browser keeps no sound for this page."
     : sounds.bytes ? `${fileSize(sounds.bytes)} of sound are kept in this browser.` : "No sound is kept yet.";
 }
@@ -98,17 +98,17 @@ async function showSources(preferences) {
   if (options.some((option) => option.value === chosen)) $("device").value = chosen;
 }
 
-// Only what the server's model takes can be filled in.
-async function showWishes(preferences) {
-  await preferences.learn();
-  const takes = (name) => preferences.options.includes(name);
-  $("language-box").hidden = !takes("language");
+// Only options that the server's model accepts are shown.
+async function showModelOptions(preferences) {
+  await preferences.loadModelInfo();
+  const accepts = (name) => preferences.options.includes(name);
+  $("language-box").hidden = !accepts("language");
   showLanguages(preferences);
-  $("keywords-box").hidden = !takes("keywords") && !takes("prompt");
-  $("speakers-box").hidden = !takes("speakers");
+  $("keywords-box").hidden = !accepts("keywords") && !accepts("prompt");
+  $("speakers-box").hidden = !accepts("speakers");
 }
 
-// Those of the server's model. Where it has only one, the list says which.
+// The languages of the server's model. If it has only one, the list shows which.
 function showLanguages({ languages, language }) {
   const names = new Intl.DisplayNames(["en"], { type: "language" });
   const options = languages.map((code) => new Option(UNNAMED[code] ?? names.of(code), code));

@@ -1,4 +1,4 @@
-"""Clients of a load test: bad manifests are named, every client plays different audio, nothing is lost."""
+"""The audio of a load test: bad manifests are named, every client plays different audio, nothing is lost."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realtime.bench.clients import (
+from realtime.bench.recordings import (
     AudioPiece,
     BadManifest,
     Bank,

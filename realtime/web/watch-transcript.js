@@ -1,14 +1,16 @@
-// The words of a published session as a viewer has them: finished turns and open ones, by their ids.
+// The transcript on a viewer's page (/watch/NAME): finished and open turns, updated by the server's events.
 
-const MOST_LINES = 300;
+// Older finished turns are dropped.
+const MAX_LINES = 300;
 
-export class Watched {
+export class WatchTranscript {
+  // Texts by turn id: finished turns, and open ones.
   lines = new Map();
   open = new Map();
   live = false;
 
-  // Takes an event of the server; returns the texts of the turns that it has finished.
-  take(event) {
+  // Applies an event of the server; returns the texts of the turns that it finishes.
+  apply(event) {
     if (event.type === "snapshot") return this.#merge(event);
     if (event.type === "begin" || event.type === "end") {
       this.live = event.type === "begin";
@@ -24,20 +26,21 @@ export class Watched {
     return [];
   }
 
-  // A snapshot has the newest turns. Turns that are known already stay where they are.
+  // A snapshot has the newest turns; the server sends it when the viewer connects. After a reconnection, turns that are
+  // known keep their place, and the texts of the others are returned.
   #merge({ live, lines, open }) {
-    const known = this.lines.size > 0;
-    const fresh = lines.filter(({ id }) => !this.lines.has(id));
+    const isReconnection = this.lines.size > 0;
+    const added = lines.filter(({ id }) => !this.lines.has(id));
     this.live = live;
     lines.forEach((line) => this.#finish(line));
     this.open = new Map(open.map(({ id, text }) => [id, text]));
-    return known ? fresh.map(({ text }) => text) : [];
+    return isReconnection ? added.map(({ text }) => text) : [];
   }
 
   #finish({ id, text }) {
     this.open.delete(id);
     this.lines.set(id, text);
-    if (this.lines.size > MOST_LINES) this.lines.delete(this.lines.keys().next().value);
+    if (this.lines.size > MAX_LINES) this.lines.delete(this.lines.keys().next().value);
   }
 
   // All turns in order: `{ id, text, open }`.

@@ -7,18 +7,18 @@ import time
 
 import pytest
 
-from audio.container_filters import (
+from audio.byte_readers import BytePipe
+from audio.containers import ContainerDecoder
+from audio.errors import AudioError, CorruptAudio, NoAudioTrack
+from audio.mp4_filter import (
     MAX_BOX_BYTES,
     MAX_FRAGMENT_SAMPLES,
     MAX_HEADER_BYTES,
-    BytePipe,
     Mp4Boxes,
     checked_fragment,
     checked_index,
 )
-from audio.containers import ContainerDecoder
-from audio.errors import AudioError, CorruptAudio, NoAudioTrack
-from tests.audio.test_container_filters_pipes import run
+from tests.audio.test_byte_readers import run
 
 
 def parts_of(pieces: list[bytes], size: int = 1 << 16) -> list[bytes]:
@@ -145,7 +145,7 @@ def test_a_stream_may_end_anywhere_but_in_an_index(cut: int) -> None:
 def test_a_long_stream_ends_and_starts_over_with_its_header(
     content: bytes, parts: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("audio.container_filters.MAX_FRAGMENTS", 2)
+    monkeypatch.setattr("audio.mp4_filter.MAX_FRAGMENTS", 2)
     fragment = box(b"moof", box(b"traf", content)) + box(b"mdat", b"media")
     streams: list[bytes] = []
 
@@ -156,7 +156,7 @@ def test_a_long_stream_ends_and_starts_over_with_its_header(
             streams.append(b"")
             while part := boxes.read(1 << 16):
                 streams[-1] += part
-            more = boxes.start_over()
+            more = boxes.reopen()
 
     run([HEADER, *[fragment] * 5], reader)
     assert sorted(stream.removeprefix(HEADER).count(fragment) for stream in streams) == parts
