@@ -35,7 +35,7 @@ NO_BOUNDING_CONSTANTS = {
     "engine.boundary.sockets.MAX_SOCKETS": "a limit of ZeroMQ that is lifted",
     "engine.boundary.sockets.REFUSALS_READ_AT_ONCE": "how much is read at once",
     "engine.boundary.sockets.CURVE_BYTES": "what encryption adds to a frame",
-    "engine.client.link.PLACE_BYTES": "the size of an entry of a message",
+    "engine.client.link.ITEM_HEADER_BYTES": "the size of an entry of a message",
     "engine.client.supervisor.MAX_BACKOFF_S": "a time to wait",
     "realtime.dialects.openai.MAX_DELAY_MS": "a range of a setting",
     "realtime.dialects.deepgram.MAX_BOOST": "a range of a setting",
@@ -61,8 +61,8 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.session.settings.MAX_RATE": "a range of a setting",
     "realtime.session.formatting.MAX_PARAGRAPH_WORDS": "the shape of a paragraph",
     "realtime.session.redaction.MAX_FILLERS": "how far a rule looks",
-    "realtime.session.words.MAX_SUBTITLE_CHARACTERS": "the shape of a subtitle",
-    "realtime.session.words.MAX_SUBTITLE_SECONDS": "the shape of a subtitle",
+    "realtime.session.subtitles.MAX_SUBTITLE_CHARACTERS": "the shape of a subtitle",
+    "realtime.session.subtitles.MAX_SUBTITLE_SECONDS": "the shape of a subtitle",
 }
 
 

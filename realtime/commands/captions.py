@@ -146,8 +146,8 @@ class CaptionOutput:
         assert self.speakers is not None
         if labels is not None:
             self.speakers.add(labels, 0)
-        while self._unlabelled and (labels is None or self.speakers.knows(self._unlabelled[0])):
-            word = self.speakers.best(self._unlabelled.popleft())
+        while self._unlabelled and (labels is None or self.speakers.is_decided(self._unlabelled[0])):
+            word = self.speakers.with_best_label(self._unlabelled.popleft())
             self.speakers.forget_before(word.start)
             self._show_labelled(word)
 

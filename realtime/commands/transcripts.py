@@ -25,16 +25,8 @@ from audio.formats import MODEL_RATE
 from realtime.commands.terminal import CommandFailed, UsageError, harmless, note
 from realtime.session.events import TimedWord
 from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
-from realtime.session.words import (
-    SENTENCE_ENDS,
-    Subtitle,
-    ends_sentence,
-    spoken_lines,
-    subtitles,
-    to_srt,
-    to_vtt,
-    word_fields,
-)
+from realtime.session.subtitles import Subtitle, spoken_lines, subtitles, to_srt, to_vtt
+from realtime.session.words import SENTENCE_ENDS, ends_sentence, word_fields
 
 # A line ends with its turn, with a sentence after `ENOUGH_CHARACTERS`, or after `MOST_CHARACTERS`.
 ENOUGH_CHARACTERS = 60
@@ -195,8 +187,8 @@ class FileTranscript:
 
     def label(self, ended: bool = False) -> None:
         """Label the words whose speakers are known by now; all of them if the labels have ended."""
-        while self.labelled < len(self.words) and (ended or self.speakers.knows(self.words[self.labelled])):
-            self.words[self.labelled] = self.speakers.best(self.words[self.labelled])
+        while self.labelled < len(self.words) and (ended or self.speakers.is_decided(self.words[self.labelled])):
+            self.words[self.labelled] = self.speakers.with_best_label(self.words[self.labelled])
             self.labelled += 1
 
 

@@ -412,7 +412,7 @@ class StreamRunner:
 
     @property
     def _turn_rule(self) -> messages.TurnRule | None:
-        return turn_rule(self.settings.turn_detection, self.session.sample_rate, self.session.limits.learnt)
+        return turn_rule(self.settings.turn_detection, self.session.sample_rate, self.session.limits.has_turn_detector)
 
     async def _flush(self, pause: int | None, ends_speech: bool, turn_over: bool) -> None:
         if self.stream is None:
