@@ -365,7 +365,7 @@ def expected(talk: Talk) -> list[list[str]]:
     for turn in whole.run():
         speaker, parts = None, list[list[str]]([[]])
         for said in turn.words:
-            now = timeline.settled_label(said).speaker
+            now = timeline.with_final_label(said).speaker
             if now is not None and speaker not in (None, now):
                 parts.append([])
             speaker = speaker if now is None else now
