@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from realtime.dialects.deepgram import plain, plain_parts, read_file_query
+from realtime.dialects.deepgram import plain, plain_parts
+from realtime.dialects.deepgram_query import read_file_query
 from realtime.http import transcription_routes
 from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
 from realtime.http.long_responses import (

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from engine import messages
 from realtime.dialects.base import SessionFacts, encode_json
-from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_query
+from realtime.dialects.deepgram import DeepgramDialect, Listening
+from realtime.dialects.deepgram_query import read_socket_query
 from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import SavedSession, Session
 from realtime.session.events import Commit, Completed, Configure, Delta, End, TimedWord
