@@ -1,4 +1,4 @@
-"""The engines that a gateway knows (`EnginePool`), how many more streams they can take, and the order to ask them.
+"""The engines that a gateway knows (`EnginePool`): their capacity, and the order in which they are asked for a stream.
 
 The pool is state without tasks of its own; the supervisor changes it, and `EngineClient`, recovery and migration ask
 it. It knows which engines are connected, which are spares, which streams run on which, and in what order a new stream

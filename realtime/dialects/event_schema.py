@@ -159,7 +159,7 @@ class AudioFormat(Shape):
 
 
 class TurnDetection(Shape):
-    """What the server ends turns by; null instead of this object: the client commits."""
+    """How the server ends turns. Null instead of this object: the client commits."""
 
     type: Literal["server_vad", "semantic_vad"]
     threshold: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET

@@ -551,7 +551,7 @@ class LiveSession:
         if asked == self.session.settings:
             return asked, []
         taken, faults = asked.in_force_after(self.session.settings, self._engine.spec)
-        if missing := asked.untaken(taken):
+        if missing := asked.ignored_options(taken):
             log.info("session %s: the model does not support %s", self.id, ", ".join(missing))
         return taken, faults
 

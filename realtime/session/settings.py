@@ -37,11 +37,11 @@ from engine.spec import ModelSpec, language_code
 from realtime.errors import ClientFault
 from realtime.session.english import split_marks
 
-# What may be redacted, with the least number of digits that a number of this kind has.
-LEAST_DIGITS = {"card": 12, "ssn": 9, "phone": 7, "numbers": 3}
+# The kinds of numbers that may be redacted, with the smallest number of digits that a number of the kind has.
+MIN_DIGITS = {"card": 12, "ssn": 9, "phone": 7, "numbers": 3}
 EMAIL = "email"
 REDACTED = "[REDACTED]"
-KINDS = (*LEAST_DIGITS, EMAIL)
+KINDS = (*MIN_DIGITS, EMAIL)
 
 # Bounds of the lists: terms of one list, the length of a term, and all terms of one client together.
 MAX_TERMS = 200
@@ -253,7 +253,7 @@ class Settings:
     delay: str | int | None = None
     noise_reduction: Any = None
     turn_detection: TurnDetection | None = field(default_factory=TurnDetection)
-    # The client has set turn detection; until then the default may depend on the model's name.
+    # Whether the client has set turn detection. Until then the default may depend on the model's name.
     turns_chosen: bool = False
     include: tuple[str, ...] | None = None
     # Remove white space at the start of an item, as OpenAI does; vLLM promises the raw concatenation.
@@ -269,8 +269,8 @@ class Settings:
     finals: str | None = None
     # Enrolled speakers: name, and the embedding of a reference recording as bytes.
     known_speakers: tuple[Enrolled, ...] = ()
-    # What a client asks for instead: names, and data URLs with recordings, or None for a voice that is enrolled
-    # already. `realtime/serving/inbox.py` enrols them; settings that are in force have None here.
+    # The speakers that the client asks for: names, each with a data URL of a recording, or None for a voice that is
+    # enrolled already. `realtime/serving/inbox.py` enrols them; settings that are in force have None here.
     asked_speakers: tuple[tuple[str, str | None], ...] | None = None
     # The name under which viewers may read the session.
     publish: str | None = None
@@ -326,16 +326,16 @@ class Settings:
         listed = listed_words(self.prompt or "") if options.keywords and not options.prompt else ()
         if listed:
             _check((*words, *listed), "prompt")
-        told = text_language(self.language, self.task)
-        if not told and not options.languages:
+        language = text_language(self.language, self.task)
+        if not language and not options.languages:
             # The model keeps no language, so the client named it in an earlier message.
-            told = self.text_language
+            language = self.text_language
         # Without formatting the value is that of a session that asked for none.
-        formatting = replace(self.formatting, language=told) if self.formatting.changes_finals else self.formatting
+        formatting = replace(self.formatting, language=language) if self.formatting.changes_finals else self.formatting
         return replace(
             self,
             formatting=formatting,
-            text_language=told,
+            text_language=language,
             language=_language(self.language, options),
             languages=_languages(self.languages or (), options),
             prompt=_prompt(self.prompt or "") if options.prompt or listed else None,
@@ -382,8 +382,8 @@ class Settings:
             return replace(self, turn_detection=replace(self.turn_detection, speaker_change=False))
         return replace(self, **{option: getattr(Settings(), option)})
 
-    def untaken(self, taken: Settings) -> list[str]:
-        """The names of options that are set here and not in `taken`."""
+    def ignored_options(self, taken: Settings) -> list[str]:
+        """The names of options that are set here and not in `taken`, because the model does not support them."""
         asked = ("prompt", "keywords", "noise_reduction")
         return [name for name in asked if getattr(self, name) and getattr(taken, name) is None]
 
@@ -431,9 +431,9 @@ def _language(written: str | None, options: Options) -> str | None:
     try:
         code = language_code(written)
     except ValueError as error:
-        raise _fault("language", f"{error}. {_what_there_is(options)}") from None
+        raise _fault("language", f"{error}. {_supported_languages(options)}") from None
     if code is not None and code not in options.languages:
-        raise _fault("language", f"The model does not support the language {code!r}. {_what_there_is(options)}")
+        raise _fault("language", f"The model does not support the language {code!r}. {_supported_languages(options)}")
     return code
 
 
@@ -446,10 +446,10 @@ def _languages(written: Sequence[str], options: Options) -> tuple[str, ...] | No
     try:
         codes = dict.fromkeys(language_code(name) for name in written)
     except ValueError as error:
-        raise _fault("languages", f"{error}. {_what_there_is(options)}") from None
+        raise _fault("languages", f"{error}. {_supported_languages(options)}") from None
     known = tuple(code for code in codes if code in options.languages)
     if not known and None not in codes:
-        raise _fault("languages", f"The model supports none of these languages. {_what_there_is(options)}")
+        raise _fault("languages", f"The model supports none of these languages. {_supported_languages(options)}")
     return known if options.detects_language else None
 
 
@@ -506,7 +506,7 @@ def _task(task: str | None, options: Options) -> str | None:
     return task
 
 
-def _what_there_is(options: Options) -> str:
+def _supported_languages(options: Options) -> str:
     return f"It supports {', '.join(options.languages)}."
 
 
