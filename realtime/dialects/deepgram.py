@@ -40,11 +40,8 @@ from realtime.session.events import (
     WordsLabelled,
 )
 from realtime.session.formatting import Hit, format_final, search_words, settled_words
-from realtime.session.settings import (
-    REDACTED,
-    Formatting,
-    Settings,
-)
+from realtime.session.formatting_options import REDACTED, Formatting
+from realtime.session.settings import Settings
 from realtime.session.words import languages_of, text_of
 from realtime.text_values import now_text
 

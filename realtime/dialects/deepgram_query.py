@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from realtime.errors import Refusal
+from realtime.session.formatting_options import Formatting, make_formatting
 from realtime.session.settings import (
     G711_RATE,
     MAX_RATE,
@@ -19,10 +20,8 @@ from realtime.session.settings import (
     NAME_RULE,
     PUBLISHED_NAME,
     AudioFormat,
-    Formatting,
     Settings,
     TurnDetection,
-    make_formatting,
     text_language,
 )
 from realtime.text_values import decimal_number, whole_number

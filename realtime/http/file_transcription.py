@@ -41,8 +41,9 @@ from realtime.session.formatting import (
     search_words,
     sentence_parts,
 )
+from realtime.session.formatting_options import NO_FORMATTING, Formatting
 from realtime.session.redaction import RedactedStream
-from realtime.session.settings import NO_FORMATTING, Formatting, Settings
+from realtime.session.settings import Settings
 from realtime.session.speakers import SpeakerTimeline, letter_name
 from realtime.session.subtitles import Subtitle, each_subtitle, spoken_lines, srt_blocks, subtitles, vtt_blocks
 from realtime.session.words import first_word, text_of, timed_words, token_logprobs, word_fields

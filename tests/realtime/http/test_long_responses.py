@@ -25,7 +25,8 @@ from realtime.http.long_responses import (
     json_pieces,
 )
 from realtime.session.events import TimedWord
-from realtime.session.settings import NO_FORMATTING, Formatting, Settings, make_formatting
+from realtime.session.formatting_options import NO_FORMATTING, Formatting, make_formatting
+from realtime.session.settings import Settings
 
 RATE = 16_000
 SHORT, LONG = 8_000, 16_000
