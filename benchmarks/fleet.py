@@ -214,7 +214,7 @@ class Fleet:
             await self.until_whole()
 
     async def stop(self) -> None:
-        from fleet.supervisors import Records, kill_family
+        from fleet.supervisors import Records, kill_process_group
 
         with contextlib.suppress(RuntimeError):
             await self.run("down", "--wait", "90")
@@ -225,7 +225,7 @@ class Fleet:
         self.balancer.stop()
         for folder in (self.state / "cluster", *(self.state / "nodes").glob("*")):
             for record in Records(folder).running():
-                kill_family(record)
+                kill_process_group(record)
 
 
 def wait_for_nodes(file: Path, count: int) -> None:
@@ -303,11 +303,11 @@ async def lose_node(fleet: Fleet, status: Status) -> Mended:
 
 
 async def lose_head(away_s: float, fleet: Fleet, status: Status) -> Mended:
-    from fleet.supervisors import Records, kill_family
+    from fleet.supervisors import Records, kill_process_group
 
     record = Records(fleet.state / "cluster").read("head")
     assert record is not None
-    kill_family(record)
+    kill_process_group(record)
     await asyncio.sleep(away_s)
     await fleet.run("up", "--wait", str(PATIENCE_S))
     return lambda now: bool(now["pid"] != status["pid"])

@@ -22,7 +22,7 @@ from audio.containers import read_file
 from engine.boundary.input_cache import SenderCache
 from engine.client.client import EngineClient
 from engine.client.engine_handles import RemoteEngine
-from engine.client.link import Processor
+from engine.client.item_checks import ItemChecker
 from engine.client.prepared_audio import check_same_model, parse_items, render
 from engine.messages import Failed, Text
 from engine.spec import ModelSpec
@@ -31,7 +31,7 @@ from engine.spec import ModelSpec
 def prepare_in_worker(path: str, spec: ModelSpec) -> str:
     """Runs in the worker, which has the model's spec, but neither the model nor a connection to the engine."""
     samples = np.concatenate(list(read_file(path)))
-    rendered = render(Processor("read-only", spec, SenderCache(1 << 24)), samples, engine_holds=SenderCache(0))
+    rendered = render(ItemChecker("preparing", spec, SenderCache(1 << 24)), samples, engine_cache=SenderCache(0))
     return json.dumps(rendered.as_json())
 
 

@@ -5,9 +5,9 @@ The manager holds no stream and no session. The only state that must survive a r
 actor stores; the running processes are read from the records of the nodes. `Supervisors` is the manager's access to
 nodes and supervisors.
 
-How many units there should be is decided by pure functions in `plan.py`; which of them start or are drained next, and
-where, by `reconcile` and `place`, which are pure too and come first here. The functions after them add up the reports
-of gateways and name problems for the operator.
+How many engines there should be is decided in `scaling.py`. `reconcile` decides which units start or are drained next,
+and `place` decides where. Both are pure functions and come first here. The functions after them add up the reports of
+gateways and name problems for the operator.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from fleet.plan import Decision, FleetPlan, Load, ScaleMemory, decide, plan_from
+from fleet.plan import FleetPlan, plan_from
+from fleet.scaling import Decision, Load, ScaleState, decide
 from fleet.state import (
     Action,
     ActualState,
@@ -40,17 +41,19 @@ from fleet.state import (
 logger = logging.getLogger(__name__)
 
 # Tolerance for sums of fractions such as 0.1.
-_ALMOST = 1e-6
+_TOLERANCE = 1e-6
+# What a supervisor reports (`Supervisor.report`), and the answer of a gateway to `/capacity`.
 Report = Mapping[str, Any]
+Capacity = Mapping[str, Any]
 # Seconds until a node that could not start a unit is tried again.
 AVOID_S = 60.0
 # An engine whose heartbeats have not reached any gateway for this many seconds does not serve. A supervisor that has
 # not answered for this long is named in the status; a new supervisor takes a few seconds.
 SILENT_S = 5.0
-MOST_NOTES = 50
+# The newest notes that the status shows.
+NOTES_KEPT = 50
 # Differences of clocks in seconds that are not reported: a report may take that long to arrive.
-CLOCK_S = 5.0
-Capacity = Mapping[str, Any]
+CLOCK_DIFFERENCE_S = 5.0
 
 
 def place(
@@ -92,8 +95,8 @@ def place(
 
 def _stays(unit: Unit, wanted: DesiredState) -> bool:
     """Whether the unit is neither drained nor about to be replaced."""
-    is_leaving = unit.state is UnitState.DRAINING or unit.name in wanted.drained
-    return unit.generation == wanted.generation and not is_leaving
+    is_draining = unit.state is UnitState.DRAINING or unit.name in wanted.drained
+    return unit.generation == wanted.generation and not is_draining
 
 
 def room_on(node: Node, wanted: DesiredState, units: Iterable[Unit]) -> tuple[float, float]:
@@ -119,7 +122,7 @@ def free_port(
 
 
 def _fits(needs: Needs, cpus: float, gpus: float) -> bool:
-    return needs.cpus <= cpus + _ALMOST and needs.gpus <= gpus + _ALMOST
+    return needs.cpus <= cpus + _TOLERANCE and needs.gpus <= gpus + _TOLERANCE
 
 
 # Reconciliation. A unit is not drained while fewer than the wanted number would serve afterwards. The exception is a
@@ -153,9 +156,9 @@ def reconcile(wanted: DesiredState, actual: ActualState) -> list[Action]:
 def _reconcile_kind(
     kind: Kind, wanted: DesiredState, actual: ActualState, kept: list[Unit], number: int
 ) -> tuple[list[Action], int]:
-    mine = [unit for unit in kept if unit.kind is kind]
-    leaving = [unit for unit in mine if _is_asked_to_leave(unit, wanted) and unit.state is not UnitState.DRAINING]
-    staying = [unit for unit in mine if unit.state is not UnitState.DRAINING and unit not in leaving]
+    same_kind = [unit for unit in kept if unit.kind is kind]
+    leaving = [unit for unit in same_kind if _is_asked_to_leave(unit, wanted) and unit.state is not UnitState.DRAINING]
+    staying = [unit for unit in same_kind if unit.state is not UnitState.DRAINING and unit not in leaving]
     outdated = [unit for unit in staying if unit.generation != wanted.generation]
     count = wanted.count(kind)
     # An upgrade starts one unit more than wanted, so that no old unit is drained before a new one serves.
@@ -176,12 +179,12 @@ def _reconcile_kind(
         actions.append(Start(started))
     if no_place and not is_replacing:
         actions.append(Wait(no_place))
-    actions += _departures(kind, wanted, mine, leaving, staying, bool(no_place))
+    actions += _departures(kind, wanted, same_kind, leaving, staying, bool(no_place))
     return actions, number
 
 
 def _departures(
-    kind: Kind, wanted: DesiredState, mine: list[Unit], leaving: list[Unit], staying: list[Unit], is_full: bool
+    kind: Kind, wanted: DesiredState, same_kind: list[Unit], leaving: list[Unit], staying: list[Unit], is_full: bool
 ) -> list[Action]:
     """The units to drain now."""
     count = wanted.count(kind)
@@ -190,7 +193,7 @@ def _departures(
     if leaving and (len(serving) >= count or is_full):
         return [DrainUnit(unit.name, "the operator drains it") for unit in leaving]
     # 2. Otherwise one unit of a kind at a time.
-    if any(unit.state is UnitState.DRAINING for unit in mine) or leaving:
+    if any(unit.state is UnitState.DRAINING for unit in same_kind) or leaving:
         return []
     outdated = [unit for unit in staying if unit.generation != wanted.generation]
     excess = len(staying) - count
@@ -259,13 +262,13 @@ def fleet_capacity(capacities: Mapping[str, Capacity]) -> dict[str, Any]:
     }
 
 
-def clock_trouble(node: str, told: float, now: float) -> str:
+def clock_trouble(node: str, node_time: float, now: float) -> str:
     """A warning if the clocks of node and head differ (seconds since the epoch), or an empty text.
 
     No decision compares clocks, but client secrets contain an expiry time.
     """
-    off = told - now
-    if abs(off) <= CLOCK_S:
+    off = node_time - now
+    if abs(off) <= CLOCK_DIFFERENCE_S:
         return ""
     where = "ahead of" if off > 0 else "behind"
     return f"the clock of node {node} is {abs(off):.0f} s {where} the head's: client secrets hold too long or too short"
@@ -294,8 +297,10 @@ class Supervisors(Protocol):
         """Start a supervisor for this unit on its node."""
 
     def reports(self, table: Table, outdated: Collection[str], figures: Mapping[str, Any]) -> Mapping[str, Report]:
-        """The reports of all supervisors that answer now; the same calls bring gateways the figures, and the table to
-        those that have an outdated one."""
+        """The reports of all supervisors that answer now.
+
+        The same calls send the figures to all gateways, and the table to those gateways that have an outdated one.
+        """
 
     def drain(self, name: str) -> None: ...
 
@@ -308,7 +313,7 @@ class ManagerState:
     """The state that survives a restart of the manager."""
 
     plan: FleetPlan
-    scale: ScaleMemory
+    scale: ScaleState
     generation: int = 1
     next_number: int = 1
     drained: frozenset[str] = frozenset()
@@ -330,7 +335,7 @@ class ManagerState:
     def from_json(cls, tree: dict[str, Any]) -> ManagerState:
         return cls(
             plan_from(tree["plan"]),
-            ScaleMemory(tree["wanted"]),
+            ScaleState(tree["wanted"]),
             tree["generation"],
             tree["next_number"],
             frozenset(tree["drained"]),
@@ -340,7 +345,7 @@ class ManagerState:
 
     @classmethod
     def of(cls, plan: FleetPlan) -> ManagerState:
-        return cls(plan, ScaleMemory(plan.engine.least))
+        return cls(plan, ScaleState(plan.engine.least))
 
 
 class Manager:
@@ -364,10 +369,10 @@ class Manager:
         self._units: dict[str, Unit] = {}
         self._reports: Mapping[str, Report] = {}
         # Time of the last answer of each supervisor, or of its start.
-        self._heard_at: dict[str, float] = {}
+        self._answered_at: dict[str, float] = {}
         self._seen: dict[str, dict[str, Any]] = {}
         self._troubles: dict[str, str] = {}
-        # By engine: the process id with which a gateway last saw it serve.
+        # By engine: its process id when a gateway last reported that it serves.
         self._served_as: dict[str, Any] = {}
         self._refused = 0
         self._refused_before: dict[str, int] = {}
@@ -375,12 +380,13 @@ class Manager:
         self._avoided: dict[str, float] = {}
         self._notes: list[str] = []
         self._waits: list[str] = []
-        self._looks = 0
+        self._rounds = 0
 
     # Orders of the operator
 
     def want(self, plan: FleetPlan) -> None:
-        """Take another plan. Its bounds and counts hold at once; running processes keep the settings of their start."""
+        """Apply another plan. Its bounds and counts apply at once; running processes keep the settings of their
+        start."""
         self._state.plan = plan
         self._state.is_going_down = False
 
@@ -388,7 +394,7 @@ class Manager:
         plan = self._state.plan.engine
         if not plan.least <= engines <= plan.most:
             raise FleetError(f"the fleet file allows {plan.least} to {plan.most} engines, not {engines}")
-        self._state.scale = ScaleMemory(engines, changed_at=self._clock())
+        self._state.scale = ScaleState(engines, changed_at=self._clock())
         self._note(f"the operator wants {engines} engines")
 
     def drain(self, name: str) -> None:
@@ -418,8 +424,8 @@ class Manager:
 
     def step(self) -> None:
         """One round: collect reports, scale, reconcile, update the table of engines, store the state."""
-        self._looks += 1
-        self._look()
+        self._rounds += 1
+        self._collect_reports()
         decision = self._scaling()
         if decision.why:
             self._note(f"{decision.scaling.wanted} engines wanted: {decision.why}")
@@ -427,11 +433,11 @@ class Manager:
         actions = reconcile(self._wanted(decision.scaling.wanted), self._actual())
         self._waits = [action.why for action in actions if isinstance(action, Wait)]
         for action in actions:
-            self._do(action)
+            self._perform(action)
         plan = self._state.plan.gateway
         to_peer_port = plan.peer_port - plan.port
         self._state.table = next_table(self._state.table, self._units.values(), self._hosts(), to_peer_port)
-        self._remember()
+        self._store_state()
 
     def planned(self, engines: int | None = None) -> dict[str, Any]:
         """The actions of the next round with `engines` engines (None: as many as scaling wants); starts none."""
@@ -442,7 +448,7 @@ class Manager:
             "engines_now": sum(unit.kind is Kind.ENGINE for unit in self._units.values()),
             "engines_wanted": wanted,
             "why": decision.why if engines is None else "asked for",
-            "actions": [_told(action) for action in actions],
+            "actions": [_description(action) for action in actions],
         }
 
     def status(self) -> dict[str, Any]:
@@ -456,28 +462,28 @@ class Manager:
             "drained": sorted(state.drained),
             "is_going_down": state.is_going_down,
             "table_number": state.table["number"],
-            "looks": self._looks,
+            "looks": self._rounds,
             "capacity": fleet_capacity(capacities),
             "nodes": [asdict(node) for node in self._nodes.values()],
-            "units": [self._shown(unit) for unit in sorted(self._units.values(), key=lambda unit: unit.number)],
+            "units": [self._unit_status(unit) for unit in sorted(self._units.values(), key=lambda unit: unit.number)],
             "waits_for": self._waits,
-            "notes": self._notes[-MOST_NOTES:],
+            "notes": self._notes[-NOTES_KEPT:],
         }
 
     # The parts of a round
 
-    def _look(self) -> None:
+    def _collect_reports(self) -> None:
         """Collect nodes and reports, and bring the units up to date."""
         nodes = {node.name: node for node in self._supervisors.nodes()}
         for name in nodes.keys() - self._nodes.keys():
-            self._take_in(nodes, name)
+            self._adopt_units(nodes, name)
         # A node that is gone is no longer drained: if it comes back, it takes work again.
         self._state.drained -= self._nodes.keys() - nodes.keys()
         self._nodes = nodes
         # The figures of the round before: the call that asks for reports also carries the figures.
         figures = {"name": self._state.plan.name, **fleet_capacity(self._capacities())}
         self._reports = self._supervisors.reports(self._state.table, self._outdated(), figures)
-        self._heard_at |= dict.fromkeys(self._reports.keys() & self._units.keys(), self._clock())
+        self._answered_at |= dict.fromkeys(self._reports.keys() & self._units.keys(), self._clock())
         self._seen = engines_seen(self._capacities().values())
         self._refused = self._newly_refused()
         now = self._wall_clock()
@@ -492,8 +498,8 @@ class Manager:
         gateways = {name for name, unit in self._units.items() if unit.kind is Kind.GATEWAY}
         return {name for name in gateways if self._reports.get(name, {}).get("table") != number}
 
-    def _take_in(self, nodes: dict[str, Node], name: str) -> None:
-        """A node is new or back: take over the units that run there already."""
+    def _adopt_units(self, nodes: dict[str, Node], name: str) -> None:
+        """A node is new or has come back: add the units that run there already."""
         try:
             found = self._supervisors.units_on_node(nodes[name])
         except FleetError as error:
@@ -526,7 +532,7 @@ class Manager:
         if unit.kind is Kind.ENGINE:
             seen = self._seen.get(unit.name)
             busy = unit.busy if seen is None else seen["streams"]
-            # Gateways tell whether an engine serves. If no gateway answers, the engine keeps that state.
+            # Gateways report whether an engine serves. If no gateway answers, the engine keeps its last state.
             if seen is not None:
                 self._served_as[unit.name] = report["pid"]
             if (
@@ -566,17 +572,17 @@ class Manager:
     def _actual(self) -> ActualState:
         now = self._clock()
         self._avoided = {name: until for name, until in self._avoided.items() if until > now}
-        # An avoided node keeps its units and gets none: it is shown without free resources.
+        # An avoided node keeps its units and gets no new ones: it appears here without free resources.
         nodes = tuple(
             replace(node, cpus=0.0, gpus=0.0) if node.name in self._avoided else node for node in self._nodes.values()
         )
         return ActualState(nodes, tuple(self._units.values()), self._state.next_number, frozenset(self._taken))
 
-    def _do(self, action: Action) -> None:
+    def _perform(self, action: Action) -> None:
         if isinstance(action, Start):
             self._note(f"{action.unit.name} starts on {action.unit.node}")
             self._start_supervisor(action.unit)
-            self._remember()
+            self._store_state()
         elif isinstance(action, DrainUnit):
             self._note(f"{action.name} drains: {action.why}")
             self._units[action.name] = replace(self._units[action.name], state=UnitState.DRAINING)
@@ -586,17 +592,17 @@ class Manager:
             del self._units[action.name]
             self._served_as.pop(action.name, None)
             self._refused_before.pop(action.name, None)
-            self._heard_at.pop(action.name, None)
+            self._answered_at.pop(action.name, None)
             self._state.drained -= {action.name}
             self._supervisors.dismiss(action.name)
 
     def _start_supervisor(self, unit: Unit) -> None:
         self._state.next_number = max(self._state.next_number, unit.number + 1)
         self._units[unit.name] = unit
-        self._heard_at[unit.name] = self._clock()
+        self._answered_at[unit.name] = self._clock()
         self._supervisors.start_supervisor(unit, self._state.plan)
 
-    def _remember(self) -> None:
+    def _store_state(self) -> None:
         if (now := self._state.as_json()) != self._stored:
             self._store(now)
             self._stored = now
@@ -608,7 +614,7 @@ class Manager:
     def _hosts(self) -> dict[str, str]:
         return {node.name: node.host for node in self._nodes.values()}
 
-    def _shown(self, unit: Unit) -> dict[str, Any]:
+    def _unit_status(self, unit: Unit) -> dict[str, Any]:
         report, seen = self._reports.get(unit.name, {}), self._seen.get(unit.name, {})
         capacity = report.get("capacity") or {}
         return {
@@ -629,7 +635,7 @@ class Manager:
         }
 
     def _silence(self, unit: Unit) -> str:
-        silent_s = self._clock() - self._heard_at[unit.name]
+        silent_s = self._clock() - self._answered_at[unit.name]
         if silent_s < SILENT_S:
             return ""
         text = f"its supervisor has not answered for {silent_s:.0f} s: {unit.node} stands still, is cut off or is gone"
@@ -637,10 +643,10 @@ class Manager:
 
     def _note(self, text: str) -> None:
         logger.info("%s", text)
-        self._notes = [*self._notes[-MOST_NOTES:], text]
+        self._notes = [*self._notes[-NOTES_KEPT:], text]
 
 
-def _told(action: Action) -> str:
+def _description(action: Action) -> str:
     match action:
         case Start(unit):
             return f"start {unit.kind} {unit.name} on {unit.node} port {unit.port}"

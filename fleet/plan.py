@@ -1,8 +1,7 @@
-"""The fleet file (TOML) of the operator: reads and checks it; and the scaling rule that decides the number of engines.
+"""The fleet file (TOML) of the operator: its sections and keys (`FleetPlan`), and how it is read and checked.
 
-Used by the commands of `tickertape fleet` and by the manager. `decide` is a pure function of the rules, the load, the
-time and what the last rounds saw. It is neither the capacity planning of `tickertape plan` nor the plan of an engine
-step.
+Used by the commands of `tickertape fleet` and by the manager. This plan has nothing to do with `tickertape plan`, which
+plans the capacity of one machine, nor with the plan of an engine step.
 """
 
 from __future__ import annotations
@@ -16,6 +15,7 @@ from typing import Any, get_type_hints
 
 from engine.fleet_secret import read_secret
 from engine.toml_file import read_toml
+from fleet.scaling import ScaleRules
 from fleet.state import FleetError, FleetFileError, Kind, Needs
 
 _NAME = re.compile(r"[a-z][a-z0-9-]{0,30}")
@@ -44,7 +44,8 @@ class GatewayPlan:
     cpus: float = 1.0
     host: str = "127.0.0.1"
     port: int = 8000
-    # The port at which a gateway with the port above listens to other gateways; one with the next port takes the next.
+    # The port at which a gateway with the port above listens to other gateways. A gateway with a higher port uses a
+    # port that is higher by the same number.
     peer_port: int = 5700
     # Seconds over which a draining gateway closes the sockets of its clients.
     drain_s: float = 10.0
@@ -219,100 +220,3 @@ def _value(wanted: Any, value: Any, key: str) -> Any:
         kinds = {bool: "true or false", str: "text", int: "a whole number", float: "a number"}
         raise FleetFileError(f"{key} must be {kinds[wanted]}, not {value!r}")
     return value
-
-
-# Scaling: the number of engines, as a pure function of load and time.
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleRules:
-    """Bounds and thresholds of scaling. A share is counted streams divided by possible ones, of all serving engines."""
-
-    least: int = 1
-    most: int = 1
-    # One more engine after `above_s` seconds with a share above this, or when a session was refused.
-    above: float = 0.8
-    above_s: float = 30.0
-    # One engine less after `below_s` seconds with a share below this.
-    below: float = 0.5
-    below_s: float = 600.0
-    # Seconds without a change after a change: an engine takes a while to start and to fill.
-    cool_down_s: float = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Load:
-    """The load of the fleet now: counted and possible streams of serving engines."""
-
-    counted: int
-    possible: int
-    # Serving engines, and sessions refused for lack of room since the last round.
-    engines: int
-    refused: int = 0
-
-    @property
-    def share(self) -> float:
-        return self.counted / self.possible if self.possible else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ScaleMemory:
-    """State of scaling from one round to the next; times in seconds of the manager's clock."""
-
-    wanted: int
-    high_since: float | None = None
-    low_since: float | None = None
-    changed_at: float | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    scaling: ScaleMemory
-    # Why the wanted number changed; empty if it did not.
-    why: str = ""
-
-
-def decide(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> Decision:
-    """Changes the wanted number of engines by at most one, or brings it within the bounds."""
-    within = min(max(memory.wanted, rules.least), rules.most)
-    if within != memory.wanted:
-        why = f"the fleet may have {rules.least} to {rules.most} engines"
-        return Decision(ScaleMemory(within, changed_at=now), why)
-    high = load.share > rules.above
-    low = load.share < rules.below
-    noted = replace(
-        memory,
-        high_since=(memory.high_since if memory.high_since is not None else now) if high else None,
-        low_since=(memory.low_since if memory.low_since is not None else now) if low and not load.refused else None,
-    )
-    if noted.changed_at is not None and now - noted.changed_at < rules.cool_down_s:
-        return Decision(noted)
-    # An engine is still starting: it will take the present load, and the present refusals are no reason for another.
-    if load.engines < noted.wanted:
-        return Decision(noted)
-    why = _reason_for_more(rules, noted, load, now)
-    if why and noted.wanted < rules.most:
-        return Decision(ScaleMemory(noted.wanted + 1, changed_at=now), why)
-    why = _reason_for_fewer(rules, noted, load, now)
-    if why and noted.wanted > rules.least:
-        return Decision(ScaleMemory(noted.wanted - 1, changed_at=now), why)
-    return Decision(noted)
-
-
-def _reason_for_more(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> str:
-    if load.refused:
-        return "sessions were refused for lack of room"
-    if memory.high_since is not None and now - memory.high_since >= rules.above_s:
-        return (
-            f"{load.share:.0%} of the possible streams are taken, more than {rules.above:.0%} for {rules.above_s:g} s"
-        )
-    return ""
-
-
-def _reason_for_fewer(rules: ScaleRules, memory: ScaleMemory, load: Load, now: float) -> str:
-    if memory.low_since is None or now - memory.low_since < rules.below_s:
-        return ""
-    # With one engine less the share must not exceed `above` at once, or the fleet would oscillate.
-    if load.engines > 1 and load.counted > rules.above * load.possible * (load.engines - 1) / load.engines:
-        return ""
-    return f"{load.share:.0%} of the possible streams are taken, less than {rules.below:.0%} for {rules.below_s:g} s"

@@ -28,15 +28,18 @@ class FleetFileError(FleetError):
 # The table that gateways read: name, address and state of each engine and of each gateway.
 
 Table = dict[str, Any]
-# Gateways that report an engine's figures to the manager. If all did, a round of the manager would grow with the
+# How many gateways report an engine's figures to the manager. If all did, the work of a round would grow with the
 # product of engines and gateways.
 REPORTERS = 3
 
 
 def table_of(number: int, units: Iterable[Unit], hosts: Mapping[str, str], to_peer_port: int) -> Table:
-    """The table with this number. Starting engines are listed: gateways wait for them. Gateways that are not up are
-    not listed: the others would wait for one that may never start. `to_peer_port` leads from a gateway's port to the
-    one at which it listens to other gateways."""
+    """The table with this number.
+
+    Starting engines are listed: gateways wait for them. Gateways that are not up are not listed: the others would wait
+    for a gateway that may never start. `to_peer_port`: the port at which a gateway listens to other gateways, minus its
+    port for clients.
+    """
     ordered = sorted(units, key=lambda unit: unit.number)
     gone = (UnitState.ENDED, UnitState.FAILED)
     return {
@@ -63,16 +66,16 @@ def next_table(last: Table, units: Iterable[Unit], hosts: Mapping[str, str], to_
     return last if same == last else same | {"number": last["number"] + 1}
 
 
-def left_to_others(gateway: str, table: Table) -> frozenset[str]:
+def reported_by_others(gateway: str, table: Table) -> frozenset[str]:
     """The engines of the table that this gateway need not report: for each, `REPORTERS` other gateways of the table
     have higher hashes."""
     rivals = [row["name"] for row in table.get("gateways", ()) if row["name"] != gateway]
 
-    def is_left(engine: str) -> bool:
+    def others_report(engine: str) -> bool:
         own = _hash(gateway, engine)
         return sum(_hash(rival, engine) > own for rival in rivals) >= REPORTERS
 
-    return frozenset(row["name"] for row in table["engines"] if is_left(row["name"]))
+    return frozenset(row["name"] for row in table["engines"] if others_report(row["name"]))
 
 
 def _hash(gateway: str, engine: str) -> bytes:
@@ -83,15 +86,15 @@ def write_table(path: Path, table: Table) -> None:
     """Writes the table if it differs from the file: gateways read the file whenever it has changed."""
     text = json.dumps(table, indent=1)
     if not (path.is_file() and path.read_text() == text):
-        write_whole(path, text)
+        replace_file(path, text)
 
 
-def write_whole(path: Path, text: str) -> None:
+def replace_file(path: Path, text: str) -> None:
     """Replaces the file atomically: readers see the old text or the new one."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    beside = path.with_suffix(".new")
-    beside.write_text(text)
-    os.replace(beside, path)
+    new = path.with_suffix(".new")
+    new.write_text(text)
+    os.replace(new, path)
 
 
 # Nodes and units, the wanted and the actual state, and the actions that lead from one to the other.

@@ -33,11 +33,13 @@ from typing import Any
 
 from engine.fleet_secret import fingerprint
 from fleet.plan import FleetPlan
-from fleet.state import FleetError, Kind, Table, Unit, UnitState, left_to_others, write_table, write_whole
+from fleet.state import FleetError, Kind, Table, Unit, UnitState, replace_file, reported_by_others, write_table
 
 # A log larger than this at a start is renamed to NAME.log.1.
-MOST_LOG_BYTES = 10_000_000
+LARGE_LOG_BYTES = 10_000_000
+# Timeout for the start of a detached process.
 LAUNCH_S = 60.0
+# Bytes at the end of a log in which its last line is found.
 TAIL_BYTES = 4096
 # Fields of /proc/PID/stat after the program's name: the state, and the start time of the process in clock ticks.
 _STATE, _BEGAN = 0, 19
@@ -81,7 +83,7 @@ def is_running(record: Record) -> bool:
 def launch(command: Sequence[str], environment: Mapping[str, str], log: Path) -> tuple[int, int]:
     """Starts a detached process. Returns its process id and start time in clock ticks. Raises FleetError."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    if log.is_file() and log.stat().st_size > MOST_LOG_BYTES:
+    if log.is_file() and log.stat().st_size > LARGE_LOG_BYTES:
         log.replace(log.with_suffix(".log.1"))
     starter = [sys.executable, "-m", "fleet.supervisors", str(log), *command]
     done = subprocess.run(starter, env=dict(environment), capture_output=True, text=True, timeout=LAUNCH_S)
@@ -101,7 +103,7 @@ def send(record: Record, number: signal.Signals) -> None:
             pass
 
 
-def kill_family(record: Record) -> None:
+def kill_process_group(record: Record) -> None:
     """Kills the process and its children: it is the leader of its process group."""
     if is_running(record):
         try:
@@ -139,9 +141,9 @@ class Records:
     def write(self, record: Record) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
         path = self._path(record.name)
-        beside = path.with_suffix(".new")
-        beside.write_text(json.dumps(asdict(record)))
-        os.replace(beside, path)
+        new = path.with_suffix(".new")
+        new.write_text(json.dumps(asdict(record)))
+        os.replace(new, path)
 
     def read(self, name: str) -> Record | None:
         try:
@@ -176,8 +178,8 @@ class Records:
 
 # Seconds before a process that ended by itself is started again: the first time, and at most.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-# After this many seconds of running, the next wait is the first one again.
-WELL_S = 60.0
+# After this many seconds of running, the wait after the next end is `FIRST_WAIT_S` again.
+STABLE_S = 60.0
 # Seconds that a process has to end after its drain time, before it is killed.
 GRACE_S = 15.0
 # The variable with which Ray assigns GPUs to its workers.
@@ -215,7 +217,7 @@ class Supervisor:
         self._started_at = 0.0
         self._kill_at: float | None = None
         self._has_ended = False
-        self._record = self._found()
+        self._record = self._find_process()
         if self._record is None:
             self._check_place()
 
@@ -250,13 +252,14 @@ class Supervisor:
             elif self._record is None and self._clock() >= self._start_at:
                 self._start()
             if self._record is not None and self._kill_at is not None and self._clock() >= self._kill_at:
-                kill_family(self._record)
+                kill_process_group(self._record)
             watched = self._record is not None
         if watched:
             self.observe()
 
     def drain(self) -> None:
-        """Tell the process to take nothing new and to end when it is empty; a second call changes nothing."""
+        """Make the process accept nothing new and end when it has no streams or sessions. A second call changes
+        nothing."""
         with self._lock:
             if self._record is None:
                 self._has_ended = True
@@ -271,7 +274,7 @@ class Supervisor:
         with self._lock:
             self._has_ended = True
             if self._record is not None:
-                kill_family(self._record)
+                kill_process_group(self._record)
                 self._records.remove(self.unit.name)
 
     def report(self) -> dict[str, Any]:
@@ -300,7 +303,7 @@ class Supervisor:
             return UnitState.DRAINING
         return UnitState.SERVING if self._record is not None and self.serves else UnitState.STARTING
 
-    def _found(self) -> Record | None:
+    def _find_process(self) -> Record | None:
         """The running process of an earlier supervisor of this name, if there is one."""
         record = self._records.read(self.unit.name)
         if record is None or not is_running(record):
@@ -345,7 +348,7 @@ class Supervisor:
         self._started_at = self._clock()
 
     def _note_loss(self, record: Record) -> None:
-        """The process has ended: because it was drained, or by itself; then it is started again after a wait."""
+        """The process has ended. If it was not drained, it is started again after a wait."""
         self._record = None
         self._records.remove(record.name)
         self.forget()
@@ -353,7 +356,7 @@ class Supervisor:
             self._has_ended = True
             return
         now = self._clock()
-        self._wait_s = FIRST_WAIT_S if now - self._started_at > WELL_S else min(2 * self._wait_s, LONGEST_WAIT_S)
+        self._wait_s = FIRST_WAIT_S if now - self._started_at > STABLE_S else min(2 * self._wait_s, LONGEST_WAIT_S)
         self._start_at = now + self._wait_s
         self._restarts += 1
         self._error = f"it ended by itself: {self._records.last_line(record.name)}"
@@ -392,9 +395,9 @@ class EngineSupervisor(Supervisor):
 
 
 # Timeout of a request to the gateway, in seconds.
-LOOK_S = 2.0
-# Seconds in which turns of clients that do not resume may finish, besides the time for closing sockets.
-TURNS_S = 15.0
+REQUEST_TIMEOUT_S = 2.0
+# Seconds for the turns of clients that do not resume to finish, in addition to the time for closing sockets.
+TURN_END_S = 15.0
 # A gateway that listens on all addresses is queried at the loopback address.
 _ANY = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 _REFUSED = re.compile(r'^tickertape_refused_total\{[^}]*reason="capacity"[^}]*\} (\S+)$', re.MULTILINE)
@@ -405,17 +408,17 @@ class GatewaySupervisor(Supervisor):
 
     # The number of the table that was written last, and the engines that other gateways report.
     _table_number: int | None = None
-    _left_to_others: frozenset[str] = frozenset()
+    _reported_by_others: frozenset[str] = frozenset()
     _capacity: dict[str, Any] | None = None
     _is_ready = False
     _is_up = False
-    _speaks_tls = False
+    _uses_tls = False
     # Sessions refused for lack of room since the gateway's start; None before the first answer.
     _refused: int | None = None
 
     @property
     def drain_s(self) -> float:
-        return self.plan.gateway.drain_s + TURNS_S
+        return self.plan.gateway.drain_s + TURN_END_S
 
     @property
     def table_path(self) -> Path:
@@ -440,15 +443,15 @@ class GatewaySupervisor(Supervisor):
             *settings,
         ]
 
-    def take_table(self, table: Table) -> None:
+    def set_table(self, table: Table) -> None:
         write_table(self.table_path, table)
-        left = left_to_others(self.unit.name, table)
+        left = reported_by_others(self.unit.name, table)
         with self._lock:
-            self._table_number, self._left_to_others = int(table["number"]), left
+            self._table_number, self._reported_by_others = int(table["number"]), left
 
-    def take_figures(self, figures: Mapping[str, Any]) -> None:
+    def set_figures(self, figures: Mapping[str, Any]) -> None:
         """Writes the fleet's figures every time: the age of the file is the age of the figures."""
-        write_whole(self.figures_path, json.dumps(figures))
+        replace_file(self.figures_path, json.dumps(figures))
 
     def observe(self) -> None:
         status, body = self._get("/capacity")
@@ -474,15 +477,15 @@ class GatewaySupervisor(Supervisor):
             # None: the supervisor has no table, or its file was removed. Then the manager sends the table again.
             "table": self._table_number if self.table_path.is_file() else None,
             "is_up": self._is_up,
-            "capacity": self._own_share(self._capacity),
+            "capacity": self._without_others_engines(self._capacity),
             "refused": self._refused,
         }
 
-    def _own_share(self, capacity: dict[str, Any] | None) -> dict[str, Any] | None:
-        """The figures of the gateway, with those engines that it has to report."""
+    def _without_others_engines(self, capacity: dict[str, Any] | None) -> dict[str, Any] | None:
+        """The figures of the gateway, without the engines that other gateways report."""
         if capacity is None or "engines" not in capacity:
             return capacity
-        engines = [engine for engine in capacity["engines"] if engine.get("name") not in self._left_to_others]
+        engines = [engine for engine in capacity["engines"] if engine.get("name") not in self._reported_by_others]
         return capacity | {"engines": engines}
 
     def _get(self, path: str) -> tuple[int, str]:
@@ -493,8 +496,8 @@ class GatewaySupervisor(Supervisor):
             answer = connection.getresponse()
             return answer.status, answer.read().decode(errors="replace")
         except (ssl.SSLError, http.client.HTTPException, ConnectionResetError):
-            # A server is there and may use the other protocol, http or https, which only its configuration says.
-            self._speaks_tls = not self._speaks_tls
+            # A server listens there. It may use the other protocol (http or https), which only its configuration names.
+            self._uses_tls = not self._uses_tls
             return 0, ""
         except OSError:
             return 0, ""
@@ -503,12 +506,14 @@ class GatewaySupervisor(Supervisor):
 
     def _connection(self) -> http.client.HTTPConnection:
         host = _ANY.get(self.plan.gateway.host, self.plan.gateway.host)
-        if self._speaks_tls:
-            return http.client.HTTPSConnection(host, self.unit.port, timeout=LOOK_S, context=_trusting())
-        return http.client.HTTPConnection(host, self.unit.port, timeout=LOOK_S)
+        if self._uses_tls:
+            return http.client.HTTPSConnection(
+                host, self.unit.port, timeout=REQUEST_TIMEOUT_S, context=_unverified_context()
+            )
+        return http.client.HTTPConnection(host, self.unit.port, timeout=REQUEST_TIMEOUT_S)
 
 
-def _trusting() -> ssl.SSLContext:
+def _unverified_context() -> ssl.SSLContext:
     """A TLS context that checks no certificate: it is for the public name, and the gateway is on this machine."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False

@@ -32,7 +32,7 @@ from realtime.config import Changes, Config, ModelConfig, take_over
 from realtime.http.descriptors import Descriptors, sparing_http
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
-from realtime.listeners import listening_sockets, raise_limit
+from realtime.listeners import listening_sockets, raise_file_limit
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.fleet_publishing import FleetNames
 from realtime.serving.metrics import (
@@ -90,8 +90,11 @@ class Server(uvicorn.Server):
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """uvicorn raises captured signals again when it has stopped. Keep only the first: another one would interrupt
-        the rest of the shutdown, such as stopping the engine."""
+        """Keep only the first captured signal.
+
+        uvicorn raises captured signals again when it has stopped. A second one would interrupt the rest of the
+        shutdown, such as stopping the engine.
+        """
         with super().capture_signals():
             try:
                 yield
@@ -179,8 +182,10 @@ class RunningServer:
 
 
 def limit_http_dates() -> None:
-    """Make uvicorn and websockets write Date headers for any time; theirs fail beyond the year 9999, and uvicorn's
-    failure ends the server."""
+    """Make uvicorn and websockets write Date headers for any time.
+
+    Their own functions fail if the system's clock is set beyond the year 9999, and uvicorn's failure ends the server.
+    """
     email.utils.formatdate = http_date
     uvicorn.server.formatdate = http_date  # type: ignore[attr-defined]
 
@@ -265,7 +270,7 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
     """A complete server in one process: our own engine or remote engines, the engine client, and a listening gateway.
     It listens before an engine is ready, and refuses sessions until then: see `RunningServer.wait_until_ready`.
     Raises OSError if it cannot listen; no engine has been started then."""
-    raise_limit()
+    raise_file_limit()
     metrics = Metrics()
     freeze_modules()
     engines: list[EngineHandle] = [RemoteEngine(address) for address in config.model.engines]
@@ -308,11 +313,13 @@ async def running_server(config: Config) -> AsyncIterator[RunningServer]:
 
 @dataclass(frozen=True, slots=True)
 class EnginesForWorkers:
-    """The engines that workers connect to. `starting` is done when our own engine is ready. `counters` reports the
-    engines' counters since their start, which workers that connect later cannot know; None for remote engines."""
+    """The engines that workers connect to."""
 
     addresses: list[str]
+    # Done when the engine of this process is ready, or at once for remote engines.
     starting: asyncio.Task[None]
+    # Reports the engines' counters since their start, which workers that connect later cannot know; None for remote
+    # engines.
     counters: Callable[[], msgspec.Raw] | None = None
 
 
@@ -324,7 +331,7 @@ def _engine_counters(metrics: Iterable[Metric]) -> msgspec.Raw:
 @asynccontextmanager
 async def engine_for_workers(config: Config) -> AsyncIterator[EnginesForWorkers]:
     """The engines for workers. If the engine is our own, this process starts it and restarts it."""
-    raise_limit()
+    raise_file_limit()
     if config.engines_elsewhere:
         yield EnginesForWorkers(list(config.model.engines), asyncio.create_task(asyncio.sleep(0)))
         return

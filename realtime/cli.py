@@ -103,7 +103,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _open_what_is_closed() -> None:
+def _open_closed_streams() -> None:
     """Send output to /dev/null if standard output or error is closed (`>&-`); Python has None there."""
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
@@ -111,7 +111,7 @@ def _open_what_is_closed() -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    _open_what_is_closed()
+    _open_closed_streams()
     try:
         return _run(arguments)
     finally:

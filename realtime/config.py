@@ -39,15 +39,14 @@ HOST = re.compile(r"[A-Za-z0-9_.-]+|[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*
 ENGINE = re.compile(r"ipc://.+|inproc://.+|tcp://[^\s:/]+:([0-9]{1,5})|tcp://\[[0-9A-Fa-f:.]+\]:([0-9]{1,5})")
 # Devices that models run on.
 DEVICE = re.compile(r"auto|cpu|cuda(?::(?:0|[1-9][0-9]{0,2}))?")
-# More processes would only wait for one another.
+# More processes would only compete for the processors.
 MOST_WORKERS = 64
 # Longer than the delay of any model between speech and its text.
 MIN_CUT_SILENCE_S = 3.0
 # Largest share of the free host memory for parked streams.
 MAX_PARKED_SHARE = 0.9
-# The least values of settings for which 0 does not mean "no limit": with less, the server would accept clients and fail
-# each of them.
-LEAST = {
+# The smallest values of settings for which 0 does not mean "no limit", and what would happen with less.
+MINIMUMS = {
     "server.handshake_s": (0.1, "requests would be cut off before they arrive"),
     "limits.message_bytes": (256, "every message of a client would be refused"),
     "limits.control_bytes": (256, "every message that is not audio would be refused"),
@@ -64,7 +63,7 @@ LEAST = {
 }
 # The largest number of any setting. Products of a larger one, such as the samples of seconds, would overflow, and every
 # session would fail.
-LARGEST = 10**15
+LARGEST_NUMBER = 10**15
 # Longest text of a wrong value in an error.
 SHOWN_CHARACTERS = 80
 LOG_LEVELS = ("debug", "info", "warning", "error")
@@ -256,7 +255,7 @@ class LimitsConfig:
 class SessionConfig:
     # Seconds of speech without text after which a new engine stream is started from the kept audio; 0 turns it off.
     stall_s: float = 8.0
-    # Seconds of audio kept for that.
+    # Seconds of audio kept for such a new stream.
     keep_s: float = 30.0
     # Longest turn in seconds; a longer one is ended after a word and the next turn continues, which bounds memory.
     turn_s: float = 3600.0
@@ -433,7 +432,7 @@ def check(config: Config) -> None:
             raise ConfigError(f"{name}: there is no file {shown(file)}; set the path of an existing PEM file")
     if config.limits.max_load > 1:
         raise ConfigError(f"limits.max_load is a share and cannot be more than 1, but is {config.limits.max_load:g}")
-    _check_least(config)
+    _check_minimums(config)
     if config.session.turn_s < MIN_TURN_S:
         raise ConfigError(f"session.turn_s must be at least {MIN_TURN_S:g}, not {config.session.turn_s:g}")
     _check_proxies(server)
@@ -465,14 +464,14 @@ def _check_keys(auth: AuthConfig) -> None:
             raise ConfigError(f"auth.keys: {text}")
 
 
-def _check_least(config: Config) -> None:
-    for name, (least, consequence) in LEAST.items():
+def _check_minimums(config: Config) -> None:
+    for name, (least, consequence) in MINIMUMS.items():
         section, key = name.split(".")
         value = getattr(getattr(config, section), key)
         if 0 <= value < least:
             raise ConfigError(f"{name} must be at least {least:g}, not {value:g}: with less {consequence}")
-    if 0 < config.limits.outbox_characters < LEAST["limits.outbox_bytes"][0]:
-        raise ConfigError(f"limits.outbox_characters must be 0 or at least {LEAST['limits.outbox_bytes'][0]:g}")
+    if 0 < config.limits.outbox_characters < MINIMUMS["limits.outbox_bytes"][0]:
+        raise ConfigError(f"limits.outbox_characters must be 0 or at least {MINIMUMS['limits.outbox_bytes'][0]:g}")
 
 
 def _check_proxies(server: ServerConfig) -> None:
@@ -495,7 +494,7 @@ def _check_browsers(server: ServerConfig) -> None:
             text = "must be a name such as captions.example.org, without scheme and port; or *"
             raise ConfigError(f"server.allowed_hosts: {shown(host)} {text}")
     _check_hosts("server.stream_hosts", server.stream_hosts)
-    reason = server.stream_file and _never_a_file(server.stream_file)
+    reason = server.stream_file and _file_problem(server.stream_file)
     if reason:
         raise ConfigError(f"server.stream_file: {shown(server.stream_file)} {reason}; set the path of a file")
 
@@ -630,16 +629,17 @@ def _check_model(config: Config) -> None:
 def _check_fleet(fleet: FleetConfig) -> None:
     """A file may be missing or unreadable: the server waits for it. At these paths none can ever be."""
     for name, path in (("fleet.table", fleet.table), ("fleet.figures", fleet.figures)):
-        reason = path and _never_a_file(path)
+        reason = path and _file_problem(path)
         if reason:
             text = "set the path of a JSON file that the fleet's supervisor writes"
             raise ConfigError(f"{name}: {shown(path)} {reason}; {text}")
-    reason = fleet.secret_file and _never_a_file(fleet.secret_file)
+    reason = fleet.secret_file and _file_problem(fleet.secret_file)
     if reason:
         raise ConfigError(f"fleet.secret_file: {shown(fleet.secret_file)} {reason}; set the path of an existing file")
 
 
-def _never_a_file(path: str) -> str:
+def _file_problem(path: str) -> str:
+    """Why there can never be a regular file at this path; empty if there can be one."""
     try:
         return "" if S_ISREG(os.stat(path).st_mode) else "is not a regular file"
     except (FileNotFoundError, PermissionError):
@@ -656,9 +656,9 @@ class Changes:
     need_restart: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        said = ["changed: " + ", ".join(self.taken_over)] if self.taken_over else []
-        said += ["changed and needs a restart: " + ", ".join(self.need_restart)] if self.need_restart else []
-        return "; ".join(said) or "nothing has changed"
+        parts = ["changed: " + ", ".join(self.taken_over)] if self.taken_over else []
+        parts += ["changed and needs a restart: " + ", ".join(self.need_restart)] if self.need_restart else []
+        return "; ".join(parts) or "nothing has changed"
 
 
 def take_over(config: Config, new: Config) -> Changes:
@@ -711,8 +711,8 @@ def _check_numbers(section: str, values: Any) -> None:
         value = getattr(values, key.name)
         if isinstance(value, int | float) and value < 0:
             raise ConfigError(f"{section}.{key.name} cannot be negative, but is {shown(value)}")
-        if isinstance(value, int | float) and value > LARGEST:
-            raise ConfigError(f"{section}.{key.name} must be at most {LARGEST:g}, not {shown(value)}")
+        if isinstance(value, int | float) and value > LARGEST_NUMBER:
+            raise ConfigError(f"{section}.{key.name} must be at most {LARGEST_NUMBER:g}, not {shown(value)}")
 
 
 def _read_file(path: str | Path) -> dict[str, Any]:

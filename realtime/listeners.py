@@ -74,7 +74,7 @@ def cannot_listen(host: str, port: int, error: OSError) -> OSError:
     return OSError(f"cannot listen on {host} port {port}: {reason}; choose another --host or --port")
 
 
-def raise_limit() -> None:
+def raise_file_limit() -> None:
     """Raise the limit of open files of this process and its children to the hard limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:

@@ -21,9 +21,11 @@ from engine.boundary.input_cache import SenderCache
 from engine.boundary.replay import StreamLimits, positions_to_keep
 from engine.boundary.sockets import LinkKeys
 from engine.client.engine_handles import EngineHandle
-from engine.client.handoff import AdoptedSession, HandoffClient, Owned, handoff_target
-from engine.client.link import EngineLink, Processor, processor_for, warm_up
-from engine.client.pool import TABLE_POLL_SECONDS, Capacity, TableFile, TableReport, capacity_of
+from engine.client.fleet_table import TABLE_POLL_SECONDS, TableFile
+from engine.client.handoff import AdoptedSession, HandoffClient, OwnedSession, handoff_target
+from engine.client.item_checks import ItemChecker, warm_up
+from engine.client.link import EngineLink
+from engine.client.pool import Capacity, TableReport, capacity_of
 from engine.client.prepared_audio import Rendered, inject, render
 from engine.client.stream import EngineStream, HandoffTarget
 from engine.client.supervisor import EngineMetrics, Supervisor
@@ -34,16 +36,15 @@ from engine.spec import ModelSpec
 
 @dataclass(frozen=True, slots=True)
 class ClientSettings:
-    """Settings of an `EngineClient`.
+    """Settings of an `EngineClient`."""
 
-    `model` is the model that all engines must run; None accepts any, as long as all engines run the same.
-    """
-
+    # The model that all engines must run; None accepts any, as long as all engines run the same.
     model: str | None = None
+    # Size of the cache, on each side of a link, of audio that was sent; 0 disables it.
     cache_bytes: int = 64 * 1024 * 1024
-    # Most seconds of audio kept per stream for a replay, and most seconds the engine may be behind before a stream
-    # accepts no more audio.
+    # Most seconds of computed audio kept per stream for a replay.
     keep_seconds: float = 120.0
+    # A stream accepts no more audio while the engine is this many seconds behind.
     ahead_seconds: float = 60.0
     # Seconds a stream waits for an engine before it is ended.
     recovery_timeout_s: float = 120.0
@@ -68,12 +69,13 @@ class EngineClient:
         if not engines and not self._settings.table:
             raise ValueError("a client needs at least one engine, or a table of them")
         self._table = TableFile(self._settings.table) if self._settings.table else None
-        self._following: asyncio.Task[None] | None = None
+        self._table_task: asyncio.Task[None] | None = None
         self._engines = engines
         self._supervisor: Supervisor | None = None
-        self._read_only: Processor | None = None
+        self._preparing_checker: ItemChecker | None = None
+        # Ids of the open streams.
         self._names: set[str] = set()
-        # Saved session values on the engines, and adoption of other gateways' sessions.
+        # Saved states of sessions on the engines, and adoption of other gateways' sessions.
         self.handoffs = HandoffClient(self._make_adopted)
 
     async def start(self) -> None:
@@ -94,24 +96,24 @@ class EngineClient:
             self._make_placeholder,
             None if settings.fleet_secret is None else LinkKeys.from_secret(settings.fleet_secret),
         )
-        self._supervisor.spec.add_done_callback(self._meet)
+        self._supervisor.spec.add_done_callback(self._on_spec)
         if self._table is not None:
-            self._following = asyncio.create_task(self._follow(self._table), name="table of engines")
+            self._table_task = asyncio.create_task(self._follow_table(self._table), name="table of engines")
         await self._supervisor.start()
 
-    async def _follow(self, file: TableFile) -> None:
+    async def _follow_table(self, file: TableFile) -> None:
         while True:
-            table = await asyncio.to_thread(file.look)
+            table = await asyncio.to_thread(file.poll)
             if table is not None:
                 self.supervisor.follow(table)
-            await self.supervisor.leave_delisted()
+            await self.supervisor.disconnect_delisted()
             await asyncio.sleep(TABLE_POLL_SECONDS)
 
-    def _meet(self, spec: asyncio.Future[ModelSpec]) -> None:
+    def _on_spec(self, spec: asyncio.Future[ModelSpec]) -> None:
         """The first engine has connected and reported its model."""
         if not spec.cancelled():
-            self._read_only = Processor("read-only", spec.result(), SenderCache(self._settings.cache_bytes))
-            warm_up(self._read_only)
+            self._preparing_checker = ItemChecker("preparing", spec.result(), SenderCache(self._settings.cache_bytes))
+            warm_up(self._preparing_checker)
 
     async def wait_until_ready(self) -> None:
         """Wait until an engine has connected, without a time limit."""
@@ -119,9 +121,9 @@ class EngineClient:
 
     async def close(self, at_once: bool = False) -> None:
         """Stop. `at_once`: engines started here are killed even in the middle of a step."""
-        if self._following is not None:
-            self._following.cancel()
-            await asyncio.gather(self._following, return_exceptions=True)
+        if self._table_task is not None:
+            self._table_task.cancel()
+            await asyncio.gather(self._table_task, return_exceptions=True)
         if self._supervisor is not None:
             await self._supervisor.close(at_once)
 
@@ -135,7 +137,7 @@ class EngineClient:
     @property
     def ready(self) -> bool:
         """Whether a stream could be opened now: an engine is connected and warm."""
-        return self._read_only is not None and bool(self._links())
+        return self._preparing_checker is not None and bool(self._links())
 
     def _links(self) -> list[EngineLink]:
         return [] if self._supervisor is None else self._supervisor.pool.links()
@@ -154,9 +156,9 @@ class EngineClient:
     ) -> EngineStream:
         """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineUnavailable.
 
-        `track`: the speech track of the audio up to `heard_until`, which another stream has judged; its speech is not
-        reported again. `labels`: the last state of speaker labels of another stream, with which this one goes on, and
-        the sample of that stream at which this one begins.
+        `track`: where the speech track continues, if another stream has judged the audio up to sample `heard_until`;
+        the speech before that sample is not reported again. `labels`: the last state of speaker labels of another
+        stream, which this one continues, and the sample of that stream at which this one begins.
         """
         if stream in self._names:
             raise DuplicateStream(stream, "is open already; use another id")
@@ -193,15 +195,16 @@ class EngineClient:
         raise refusal
 
     def handoff_target(self, stream: EngineStream | None) -> HandoffTarget | None:
-        """The engine that keeps the value of a session with this stream; None if there is none at the moment."""
+        """The engine that keeps the saved state of a session with this stream; None if there is none at the moment."""
         return handoff_target(stream, self.supervisor.pool)
 
     async def adopt(self, key: str, is_wanted: Callable[[], bool] = lambda: True) -> AdoptedSession | None:
         """Adopt a session of another gateway, with its stream; None if no engine has it."""
         return await self.handoffs.adopt(self.supervisor.pool, key, is_wanted)
 
-    async def renew(self, owned: Owned) -> int:
-        """The new owner number of a session of this gateway; 0 if another gateway has adopted it."""
+    async def renew(self, owned: OwnedSession) -> int:
+        """Raise the owner number of a session of this gateway; returns it, or 0 if another gateway adopted the
+        session."""
         return await self.handoffs.renew(self.supervisor.pool, owned)
 
     async def confirm(self) -> None:
@@ -240,19 +243,15 @@ class EngineClient:
         links = self._links()
         if not links or not links[0].cache.enabled:
             return 0
-        return await inject(items, self._processor_for(executes=True), links)
+        return await inject(items, links[0].item_checker, links)
 
     def render(self, samples: NDArray[np.float32], delay_positions: int | None = None) -> Rendered:
         """Prepare audio without executing it, and report which of it an engine has cached. Raises ItemRefused."""
-        links = self._links()
-        engine_holds = links[0].cache if links else SenderCache(0)
-        return render(self._processor_for(executes=False), samples, engine_holds, delay_positions)
-
-    def _processor_for(self, executes: bool) -> Processor:
-        if self._read_only is None:
+        if self._preparing_checker is None:
             raise EngineUnreachable("no engine has answered yet; try again in a few seconds")
         links = self._links()
-        return processor_for(executes, links[0].processor if links else self._read_only, self._read_only)
+        engine_cache = links[0].cache if links else SenderCache(0)
+        return render(self._preparing_checker, samples, engine_cache, delay_positions)
 
     def metrics(self) -> EngineMetrics:
         return EngineMetrics() if self._supervisor is None else self._supervisor.metrics()
@@ -273,7 +272,8 @@ class EngineClient:
         per_second = self.spec.sample_rate / self.spec.samples_per_position
         return StreamLimits(
             keep_positions=positions_to_keep(self.spec, self._settings.keep_seconds),
-            # At least what an upload waits for; with less, upload and engine would wait for each other.
+            # The engine computes an upload only once it has `upload_positions` of it. With a lower limit, gateway and
+            # engine would wait for each other.
             ahead_positions=max(int(self._settings.ahead_seconds * per_second), self.spec.upload_positions),
         )
 

@@ -25,9 +25,9 @@ from engine.boundary.crash_suspects import CrashRecord, StreamInStep
 from engine.boundary.sockets import check_address
 from engine.client.fork_server import (
     MODEL_MODULES,
+    create_private_folder,
+    forget_if_unreachable,
     interrupt_blocked,
-    make_private,
-    replace_if_unreachable,
     set_preload,
 )
 from engine.errors import EngineDead
@@ -54,23 +54,26 @@ class EngineHandle(Protocol):
     address: str
     # Longest time from the start until the engine answers.
     start_timeout_s: float
-    # Whether it is started and stopped here. Others may come and go.
+    # Whether this gateway starts and stops it. Any other engine may disappear and return at any time.
     is_ours: bool
 
     async def start(self) -> None:
         """Start it; does nothing if it is running."""
 
     async def exited(self) -> str:
-        """Wait until it has ended; returns the reason. Never returns for a remote engine."""
+        """Wait until the engine has ended; returns the reason. Never returns for a remote engine."""
 
     async def crashed(self) -> bool:
-        """Called after the connection was lost: whether the engine is known to have crashed. Kills what is left."""
+        """After the loss of the connection: wait for the engine's end, and return whether it is known to have crashed.
+
+        A process that does not end by itself is killed.
+        """
 
     def in_flight(self) -> list[StreamInStep] | None:
-        """After its end: the streams in its last step. None if they are not known."""
+        """After the engine's end: the streams in its last step. None if they are not known."""
 
     async def stop(self, at_once: bool = False) -> None:
-        """End it; `at_once` also in the middle of a step."""
+        """End the engine. `at_once`: a process also in the middle of a step; a thread always finishes its step."""
 
 
 class RemoteEngine:
@@ -126,8 +129,8 @@ class EngineProcess:
         set_preload(preload)
         self._process: BaseProcess | None = None
         self._starting: asyncio.Task[None] | None = None
-        # Whether `exited` has said how the process ended.
-        self._has_told_end = False
+        # Whether `exited` has returned how the process ended.
+        self._end_reported = False
 
     @property
     def pid(self) -> int | None:
@@ -140,7 +143,7 @@ class EngineProcess:
             self._process.close()
             self._process = None
         self._record.wipe()
-        self._has_told_end = False
+        self._end_reported = False
         arguments = (self.address, self._build, self._warm, self._record_path)
         process = self._context.Process(target=_child, args=arguments, name="tickertape-engine", daemon=True)
         # Set first, so that `stop` works even if the caller gives up waiting.
@@ -159,19 +162,19 @@ class EngineProcess:
     def _start(self, process: BaseProcess) -> None:
         """Start the process, and the fork server too if it does not run yet. The folders of both may have been deleted,
         for example with all old files in /tmp."""
-        make_private(Path(self._folder.name))
+        create_private_folder(Path(self._folder.name))
         if not self._record_path.exists():
             self._record.close()
             self._record = CrashRecord.at(self._record_path)
         with interrupt_blocked():
-            replace_if_unreachable()
+            forget_if_unreachable()
             process.start()
 
     async def exited(self) -> str:
         assert self._process is not None, "start it first"
         process = self._process
-        await _end_of(process)
-        self._has_told_end = True
+        await _wait_for_end(process)
+        self._end_reported = True
         return f"the engine process ended with {_exit_text(process.exitcode)}"
 
     async def crashed(self) -> bool:
@@ -180,11 +183,11 @@ class EngineProcess:
             return False
         if not await _ends_within(process, EXIT_GRACE_S):
             process.kill()
-            await _end_of(process)
+            await _wait_for_end(process)
             logger.warning("the engine process %s did not end by itself and was killed", process.pid)
             return False
-        if not self._has_told_end:
-            # The connection broke first, and its end says nothing of the cause.
+        if not self._end_reported:
+            # The connection broke first, which does not show the cause; the exit status does.
             logger.warning("the engine process %s ended with %s", process.pid, _exit_text(process.exitcode))
         # A kill from outside is no evidence against the streams; a crash is.
         return process.exitcode not in (0, -signal.SIGKILL, -signal.SIGTERM)
@@ -200,7 +203,7 @@ class EngineProcess:
             process.terminate()
             if at_once or not await _ends_within(process, STOP_TIMEOUT_S):
                 process.kill()
-                await _end_of(process)
+                await _wait_for_end(process)
         if process is not None:
             process.close()
         self._record.close()
@@ -226,7 +229,7 @@ def _child(address: str, build: Build, warm: bool, record_path: Path) -> None:
     run_child(address, build, warm, record_path)
 
 
-async def _end_of(process: BaseProcess) -> None:
+async def _wait_for_end(process: BaseProcess) -> None:
     """Wait for the end of the process on the event loop, not in a thread: two threads that wait for one exit status
     interfere."""
     loop = asyncio.get_running_loop()
@@ -242,7 +245,7 @@ async def _end_of(process: BaseProcess) -> None:
 async def _ends_within(process: BaseProcess, seconds: float) -> bool:
     try:
         async with asyncio.timeout(seconds):
-            await _end_of(process)
+            await _wait_for_end(process)
     except TimeoutError:
         return False
     return True
@@ -250,7 +253,7 @@ async def _ends_within(process: BaseProcess, seconds: float) -> bool:
 
 # What the signals that end an engine usually mean.
 _CAUSES = {
-    signal.SIGKILL: "killed from outside, or by the system for lack of memory: see `dmesg` or its container; "
+    signal.SIGKILL: "killed from outside, or by the system for lack of memory: see `dmesg` or the container's events; "
     "`tickertape doctor` says how much the model needs",
     signal.SIGTERM: "stopped from outside",
     signal.SIGSEGV: "a crash in native code; its own lines before this one may say where",

@@ -2,8 +2,8 @@
 
 These imports take most of an engine's start. `tickertape serve` calls `start_fork_server` before it imports the
 gateway, so that both run at the same time on two cores; `engine/client/engine_handles.py` then forks every engine from
-it. The fork server itself is `multiprocessing.forkserver`; this module only says what it imports. It imports nothing
-that takes time.
+it. The fork server itself is `multiprocessing.forkserver`. This module chooses what the fork server imports, replaces
+it if its socket was deleted, and keeps Ctrl-C from it. The module's own imports are quick.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ def start_fork_server(preload: Sequence[str] = MODEL_MODULES) -> None:
 
 
 def set_preload(preload: Sequence[str]) -> None:
-    """Have the fork server import these modules beside the engine's own, if it does not run yet."""
+    """The fork server imports `SERVER_MODULES` and these modules when it starts. No effect if it runs already."""
     multiprocessing.set_forkserver_preload([*SERVER_MODULES, *preload])
 
 
-def replace_if_unreachable() -> None:
-    """Have another fork server started if the socket of this one was deleted. Raises OSError.
+def forget_if_unreachable() -> None:
+    """Forget the fork server if its socket was deleted: the next start of a process starts another one. Raises OSError.
 
     The old one ends with the last process that was forked from it.
     """
@@ -46,10 +46,10 @@ def replace_if_unreachable() -> None:
             return
         os.close(server._forkserver_alive_fd)
         server._forkserver_address = server._forkserver_alive_fd = server._forkserver_pid = None
-    make_private(Path(util.get_temp_dir()))
+    create_private_folder(Path(util.get_temp_dir()))
 
 
-def make_private(folder: Path) -> None:
+def create_private_folder(folder: Path) -> None:
     """Create a folder for this user alone, if it does not exist. Raises OSError if it belongs to another user."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700, parents=True)
@@ -59,8 +59,8 @@ def make_private(folder: Path) -> None:
 
 @contextmanager
 def interrupt_blocked() -> Iterator[None]:
-    """Processes that are started within it have SIGINT blocked: Ctrl-C reaches all processes of a terminal, and the
-    fork server would print a traceback of the module that it is importing."""
+    """Processes that are started in this context have SIGINT blocked: Ctrl-C reaches all processes of a terminal, and
+    the fork server would print a traceback of the module that it is importing."""
     resource_tracker.ensure_running()  # its start, which is part of the fork server's, would unblock SIGINT
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

@@ -3,10 +3,10 @@
 A handoff lets a client continue its session at another gateway, for instance after its own was restarted. Each gateway
 stores the state of its sessions on the engines (`engine/server/handoff.py`): on the engine that runs the session's
 stream or, while it has none, on any. `HandoffClient`, a part of `EngineClient`, asks all engines for a session and
-adopts it with its stream. It keeps the questions and adoptions under way and the sessions that have ended; the sessions
-themselves belong to the gateway's registry, which it asks through a callback (`Owned`). What the state contains is
-decided in `realtime/serving/handoff.py`. A session has an owner number that rises with every adoption; engines refuse
-commands with a lower number and tell their sender so (`Fenced`).
+adopts it with its stream. It keeps unanswered questions, adoptions that have not ended, and the sessions that have
+ended. The sessions themselves belong to the gateway's registry, which it asks through the callback `sessions`. What the
+state contains is decided in `realtime/serving/handoff.py`. A session has an owner number that rises with every
+adoption; engines refuse commands with a lower number and answer their sender with `Fenced`.
 """
 
 from __future__ import annotations
@@ -25,31 +25,32 @@ from engine.errors import AdoptionFailed, EngineUnreachable
 
 # How long to wait for an engine's answer. It may first ask the former owner (a second) or be in a long step.
 ANSWER_SECONDS = 20.0
-# How long to wait for the other engines once one has answered with the session. An engine that the session has left
-# may still have an older value, and gives the former owner a second to answer.
+# How long to wait for the other engines once one has answered that it has the session. Another one may have an older
+# copy, and before it answers, it asks the owner of that copy and waits a second for the answer.
 OTHERS_SECONDS = 1.5
 # An engine that was lost or listed within this time may still connect and have the session.
 UNSURE_SECONDS = 10.0
-# How long a gateway whose process was stopped (SIGSTOP) waits for the engines' answers.
+# How long a gateway whose process was stopped (SIGSTOP) and continued waits for the engines' answers.
 CONFIRM_SECONDS = 5.0
-# How often it checks whether a lost engine is connected again.
+# How often that gateway checks whether a lost engine is connected again.
 LINK_POLL_SECONDS = 0.05
-# How long an adopted session whose client has left is kept on the engine for the next adoption.
-LEFT_SECONDS = 60.0
+# How long an engine keeps a session for the next adoption after this gateway's client left during the adoption.
+ABANDONED_SECONDS = 60.0
 
 # Ended sessions that a lost engine may still have a copy of: how long they are remembered, and how many.
-OVER_SECONDS = 600.0
+ENDED_SECONDS = 600.0
 MAX_ENDED = 10_000
 
 HandoffAnswer = messages.Held | messages.Renewed | messages.Claimed
 
 
 @dataclass(frozen=True, slots=True)
-class Owned:
-    """A session of this gateway. `link` leads to the engine that has the session's saved state, if any has it."""
+class OwnedSession:
+    """A session of this gateway."""
 
     key: str
     owner_number: int
+    # The link to the engine that has the session's saved state; None if no engine has it.
     link: EngineLink | None
 
 
@@ -57,14 +58,16 @@ class Owned:
 class AdoptedSession:
     """A session adopted from another gateway. `owner_number` is new and higher than any before.
 
-    If it had a stream, the stream continues at its sample `goes_on_at`, and `flushes` flushes of it are unanswered.
+    If the session had a stream, audio has to be fed from the stream's sample `goes_on_at` on, and `flushes` of its
+    flushes are unanswered.
     """
 
     owner_number: int
+    # The saved state, in the encoding of `realtime/serving/handoff.py`.
     base: bytes
     chunks: list[bytes]
     entries: list[bytes]
-    # The engine that had it.
+    # The link to the engine that has the saved state.
     link: EngineLink | None = None
     stream: EngineStream | None = None
     goes_on_at: int = 0
@@ -83,14 +86,15 @@ class HandoffClient:
         # Called with (key, owner number) when another gateway owns a session.
         self.on_fenced: Callable[[str, int], None] | None = None
         # Returns all sessions that this gateway owns.
-        self.sessions: Callable[[], Iterable[Owned]] | None = None
+        self.sessions: Callable[[], Iterable[OwnedSession]] | None = None
         self._make_stream = make_stream
         self._tags = 0
         # Pending answers by tag, and pending adoptions.
         self._awaited: dict[int, asyncio.Future[HandoffAnswer]] = {}
         self._adopting: dict[tuple[PooledEngine, str], asyncio.Future[AdoptedSession | None]] = {}
-        # Sessions that have ended or moved: (owner number up to which copies are useless, time), the oldest first.
-        self.over: dict[str, tuple[int, float]] = {}
+        # Sessions that have ended or moved to another engine, the oldest first: (owner number up to which copies are
+        # useless, time).
+        self.ended: dict[str, tuple[int, float]] = {}
 
     def on_output(self, pooled: PooledEngine, output: messages.SessionOutput) -> None:
         match output:
@@ -106,39 +110,42 @@ class HandoffClient:
                 if answered is not None and not answered.done():
                     answered.set_result(output)
             case messages.SessionGiven():
-                self._adopt_saved(pooled, output)
+                self._on_session_given(pooled, output)
 
     # Sessions of this gateway.
 
     def claim(self, pooled: PooledEngine) -> None:
-        """Tell a newly connected engine which sessions are ours; it answers which of them others have adopted.
+        """Send a newly connected engine the keys of our sessions; it answers which of them others have adopted.
 
-        An engine that was lost may have copies of sessions that have ended since; it is told to drop them.
+        An engine that was lost may have copies of sessions that have ended since, and gets commands to drop them.
         """
         assert pooled.link is not None
         self._send_claim(pooled.link, 0)
         now = asyncio.get_running_loop().time()
-        self.over = {key: known for key, known in self.over.items() if now - known[1] <= OVER_SECONDS}
-        for key, (number, _) in self.over.items():
+        self.ended = {key: (number, time) for key, (number, time) in self.ended.items() if now - time <= ENDED_SECONDS}
+        for key, (number, _) in self.ended.items():
             pooled.link.send(messages.DropHandoff("", key, number))
 
-    def note_over(self, key: str, number: int) -> None:
+    def note_ended(self, key: str, number: int) -> None:
         """Remember that copies of a session up to this number are useless: a lost engine may come back with one."""
-        self.over.pop(key, None)
-        self.over[key] = (number, asyncio.get_running_loop().time())
-        if len(self.over) > MAX_ENDED:
-            del self.over[next(iter(self.over))]
+        self.ended.pop(key, None)
+        self.ended[key] = (number, asyncio.get_running_loop().time())
+        if len(self.ended) > MAX_ENDED:
+            del self.ended[next(iter(self.ended))]
 
     async def confirm(self, pool: EnginePool) -> None:
         """Wait until every engine has answered which of our sessions others have adopted, at most `CONFIRM_SECONDS`.
 
-        Engines that were lost a short time ago are waited for, too.
+        For a gateway whose process was stopped and continued. Engines that were lost a short time ago are waited for,
+        too.
         """
         now = asyncio.get_running_loop().time()
-        concerned = [pooled for pooled in pool.all if pooled.link is not None or now - pooled.since < UNSURE_SECONDS]
+        waited_for = [
+            pooled for pooled in pool.all if pooled.link is not None or now - pooled.state_since < UNSURE_SECONDS
+        ]
         with suppress(TimeoutError):
             async with asyncio.timeout(CONFIRM_SECONDS):
-                await asyncio.gather(*map(self._confirm_at, concerned))
+                await asyncio.gather(*map(self._confirm_at, waited_for))
 
     async def _confirm_at(self, pooled: PooledEngine) -> None:
         while True:
@@ -148,14 +155,19 @@ class HandoffClient:
             await asyncio.sleep(LINK_POLL_SECONDS)
 
     def _send_claim(self, link: EngineLink, tag: int) -> None:
-        owned = [] if self.sessions is None else self.sessions()
-        claims = [(session.key, session.owner_number, session.link not in (None, link)) for session in owned]
+        claims = []
+        for session in [] if self.sessions is None else self.sessions():
+            is_elsewhere = session.link not in (None, link)
+            claims.append((session.key, session.owner_number, is_elsewhere))
         link.send(messages.Claim("", tag, claims))
 
     # Sessions of other gateways.
 
-    async def renew(self, pool: EnginePool, owned: Owned) -> int:
-        """The client of a session of ours has come back: raise the owner number, so that earlier adoptions fail.
+    async def renew(self, pool: EnginePool, owned: OwnedSession) -> int:
+        """The client of a session of ours has come back: raise the owner number, so that adoptions that began before
+        fail.
+
+        Without an engine that has the saved state, the number stays the same.
 
         Returns the new number; 0 if another gateway has adopted the session. Raises EngineUnreachable if the engine
         that has the session's saved state does not answer.
@@ -178,13 +190,13 @@ class HandoffClient:
     async def adopt(
         self, pool: EnginePool, key: str, is_wanted: Callable[[], bool] = lambda: True
     ) -> AdoptedSession | None:
-        """Adopt the session from the engine that has its newest value; None if no engine has it.
+        """Adopt the session from the engine that has its newest saved state; None if no engine has it.
 
         Raises EngineUnreachable if an engine that may have it does not answer, AdoptionFailed if it cannot be adopted
         at the moment.
 
-        `is_wanted` is called once the owner number to adopt is known. If this process is stopped after that and
-        another gateway adopts the session, the engine refuses our adoption.
+        `is_wanted` is called last before the adoption. If another gateway adopts the session after this call, the
+        session's owner number has risen, and the engine refuses our adoption.
         """
         # Spares too: a spare of this gateway may be in use by the gateway that had the session.
         links = {pooled: pooled.link for pooled in pool.all if pooled.link is not None}
@@ -194,20 +206,22 @@ class HandoffClient:
         if not found:
             now = asyncio.get_running_loop().time()
             # An engine that connected meanwhile has not been asked.
-            unsure = [pooled for pooled in pool.all if pooled not in links and now - pooled.since < UNSURE_SECONDS]
+            unsure = [
+                pooled for pooled in pool.all if pooled not in links and now - pooled.state_since < UNSURE_SECONDS
+            ]
             if len(answers) < len(links) or unsure or not links:
                 raise EngineUnreachable("not all engines have answered; try again in a few seconds")
             return None
-        # An engine that the session has left knows its number but does not have its value.
-        at = max(found, key=lambda pooled: (found[pooled].owner_number, found[pooled].whole))
-        newest = found[at]
+        # An engine from which the session has moved away knows its owner number but does not have its state.
+        holder = max(found, key=lambda pooled: (found[pooled].owner_number, found[pooled].whole))
+        newest = found[holder]
         if not newest.whole:
             raise AdoptionFailed("the gateway that has the session is just coming back; try again in a few seconds")
         if not is_wanted():
             raise AdoptionFailed("the client of the session has gone")
-        adopted_session = await self._take_from(at, links[at], newest)
+        adopted_session = await self._adopt_from(holder, links[holder], newest)
         for pooled, task in asking.items():
-            if pooled is not at:
+            if pooled is not holder:
                 task.add_done_callback(partial(_discard, links[pooled], newest))
         return adopted_session
 
@@ -228,7 +242,8 @@ class HandoffClient:
         return held
 
     async def _answer(self, link: EngineLink, send: Callable[[EngineLink, int], None]) -> HandoffAnswer | None:
-        """Send a question with a new tag; returns the answer, or None if the link ends first or it takes too long."""
+        """Send a question with a new tag; returns the answer, or None if the link ends or `ANSWER_SECONDS` pass
+        first."""
         self._tags += 1
         tag, answered = self._tags, asyncio.get_running_loop().create_future()
         self._awaited[tag] = answered
@@ -239,7 +254,7 @@ class HandoffClient:
             del self._awaited[tag]
         return answered.result() if answered.done() else None
 
-    async def _take_from(self, pooled: PooledEngine, link: EngineLink, held: messages.Held) -> AdoptedSession:
+    async def _adopt_from(self, pooled: PooledEngine, link: EngineLink, held: messages.Held) -> AdoptedSession:
         """Adopt the session from this engine. Raises EngineUnreachable if the engine does not answer, AdoptionFailed if
         another gateway has adopted the session first."""
         adopting: asyncio.Future[AdoptedSession | None] = asyncio.get_running_loop().create_future()
@@ -257,33 +272,31 @@ class HandoffClient:
             raise AdoptionFailed("another gateway has just adopted the session; try again in a few seconds")
         return adopted_session
 
-    def _adopt_saved(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> None:
+    def _on_session_given(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> None:
         """Handle `SessionGiven`. It must run synchronously: the stream's outputs follow in the same message."""
         asked = self._adopting.get((pooled, adopted.key))
-        found = None
-        if adopted.owner_number:
-            found = self._take(pooled, adopted)
+        session = self._build_session(pooled, adopted) if adopted.owner_number else None
         if asked is not None and not asked.done():
-            asked.set_result(found)
-        elif found is not None and pooled.link is not None:
-            # The adoption was given up. Save the session again for the next one.
-            pooled.link.send(_left_again(adopted))
-            if found.stream is not None:
-                found.stream.release()
+            asked.set_result(session)
+        elif session is not None and pooled.link is not None:
+            # The adoption was cancelled. Save the session again for the next adoption.
+            pooled.link.send(_save_again(adopted))
+            if session.stream is not None:
+                session.stream.release()
 
-    def _take(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> AdoptedSession:
+    def _build_session(self, pooled: PooledEngine, adopted: messages.SessionGiven) -> AdoptedSession:
         given = (adopted.owner_number, adopted.base, adopted.chunks, adopted.entries, pooled.link)
         if not adopted.stream:
             return AdoptedSession(*given)
         stream = self._make_stream(adopted)
         assert pooled.link is not None
         pooled.streams[stream.id] = stream
-        goes_on_at = stream.carried_by(pooled.link, adopted)
+        goes_on_at = stream.adopt_from(pooled.link, adopted)
         return AdoptedSession(*given, stream, goes_on_at, adopted.flushes - adopted.answered)
 
 
 def handoff_target(stream: EngineStream | None, pool: EnginePool) -> HandoffTarget | None:
-    """The engine that keeps the value of the session with this stream; None if there is none at the moment."""
+    """The engine that keeps the saved state of a session with this stream; None if there is none at the moment."""
     if stream is not None:
         return stream.target
     link = next(iter(pool.links()), None)
@@ -305,7 +318,7 @@ async def _answers_of(
     return answers
 
 
-def _send_renewal(owned: Owned, link: EngineLink, tag: int) -> None:
+def _send_renewal(owned: OwnedSession, link: EngineLink, tag: int) -> None:
     link.send(messages.Renew("", owned.key, tag, owned.owner_number))
 
 
@@ -314,12 +327,12 @@ def _has_session(task: asyncio.Task[messages.Held]) -> bool:
 
 
 def _discard(link: EngineLink, newest: messages.Held, task: asyncio.Task[messages.Held]) -> None:
-    """Make an engine drop a value of the session that is older than the adopted one."""
+    """Make an engine drop a saved state of the session that is older than the adopted one."""
     if _has_session(task) and (older := task.result()).owner_number < newest.owner_number:
         link.send(messages.DropHandoff("", older.key, older.owner_number))
 
 
-def _left_again(adopted: messages.SessionGiven) -> messages.SaveHandoff:
+def _save_again(adopted: messages.SessionGiven) -> messages.SaveHandoff:
     return messages.SaveHandoff(
         adopted.stream,
         adopted.key,
@@ -327,7 +340,7 @@ def _left_again(adopted: messages.SessionGiven) -> messages.SaveHandoff:
         adopted.consumed,
         adopted.entries,
         base=adopted.base,
-        keep_s=LEFT_SECONDS,
+        keep_s=ABANDONED_SECONDS,
         position_offset=adopted.position_offset,
         sample_offset=adopted.sample_offset,
         last=True,

@@ -3,18 +3,17 @@
 The supervisor makes one per connected engine; it runs in the gateway's event loop. It owns the socket, the message
 numbers, the queue of commands, and the sender's half of the audio cache. The commands of a tick (5 ms) are one message
 (`OutgoingBatch`), live commands before replays (`SendQueue`); while too many bytes are unacknowledged, no batch is
-sent. `Processor` checks items that clients prepared elsewhere, and finds in the cache which audio the engine already
-has; if the engine does not have it after all, the link sends it again (repair). When the engine dies or falls silent
-the link is lost for good; the supervisor makes a new one, with empty caches on both sides.
+sent. An `ItemChecker` finds in the cache which audio the engine already has; if the engine does not have it after all,
+the link sends it again (repair). When the engine dies or sends nothing for too long, the link is lost for good; the
+supervisor makes a new one, with empty caches on both sides.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -35,15 +34,6 @@ from engine.boundary.codec import (
     package_version,
 )
 from engine.boundary.input_cache import SenderCache
-from engine.boundary.items import (
-    KEY_BYTES,
-    WARM_UP_SECONDS,
-    complaint_about,
-    hash_payload,
-    make_cutter,
-    payload_bytes,
-    prepare,
-)
 from engine.boundary.sockets import (
     BEAT_SECONDS,
     SILENCE_SECONDS,
@@ -54,113 +44,34 @@ from engine.boundary.sockets import (
     LinkKeys,
     Numbering,
 )
+from engine.client.item_checks import ItemChecker, warm_up
 from engine.errors import EngineError, EngineUnreachable
 from engine.messages import Item
 from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
 
-
-class ItemRefused(EngineError):
-    """An item prepared elsewhere is malformed, or its hash is not the hash of its bytes. Nothing was changed."""
-
-
-class Processor:
-    """Checks items for one model and looks them up in one sender cache.
-
-    The main processor of an engine owns the cache that mirrors the engine's. The read-only one has a private cache and
-    is used for requests that only prepare items (render, sizing, items for a remote engine): a hash in the mirror for
-    an item that the engine never receives would be wrong.
-    """
-
-    def __init__(self, name: str, spec: ModelSpec, cache: SenderCache) -> None:
-        self.name = name
-        self.spec = spec
-        self.cache = cache
-
-    def pack(self, items: Sequence[Item]) -> list[bool]:
-        """For each item of one message, whether its data must be sent. The message must then be sent."""
-        seen: set[bytes] = set()
-        asked = []
-        for item in items:
-            # An item with a hash alone can be looked up but not sent.
-            asked.append(bool(item.key) and (item.payload is not None or item.key in seen or item.key in self.cache))
-            if asked[-1]:
-                seen.add(item.key)
-        sizes = [(item.key, payload_bytes(item)) for item, ask in zip(items, asked, strict=True) if ask]
-        travels = iter(self.cache.plan_send(sizes))
-        return [ask and next(travels) for ask in asked]
-
-    def check(self, items: Iterable[Item | None]) -> list[Item]:
-        """Verify items prepared elsewhere, without those that are None. Raises ItemRefused."""
-        present = [item for item in items if item is not None]
-        for index, item in enumerate(present):
-            self._check_one(index, item)
-        return present
-
-    def _check_one(self, index: int, item: Item) -> None:
-        complaint = complaint_about(item, self.spec)
-        if complaint is None and item.payload is not None:
-            if not np.isfinite(item.payload).all():
-                complaint = "the data holds NaN or infinite values"
-            elif hash_payload(item.payload) != item.key:
-                complaint = (
-                    f"the hash {item.key.hex()} is not the hash of its data; hash the float32 bytes "
-                    f"with blake2b, {KEY_BYTES} bytes long, and send both unchanged"
-                )
-        if complaint is not None:
-            raise ItemRefused(f"item {index}: {complaint}")
-
-    def warm_up(self) -> None:
-        """Run dummy audio through the code of a request, then restore cache and statistics."""
-        noise = np.random.default_rng(0).standard_normal(WARM_UP_SECONDS * self.spec.sample_rate, dtype=np.float32)
-        cutter = make_cutter(self.spec)
-        items = prepare(cutter, cutter.cut(noise), self.spec)
-        items += prepare(cutter, cutter.flush(self.spec.flush_positions), self.spec)
-        before = self.cache.stats
-        self.cache.stats = type(before)()
-        try:
-            self.check(items)
-            self.pack(items)
-        finally:
-            self.cache.stats = before
-            self.cache.clear()
-
-
-def processor_for(executes: bool, main: Processor, read_only: Processor) -> Processor:
-    """Return the main processor for a request that executes on the engine, the read-only one for one that prepares."""
-    return main if executes else read_only
-
-
-def warm_up(processor: Processor) -> float | None:
-    """Warm the processor up. Returns the seconds it took; None if it failed, and then the first request is slower."""
-    began = time.perf_counter()
-    try:
-        processor.warm_up()
-    except Exception:
-        logger.warning(
-            "warm-up of the %s processor failed; its first request will be slower", processor.name, exc_info=True
-        )
-        return None
-    took = time.perf_counter() - began
-    logger.info("the %s processor is warm after %.3f s", processor.name, took)
-    return took
-
-
-# A batch is full when its audio and its encoded commands have this many bytes; the rest waits for the next one.
+# A batch is full when its audio and its encoded commands have this many bytes; the rest is sent with the next one.
 BATCH_BYTES = 2 * 1024 * 1024
 # Bytes of replays that may be sent and not acknowledged.
 REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
-# Replays that take turns; the others wait until one of them is done. An engine rebuilds few streams at once as fast as
-# many, and a rebuilt stream continues while others wait.
-REPLAYED_TOGETHER = 64
+# Replays that are sent in turn; the others wait until one of these is done. An engine rebuilds a few streams at once as
+# fast as many, and a rebuilt stream continues while the others wait.
+MAX_PARALLEL_REPLAYS = 64
+# Upper bound for the encoded position and hash of one item.
+ITEM_HEADER_BYTES = 48
+# Commands of one tick are sent together; the first command after an idle tick is sent at once.
+TICK_SECONDS = 0.005
+# An acknowledgement waits this long for a batch that can carry it.
+ACK_SECONDS = 0.02
+
 
 # A command and its items. Without a command, the items are only put into the engine's cache.
 Queued = tuple[messages.Command | None, list[messages.Item]]
 
 
-class Source(Protocol):
-    """Something large that is sent in pieces when the queue asks for them: a replay, or items for the cache."""
+class PacedSource(Protocol):
+    """Something large that a `SendQueue` sends in pieces: a replay, or items for the engine's cache."""
 
     def next_piece(self) -> Queued | None:
         """Return the next piece; None if there is none at the moment."""
@@ -169,77 +80,73 @@ class Source(Protocol):
 class SendQueue:
     """Commands that wait to be sent to one engine: live commands first, then replays in turns.
 
-    A live command leaves with the next batch, however much is being replayed. At most `REPLAY_WINDOW_BYTES` of replays
-    are unacknowledged; the rest stays with the sources.
+    A live command is sent with the next batch, however much is being replayed. At most `REPLAY_WINDOW_BYTES` of replays
+    are unacknowledged; the rest stays with its sources.
     """
 
     def __init__(self) -> None:
-        self._live: deque[Queued] = deque()
-        self._sources: deque[Source] = deque()
-        # Bytes of replays in each unacknowledged batch, by batch number.
+        self._live_commands: deque[Queued] = deque()
+        self._sources: deque[PacedSource] = deque()
+        # Bytes of replays in each unacknowledged batch, by batch number, and the sum of all.
         self._replays: dict[int, int] = {}
-        # Their sum.
         self._replay_bytes = 0
 
     @property
-    def has_live(self) -> bool:
+    def has_commands(self) -> bool:
         """Whether a live command waits."""
-        return bool(self._live)
+        return bool(self._live_commands)
 
     @property
     def has_more(self) -> bool:
         """Whether there is something that a batch could carry now."""
-        return bool(self._live) or (bool(self._sources) and self._replay_bytes < REPLAY_WINDOW_BYTES)
+        return bool(self._live_commands) or (bool(self._sources) and self._replay_bytes < REPLAY_WINDOW_BYTES)
 
     def put(self, queued: Queued) -> None:
-        self._live.append(queued)
+        self._live_commands.append(queued)
 
-    def pace(self, source: Source) -> None:
+    def add_source(self, source: PacedSource) -> None:
         """Ask this source for pieces until it returns None."""
         if source not in self._sources:
             self._sources.append(source)
 
     def fill(self, number: int, add: Callable[[Queued], int]) -> None:
-        """Give the contents of the batch with this number to `add`, which returns their size in bytes."""
+        """Pass what the batch with this number carries to `add`, one command at a time; `add` returns its size in
+        bytes."""
         size = 0
-        while self._live and size < BATCH_BYTES:
-            size += add(self._live.popleft())
+        while self._live_commands and size < BATCH_BYTES:
+            size += add(self._live_commands.popleft())
         replayed = self._add_replays(add, max(1, BATCH_BYTES - size))
         if replayed:
-            # The number is used again if no command of a batch could be encoded.
+            # A batch of which nothing could be encoded is not sent, and its number is used again.
             self._replays[number] = self._replays.get(number, 0) + replayed
             self._replay_bytes += replayed
 
-    def _add_replays(self, add: Callable[[Queued], int], most: int) -> int:
-        """Add pieces of the first sources in turn, about `most` bytes; returns the bytes added."""
+    def _add_replays(self, add: Callable[[Queued], int], size: int) -> int:
+        """Add pieces of the first sources in turn, about `size` bytes; returns the bytes added."""
         added = 0
-        while self._sources and added < most and self._replay_bytes + added < REPLAY_WINDOW_BYTES:
+        while self._sources and added < size and self._replay_bytes + added < REPLAY_WINDOW_BYTES:
             source = self._sources.popleft()
             piece = source.next_piece()
             if piece is None:
                 continue
-            self._sources.insert(REPLAYED_TOGETHER - 1, source)
+            self._sources.insert(MAX_PARALLEL_REPLAYS - 1, source)
             added += add(piece)
         return added
 
     def acknowledged(self, number: int) -> None:
-        """The engine has taken this batch."""
+        """The engine has acknowledged this batch."""
         self._replay_bytes -= self._replays.pop(number, 0)
-
-
-# Most bytes that the position and the hash of an item take in a message.
-PLACE_BYTES = 48
 
 
 class OutgoingBatch:
     """The next message to an engine, built command by command.
 
-    A command is added whole or not at all: `add` raises for a bad value before it changes the batch, and before the
-    number or the mirror of the engine's cache changes.
+    A command is added whole or not at all: `add` raises for a bad value before it changes the batch. The message number
+    and the mirror of the engine's cache change only in `frames`.
     """
 
     def __init__(self) -> None:
-        # All items with audio; commands refer to them by index.
+        # All items that have a hash; commands refer to them by index.
         self.items: list[Item] = []
         self._views: list[memoryview | None] = []
         self._commands: list[msgspec.Raw] = []
@@ -250,8 +157,8 @@ class OutgoingBatch:
     def add(self, command: messages.Command | None, carried: Sequence[Item]) -> int:
         """Add a command and its items; without a command, the items are only put into the engine's cache.
 
-        Returns their bytes in the message if the engine has none of the audio in its cache. Raises the codec's error
-        for a value that it cannot encode.
+        Returns the most bytes that they take in the message: with all of their audio. Raises the codec's error for a
+        value that it cannot encode.
         """
         items: list[Item] = []
         views: list[memoryview | None] = []
@@ -263,7 +170,7 @@ class OutgoingBatch:
                 items.append(item)
                 views.append(_view(item))
             described.append(msgspec.structs.replace(item, key=b"", payload=None, data=data))
-        size = len(items) * PLACE_BYTES + sum(view.nbytes for view in views if view is not None)
+        size = len(items) * ITEM_HEADER_BYTES + sum(view.nbytes for view in views if view is not None)
         if command is not None:
             self._commands.append(encode_command(command, described))
             size += memoryview(self._commands[-1]).nbytes
@@ -271,22 +178,25 @@ class OutgoingBatch:
         self._views += views
         return size
 
-    def frames(self, number: int, taken: int, pack: Callable[[list[Item]], list[bool]]) -> list[Any]:
-        """Encode the batch; `pack` says which items' audio must be sent. The frames must then be sent."""
-        travels = pack(self.items)
-        data = lay_out(self.items, travels)
-        views = [view for view, goes in zip(self._views, travels, strict=True) if goes and view is not None]
-        return codec.encode(Batch(number, taken, data, self._commands), views)
+    def frames(self, number: int, ack: int, pack: Callable[[list[Item]], list[bool]]) -> list[Any]:
+        """Encode the batch. `ack`: the last number received. The frames must be sent, because `pack` changes the cache.
+
+        `pack` returns for each item whether its audio must be sent (`ItemChecker.pack`).
+        """
+        is_sent = pack(self.items)
+        data = lay_out(self.items, is_sent)
+        views = [view for view, sent in zip(self._views, is_sent, strict=True) if sent and view is not None]
+        return codec.encode(Batch(number, ack, data, self._commands), views)
 
 
-def lay_out(items: Sequence[Item], travels: Sequence[bool]) -> list[PayloadPlace]:
-    """Return the place of each item's audio in the payload frame; audio that is sent lies there back to back."""
+def lay_out(items: Sequence[Item], is_sent: Sequence[bool]) -> list[PayloadPlace]:
+    """Return the place of each item's audio in the payload frame, where the audio that is sent lies back to back."""
     data, end = [], 0
-    for item, goes in zip(items, travels, strict=True):
-        if not goes:
+    for item, sent in zip(items, is_sent, strict=True):
+        if not sent:
             data.append(PayloadPlace(item.key, None, 0, None))
             continue
-        assert item.payload is not None, "only audio that is here travels"
+        assert item.payload is not None, "only audio that the item has can be sent"
         data.append(PayloadPlace(item.key, end, item.payload.nbytes, codec.rows_of(item.payload)))
         end += item.payload.nbytes
     return data
@@ -304,14 +214,9 @@ def _view(item: Item) -> memoryview | None:
     return payload.data.cast("B")
 
 
-# Commands of one tick are sent together; the first command after an idle tick is sent at once.
-TICK_SECONDS = 0.005
-# An acknowledgement waits this long for a batch that can carry it.
-ACK_SECONDS = 0.02
-
-
 class EngineMismatch(EngineError):
-    """The engine has another version than this gateway, or another model than the gateway's other engines."""
+    """Engine and gateway cannot work together: another version, another model than the other engines, another fleet
+    secret, or a message that cannot be decoded before the link is set up."""
 
 
 @dataclass(slots=True)
@@ -329,10 +234,12 @@ class EngineLink:
 
     def __init__(self, address: str, cache_bytes: int, events: LinkEvents, keys: LinkKeys | None = None) -> None:
         self.address = address
+        # Id of the engine process, and its version.
         self.engine = ""
         self.version = ""
         self.status = codec.Status()
         self.cache = SenderCache(cache_bytes)
+        # Why the link is lost or closed; None while it is neither.
         self.lost: str | None = None
         # Done as soon as the link is lost or closed.
         self.ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -345,21 +252,21 @@ class EngineLink:
         self._welcome: asyncio.Future[codec.Welcome] = self._loop.create_future()
         self.numbering = Numbering()
         self.outbox = SendQueue()
-        # Items of unacknowledged batches, by number: a repair may ask for them.
-        self._under_way: dict[int, list[messages.Item]] = {}
-        # The last batch that needed a repair.
-        self._repaired = 0
-        self._flush_timer: asyncio.TimerHandle | None = None
+        # Items of unacknowledged batches, by batch number: a repair may ask for them.
+        self._unacknowledged_items: dict[int, list[messages.Item]] = {}
+        # Number of the last batch that needed a repair.
+        self._last_repaired = 0
+        self._batch_timer: asyncio.TimerHandle | None = None
         self._ack_timer: asyncio.TimerHandle | None = None
         self._beat_timer: asyncio.TimerHandle | None = None
-        self._flushed_at = 0.0
+        self._last_batch_at = 0.0
         # Called right before the next batch is made.
         self._collectors: list[Callable[[], None]] = []
-        # Done when all live commands have been sent.
-        self._leaving: list[asyncio.Future[None]] = []
+        # Done when all commands except replays have been sent.
+        self._sent_waiters: list[asyncio.Future[None]] = []
         # (batch number, done when the engine has acknowledged it)
-        self._awaited: list[tuple[int, asyncio.Future[None]]] = []
-        self._heard_at = self._beat_at = self._loop.time()
+        self._ack_waiters: list[tuple[int, asyncio.Future[None]]] = []
+        self._received_at = self._beat_at = self._loop.time()
 
     async def connect(
         self, context: zmq.Context[zmq.Socket[bytes]], gateway: str, model: str | None, timeout_s: float
@@ -391,17 +298,17 @@ class EngineLink:
         if self.lost is not None:
             raise EngineUnreachable(self.lost)  # the connection broke after the welcome
         self.engine, self.version, self.status = welcome.engine, welcome.version, welcome.status
-        self.processor = Processor("main", welcome.spec, self.cache)
+        self.item_checker = ItemChecker("main", welcome.spec, self.cache)
         # Nothing has been sent yet: the mirror is empty before and after, like the engine's cache.
-        warm_up(self.processor)
-        self._heard_at = self._beat_at = self._loop.time()
+        warm_up(self.item_checker)
+        self._received_at = self._beat_at = self._loop.time()
         self._beat_timer = self._loop.call_later(BEAT_SECONDS, self.beat)
         return welcome.spec
 
     @property
     def silent_s(self) -> float:
         """Seconds since the last message of the engine."""
-        return self._loop.time() - self._heard_at
+        return self._loop.time() - self._received_at
 
     @property
     def has_room(self) -> bool:
@@ -416,34 +323,35 @@ class EngineLink:
         if self.lost is not None:
             return
         self.outbox.put((command, items or []))
-        self._schedule_flush()
+        self._schedule_batch()
 
-    def pace(self, source: Source) -> None:
+    def send_paced(self, source: PacedSource) -> None:
         """Send the source's pieces in the part of each batch that live commands leave free."""
         if self.lost is None:
-            self.outbox.pace(source)
-            self._schedule_flush()
+            self.outbox.add_source(source)
+            self._schedule_batch()
 
     def collect(self, collector: Callable[[], None]) -> None:
         """Call the collector once, right before the next batch is made: commands that it sends join that batch."""
         if self.lost is None:
             self._collectors.append(collector)
-            self._schedule_flush()
+            self._schedule_batch()
 
-    async def flushed(self) -> None:
-        """Wait until all commands so far have been sent, or the link has ended."""
-        if self.lost is None and self._waits:
-            leaving = self._loop.create_future()
-            self._leaving.append(leaving)
-            await leaving
+    async def wait_sent(self) -> None:
+        """Wait until all commands passed to `send` so far have been sent, or the link has ended. Replays are not
+        waited for."""
+        if self.lost is None and self._has_unsent_commands:
+            waiter = self._loop.create_future()
+            self._sent_waiters.append(waiter)
+            await waiter
 
-    async def taken(self) -> None:
-        """Wait until the engine has acknowledged all commands so far, or the link has ended."""
-        await self.flushed()
-        number, waiting = self.numbering.sent, self._loop.create_future()
+    async def wait_acknowledged(self) -> None:
+        """Wait until the engine has acknowledged all commands passed to `send` so far, or the link has ended."""
+        await self.wait_sent()
+        number, waiter = self.numbering.sent, self._loop.create_future()
         if self.lost is None and self.numbering.acknowledged_until < number:
-            self._awaited.append((number, waiting))
-            await asyncio.wait({waiting, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+            self._ack_waiters.append((number, waiter))
+            await asyncio.wait({waiter, self.ended}, return_when=asyncio.FIRST_COMPLETED)
 
     def close(self) -> None:
         """Disconnect and tell the engine; does not call `on_lost`. Idempotent."""
@@ -468,19 +376,19 @@ class EngineLink:
     def _end(self) -> None:
         """Resolve all futures, because the link is lost or closed."""
         self.ended.set_result(None)
-        self._resolve_flushed()
+        self._resolve_sent()
 
-    def _resolve_flushed(self) -> None:
-        """Resolve the futures of `flushed` if everything has been sent, or the link is lost."""
-        if self.lost is None and self._waits:
+    def _resolve_sent(self) -> None:
+        """Resolve the futures of `wait_sent` if all commands have been sent, or the link is lost."""
+        if self.lost is None and self._has_unsent_commands:
             return
-        leaving, self._leaving = self._leaving, []
-        for waiter in leaving:
+        waiters, self._sent_waiters = self._sent_waiters, []
+        for waiter in waiters:
             if not waiter.done():
                 waiter.set_result(None)
 
     def _stop_timers(self) -> None:
-        for timer in (self._flush_timer, self._ack_timer, self._beat_timer):
+        for timer in (self._batch_timer, self._ack_timer, self._beat_timer):
             if timer is not None:
                 timer.cancel()
 
@@ -495,17 +403,17 @@ class EngineLink:
 
     # Sending.
 
-    def _schedule_flush(self) -> None:
-        if self._flush_timer is None and self.numbering.may_send:
-            wait = self._flushed_at + TICK_SECONDS - self._loop.time()
+    def _schedule_batch(self) -> None:
+        if self._batch_timer is None and self.numbering.may_send:
+            wait = self._last_batch_at + TICK_SECONDS - self._loop.time()
             # Even without a wait, call_later lets commands of the same event loop iteration join the batch.
-            self._flush_timer = self._loop.call_later(max(0.0, wait), self._flush)
+            self._batch_timer = self._loop.call_later(max(0.0, wait), self._send_batch)
 
-    def _flush(self) -> None:
+    def _send_batch(self) -> None:
         """Send the next batch."""
         if self.numbering.may_send:
-            self._collect_all()
-        self._flush_timer = None
+            self._call_collectors()
+        self._batch_timer = None
         batch, failures = OutgoingBatch(), list[messages.Failed | None]()
 
         def add(queued: Queued) -> int:
@@ -513,30 +421,30 @@ class EngineLink:
             try:
                 return batch.add(command, items)
             except Exception as error:
-                failures.append(self._replace(command, batch, error))
+                failures.append(self._abort_stream_of(command, batch, error))
                 return 0
 
         if self.numbering.may_send:
             self.outbox.fill(self.numbering.next_number, add)
         if not batch and not failures:
-            self._resolve_flushed()
+            self._resolve_sent()
             return
-        self._flushed_at = self._loop.time()
+        self._last_batch_at = self._loop.time()
         if batch:
             numbering = self.numbering
-            frames = batch.frames(numbering.next_number, numbering.accepted, self.processor.pack)
+            frames = batch.frames(numbering.next_number, numbering.accepted, self.item_checker.pack)
             numbering.keep(frames)
-            self._under_way[numbering.sent] = batch.items
-            self._acknowledge_later(cancel=True)
+            self._unacknowledged_items[numbering.sent] = batch.items
+            self._cancel_ack()
             self._socket.send(frames)
-        self._resolve_flushed()
+        self._resolve_sent()
         if self.outbox.has_more:
-            self._schedule_flush()
+            self._schedule_batch()
         for failed in failures:
             if failed is not None:
                 self._events.on_output(failed)
 
-    def _collect_all(self) -> None:
+    def _call_collectors(self) -> None:
         """Call the collectors. If one fails, the batch is sent without its commands."""
         collectors, self._collectors = self._collectors, []
         for collect in collectors:
@@ -548,47 +456,50 @@ class EngineLink:
                 )
 
     @property
-    def _waits(self) -> bool:
+    def _has_unsent_commands(self) -> bool:
         """Whether something other than replays waits for the next batch."""
-        return bool(self._collectors) or self.outbox.has_live
+        return bool(self._collectors) or self.outbox.has_commands
 
-    def _replace(
+    def _abort_stream_of(
         self, command: messages.Command | None, batch: OutgoingBatch, error: Exception
     ) -> messages.Failed | None:
-        """A command cannot be encoded: abort its stream on the engine. Returns the output for the stream's reader."""
+        """Abort the stream of a command that cannot be encoded. Returns the output for the stream's reader."""
         logger.error("a command to the engine at %s cannot be encoded", self.address, exc_info=error)
         if command is None:
             return None
         opens = isinstance(command, messages.Open)
         if not opens:
-            # If the name itself cannot be encoded, the engine does not know the stream.
+            # If the stream id itself cannot be encoded, the engine does not know the stream.
             with suppress(UnicodeEncodeError):
                 batch.add(messages.Abort(command.stream), [])
         why = f"a value cannot be sent to the engine: {type(error).__name__}"
         return messages.Failed(command.stream, error_code_of(opens), f"stream {command.stream!r}: {why}")
 
     def beat(self) -> None:
+        """Send a heartbeat, and give the link up if the engine has sent nothing for too long. Repeats itself."""
         now = self._loop.time()
         if now - self._beat_at > BEAT_SECONDS + STOPPED_SECONDS:
-            self._heard_at = now
+            # This process was stopped itself: its own pause is no silence of the engine.
+            self._received_at = now
         self._beat_at = now
-        if now - self._heard_at > SILENCE_SECONDS:
+        if now - self._received_at > SILENCE_SECONDS:
             self._lose(f"the engine at {self.address} has been silent for {SILENCE_SECONDS:g} s")
             return
         self._send_beat()
         self._beat_timer = self._loop.call_later(BEAT_SECONDS, self.beat)
 
     def _send_beat(self) -> None:
-        self._acknowledge_later(cancel=True)
+        self._cancel_ack()
         self._socket.send(codec.encode(codec.Beat(self.numbering.sent, self.numbering.accepted)))
 
-    def _acknowledge_later(self, cancel: bool = False) -> None:
-        if cancel:
-            if self._ack_timer is not None:
-                self._ack_timer.cancel()
-                self._ack_timer = None
-        elif self._ack_timer is None:
+    def _schedule_ack(self) -> None:
+        if self._ack_timer is None:
             self._ack_timer = self._loop.call_later(ACK_SECONDS, self._send_beat)
+
+    def _cancel_ack(self) -> None:
+        if self._ack_timer is not None:
+            self._ack_timer.cancel()
+            self._ack_timer = None
 
     # Receiving.
 
@@ -598,7 +509,7 @@ class EngineLink:
         except WireError as error:
             self._lose(str(error))
             return
-        self._heard_at = self._loop.time()
+        self._received_at = self._loop.time()
         self._dispatch(message)
 
     def _dispatch(self, message: Any) -> None:
@@ -613,39 +524,40 @@ class EngineLink:
                 arrival = self.numbering.classify(message.seq)
                 if arrival is Arrival.NEXT:
                     self.numbering.accept(message.seq)
-                    self._acknowledge_later()
-                    self._take(message)
+                    self._schedule_ack()
+                    self._handle_update(message)
                 elif arrival is Arrival.AFTER_A_GAP:
-                    self._ask_again()
+                    self._request_resend()
             case codec.Beat():
                 self.status = message.status or self.status
                 self._acknowledged(message.ack)
                 if message.sent > self.numbering.accepted:
-                    self._ask_again()
+                    self._request_resend()
             case codec.ResendRequest():
                 for kept in self.numbering.kept_since(message.seq):
                     self._socket.send(kept)
             case codec.Missing():
                 self._repair(message)
 
-    def _ask_again(self) -> None:
+    def _request_resend(self) -> None:
         self._socket.send(codec.encode(codec.ResendRequest(self.numbering.accepted + 1)))
 
     def _acknowledged(self, number: int) -> None:
-        taken = self.numbering.acknowledged(number)
-        for batch in taken:
-            self._under_way.pop(batch, None)
+        """The engine has received all batches up to this number."""
+        acknowledged = self.numbering.acknowledged(number)
+        for batch in acknowledged:
+            self._unacknowledged_items.pop(batch, None)
             self.outbox.acknowledged(batch)
-        while self._awaited and self._awaited[0][0] <= number:
-            _, waiting = self._awaited.pop(0)
-            if not waiting.done():
-                waiting.set_result(None)
-        if taken and self.numbering.may_send:
+        while self._ack_waiters and self._ack_waiters[0][0] <= number:
+            _, waiter = self._ack_waiters.pop(0)
+            if not waiter.done():
+                waiter.set_result(None)
+        if acknowledged and self.numbering.may_send:
             if self.outbox.has_more or self._collectors:
-                self._schedule_flush()
+                self._schedule_batch()
             self._events.on_room()
 
-    def _take(self, update: codec.Update) -> None:
+    def _handle_update(self, update: codec.Update) -> None:
         self.status = update.status
         for output in update.outputs:
             if isinstance(output, messages.Dead):
@@ -657,18 +569,19 @@ class EngineLink:
             self._events.on_progress(progress)
 
     def _repair(self, missing: codec.Missing) -> None:
-        """The two caches differ: correct the mirror by what the engine misses, and send the data again."""
-        held = {item.key: item for item in self._under_way.get(missing.seq, []) if item.payload is not None}
-        found = [held[key] for key in missing.keys if key in held]
-        gone = [key for key in missing.keys if key not in held]
+        """The mirror differs from the engine's cache: remove what the engine misses from it, and send the data
+        again."""
+        items = {item.key: item for item in self._unacknowledged_items.get(missing.seq, []) if item.payload is not None}
+        found = [items[key] for key in missing.keys if key in items]
+        gone = [key for key in missing.keys if key not in items]
         logger.warning(
             "the engine at %s does not have %d items of audio that were sent before; sending them again",
             self.address,
             len(missing.keys),
         )
-        if missing.seq > self._repaired:
+        if missing.seq > self._last_repaired:
             # The engine may ask repeatedly for one batch; it is counted as one repair.
-            self._repaired = missing.seq
+            self._last_repaired = missing.seq
             self.cache.forget(gone)
             self.cache.repair({item.key: item.payload.nbytes for item in found})
         data = lay_out(found, [True] * len(found))

@@ -1,36 +1,28 @@
-"""The engines that a gateway knows (`EnginePool`), their capacity, and the table file that lists those of a fleet.
+"""The engines that a gateway knows (`EnginePool`): their capacity, and the order in which they are asked for a stream.
 
 The pool is state without tasks of its own; the supervisor changes it, and `EngineClient`, recovery and migration ask
 it. It knows which engines are connected, which are spares, which streams run on which, and in what order a new stream
 is offered to them. Capacity is computed from the cost of steps that the engines measure. Only streams that cause work
 are counted: streams with speech within `COUNTED_SECONDS` (engine.options), and new streams that have not been measured
 yet. Other open streams cost almost nothing. Uploads are not counted: they use the time that live streams leave free.
-`TableFile` reads the engine table that `tickertape fleet` writes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from stat import S_ISREG
-from typing import Literal
-
-import msgspec
 
 from engine.boundary import codec
 from engine.boundary.codec import Status
-from engine.boundary.sockets import check_address, check_gateway_address
 from engine.client.engine_handles import EngineHandle
 from engine.client.link import EngineLink
 from engine.client.stream import EngineStream
 from engine.errors import AtCapacity, EngineUnreachable
 
-# Streams that an engine takes before it has measured anything.
-STREAMS_TO_BEGIN_WITH = 4
+# Active streams that an engine takes before it has measured what a stream costs.
+UNMEASURED_STREAMS = 4
 # Seconds until a refused client should try again: soon if engines are starting, later if all are full.
 RETRY_SOON_S = 1.0
 RETRY_LATER_S = 5.0
@@ -75,22 +67,26 @@ class TableReport:
 
 @dataclass(frozen=True, slots=True)
 class Capacity:
-    """Capacity of all engines together: `used` of `total` slots, `counted` active streams of `holds` possible ones.
+    """Capacity of all engines together."""
 
-    `free` is the number of further active streams: less than `holds - counted` if an engine is above its limit. `load`
-    is the share of its time that the least busy engine spends on live streams. `load_per_stream` is the load that one
-    more stream adds on the engine where it adds most; 0 while nothing has been measured.
-    """
-
+    # Slots that have a stream, and all slots.
     used: int
     total: int
+    # Streams with speech now.
     speaking: int
+    # Share of its time that the least busy engine spends on live streams.
     load: float
+    # When a refused client should try again.
     retry_after_s: float
+    # Silent streams whose state is in host memory.
     parked: int = 0
+    # Active streams now, and at most.
     counted: int = 0
     holds: int = 0
+    # Further active streams that the engines can take, summed up per engine. More than `holds - counted` if an engine
+    # is above its limit, less if one is draining or has too few free slots.
     free: int = 0
+    # Load that one more stream adds on the engine where it adds most; 0 while nothing has been measured.
     load_per_stream: float = 0.0
     # Connected engines, the number that should be connected, and those that are missing.
     engines: tuple[EngineShare, ...] = ()
@@ -102,22 +98,22 @@ class Capacity:
     spares_wanted: int = 0
 
 
-def streams_held(status: Status, max_load: float) -> int:
-    """Active streams that an engine can hold within `max_load`; a `max_load` of 0 is no limit."""
+def active_capacity(status: Status, max_load: float) -> int:
+    """The most active streams that an engine can have within `max_load`; a `max_load` of 0 is no limit."""
     if not max_load:
         return status.active_total
     if not status.load_per_stream:
-        return min(status.active_total, STREAMS_TO_BEGIN_WITH)
+        return min(status.active_total, UNMEASURED_STREAMS)
     # At least one: without a stream nothing would ever be measured again.
     return min(status.active_total, max(1, int((max_load - status.load_per_step) / status.load_per_stream)))
 
 
 def streams_free(status: Status, max_load: float) -> int:
-    """Number of further streams that an engine can take if all of them are active."""
+    """How many further streams an engine can take if all of them are active."""
     if status.draining:
         return 0
-    places = status.slots_total - status.slots_used
-    return max(0, min(streams_held(status, max_load) - status.counted, places))
+    free_slots = status.slots_total - status.slots_used
+    return max(0, min(active_capacity(status, max_load) - status.counted, free_slots))
 
 
 def share_of(status: Status, max_load: float) -> EngineShare:
@@ -145,7 +141,7 @@ def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
         retry_after_s=RETRY_LATER_S if states and not free else RETRY_SOON_S,
         parked=sum(state.parked for state in states),
         counted=sum(state.counted for state in states),
-        holds=sum(streams_held(state, max_load) for state in states),
+        holds=sum(active_capacity(state, max_load) for state in states),
         free=free,
         load_per_stream=max((state.load_per_stream for state in states), default=0.0),
     )
@@ -153,8 +149,8 @@ def capacity_of(states: Sequence[Status], max_load: float) -> Capacity:
 
 # Normal lag of streams on an engine with room: they wait for the next stride or step.
 USUAL_LAG_MS = 1000.0
-# Opens that may be unanswered at one engine: only the answer tells whether it is full.
-OPENING_AT_ONCE = 64
+# Most unanswered opens at one engine: only its answer shows whether it is full.
+MAX_UNANSWERED_OPENS = 64
 
 
 class PooledEngine:
@@ -163,12 +159,14 @@ class PooledEngine:
     def __init__(self, engine: EngineHandle, name: str = "") -> None:
         self.engine = engine
         self.name = name or engine.address
-        # It was removed from the engine table; the table marks it as draining.
+        # It was removed from the fleet's table.
         self.delisted = False
-        self.emptied = False
-        # Why it is not connected, if known, and the time at which it was connected or lost.
+        # The fleet's table marks it as draining.
+        self.marked_draining = False
+        # Why it is not connected, if known.
         self.problem = ""
-        self.since = asyncio.get_running_loop().time()
+        # Time of the event loop at which it was connected, lost or added.
+        self.state_since = asyncio.get_running_loop().time()
         self.link: EngineLink | None = None
         # Whether it takes streams; a connected engine that does not serve is a spare.
         self.serves = False
@@ -178,13 +176,15 @@ class PooledEngine:
         # Id and last status of the engine process of the last link.
         self.engine_id = ""
         self.last_status = codec.Status()
-        self.lost: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # Done when the connection is lost; its result is the reason.
+        self.loss: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        # Done when the first attempt to start the engine and connect to it has ended.
         self.first_try: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     @property
     def draining(self) -> bool:
         """Whether it takes no new streams, and its streams are to migrate."""
-        return self.delisted or self.emptied or (self.link is not None and self.link.status.draining)
+        return self.delisted or self.marked_draining or (self.link is not None and self.link.status.draining)
 
     @property
     def takes_streams(self) -> bool:
@@ -203,14 +203,14 @@ class EnginePool:
         self.max_load = max_load
         self._random = random.Random()
 
-    def arrived(self, pooled: PooledEngine, link: EngineLink) -> None:
-        """The engine is connected."""
-        pooled.link, pooled.since = link, asyncio.get_running_loop().time()
+    def connected(self, pooled: PooledEngine, link: EngineLink) -> None:
+        """The engine has been connected."""
+        pooled.link, pooled.state_since = link, asyncio.get_running_loop().time()
         self._promote()
 
-    def lost(self, pooled: PooledEngine) -> PooledEngine | None:
-        """The engine is not connected any more. Returns the spare that serves in its place, if there is one."""
-        pooled.link, pooled.serves, pooled.since = None, False, asyncio.get_running_loop().time()
+    def disconnected(self, pooled: PooledEngine) -> PooledEngine | None:
+        """The engine has been lost. Returns the spare that serves in its place, if there is one."""
+        pooled.link, pooled.serves, pooled.state_since = None, False, asyncio.get_running_loop().time()
         return self._promote()
 
     def _promote(self) -> PooledEngine | None:
@@ -263,6 +263,7 @@ class EnginePool:
         """
         ready = [pooled for pooled in self.all if pooled.link is not None and pooled.takes_streams]
         room = {pooled: self._room(pooled) for pooled in ready}
+        # Weighted random order without replacement: sort by random ** (1 / weight).
         keys = {pooled: self._random.random() ** (1 / free) for pooled, free in room.items() if free > 0}
         with_room = sorted(keys, key=lambda pooled: keys[pooled], reverse=True)
         return with_room + [pooled for pooled in self._by_lag(ready) if pooled not in keys]
@@ -277,7 +278,7 @@ class EnginePool:
 
         def order(entry: tuple[codec.Status, PooledEngine]) -> tuple[float, bool, float]:
             status, pooled = entry
-            full = status.counted >= streams_held(status, self.max_load)
+            full = status.counted >= active_capacity(status, self.max_load)
             return max(0.0, status.lag_ms - USUAL_LAG_MS), full, len(pooled.streams) / max(1, status.slots_total)
 
         return [
@@ -289,7 +290,7 @@ class EnginePool:
         for pooled in self.in_order():
             assert pooled.link is not None
             status = pooled.link.status
-            if pooled.opening < OPENING_AT_ONCE and status.slots_used + pooled.opening < status.slots_total:
+            if pooled.opening < MAX_UNANSWERED_OPENS and status.slots_used + pooled.opening < status.slots_total:
                 return pooled
         return None
 
@@ -315,106 +316,8 @@ class EnginePool:
         finally:
             pooled.opening -= 1
 
-    def leave(self, stream: EngineStream) -> None:
+    def remove(self, stream: EngineStream) -> None:
         """The stream has ended: remove it from its engine."""
         for pooled in self.all:
             if pooled.streams.get(stream.id) is stream:
                 del pooled.streams[stream.id]
-
-
-# The engine table of a fleet is a file that `tickertape fleet` replaces atomically and a gateway polls. The last good
-# table stays in use while the file is missing, unreadable or older.
-
-logger = logging.getLogger(__name__)
-
-# How often a gateway reads the file's time and size.
-TABLE_POLL_SECONDS = 0.5
-# Far more than a table of thousands of engines needs.
-MOST_TABLE_BYTES = 4 * 1024 * 1024
-
-
-class TableEntry(msgspec.Struct, frozen=True):
-    """One engine of the table. A draining engine takes no new streams, and its streams migrate."""
-
-    name: str
-    address: str
-    state: Literal["serving", "draining"] = "serving"
-
-
-class GatewayEntry(msgspec.Struct, frozen=True):
-    """One gateway of the table, with the address at which it listens to the others."""
-
-    name: str
-    address: str
-    state: Literal["serving", "draining"] = "serving"
-
-
-class Table(msgspec.Struct, frozen=True):
-    """The engines and the gateways of a fleet. `number` rises with each table that is written."""
-
-    number: int
-    engines: list[TableEntry]
-    gateways: list[GatewayEntry] = []
-
-
-_decoder = msgspec.json.Decoder(Table)
-
-
-class TableFile:
-    """Reads the table file. `number` is that of the table in use, `problem` what is wrong with the file now."""
-
-    def __init__(self, path: str | Path) -> None:
-        self.number = 0
-        self.problem = ""
-        self._path = Path(path)
-        # Inode, mtime and size of the file read last: a replaced file differs.
-        self._seen: tuple[int, int, int] | None = None
-
-    def look(self) -> Table | None:
-        """Return a newer table, or None if there is none. Blocks on file I/O: do not call it on an event loop."""
-        try:
-            stat = self._path.stat()
-            mark = (stat.st_ino, stat.st_mtime_ns, stat.st_size)
-            if mark == self._seen:
-                return None
-            if not S_ISREG(stat.st_mode):
-                raise ValueError("it is not a regular file")
-            table = _read(self._path)
-        except (OSError, ValueError) as error:
-            self._seen = None
-            self._complain(f"the engine table {self._path} cannot be used: {error}")
-            return None
-        self._seen = mark
-        if table.number < self.number:
-            self._complain(f"the engine table {self._path} has number {table.number}, older than {self.number}")
-            return None
-        self.problem = ""
-        if table.number == self.number:
-            return None
-        self.number = table.number
-        return table
-
-    def _complain(self, problem: str) -> None:
-        """Log each problem once."""
-        if problem != self.problem:
-            logger.error("%s; the last good one (number %d) stays in force", problem, self.number)
-        self.problem = problem
-
-
-def _read(path: Path) -> Table:
-    """Read and check the table. Raises OSError or ValueError."""
-    with path.open("rb") as file:
-        data = file.read(MOST_TABLE_BYTES + 1)
-    if len(data) > MOST_TABLE_BYTES:
-        raise ValueError(f"it is longer than {MOST_TABLE_BYTES} bytes")
-    table = _decoder.decode(data)
-    names = [entry.name for entry in table.engines] + [entry.name for entry in table.gateways]
-    if len(set(names)) < len(names):
-        raise ValueError("two engines have the same name, or two gateways")
-    if table.number < 1:
-        raise ValueError(f"its number is {table.number}; the first is 1")
-    for engine in table.engines:
-        check_address(engine.address)
-    for gateway in table.gateways:
-        check_gateway_address(gateway.address)
-    return table

@@ -1,8 +1,8 @@
 """Prepared audio: cuts audio into items without transcribing it (render), and puts items into engines' caches (inject).
 
 `EngineClient.render` and `EngineClient.inject` call it, for `POST /v1/audio/render` and `/v1/audio/inject`. Rendered
-items are JSON, with what transcribing them would cost; a client can store them, send them elsewhere, and inject them
-into the audio cache of any engine with the same model.
+items are JSON, with what transcribing them would cost. A client can store them, send them elsewhere, and inject them
+into the audio caches of a gateway's engines, if these run the same model.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from engine.boundary.input_cache import SenderCache
 from engine.boundary.items import make_cutter, payload_bytes, prepare
-from engine.client.link import EngineLink, ItemRefused, Processor, Queued
+from engine.client.item_checks import ItemChecker, ItemRefused
+from engine.client.link import EngineLink, Queued
 from engine.messages import LARGEST_COUNT, Item
 from engine.spec import ModelSpec
 
@@ -79,9 +80,9 @@ class Rendered:
 
 
 def render(
-    read_only: Processor,
+    checker: ItemChecker,
     samples: NDArray[np.float32],
-    engine_holds: SenderCache,
+    engine_cache: SenderCache,
     delay_positions: int | None = None,
 ) -> Rendered:
     """Cut and hash one complete piece of audio at the model's rate. Changes nothing in the engine."""
@@ -89,7 +90,7 @@ def render(
         raise ItemRefused(
             f"audio of shape {samples.shape} and type {samples.dtype}; give one channel of float32 samples"
         )
-    spec = read_only.spec
+    spec = checker.spec
     cutter = make_cutter(spec)
     delay = spec.default_delay_positions if delay_positions is None else delay_positions
     items = prepare(cutter, cutter.cut(samples), spec)
@@ -100,7 +101,7 @@ def render(
         samples=len(samples),
         positions=end - spec.prefix_positions,
         items=items,
-        cached=[item.key in engine_holds for item in items],
+        cached=[item.key in engine_cache for item in items],
     )
 
 
@@ -147,7 +148,7 @@ def _count(entry: Mapping[str, Any], name: str) -> int:
         raise ItemRefused(f"an item lacks {name!r}; an item has offset, length, sample, hash and data")
     value = entry[name]
     if type(value) is not int or not 0 <= value <= LARGEST_COUNT:
-        raise ItemRefused(f"an item is malformed: {name!r} must be a whole number from 0 to 2**53 - 1")
+        raise ItemRefused(f"an item is malformed: {name!r} must be a whole number from 0 to {LARGEST_COUNT}")
     return value
 
 
@@ -167,17 +168,17 @@ def check_same_model(rendered_for: str, spec: ModelSpec) -> None:
 # Injection of prepared items into the engines' caches. It is not urgent, so they are sent as replays are: in pieces,
 # while the link has few unacknowledged messages, when no live audio waits.
 
-# Items hashed per call of the thread that checks them.
-CHECKED_AT_ONCE = 64
+# Items that one call checks and hashes in a thread.
+CHECK_BATCH = 64
 # Bytes per piece: small enough for other senders to take turns.
 PIECE_BYTES = 64 * 1024
 
 
 class Injection:
-    """Items on their way to one engine: a `Source` of its link's `SendQueue` until all are sent."""
+    """Items that are being sent to one engine: a `PacedSource` of its link until all are sent."""
 
     def __init__(self, items: Sequence[Item]) -> None:
-        self.left: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.all_sent: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting = deque(items)
 
     def next_piece(self) -> Queued | None:
@@ -186,16 +187,16 @@ class Injection:
         while self._waiting and size < PIECE_BYTES:
             piece.append(self._waiting.popleft())
             size += payload_bytes(piece[-1])
-        if not self._waiting and not self.left.done():
-            self.left.set_result(None)
+        if not self._waiting and not self.all_sent.done():
+            self.all_sent.set_result(None)
         return (None, piece) if piece else None
 
 
-async def inject(items: Sequence[Item | None], processor: Processor, links: Sequence[EngineLink]) -> int:
+async def inject(items: Sequence[Item | None], checker: ItemChecker, links: Sequence[EngineLink]) -> int:
     """Send the items to all engines; returns how many had data. Raises ItemRefused before anything is sent."""
     checked: list[Item] = []
-    for start in range(0, len(items), CHECKED_AT_ONCE):
-        checked += await asyncio.to_thread(processor.check, items[start : start + CHECKED_AT_ONCE])
+    for start in range(0, len(items), CHECK_BATCH):
+        checked += await asyncio.to_thread(checker.check, items[start : start + CHECK_BATCH])
     with_data = [item for item in checked if item.payload is not None]
     if with_data:
         await asyncio.gather(*(_send(link, Injection(with_data)) for link in links))
@@ -203,5 +204,5 @@ async def inject(items: Sequence[Item | None], processor: Processor, links: Sequ
 
 
 async def _send(link: EngineLink, injection: Injection) -> None:
-    link.pace(injection)
-    await asyncio.wait({injection.left, link.ended}, return_when=asyncio.FIRST_COMPLETED)
+    link.send_paced(injection)
+    await asyncio.wait({injection.all_sent, link.ended}, return_when=asyncio.FIRST_COMPLETED)

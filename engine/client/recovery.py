@@ -5,14 +5,18 @@ Both are tasks of the supervisor, in the gateway's event loop. What a new engine
 `engine/boundary/replay.py`.
 
 `Recovery` owns the lists of lost streams. Invariant: a lost stream is in exactly one state. It is held until the crash
-suspects are known, waiting, being reopened by one task, on an engine, or ended. Only `hold`, `release`, `forget` and
-the reopening task change the state, and the task only while it is still the stream's registered task. A stream that
-gets no engine in time is ended with an error.
+suspects are known, waiting, being reopened by one task, on an engine, or ended. Only `hold`, `release`, `reopen_on`,
+`forget`, the loop `run` and the reopening task change the state, and the task only while it is the stream's registered
+task. A stream that gets no engine in time is ended with an error.
 
-`Migrations` checks the pool a few times per second, and moves the streams of draining engines one by one. A stream
-migrates in a pause of speech if one comes soon, when the interruption is least noticed. A slot on the target is
-reserved first, with a placeholder stream; without one the stream stays. It is then reopened on the target as after the
-death of an engine and with the same words, and the old engine keeps it until the new one has all of it.
+A stream that may have crashed its engine (a suspect) is on probation while it is the only suspect that is reopened: if
+the engine crashes again, it was this stream.
+
+`Migrations` checks the pool a few times per second, and migrates the streams of draining engines one by one. A stream
+migrates in a pause of speech if one comes soon, because the interruption is least noticed there. A slot on the target
+is reserved first, with a placeholder stream; if there is none, the stream stays. The stream is then reopened on the
+target as after the loss of an engine, and its words do not change. The old engine keeps it until the new one has all of
+its audio.
 """
 
 from __future__ import annotations
@@ -30,14 +34,16 @@ from engine.errors import AtCapacity, EngineError, EngineUnavailable
 
 logger = logging.getLogger(__name__)
 
+# How often waiting streams look for an engine with room, besides when one becomes available.
 RETRY_S = 0.25
-# A suspect on probation that neither kills the engine nor passes its spot is released after this time.
+# Probation ends after this time if the suspect has neither crashed the engine nor passed the audio of the crash.
 PROBATION_S = 10.0
+# Last recoveries whose durations are kept for the metrics.
 RECOVERIES_KEPT = 256
 # How often the pool is checked for draining engines.
 MIGRATION_POLL_SECONDS = 0.25
 # How long a stream waits for a pause before it migrates without one.
-PATIENCE_SECONDS = 15.0
+PAUSE_WAIT_SECONDS = 15.0
 
 
 @dataclass(slots=True)
@@ -61,7 +67,7 @@ class Recovery:
         self.held: set[EngineStream] = set()
         self.waiting: list[EngineStream] = []
         self.reopening: dict[EngineStream, asyncio.Task[None]] = {}
-        # The crash suspect that was reopened alone, and when.
+        # The crash suspect on probation, and the time of its start.
         self._on_probation: tuple[EngineStream, float] | None = None
         self._wake = asyncio.Event()
 
@@ -77,7 +83,7 @@ class Recovery:
             self._place_waiting(self._clock())
 
     async def close(self) -> list[EngineStream]:
-        """Stop; returns the streams that are not on an engine."""
+        """Stop. Returns the streams that are on no engine."""
         tasks = dict(self.reopening)
         for task in tasks.values():
             task.cancel()
@@ -91,7 +97,10 @@ class Recovery:
         return bool(lost) or any(stream.placement.lost_at is not None for stream in self._pool.streams())
 
     def hold(self, streams: list[EngineStream]) -> None:
-        """Their engine is lost: keep them until `release`. A stream that was never opened is left to its opener."""
+        """The engine of these streams is lost: keep them until `release`.
+
+        A stream that was never opened is not kept: `EngineClient.open` tries the next engine.
+        """
         if self._on_probation is not None and self._on_probation[0] in streams:
             self._on_probation = None
         for stream in streams:
@@ -112,7 +121,7 @@ class Recovery:
         task = asyncio.create_task(self._reopen(stream, pooled), name=f"reopen {stream.id}")
         self.reopening[stream] = task
 
-    def wake(self) -> None:
+    def engine_available(self) -> None:
         """An engine has become available."""
         self._wake.set()
 
@@ -126,7 +135,7 @@ class Recovery:
     def note_progress(self, stream: EngineStream) -> None:
         """Count the stream as recovered if it has passed the point where its last engine stopped."""
         lost_at = stream.placement.lost_at
-        if lost_at is None or not stream.placement.goes_on:
+        if lost_at is None or not stream.placement.is_recovered:
             return
         stream.placement.lost_at = None
         took = self._clock() - lost_at
@@ -145,7 +154,9 @@ class Recovery:
                 )
                 continue
             pooled = self._pool.engine_with_free_slot()
-            if pooled is not None and self._may_try(stream, now):
+            if pooled is not None and self._may_reopen(stream, now):
+                if stream.suspicion.must_wait:
+                    self._on_probation = (stream, now)
                 self.waiting.remove(stream)
                 self.reopen_on(stream, pooled)
 
@@ -154,17 +165,15 @@ class Recovery:
         assert lost_at is not None, "a waiting stream has a time of loss"
         return now - lost_at > self._timeout_s
 
-    def _may_try(self, stream: EngineStream, now: float) -> bool:
-        """Whether the stream may be reopened now. Suspects of an unknown last step are tried one at a time."""
+    def _may_reopen(self, stream: EngineStream, now: float) -> bool:
+        """Whether the stream may be reopened now. If the last step is unknown, suspects are tried one at a time."""
         if not stream.suspicion.must_wait:
             return True
         another_on_probation = self._on_probation is not None and self._on_probation[0] is not stream
-        if another_on_probation or now < stream.suspicion.not_before:
-            return False
-        self._on_probation = (stream, now)
-        return True
+        return not another_on_probation and now >= stream.suspicion.not_before
 
     def _review_probation(self, now: float) -> None:
+        """End the probation if the suspect is cleared or has ended, or after `PROBATION_S`."""
         if self._on_probation is None:
             return
         suspect, since = self._on_probation
@@ -210,38 +219,39 @@ class Migrations:
         self._recovery = recovery
         self._make_placeholder = make_placeholder
         self._clock = clock
-        self._since: dict[PooledEngine, float] = {}
-        self._moving: dict[EngineStream, asyncio.Task[None]] = {}
+        # Since when each engine is draining.
+        self._draining_since: dict[PooledEngine, float] = {}
+        self._migrating: dict[EngineStream, asyncio.Task[None]] = {}
 
     async def run(self) -> None:
         while True:
             await asyncio.sleep(MIGRATION_POLL_SECONDS)
-            self.look()
+            self.start_migrations()
 
     async def close(self) -> None:
-        tasks = list(self._moving.values())
+        tasks = list(self._migrating.values())
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def look(self) -> None:
+    def start_migrations(self) -> None:
         """Start the migration of every stream that can migrate now."""
         draining = [pooled for pooled in self._pool.all if pooled.link is not None and pooled.draining]
         now = self._clock()
-        self._since = {pooled: self._since.get(pooled, now) for pooled in draining}
+        self._draining_since = {pooled: self._draining_since.get(pooled, now) for pooled in draining}
         for pooled in draining:
-            is_late = now - self._since[pooled] >= PATIENCE_SECONDS
+            is_late = now - self._draining_since[pooled] >= PAUSE_WAIT_SECONDS
             for stream in list(pooled.streams.values()):
-                if stream in self._moving or not stream.may_move or not (is_late or stream.at_pause):
+                if stream in self._migrating or not stream.can_migrate or not (is_late or stream.is_at_pause):
                     continue
                 target = self._pool.engine_with_free_slot()
                 if target is None:
                     return
-                self._moving[stream] = asyncio.create_task(
-                    self._move(stream, pooled, target), name=f"move {stream.id} to {target.name}"
+                self._migrating[stream] = asyncio.create_task(
+                    self._migrate(stream, pooled, target), name=f"migrate {stream.id} to {target.name}"
                 )
 
-    async def _move(self, stream: EngineStream, pooled: PooledEngine, target: PooledEngine) -> None:
+    async def _migrate(self, stream: EngineStream, pooled: PooledEngine, target: PooledEngine) -> None:
         placeholder = self._make_placeholder(stream)
         try:
             await self._pool.open_on(target, placeholder)
@@ -249,10 +259,10 @@ class Migrations:
             logger.info("stream %s is not migrated now and stays on its engine: %s", stream.id, error)
             return
         finally:
-            del self._moving[stream]
-        # Free the reserved slot; the stream takes it.
+            del self._migrating[stream]
+        # Free the reserved slot for the stream.
         placeholder.abort_everywhere()
-        if pooled.streams.get(stream.id) is stream and stream.may_move:
+        if pooled.streams.get(stream.id) is stream and stream.can_migrate:
             del pooled.streams[stream.id]
             stream.start_migration(self._clock())
             self._recovery.reopen_on(stream, target)

@@ -3,9 +3,10 @@
 `EngineClient.open` makes it; the live session in `realtime/serving` feeds it and reads its outputs; supervisor,
 recovery and migration move it between engines. Everything runs in the gateway's event loop. Its parts: `Placement`
 converts between the engine's count of positions and samples and the stream's own, `Delivery` sends commands and replays
-in order, `Outputs` queues the outputs, and `PreviousEngine` is the engine that a migrating stream leaves. An engine
-that takes a stream over counts from the first item it is sent; outside `Placement` only the stream's own count is used,
-which begins with its first sample.
+in order, `Outputs` queues the outputs, and `PreviousEngine` is the engine that a migrating stream leaves.
+
+Two counts: the stream's own count begins with its first sample. An engine that continues a stream counts from the first
+item that it is sent. Outside `Placement` only the stream's own count is used.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ from engine.boundary.replay import (
     join_known,
     replay_state_for,
 )
-from engine.client.link import EngineLink, ItemRefused, Queued
+from engine.client.item_checks import ItemRefused
+from engine.client.link import EngineLink, Queued
 from engine.errors import (
     AtCapacity,
     BadOption,
@@ -48,14 +50,25 @@ from engine.errors import (
 from engine.messages import Item
 from engine.spec import ModelSpec
 
+logger = logging.getLogger(__name__)
+
+# Items of a replay in one command: few enough for many streams to be sent in turn.
+REPLAY_ITEMS = JOINED_POSITIONS
+# Outputs that may wait for a reader before the stream accepts no more audio.
+MAX_QUEUED_OUTPUTS = 1024
+# Outputs after which a stream has ended.
+_FINAL = (messages.Closed, messages.Failed, messages.Dead)
+# After this time without audio, silence is fed to a live stream that has an unanswered flush.
+QUIET_LINE_SECONDS = 0.3
+
 
 @dataclass(frozen=True, slots=True)
 class HandoffTarget:
     """The engine from which another gateway could adopt a stream."""
 
     link: EngineLink
-    # Number of the engine's outputs that were read here.
-    read: int = 0
+    # Number of the engine's outputs of the stream that were read here.
+    read_count: int = 0
     # Offsets in positions and samples: the stream's count minus the engine's.
     offsets: tuple[int, int] = (0, 0)
 
@@ -70,24 +83,26 @@ class Placement:
         # Positions below this were computed, on this engine or an earlier one.
         self.computed = spec.prefix_positions
         self._spec = spec
-        self._computed_here = spec.prefix_positions
-        self._spoke_here = False
+        # Like `computed`, but only on this engine, which may compute replayed audio again.
+        self._computed_on_this_engine = spec.prefix_positions
+        # Whether this engine has sent new words of the stream, or its end.
+        self._has_new_words = False
         # Offsets: the stream's count minus the engine's.
         self._position_offset = 0
         self._sample_offset = 0
-        # The stream counts as recovered when the new engine has computed up to this position.
-        self._goes_on_at = 0
+        # The stream counts as recovered when the new engine has computed the positions below this one.
+        self._recovered_at = 0
 
     def begin(self, link: EngineLink, replay: Replay) -> None:
         """This engine runs the stream from now on; it is sent the replay first."""
         self.link = link
         self._position_offset, self._sample_offset = replay.positions, replay.samples
-        self._computed_here = replay.positions + self._spec.prefix_positions
-        self._spoke_here = False
+        self._computed_on_this_engine = replay.positions + self._spec.prefix_positions
+        self._has_new_words = False
 
     @property
     def offsets(self) -> tuple[int, int]:
-        """Offsets in positions and samples: the stream's count minus the engine's."""
+        """In positions and samples: the stream's count minus the engine's."""
         return self._position_offset, self._sample_offset
 
     def lose(self, now: float, end: int) -> None:
@@ -95,39 +110,38 @@ class Placement:
         self.link = None
         if self.lost_at is None:
             self.lost_at = now
-        # A model that waits for a whole stride may leave less than one uncomputed.
-        all_of_it = end - (self._spec.stride_positions - 1)
-        self._goes_on_at = min(all_of_it, self.computed + 1)
+        # A windowed model computes whole strides: up to one position less than a stride stays uncomputed.
+        all_computed = end - (self._spec.stride_positions - 1)
+        self._recovered_at = min(all_computed, self.computed + 1)
 
     def progress(self, computed: int) -> None:
         """The engine has computed the positions below `computed`, on its own count."""
-        self._computed_here = computed + self._position_offset
-        self.computed = max(self.computed, self._computed_here)
+        self._computed_on_this_engine = computed + self._position_offset
+        self.computed = max(self.computed, self._computed_on_this_engine)
 
     @property
-    def goes_on(self) -> bool:
-        """Whether the new engine has computed beyond the point where the old one stopped. Audio that it was sent but
-        has not computed does not count."""
-        return self.link is not None and (self._spoke_here or self._computed_here >= self._goes_on_at)
+    def is_recovered(self) -> bool:
+        """Whether the new engine has computed beyond the point where the old one stopped."""
+        return self.link is not None and (self._has_new_words or self._computed_on_this_engine >= self._recovered_at)
 
-    def speaks(self) -> None:
-        """This engine sent new words of the stream, or its end; its report of progress may come later."""
-        self._spoke_here = True
+    def note_new_words(self) -> None:
+        """This engine sent new words of the stream, or its end. Its report of progress may come later."""
+        self._has_new_words = True
 
     def uncomputed(self, end: int) -> range:
         """Positions that the engine may have been computing when it died, if the audio sent to it ends at `end`."""
-        return range(self._computed_here, end)
+        return range(self._computed_on_this_engine, end)
 
-    def own_count(self, start: int, end: int) -> range:
+    def to_stream_positions(self, start: int, end: int) -> range:
         """Convert positions from the engine's count to the stream's."""
         return range(start + self._position_offset, end + self._position_offset)
 
-    def engine_count(self, positions: range) -> tuple[int, int]:
+    def to_engine_positions(self, positions: range) -> tuple[int, int]:
         """Convert positions from the stream's count to the engine's."""
         return positions.start - self._position_offset, positions.stop - self._position_offset
 
     def to_engine(self, items: Sequence[Item]) -> list[Item]:
-        """Return the items with offsets and samples on the engine's count."""
+        """Convert the items from the stream's count to the engine's."""
         positions, samples = self._position_offset, self._sample_offset
         if not positions:
             return list(items)
@@ -166,15 +180,12 @@ class Placement:
                 pass
 
 
-# Items of a replay in one command: few enough for many streams to take turns.
-REPLAY_ITEMS = JOINED_POSITIONS
-
-
 class Delivery:
     """Sends one stream's commands to the engine that runs it, in order.
 
     It sends Open at once. When the engine has accepted the stream, the replay is sent in pieces, as the link asks for
-    them (`next_piece`); later commands wait behind it. `on_done` is called when all of the replay has been sent.
+    them (`next_piece`, the interface `PacedSource`); later commands are sent after it. `on_done` is called when all of
+    the replay has been sent.
     """
 
     def __init__(
@@ -186,7 +197,7 @@ class Delivery:
         finished: bool,
         on_done: Callable[[], None],
     ) -> None:
-        # The engine has accepted the stream.
+        # Whether the engine has accepted the stream.
         self.is_open = False
         self._tokens, self._spec = replay.forced_tokens, spec
         self._stream = opening.stream
@@ -195,15 +206,16 @@ class Delivery:
         self._opening: Queued | None = None
         self._waiting = deque(_commands(opening.stream, replay.entries, finished))
         if replay.before_state:
-            # A saved state is sent together with its audio, so the Open takes turns with other replays.
+            # A saved state is sent together with its audio, so this Open is large and is sent in turn with other
+            # replays.
             self._opening = (opening, replay.before_state)
-            link.pace(self)
+            link.send_paced(self)
         else:
             link.send(opening)
 
     @classmethod
     def of_open_stream(cls, link: EngineLink, stream: str, spec: ModelSpec) -> Delivery:
-        """A delivery to an engine that runs the stream already."""
+        """A delivery to an engine that runs the stream already. The constructor would send an Open."""
         delivery = cls.__new__(cls)
         delivery.is_open, delivery._stream, delivery._link = True, stream, link
         delivery._opening, delivery._waiting, delivery._tokens, delivery._spec = None, deque(), [], spec
@@ -225,7 +237,7 @@ class Delivery:
         """The engine has accepted the stream: send the replay."""
         self.is_open = True
         if self._waiting:
-            self._link.pace(self)
+            self._link.send_paced(self)
         else:
             self._on_done()
 
@@ -241,7 +253,7 @@ class Delivery:
         return command, join_known(items, self._tokens, self._spec)
 
     def abort(self) -> bool:
-        """Send nothing more and have the engine drop the stream; False if the engine was never sent the Open."""
+        """Send nothing more, and make the engine drop the stream. Returns False if the Open was never sent."""
         self._waiting.clear()
         if self._opening is not None:
             self._opening = None
@@ -269,30 +281,26 @@ def _commands(stream: str, entries: Iterable[ReplayEntry], finished: bool) -> It
         yield messages.Finish(stream), []
 
 
-# Outputs that may wait for a reader before the stream accepts no more audio.
-MAX_QUEUED_OUTPUTS = 1024
-_FINAL = (messages.Closed, messages.Failed, messages.Dead)
-
-
 class Outputs:
     """The outputs of a stream: passed to a listener as they come, or queued and read by iteration until the last one.
 
-    Nothing is reported twice: speech that was reported before a replay is left out. `on_read` is called when an output
-    has been read, so that there is room for more.
+    No speech is reported twice: what was reported before a replay is removed. `on_read` is called when an output has
+    been read, so that there is room for more.
     """
 
     def __init__(self, sample_rate: int, on_read: Callable[[], None]) -> None:
         self._sample_rate = sample_rate
         self._on_read = on_read
-        # (sequence number on this engine, output)
+        # (sequence number of the output on this engine, output)
         self._queue: deque[tuple[int, messages.Output]] = deque()
-        # Sequence numbers of the last output read, and of the last one received.
-        self.read = 0
-        self.received = 0
-        self._news = asyncio.Event()
+        # Sequence numbers on this engine of the last output read, and of the last one received.
+        self.read_count = 0
+        self.received_count = 0
+        self._has_output = asyncio.Event()
         self._listener: Callable[[messages.Output], None] | None = None
-        # Speech before this sample has been reported, and the speech track after it, if it is known.
+        # Speech before this sample has been reported.
         self.reported_until = 0
+        # The state of the speech track after it; None if no speech was reported.
         self.track: messages.TrackState | None = None
 
     def __len__(self) -> int:
@@ -306,36 +314,40 @@ class Outputs:
         if output is None:
             return
         if self._listener is not None:
-            self.read = self.received
+            self.read_count = self.received_count
             self._listener(output)
         else:
-            self._queue.append((self.received, output))
-            self._news.set()
+            self._queue.append((self.received_count, output))
+            self._has_output.set()
 
     def subscribe(self, listener: Callable[[messages.Output], None]) -> None:
         """Pass each output to the listener as it comes. The listener must not block or raise."""
         self._listener = listener
         while self._queue:
-            self.read, output = self._queue.popleft()
+            self.read_count, output = self._queue.popleft()
             listener(output)
 
     @property
-    def speech_goes_on(self) -> bool:
+    def speech_continues(self) -> bool:
         """Whether there is speech at the end of the last reported frame."""
         return self.track is not None and self.track.speaking
 
-    def adopt(self, told: int, reported_until: int, track: messages.TrackState | None) -> None:
-        """Continue for another gateway, which has read `told` outputs, and speech up to this sample."""
-        self.begin(told)
+    def adopt(self, read_count: int, reported_until: int, track: messages.TrackState | None) -> None:
+        """Continue for another gateway, which has read `read_count` outputs of this engine, and speech up to this
+        sample."""
+        self.begin(read_count)
         self.reported_until, self.track = reported_until, track
 
-    def begin(self, told: int) -> None:
-        """Another engine runs the stream and has sent `told` outputs; the outputs queued here are not among them."""
-        self._queue = deque((told, output) for _, output in self._queue)
-        self.read = self.received = told
+    def begin(self, sent_count: int) -> None:
+        """Another engine runs the stream and has sent `sent_count` outputs of it before.
+
+        Queued outputs of the former engine get this number, so that reading them acknowledges none of the new engine's.
+        """
+        self._queue = deque((sent_count, output) for _, output in self._queue)
+        self.read_count = self.received_count = sent_count
 
     def put_speech(self, speech: messages.Speech) -> None:
-        """Put what was not reported before: an engine that continues a stream says some things again."""
+        """Put the part that was not reported before: an engine that continues a stream reports some speech again."""
         new = self._new_part(speech)
         self.track = self.track if new is None else new.track
         self.put(new)
@@ -343,13 +355,13 @@ class Outputs:
     async def __aiter__(self) -> AsyncIterator[messages.Output]:
         while True:
             while self._queue:
-                self.read, output = self._queue.popleft()
+                self.read_count, output = self._queue.popleft()
                 self._on_read()
                 yield output
                 if isinstance(output, _FINAL):
                     return
-            self._news.clear()
-            await self._news.wait()
+            self._has_output.clear()
+            await self._has_output.wait()
 
     def _new_part(self, speech: messages.Speech) -> messages.Speech | None:
         """Return the part that was not reported before (the audio may be a replay), or None."""
@@ -357,16 +369,16 @@ class Outputs:
             self.reported_until = speech.sample + len(speech.probabilities) * speech.frame_samples
             return speech
         if speech.frame_samples > self._sample_rate and speech.sample < self.reported_until:
-            # A long silence is one long frame. Return only the samples that were not reported.
-            known = min(self.reported_until - speech.sample, speech.frame_samples)
-            speech.sample, speech.frame_samples = speech.sample + known, speech.frame_samples - known
+            # A frame of more than a second is a long silence. Return only the samples that were not reported.
+            old_samples = min(self.reported_until - speech.sample, speech.frame_samples)
+            speech.sample, speech.frame_samples = speech.sample + old_samples, speech.frame_samples - old_samples
         if not speech.frame_samples:
             return None
-        known = max(0, -(-(self.reported_until - speech.sample) // speech.frame_samples))
-        probabilities = speech.probabilities[known:]
+        old_frames = max(0, -(-(self.reported_until - speech.sample) // speech.frame_samples))
+        probabilities = speech.probabilities[old_frames:]
         if not probabilities:
             return None
-        sample, reported = speech.sample + known * speech.frame_samples, self.reported_until
+        sample, reported = speech.sample + old_frames * speech.frame_samples, self.reported_until
         self.reported_until = sample + len(probabilities) * speech.frame_samples
         events = [event for event in speech.events if event.at > reported]
         return structs.replace(speech, sample=sample, probabilities=probabilities, events=events)
@@ -385,50 +397,46 @@ def error_of(failed: messages.Failed) -> EngineError | ValueError:
 class PreviousEngine:
     """The engine that a migrating stream leaves.
 
-    It keeps the stream until the new engine has all of it and also has the session's handoff: at any moment another
-    gateway can adopt session and stream from one engine.
+    It keeps the stream until the new engine has all of its audio and also the session's handoff. So at any moment
+    another gateway can adopt session and stream from one engine.
     """
 
     def __init__(self, stream: str) -> None:
-        # Whether a handoff of the session is saved beside the stream.
-        self.is_handed_off = False
-        # Set until the new engine has all of the stream.
-        self.leaving: HandoffTarget | None = None
+        # Whether the session has a handoff, which is saved on the engine that runs the stream.
+        self.has_handoff = False
+        # The previous engine, until the new one has all audio of the stream.
+        self.sending_rest: HandoffTarget | None = None
         self._stream = stream
-        # Set from then on, until the new engine has the handoff too.
-        self._left: HandoffTarget | None = None
+        # The previous engine after that, until the new one has the handoff too.
+        self._waiting_for_handoff: HandoffTarget | None = None
 
     def begin(self, target: HandoffTarget | None) -> None:
         self.end()
-        self.leaving = target
+        self.sending_rest = target
 
     def settle(self) -> None:
-        """The new engine has all of the stream."""
-        if self.leaving is not None:
-            self._left, self.leaving = self.leaving, None
-            if not self.is_handed_off:
+        """The new engine has all audio of the stream."""
+        if self.sending_rest is not None:
+            self._waiting_for_handoff, self.sending_rest = self.sending_rest, None
+            if not self.has_handoff:
                 self.release()
 
     def release(self) -> None:
-        """The new engine has the session's handoff too: the previous one drops the stream."""
-        left, self._left = self._left, None
-        if left is not None:
-            left.link.send(messages.Abort(self._stream))
+        """The new engine has the session's handoff too: make the previous one drop the stream."""
+        previous, self._waiting_for_handoff = self._waiting_for_handoff, None
+        if previous is not None:
+            previous.link.send(messages.Abort(self._stream))
 
     def end(self) -> None:
-        """Have previous engines that still hold the stream drop it."""
+        """Make previous engines that still have the stream drop it."""
         self.release()
-        self._left, self.leaving = self.leaving, None
+        self._waiting_for_handoff, self.sending_rest = self.sending_rest, None
         self.release()
 
-    def is_from(self, link: EngineLink) -> bool:
-        return any(target is not None and target.link is link for target in (self.leaving, self._left))
-
-
-logger = logging.getLogger(__name__)
-
-# After this time without audio, silence is fed to a live stream that has an unanswered flush.
-QUIET_LINE_SECONDS = 0.3
+    def is_on(self, link: EngineLink) -> bool:
+        return any(
+            target is not None and target.link is link for target in (self.sending_rest, self._waiting_for_handoff)
+        )
 
 
 class EngineStream:
@@ -441,29 +449,33 @@ class EngineStream:
         self.placement = Placement(spec)
         self.suspicion = CrashSuspicion()
         self._opening = opening
-        # (end of the audio at the change, rule) of changes that no reported speech includes.
+        # Changes of the rule that reported speech does not reflect yet: (sample of the change, new rule).
         self._rules: deque[tuple[int, messages.TurnRule | None]] = deque()
         self._spec = spec
         self._limits = limits
         self._on_end = on_end
         self._cutter = make_cutter(spec)
-        self.kept = ReplayLog(spec)
+        # The commands with which another engine can rebuild the stream.
+        self.replay_log = ReplayLog(spec)
+        # What the model has computed and another engine needs besides them.
         self._replay_state = replay_state_for(spec, limits.keep_positions)
         self.outputs = Outputs(spec.sample_rate, self.wake)
         self.outputs.reported_until, self.outputs.track = opening.heard_until, opening.track
-        self._tags = 0
+        # Flushes have the tags 1, 2, 3 ...; the tags of those that were not answered yet.
+        self._last_tag = 0
         self._unanswered: set[int] = set()
         # Whether an engine has ever accepted the stream.
         self.was_opened = False
         self._finished = self._aborted = self._ended = False
+        # Whether the stream is fed items that the client prepared, and no samples.
         self._prepared_only = False
         self._room = asyncio.Event()
         self._opened: asyncio.Future[None] | None = None
-        # To the engine that runs the stream now, or is asked to.
+        # Sends to the engine that runs the stream now, or is asked to.
         self._delivery: Delivery | None = None
         self.previous_engine = PreviousEngine(self.id)
-        # The last state of the speaker labels, and the stream's sample from which on it counts.
-        self._labels, self._labels_from = opening.labels, -opening.labels_earlier
+        # The last state of the speaker labels, and the stream's sample that is sample 0 in this state.
+        self._labels, self._labels_start = opening.labels, -opening.labels_earlier
 
     # Called by the gateway.
 
@@ -477,14 +489,14 @@ class EngineStream:
             if start:
                 await asyncio.sleep(0)  # a long recording must not block the event loop
             await self._wait_for_room()
-            self._take_samples(samples[start : start + second])
+            self._cut_and_send(samples[start : start + second])
 
     def feed_now(self, samples: NDArray[np.float32]) -> bool:
-        """Feed at most a second of audio if that is possible without waiting; False if it was not taken."""
-        short = len(samples) <= self._spec.sample_rate
-        if not short or self._finished or self._prepared_only or not self._has_room():
+        """Feed at most a second of audio if that is possible without waiting; returns whether it was fed."""
+        is_short = len(samples) <= self._spec.sample_rate
+        if not is_short or self._finished or self._prepared_only or not self._has_room():
             return False
-        self._take_samples(samples)
+        self._cut_and_send(samples)
         return True
 
     async def gap(self, samples: int) -> None:
@@ -504,45 +516,50 @@ class EngineStream:
         link = self.placement.link
         if link is None:
             raise EngineUnreachable("the engine is being restarted; send the items again")
-        checked = link.processor.check(items)
+        checked = link.item_checker.check(items)
         arriving = {item.key for item in checked if item.payload is not None}
         for item in checked:
             if item.key and item.payload is None and item.key not in arriving and item.key not in link.cache:
                 raise ItemRefused(f"the engine has never seen {item.key.hex()}; send the item's data with its hash")
         self._prepared_only = True
         if checked:
-            shift, later = self.kept.end - checked[0].offset, self.kept.end_sample - checked[0].sample
+            positions = self.replay_log.end - checked[0].offset
+            samples = self.replay_log.end_sample - checked[0].sample
             self._send_items(
-                [structs.replace(item, offset=item.offset + shift, sample=item.sample + later) for item in checked]
+                [
+                    structs.replace(item, offset=item.offset + positions, sample=item.sample + samples)
+                    for item in checked
+                ]
             )
 
     async def flush(self, pause: int | None = None, ends_speech: bool = False, turn_over: bool = False) -> int:
         """Ask for the text of everything fed so far; `Flushed` carries the returned tag.
 
-        `ends_speech`: the client ended the turn here. `turn_over`: the turn before the pause has ended.
+        `ends_speech`: the client itself ended the turn here. `turn_over`: our rule ended the turn before the pause.
 
         With a `pause`, only the text before this sample is wanted, which lies in silence. The audio is then cut into
         positions as if there were no flush, so the following words do not depend on when this was called. A live
-        stream of a model with a delay gets no inserted silence then: the audio that follows brings the words out.
+        stream of a model with a delay gets no inserted silence then: the model emits the words with the audio that
+        follows. An upload to a model with a delay ignores `pause`.
         """
         await self._wait_for_room()
         if pause is None or not (self._spec.rereads_window or self._opening.live):
             pause = None
             self._send_items(self._cut_rest())
-        self._tags += 1
-        self.kept.mark_flush(self._tags, self._unanswered, pause, ends_speech)
-        self._unanswered.add(self._tags)
+        self._last_tag += 1
+        self.replay_log.mark_flush(self._last_tag, self._unanswered, pause, ends_speech)
+        self._unanswered.add(self._last_tag)
         at = self.placement.sample_to_engine(pause)
-        self._send(messages.Flush(self.id, self._tags, at, ends_speech, turn_over))
+        self._send(messages.Flush(self.id, self._last_tag, at, ends_speech, turn_over))
         if pause is not None:
-            self._watch_for_audio()
-        return self._tags
+            self._answer_flush_later()
+        return self._last_tag
 
     def change_turns(self, turns: messages.TurnRule | None) -> None:
         """Use another rule for the ends of turns from here on."""
-        self.kept.mark_turns(turns)
-        if not self._spec.rereads_window:  # else the saved state has the rule
-            self._rules.append((self.kept.end_sample, turns))
+        self.replay_log.mark_turns(turns)
+        if not self._spec.rereads_window:  # the saved state of a windowed model has the rule
+            self._rules.append((self.replay_log.end_sample, turns))
         self._send(messages.ChangeTurns(self.id, turns))
 
     async def finish(self) -> None:
@@ -558,7 +575,7 @@ class EngineStream:
             return
         self._finished = self._aborted = True
         if self._delivery is None or not self._delivery.abort():
-            self.end(messages.Closed(self.id, self.kept.end_sample))
+            self.end(messages.Closed(self.id, self.replay_log.end_sample))
 
     def __aiter__(self) -> AsyncIterator[messages.Output]:
         return aiter(self.outputs)
@@ -570,26 +587,26 @@ class EngineStream:
     @property
     def target(self) -> HandoffTarget | None:
         """The engine from which another gateway could adopt the stream; None while no engine has all of it."""
-        leaving = self.previous_engine.leaving
+        leaving = self.previous_engine.sending_rest
         if leaving is not None:
             return leaving if leaving.link.lost is None else None
         if self.placement.link is None or self._delivery is None or not self._delivery.is_done:
             return None
-        return HandoffTarget(self.placement.link, self.read, self.placement.offsets)
+        return HandoffTarget(self.placement.link, self.read_count, self.placement.offsets)
 
     @property
-    def read(self) -> int:
+    def read_count(self) -> int:
         """Number of outputs read that came from the engine that runs the stream now."""
-        return self.outputs.read
+        return self.outputs.read_count
 
     def rest(self) -> NDArray[np.float32]:
         """Return audio that was fed and not yet sent to the engine, with the context before it. Empty during a
         migration: an adopting gateway would continue on the previous engine, and the client sends the audio again."""
-        return self._cutter.rest() if self.previous_engine.leaving is None else np.zeros(0, np.float32)
+        return self._cutter.rest() if self.previous_engine.sending_rest is None else np.zeros(0, np.float32)
 
     def release(self) -> None:
         """The stream continues at another gateway: send nothing more, and deliver no more outputs here."""
-        if self.previous_engine.leaving is not None and self._delivery is not None:
+        if self.previous_engine.sending_rest is not None and self._delivery is not None:
             self._delivery.abort()
         self._delivery = self.placement.link = None
         if not self._ended:
@@ -597,7 +614,7 @@ class EngineStream:
             self._room.set()
             self._on_end(self)
 
-    # Called by the engine client that owns the stream.
+    # Called by the other parts of the engine client.
 
     async def open_on(self, link: EngineLink) -> None:
         """Open or reopen the stream on this engine and replay the kept audio.
@@ -609,14 +626,15 @@ class EngineStream:
                 self.id,
                 "lost its engine soon after this gateway adopted it; too little of its audio is kept to rebuild it",
             )
-        if self.previous_engine.is_from(link):
+        if self.previous_engine.is_on(link):
             self.previous_engine.end()
         self._opened = opened = asyncio.get_running_loop().create_future()
         self.outputs.begin(0)
-        replay = self._replay_state.replay(self.kept)
+        replay = self._replay_state.replay(self.replay_log)
         self.placement.begin(link, replay)
         suspicion = self.suspicion
-        # A windowed model without a state judges all of its audio again.
+        # Without a saved state, a windowed model judges all of its audio again, from the track at the stream's
+        # beginning.
         track = self._opening.track if self._spec.rereads_window else self.outputs.track
         turns = self._opening.turns
         while self._rules and self._rules[0][0] < self.outputs.reported_until:
@@ -628,14 +646,14 @@ class EngineStream:
             forced_tokens=replay.forced_tokens,
             state=replay.state,
             catch_up_until=replay.catch_up_until,
-            suspect=self.placement.engine_count(suspicion.spot) if suspicion.keep_apart else None,
+            suspect=self.placement.to_engine_positions(suspicion.spot) if suspicion.keep_apart else None,
             sample=replay.sample,
             segment=max(0, self._cutter.segment - replay.samples),
             heard_until=max(0, self.outputs.reported_until - replay.samples),
-            flushes=self._tags,
-            answered=min(self._unanswered, default=self._tags + 1) - 1,
+            flushes=self._last_tag,
+            answered=min(self._unanswered, default=self._last_tag + 1) - 1,
             labels=self._labels,
-            labels_earlier=replay.samples - self._labels_from,
+            labels_earlier=replay.samples - self._labels_start,
         )
         self._delivery = Delivery(link, opening, replay, self._spec, self._finished, self.previous_engine.settle)
         try:
@@ -644,23 +662,23 @@ class EngineStream:
             self._leave_engine()
             raise
 
-    def carried_by(self, link: EngineLink, adopted: messages.SessionGiven) -> int:
-        """Take over a stream that this engine already ran for another gateway. Returns the sample from which on audio
-        has to be fed."""
+    def adopt_from(self, link: EngineLink, adopted: messages.SessionGiven) -> int:
+        """Continue a stream that this engine has run for another gateway. Returns the sample from which on audio has to
+        be fed."""
         positions, samples = adopted.position_offset, adopted.sample_offset
         end, sample = adopted.end + positions, adopted.sample + samples
         self.placement.begin(link, Replay(positions, samples, []))
-        self.kept.end, self.kept.end_sample = end, sample
+        self.replay_log.end, self.replay_log.end_sample = end, sample
         if adopted.kept is None:
             self._replay_state.start_at(end, adopted.token + positions)
         else:
-            self.kept.load_commands(adopted.kept)
+            self.replay_log.load_commands(adopted.kept)
             if adopted.state is not None:
                 self._replay_state.on_state(adopted.state)
-        self._labels, self._labels_from = adopted.labels, samples
-        self._tags = adopted.flushes
+        self._labels, self._labels_start = adopted.labels, samples
+        self._last_tag = adopted.flushes
         self._unanswered = set(range(adopted.answered + 1, adopted.flushes + 1))
-        self._watch_for_audio()
+        self._answer_flush_later()
         track = None if adopted.track is None else adopted.track.shifted(samples)
         self.outputs.adopt(adopted.consumed, adopted.heard_until + samples, track)
         self.was_opened = True
@@ -668,20 +686,23 @@ class EngineStream:
         return self._cutter.continue_from(end, sample, adopted.segment + samples)
 
     @property
-    def may_move(self) -> bool:
-        """Whether the stream can migrate now without a change of its words: all outputs have been read."""
-        at_rest = self.target is not None and self.previous_engine.leaving is None and not len(self.outputs)
-        return at_rest and self.is_open and not self._aborted and self._replay_state.replays_exactly(self.kept)
+    def can_migrate(self) -> bool:
+        """Whether the stream can migrate now without a change of its words.
+
+        All outputs must have been read, and the kept audio must be enough for an exact replay.
+        """
+        is_settled = self.target is not None and self.previous_engine.sending_rest is None and not len(self.outputs)
+        return is_settled and self.is_open and not self._aborted and self._replay_state.replays_exactly(self.replay_log)
 
     @property
-    def at_pause(self) -> bool:
+    def is_at_pause(self) -> bool:
         """Whether there is silence, and no flush is unanswered."""
-        return not self.outputs.speech_goes_on and not self._unanswered
+        return not self.outputs.speech_continues and not self._unanswered
 
     def start_migration(self, now: float) -> None:
         """Leave the engine for another one. The old one keeps the stream until the new one has all of it."""
         self.previous_engine.begin(self.target)
-        self.placement.lose(now, self.kept.end)
+        self.placement.lose(now, self.replay_log.end)
         self._leave_engine()
 
     @property
@@ -703,25 +724,25 @@ class EngineStream:
         self.release()
 
     def detach(self, why: str, now: float) -> None:
-        """The engine is lost. Until another one takes over, audio is kept and nothing is sent."""
-        self.placement.lose(now, self.kept.end)
-        self._answer_open(EngineUnreachable(why))
+        """The engine is lost. Until another one runs the stream, audio is kept and nothing is sent."""
+        self.placement.lose(now, self.replay_log.end)
+        self._resolve_open(EngineUnreachable(why))
         self._leave_engine()
 
     def uncomputed(self) -> range:
         """Positions that the engine may have been computing when it died."""
-        return self.placement.uncomputed(self.kept.end)
+        return self.placement.uncomputed(self.replay_log.end)
 
     def on_output(self, output: messages.Output) -> None:
         """Handle an output of the engine that runs the stream now."""
-        self.outputs.received += 1
+        self.outputs.received_count += 1
         self.placement.from_engine(output)
         match output:
             case messages.Opened():
                 self.was_opened = True
                 if self._delivery is not None:
                     self._delivery.opened()
-                self._answer_open(None)
+                self._resolve_open(None)
             case messages.Text():
                 self.outputs.put(self._replay_state.on_text(output))
             case messages.Speech():
@@ -732,20 +753,20 @@ class EngineStream:
                 self._on_flushed(output)
             case messages.StreamState():
                 self._replay_state.on_state(output)
-                self._replay_state.trim(self.kept)
+                self._replay_state.trim(self.replay_log)
             case messages.Failed() if self._opened is not None and not self._opened.done():
-                self._answer_open(error_of(output))
+                self._resolve_open(error_of(output))
             case messages.Closed() | messages.Failed() | messages.Dead():
                 self.end(output)
             case messages.Refused() if output.code == DuplicateStream.__name__:
-                self._answer_open(DuplicateStream(self.id, "is open already; use another id"))
+                self._resolve_open(DuplicateStream(self.id, "is open already; use another id"))
             case messages.Refused():
                 # The command crossed with the end of the stream; it changed nothing.
                 logger.debug("stream %s: %s", self.id, output.message)
 
     def _on_late_result(self, output: messages.Labels | messages.Revised) -> None:
         if isinstance(output, messages.Labels) and output.state is not None:
-            self._labels, self._labels_from = output.state, self.placement.offsets[1]
+            self._labels, self._labels_start = output.state, self.placement.offsets[1]
         self.outputs.put(output)
 
     def _on_flushed(self, output: messages.Flushed) -> None:
@@ -757,7 +778,7 @@ class EngineStream:
         """The engine that runs the stream now has computed the positions below `computed`, on its own count."""
         self.placement.progress(computed)
         self.suspicion.passed(self.placement.computed)
-        self._replay_state.trim(self.kept)
+        self._replay_state.trim(self.replay_log)
         self._room.set()
 
     def wake(self) -> None:
@@ -769,7 +790,7 @@ class EngineStream:
         if self._ended:
             return
         self._ended = True
-        self._answer_open(EngineUnavailable("the stream ended before it was open"))
+        self._resolve_open(EngineUnavailable("the stream ended before it was open"))
         self.previous_engine.end()
         self.outputs.put(output)
         self._room.set()
@@ -790,23 +811,23 @@ class EngineStream:
     def _has_room(self) -> bool:
         if self._ended:
             return True
-        if self.kept.end - self.placement.computed >= self._limits.ahead_positions:
+        if self.replay_log.end - self.placement.computed >= self._limits.ahead_positions:
             return False
         return not self.outputs.full and (self.placement.link is None or self.placement.link.has_room)
 
-    def _take_samples(self, samples: NDArray[np.float32]) -> None:
+    def _cut_and_send(self, samples: NDArray[np.float32]) -> None:
         self._send_items(prepare(self._cutter, self._cutter.cut(samples), self._spec))
 
-    def _watch_for_audio(self) -> None:
-        """Make sure that a flush at a pause is answered even if no audio follows."""
+    def _answer_flush_later(self) -> None:
+        """Make sure that a flush at a pause is answered even if no audio follows (models with a delay)."""
         if not self._spec.rereads_window:
-            asyncio.get_running_loop().call_later(QUIET_LINE_SECONDS, self._bring_out, self.kept.end)
+            asyncio.get_running_loop().call_later(QUIET_LINE_SECONDS, self._feed_silence_if_quiet, self.replay_log.end)
 
-    def _bring_out(self, end: int) -> None:
+    def _feed_silence_if_quiet(self, end: int) -> None:
         """Feed silence if a flush is unanswered and no audio came after position `end`."""
         if self._unanswered and not self._finished and not self._ended:
-            if self.kept.end > end:
-                self._watch_for_audio()
+            if self.replay_log.end > end:
+                self._answer_flush_later()
             else:
                 self._send_items(self._cut_rest())
 
@@ -816,10 +837,10 @@ class EngineStream:
         return prepare(self._cutter, self._cutter.flush(pads), self._spec)
 
     def _send_items(self, items: list[Item]) -> None:
-        # Audio that crosses with the end of the stream is not an error: the outputs tell the reader of the end.
+        # Audio that crosses with the end of the stream is not an error: the reader sees the end in the outputs.
         if not items or self._ended:
             return
-        self.kept.add(items)
+        self.replay_log.add(items)
         if self._delivery is not None:
             self._delivery.send(messages.Feed(self.id, []), self.placement.to_engine(items))
 
@@ -832,9 +853,9 @@ class EngineStream:
         self._delivery = self.placement.link = None
         self._room.set()
         if self._aborted:
-            self.end(messages.Closed(self.id, self.kept.end_sample))
+            self.end(messages.Closed(self.id, self.replay_log.end_sample))
 
-    def _answer_open(self, error: EngineError | ValueError | None) -> None:
+    def _resolve_open(self, error: EngineError | ValueError | None) -> None:
         if self._opened is None or self._opened.done():
             return
         if error is None:

@@ -23,19 +23,20 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan, plan_from
-from fleet.state import FleetError, Kind, Node, Table, Unit, write_whole
+from fleet.state import FleetError, Kind, Node, Table, Unit, replace_file
 from fleet.supervisors import EngineSupervisor, GatewaySupervisor, Place, Records, Supervisor
 
 logger = logging.getLogger(__name__)
-EDGE = "tickertape_edge"
+# The Ray resource of edge nodes.
+EDGE_RESOURCE = "tickertape_edge"
+# Timeout for the reports of all supervisors in a round.
 ANSWER_S = 2.0
 # Seconds for the first answer of a node, where Ray has to start a worker process.
 FIRST_ANSWER_S = 60.0
 
 
 class RaySupervisors:
-    """Supervisors as Ray actors, for the manager: started on their nodes, called all at once, started again when
-    lost."""
+    """The manager's access to supervisors, which are Ray actors on their nodes. A lost actor is started again."""
 
     def __init__(
         self, plan: FleetPlan, fingerprint: str, supervisor: type, units_on: Callable[[str, str], list[Unit]]
@@ -71,7 +72,7 @@ class RaySupervisors:
         needs = plan.needs[unit.kind]
         place = Place(unit.node, self._nodes[unit.node].host, self._fingerprint)
         actor = self._supervisor.options(
-            # The name in earlier versions too: after an upgrade of the head, the actors that still run are found by it.
+            # Earlier versions use the same name: after an upgrade of the head, running actors are found by it.
             name=f"keeper-{unit.name}",
             namespace=plan.name,
             lifetime="detached",
@@ -134,9 +135,13 @@ class RaySupervisors:
 
 
 def as_node(node: dict[str, Any]) -> Node:
-    has = node["Resources"]
+    resources = node["Resources"]
     return Node(
-        node["NodeName"], node["NodeManagerAddress"], has.get("CPU", 0.0), has.get("GPU", 0.0), has.get(EDGE, 0) > 0
+        node["NodeName"],
+        node["NodeManagerAddress"],
+        resources.get("CPU", 0.0),
+        resources.get("GPU", 0.0),
+        resources.get(EDGE_RESOURCE, 0) > 0,
     )
 
 
@@ -153,15 +158,15 @@ class SupervisorActor:
     """The actor of one supervisor. The supervisor's process outlives the actor; see `Supervisor`."""
 
     def __init__(self, unit: Unit, plan: dict[str, Any], place: Place) -> None:
-        made = EngineSupervisor if unit.kind is Kind.ENGINE else GatewaySupervisor
-        self._supervisor: Supervisor = made(unit, plan_from(plan), place)
+        supervisor_class = EngineSupervisor if unit.kind is Kind.ENGINE else GatewaySupervisor
+        self._supervisor: Supervisor = supervisor_class(unit, plan_from(plan), place)
         threading.Thread(target=self._work, name="keep", daemon=True).start()
 
     def report(self, table: Table | None, figures: dict[str, Any]) -> dict[str, Any]:
         if isinstance(self._supervisor, GatewaySupervisor):
             if table is not None:
-                self._supervisor.take_table(table)
-            self._supervisor.take_figures(figures)
+                self._supervisor.set_table(table)
+            self._supervisor.set_figures(figures)
         return self._supervisor.report()
 
     def drain(self) -> None:
@@ -177,16 +182,16 @@ class SupervisorActor:
 
 
 class ManagerActor:
-    """The actor of the manager; its memory is a file on the head's disk."""
+    """The actor of the manager. The manager's state is stored in a file on the head's disk."""
 
     def __init__(self, plan: dict[str, Any], fingerprint: str) -> None:
-        wanted = plan_from(plan)
-        self._file = wanted.folder / "memory.json"
-        memory = self._remembered() or ManagerState.of(wanted)
-        self._supervisors = RaySupervisors(memory.plan, fingerprint, SupervisorActor, units_on)
-        self._manager = Manager(self._supervisors, memory, self._store)
+        fleet_plan = plan_from(plan)
+        self._file = fleet_plan.folder / "memory.json"
+        state = self._stored_state() or ManagerState.of(fleet_plan)
+        self._supervisors = RaySupervisors(state.plan, fingerprint, SupervisorActor, units_on)
+        self._manager = Manager(self._supervisors, state, self._store)
         self._lock = threading.Lock()
-        self._look_s = wanted.look_s
+        self._look_s = fleet_plan.look_s
         threading.Thread(target=self._work, name="manage", daemon=True).start()
 
     def want(self, plan: dict[str, Any]) -> None:
@@ -222,7 +227,7 @@ class ManagerActor:
             return self._status()
 
     def forget(self) -> None:
-        """Deletes the memory: the fleet is down and must not start again by itself."""
+        """Deletes the stored state: the fleet is down and must not start again by itself."""
         self._file.unlink(missing_ok=True)
 
     def _work(self) -> None:
@@ -232,11 +237,11 @@ class ManagerActor:
                 with self._lock:
                     self._manager.step()
                     # For programs on the head that poll often: a call through Ray takes more than a second.
-                    write_whole(self._file.with_name("status.json"), json.dumps(self._status()))
+                    replace_file(self._file.with_name("status.json"), json.dumps(self._status()))
             except Exception:
                 logger.exception("a round of the fleet's manager failed")
 
-    def _remembered(self) -> ManagerState | None:
+    def _stored_state(self) -> ManagerState | None:
         try:
             return ManagerState.from_json(json.loads(self._file.read_text()))
         except (OSError, ValueError, KeyError):
@@ -251,5 +256,5 @@ class ManagerActor:
             "pid": os.getpid(),
         }
 
-    def _store(self, memory: dict[str, Any]) -> None:
-        write_whole(self._file, json.dumps(memory))
+    def _store(self, state: dict[str, Any]) -> None:
+        replace_file(self._file, json.dumps(state))

@@ -1,7 +1,7 @@
 """Starts, joins and stops the Ray cluster, and calls the fleet's manager. Used by the commands of `tickertape fleet`.
 
-It runs in the process of a command. Ray reads environment variables when it is imported; `set_up` sets them, the same
-for every process of a fleet, so Ray is imported inside functions only.
+It runs in the process of a command. Ray reads environment variables when it is imported; `set_environment` sets them,
+the same for every process of a fleet, so Ray is imported inside functions only.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fleet.plan import FleetPlan
 from fleet.state import FleetError
 from fleet.supervisors import Record, Records, is_running, launch, send
 
-TESTED = "2.60"
+TESTED_RAY_VERSION = "2.60"
 # Seconds that a node waits for a lost head. Ray's default of a minute is shorter than the boot of a machine.
 HEAD_AWAY_S = 3600
 # Health checks of the head: every 2 s, with 3 s for an answer, and a node is given up after 4 misses, so after 20 s.
@@ -41,8 +41,8 @@ def check_ray() -> None:
     except metadata.PackageNotFoundError:
         text = "a fleet needs Ray, which is not installed here: pip install 'tickertape[fleet]'"
         raise FleetError(text) from None
-    if found.rpartition(".")[0] != TESTED:
-        text = f"Ray {found} is installed here; a fleet was tested with {TESTED} and needs it on every node"
+    if found.rpartition(".")[0] != TESTED_RAY_VERSION:
+        text = f"Ray {found} is installed here; a fleet was tested with {TESTED_RAY_VERSION} and needs it on every node"
         raise FleetError(f"{text}: pip install 'tickertape[fleet]'")
 
 
@@ -62,7 +62,7 @@ def cluster_environment(plan: FleetPlan) -> dict[str, str]:
     }
 
 
-def set_up(plan: FleetPlan) -> None:
+def set_environment(plan: FleetPlan) -> None:
     """Sets the variables of this process; those that the operator has set stay. Raises FleetError."""
     check_ray()
     for name, value in {**NODE_HEALTH, **cluster_environment(plan)}.items():
@@ -113,7 +113,7 @@ def address_of(plan: FleetPlan) -> tuple[str, int]:
     return host, int(port)
 
 
-def answers(plan: FleetPlan) -> bool:
+def is_listening(plan: FleetPlan) -> bool:
     """Whether a process listens at the cluster's address."""
     try:
         socket.create_connection(address_of(plan), 2.0).close()
@@ -122,7 +122,7 @@ def answers(plan: FleetPlan) -> bool:
         return False
 
 
-def is_here(plan: FleetPlan) -> bool:
+def is_on_this_machine(plan: FleetPlan) -> bool:
     """Whether the cluster's address is one of this machine."""
     try:
         with socket.create_server((address_of(plan)[0], 0)):
@@ -134,7 +134,7 @@ def is_here(plan: FleetPlan) -> bool:
 def start_head(plan: FleetPlan) -> None:
     """Starts a cluster on this machine that others can join. It outlives this process. Raises FleetError."""
     make_secret(plan.secret_path)
-    set_up(plan)
+    set_environment(plan)
     _forget_head_before(plan)
     records = Records(plan.folder / "cluster")
     log = records.log_of(HEAD)
@@ -143,7 +143,7 @@ def start_head(plan: FleetPlan) -> None:
     record = Record(HEAD, "head", address_of(plan)[1], 0, pid, began)
     records.write(record)
     deadline = time.monotonic() + START_S
-    while not answers(plan):
+    while not is_listening(plan):
         if not is_running(record) or time.monotonic() > deadline:
             text = f"no cluster started at {plan.cluster}: {records.last_line(HEAD)}"
             raise FleetError(f"{text}; the whole log is {log}")
@@ -174,10 +174,10 @@ def stop_head(plan: FleetPlan) -> bool:
     return True
 
 
-def check_welcome(plan: FleetPlan) -> None:
+def check_head(plan: FleetPlan) -> None:
     """Checks that the head accepts our token: with a wrong one, Ray's join would retry for ever. Raises FleetError."""
-    set_up(plan)
-    if not answers(plan):
+    set_environment(plan)
+    if not is_listening(plan):
         raise FleetError(f"no cluster answers at {plan.cluster}: start it there with `tickertape fleet up`")
     from ray._raylet import GcsClient
     from ray.exceptions import AuthenticationError, RayError
@@ -194,7 +194,7 @@ def check_welcome(plan: FleetPlan) -> None:
 def connect(plan: FleetPlan, patience_s: float = 0.0) -> None:
     """Connects to the cluster; retries for `patience_s`, for a head that has just started. Raises FleetError."""
     deadline = time.monotonic() + patience_s
-    check_welcome(plan)
+    check_head(plan)
     import ray
     from ray.exceptions import RayError
 
@@ -245,21 +245,21 @@ class FleetCalls:
     def _started(self, plan: FleetPlan) -> Any:
         from fleet.cluster.actors import ManagerActor
 
-        print_of_secret = fingerprint(plan.read_secret())
+        secret_fingerprint = fingerprint(plan.read_secret())
         options = {"name": FLEET, "namespace": plan.name, "lifetime": "detached", "get_if_exists": True}
-        made = self._ray.remote(ManagerActor).options(
+        manager = self._ray.remote(ManagerActor).options(
             **options,
             max_restarts=-1,
             num_cpus=0,
             # On the head's machine, where its memory file is.
             resources={"node:__internal_head__": 0.001},
         )
-        return made.remote(asdict(plan), print_of_secret)
+        return manager.remote(asdict(plan), secret_fingerprint)
 
 
 def run_node(plan: FleetPlan, name: str, edge: bool) -> subprocess.Popen[bytes]:
     """Makes this machine a node of the cluster for as long as the returned process runs. Raises FleetError."""
-    check_welcome(plan)
+    check_head(plan)
     return subprocess.Popen(join_command(plan, name, edge), env={**os.environ, **cluster_environment(plan)})
 
 

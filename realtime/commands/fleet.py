@@ -126,10 +126,10 @@ def _calls(plan: FleetPlan, start: bool = False) -> FleetCalls:
 def _up(plan: FleetPlan, options: argparse.Namespace) -> None:
     from dataclasses import asdict
 
-    from fleet.cluster.connect import answers, is_here, start_head
+    from fleet.cluster.connect import is_listening, is_on_this_machine, start_head
 
-    if not answers(plan):
-        if not is_here(plan):
+    if not is_listening(plan):
+        if not is_on_this_machine(plan):
             raise CommandFailed(f"no cluster answers at {plan.cluster}, which is another machine: start it there")
         note(f"starting a cluster at {plan.cluster}")
         start_head(plan)
@@ -227,9 +227,9 @@ def _upgrade(plan: FleetPlan, options: argparse.Namespace) -> None:
 
 
 def _down(plan: FleetPlan, options: argparse.Namespace) -> None:
-    from fleet.cluster.connect import answers, end_units_here, stop_head
+    from fleet.cluster.connect import end_units_here, is_listening, stop_head
 
-    if not answers(plan):
+    if not is_listening(plan):
         ended = end_units_here(plan)
         stop_head(plan)
         drained = f"drained {', '.join(ended)}" if ended else "nothing of the fleet runs"

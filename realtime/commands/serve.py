@@ -26,7 +26,7 @@ from engine.logs import set_up_logging
 from realtime.commands.pull import fetch_for_serving, is_here, model_name
 from realtime.commands.terminal import CommandFailed, UsageError, announce, integer, note, read_config
 from realtime.config import Changes, Config, ConfigError, check_tls, known_keys, shown
-from realtime.listeners import listening_sockets, raise_limit
+from realtime.listeners import listening_sockets, raise_file_limit
 
 # systemd's socket for Type=notify.
 SOCKET_VARIABLE = "NOTIFY_SOCKET"
@@ -246,7 +246,7 @@ def run(options: argparse.Namespace) -> int:
     if not config.engines_elsewhere:
         name = model_name(config.model.name)
         # The engine inherits the limit.
-        raise_limit()
+        raise_file_limit()
         if is_here(name):
             from engine.client.fork_server import start_fork_server
 

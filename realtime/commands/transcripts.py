@@ -20,15 +20,8 @@ from realtime.commands.caption_view import clock
 from realtime.commands.terminal import CommandFailed, UsageError, note
 from realtime.session.events import TimedWord
 from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
-from realtime.session.words import (
-    SENTENCE_ENDS,
-    Subtitle,
-    spoken_lines,
-    subtitles,
-    to_srt,
-    to_vtt,
-    word_fields,
-)
+from realtime.session.subtitles import Subtitle, spoken_lines, subtitles, to_srt, to_vtt
+from realtime.session.words import SENTENCE_ENDS, word_fields
 
 
 @dataclass(slots=True)
@@ -51,8 +44,8 @@ class FileTranscript:
 
     def label(self, ended: bool = False) -> None:
         """Label the words whose speakers are known by now; all of them if the labels have ended."""
-        while self.labelled < len(self.words) and (ended or self.speakers.knows(self.words[self.labelled])):
-            self.words[self.labelled] = self.speakers.best(self.words[self.labelled])
+        while self.labelled < len(self.words) and (ended or self.speakers.is_decided(self.words[self.labelled])):
+            self.words[self.labelled] = self.speakers.with_best_label(self.words[self.labelled])
             self.labelled += 1
 
 

@@ -35,7 +35,7 @@ AUDIO_MESSAGE = "input_audio_buffer.append"
 # Most JSON strings (names and values) in a long message.
 MAX_AUDIO_TEXTS = 32
 # Placeholder for the audio while the message before it is parsed. Random, so that a client cannot send it.
-_PLACE_OF_AUDIO = uuid4().hex
+_AUDIO_PLACEHOLDER = uuid4().hex
 
 _AUDIO_BEGINS = re.compile(rb'"audio"[ \t\r\n]*:[ \t\r\n]*"$')
 # The rest of a string, up to its closing quote or to a backslash at the end of the data.
@@ -116,13 +116,13 @@ class Dialect(Protocol):
     """Translates between one kind of client and the session core."""
 
     name: str
-    # The dialect is certain: no later message changes it to another.
+    # Whether the dialect is certain: no later message changes it to another.
     fixed: bool
-    # An empty binary frame ends the audio.
+    # Whether an empty binary frame ends the audio.
     empty_frame_ends: bool
     # Where a client's message has the options, for the `param` of errors; one that is not listed has its own name.
     option_paths: Mapping[str, str]
-    # Audio comes in base64, as `input_audio_buffer.append`.
+    # Whether audio comes in base64, as `input_audio_buffer.append`.
     has_appends: bool
 
     def start_settings(self, settings: Settings) -> Settings:
@@ -233,12 +233,12 @@ class _State(Enum):
 
 
 class LongAppend:
-    """Parses one long message. `most_others` is the most bytes beside its audio."""
+    """Parses one long message. `max_other_bytes`: the most bytes that it may have besides its audio."""
 
-    def __init__(self, most_others: int) -> None:
-        self._most_others = most_others
+    def __init__(self, max_other_bytes: int) -> None:
+        self._max_other_bytes = max_other_bytes
         # The message without its audio.
-        self._others = bytearray()
+        self._other_bytes = bytearray()
         self._texts = 0
         self._state = _State.OUTSIDE
         self._after_backslash = False
@@ -273,7 +273,7 @@ class LongAppend:
 
     def end(self) -> Json:
         """The message without its audio. Raises ClientFault if it is not an append, or not complete."""
-        message = decode_json(bytes(self._others))
+        message = decode_json(bytes(self._other_bytes))
         self.event_id = event_id_of(message)
         if self._base64 is None or message.get("type") != AUDIO_MESSAGE:
             raise self._too_large()
@@ -299,13 +299,13 @@ class LongAppend:
 
     def _is_audio(self) -> bool:
         """Whether the string that begins here is the value of `audio` at the top level. Raises ClientFault."""
-        if _AUDIO_BEGINS.search(self._others[-64:]) is None:
+        if _AUDIO_BEGINS.search(self._other_bytes[-64:]) is None:
             return False
         try:
-            before = decode_json(bytes(self._others) + _PLACE_OF_AUDIO.encode() + b'"}')
+            before = decode_json(bytes(self._other_bytes) + _AUDIO_PLACEHOLDER.encode() + b'"}')
         except ClientFault:
             return False
-        if before.get("audio") != _PLACE_OF_AUDIO:
+        if before.get("audio") != _AUDIO_PLACEHOLDER:
             return False
         self.event_id = event_id_of(before)
         if before.get("type", AUDIO_MESSAGE) != AUDIO_MESSAGE:
@@ -316,12 +316,12 @@ class LongAppend:
         return True
 
     def _keep(self, data: bytes) -> None:
-        self._others += data
-        if len(self._others) > self._most_others:
+        self._other_bytes += data
+        if len(self._other_bytes) > self._max_other_bytes:
             raise self._too_large()
 
     def _too_large(self) -> ClientFault:
-        text = f"Messages that are not audio may have at most {self._most_others} bytes (limits.control_bytes)."
+        text = f"Messages that are not audio may have at most {self._max_other_bytes} bytes (limits.control_bytes)."
         return ClientFault("message_too_large", text)
 
 
@@ -332,7 +332,7 @@ class _Base64:
         # An incomplete escape, and an incomplete group of four characters.
         self._escape = b""
         self._letters = ""
-        self._padded = False
+        self._has_padding = False
 
     def decode(self, data: bytes) -> bytes:
         letters = self._letters + self._unescaped(self._escape + data)
@@ -340,9 +340,9 @@ class _Base64:
         letters, self._letters = letters[:whole], letters[whole:]
         if not letters:
             return b""
-        if self._padded:
+        if self._has_padding:
             raise _bad_audio()
-        self._padded = letters.endswith("=")
+        self._has_padding = letters.endswith("=")
         try:
             return decode_base64(letters)
         except ClientFault:

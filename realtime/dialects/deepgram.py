@@ -1,19 +1,12 @@
-"""Deepgram's API: query parameters of sockets and files, parts of JSON responses, and the dialects of its sockets.
+"""Deepgram's `/v1/listen`: the dialect of its sockets (`DeepgramDialect`), and the JSON that sockets and files share.
 
-Sockets come from `realtime/http/websocket_routes.py`, files from `realtime/http/transcription_routes.py`. Unsupported
-parameters have no effect and are not echoed. Only `callback`, unknown kinds of `redact`, and with Flux every `redact`
-are refused, because a client must not believe that its text was redacted or sent to another address.
+Sockets come from `realtime/http/websocket_routes.py`, files from `realtime/http/transcription_routes.py`. The query
+parameters of both are in `deepgram_query.py`, Deepgram's newer API for turns (`/v2/listen`) is in `deepgram_flux.py`.
 
-`DeepgramDialect` is the dialect of `/v1/listen`. Audio comes in binary frames. Our text is append-only, so an interim
-result is always the beginning of its final result. A turn ends with a final result that is also `speech_final`. In a
-long turn, text of more than a few seconds becomes final before that, and later interim results contain only the text
-after it. Each channel of a socket is a session with its own `DeepgramDialect`; the channels share one `Listening`.
-
-`FluxDialect` is the dialect of Deepgram Flux (`/v2/listen`), whose events report turns. Every `TurnInfo` has the whole
-text of its turn so far. A turn starts with its first words, so noise alone starts none. A probable end
-(`EagerEndOfTurn`) is announced when all text before it has been sent; if text follows anyway, `TurnResumed` comes
-first. So the text of an `EndOfTurn` that follows an `EagerEndOfTurn` is the same. A number in the query is in plain
-digits; a number in a `Configure` message is a JSON number.
+Audio comes in binary frames. Our text is append-only, so an interim result is always the beginning of its final result.
+A turn ends with a final result that is also `speech_final`. In a long turn, text of more than a few seconds becomes
+final before that, and later interim results contain only the text after it. Each channel of a socket is a session with
+its own `DeepgramDialect`; the channels share one `Listening`.
 """
 
 from __future__ import annotations
@@ -23,10 +16,10 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from typing import Any
 from uuid import uuid4
 
 from realtime.dialects.base import DirectAnswer, Json, Nothing, Request, SessionFacts
+from realtime.dialects.deepgram_query import ListenQuery
 from realtime.errors import ClientFault, Refusal
 from realtime.session.events import (
     Answered,
@@ -35,7 +28,6 @@ from realtime.session.events import (
     Completed,
     Configure,
     Delta,
-    EagerTurnEnd,
     End,
     Ended,
     ItemFailed,
@@ -44,320 +36,14 @@ from realtime.session.events import (
     SessionUpdated,
     SpeechStarted,
     TimedWord,
-    TurnResumed,
     UtteranceEnded,
     WordsLabelled,
 )
 from realtime.session.formatting import Hit, format_final, search_words, settled_words
-from realtime.session.settings import (
-    DEFAULT_EOT_THRESHOLD,
-    DEFAULT_EOT_TIMEOUT_MS,
-    EAGER_EOT_THRESHOLDS,
-    EOT_THRESHOLDS,
-    EOT_TIMEOUTS_MS,
-    G711_RATE,
-    MAX_RATE,
-    MAX_URL_CHARACTERS,
-    MIN_RATE,
-    NAME_RULE,
-    PUBLISHED_NAME,
-    REDACTED,
-    STREAMED_FINALS,
-    AudioFormat,
-    Formatting,
-    Settings,
-    TurnDetection,
-    make_formatting,
-    text_language,
-)
+from realtime.session.formatting_options import REDACTED, Formatting
+from realtime.session.settings import Settings
 from realtime.session.words import languages_of, text_of
-from realtime.text_values import decimal_number, now_text, whole_number
-
-# Clients often send tiny values, but a shorter pause occurs within sentences.
-MIN_ENDPOINTING_MS = 300
-NO_ENDPOINTING_MS = 60_000
-# Deepgram's minimum too: words may arrive that late.
-MIN_UTTERANCE_END_MS = 1000
-MAX_UTTERANCE_END_MS = 60_000
-# Longest valid pauses; a value above the server's own maximum is reduced to it.
-MAX_PAUSE_MS = 3_600_000
-MAX_PAUSE_S = 3600.0
-DEFAULT_UTTERANCE_SPLIT_S = 0.8
-# Bound for parsing; `Settings.in_force` checks the allowed boosts.
-MAX_BOOST = 1000.0
-RAW = {"linear16": "audio/pcm", "mulaw": "audio/pcmu", "alaw": "audio/pcma"}
-CONTAINERS = ("", "flac", "ogg-opus")
-# Each channel has its own engine stream.
-MAX_CHANNELS = 8
-# Longest names in characters.
-MAX_NAME = 256
-REFUSED = {
-    "callback": "The server does not send results to a callback; leave 'callback' out and read the response.",
-}
-# Values of `redact`, with the kinds of text that they mean here. A name is `name:Ada Lovelace`.
-REDACTIONS = {
-    "pci": "card",
-    "credit_card": "card",
-    "card": "card",
-    "ssn": "ssn",
-    "numbers": "numbers",
-    "true": "numbers",
-    "phone_number": "phone",
-    "phone": "phone",
-    "email_address": "email",
-    "email": "email",
-}
-# Parameters that may appear only once.
-READ_ONCE = (
-    "encoding",
-    "sample_rate",
-    "channels",
-    "multichannel",
-    "model",
-    "language",
-    "endpointing",
-    "interim_results",
-    "vad_events",
-    "utterance_end_ms",
-    "punctuate",
-    "smart_format",
-    "numerals",
-    "profanity_filter",
-    "paragraphs",
-    "diarize",
-    "utterances",
-    "utt_split",
-    "publish",
-    "on_final",
-)
-
-
-@dataclass(frozen=True, slots=True)
-class ListenQuery:
-    """The options of a socket: the settings of each channel's session, and the format of results."""
-
-    settings: Settings
-    channels: int
-    punctuate: bool
-    interim_results: bool
-    vad_events: bool
-    # Pauses end a turn with `speech_final`.
-    endpoints: bool
-
-
-@dataclass(frozen=True, slots=True)
-class FileQuery:
-    """The options of a file."""
-
-    # None for a container, which has its own format.
-    format: AudioFormat | None
-    settings: Settings
-    punctuate: bool
-    utterances: bool
-    # Seconds of pause between two utterances.
-    split_s: float
-
-
-# All (name, value) pairs of a query, with repeated names.
-Pairs = Sequence[tuple[str, str]]
-
-
-def published_name(query: Mapping[str, str], channels: int = 1) -> str | None:
-    """The name under which the session is published (an extension of Deepgram's API). Raises Refusal."""
-    name = query.get("publish")
-    if name is None:
-        return None
-    if not PUBLISHED_NAME.fullmatch(name):
-        raise refused("publish", f"'publish' must be a name. {NAME_RULE}")
-    if channels > 1:
-        raise refused("publish", "Only a session with one channel can be published.")
-    return name
-
-
-def webhook_url(query: Mapping[str, str]) -> str | None:
-    """The URL that gets the session's finals (an extension of Deepgram's API). Raises Refusal."""
-    url = query.get("on_final")
-    if url is not None and not 0 < len(url) <= MAX_URL_CHARACTERS:
-        raise refused("on_final", f"'on_final' must be a URL of at most {MAX_URL_CHARACTERS} characters.")
-    return url
-
-
-def read_socket_query(query: Mapping[str, str], pairs: Pairs = ()) -> ListenQuery:
-    """The options of a socket. Raises Refusal for unsupported audio and for options that must not be ignored."""
-    check_query(query, pairs)
-    channels = _channels(query)
-    interim_results, utterance_end_ms = _is_true(query, "interim_results"), _utterance_end(query)
-    settings = Settings(
-        format=raw_format(query) or AudioFormat("audio/webm", 48_000, binary=True),
-        model=query.get("model") or None,
-        language=query.get("language") or None,
-        keywords=_keywords(pairs),
-        turn_detection=TurnDetection(silence_duration_ms=_endpointing(query)),
-        turns_chosen=True,
-        minimum_commit_ms=0,
-        # Deepgram finds utterance ends in interim results, so without them it reports none.
-        utterance_end_ms=utterance_end_ms if interim_results else None,
-        speakers=_is_true(query, "diarize"),
-        publish=published_name(query, channels),
-        on_final=webhook_url(query),
-        formatting=_formatting(query, pairs),
-    )
-    return ListenQuery(
-        settings,
-        channels,
-        _punctuate(query),
-        interim_results,
-        _is_true(query, "vad_events"),
-        endpoints=query.get("endpointing", "").lower() != "false",
-    )
-
-
-def read_file_query(query: Mapping[str, str], pairs: Pairs = ()) -> FileQuery:
-    """The options of a file. Raises Refusal."""
-    check_query(query, pairs)
-    if _is_true(query, "multichannel") or query.get("channels", "1") != "1":
-        raise refused("multichannel", "The channels of a file are mixed to one; leave 'multichannel' out.")
-    settings = Settings(
-        language=query.get("language") or None,
-        keywords=_keywords(pairs),
-        speakers=_is_true(query, "diarize"),
-        formatting=_formatting(query, pairs),
-    )
-    utterances = _is_true(query, "utterances")
-    return FileQuery(raw_format(query), settings, _punctuate(query), utterances, _utterance_split(query))
-
-
-def refused(param: str, message: str) -> Refusal:
-    return Refusal(400, "invalid_query_parameter", message, param=param)
-
-
-def _whole(query: Mapping[str, str], name: str, default: int, low: int, high: int) -> int:
-    if name not in query:
-        return default
-    try:
-        return whole_number(name, query[name], low, high)
-    except ValueError as error:
-        raise refused(name, str(error)) from None
-
-
-def check_query(query: Mapping[str, str], pairs: Pairs) -> None:
-    """Raises Refusal for options that must not be ignored and for names that are too long."""
-    for name, value in (*query.items(), *pairs):
-        if name in REFUSED and value != "false":
-            raise refused(name, REFUSED[name])
-    for name in ("model", "language"):
-        if len(query.get(name, "")) > MAX_NAME:
-            raise refused(name, f"'{name}' must have at most {MAX_NAME} characters.")
-
-
-def _keywords(pairs: Pairs) -> tuple[tuple[str, float], ...]:
-    """The words of `keyterm=word` and of the older `keywords=word:boost`; both may be repeated."""
-    words = []
-    for name, value in pairs:
-        if name == "keyterm":
-            words.append((value, 1.0))
-        elif name == "keywords":
-            word, colon, boost = value.rpartition(":")
-            try:
-                words.append((word, decimal_number("boost", boost, -MAX_BOOST, MAX_BOOST)) if colon else (value, 1.0))
-            except ValueError:
-                text = f"'{value[:40]}' is not a word with a boost; write it as 'word:2'."
-                raise refused("keywords", text) from None
-    return tuple(words)
-
-
-def _formatting(query: Mapping[str, str], pairs: Pairs) -> Formatting:
-    """The options for the text. `redact`, `replace` and `search` may be repeated. Raises Refusal."""
-    smart, pairs = _is_true(query, "smart_format"), pairs or tuple(query.items())
-    named = [value for name, value in pairs if name == "redact" for value in _redact_values(value)]
-    kinds = [REDACTIONS.get(value, value) for value in named if not value.startswith("name:")]
-    replaced = [value.partition(":") for name, value in pairs if name == "replace"]
-    try:
-        return make_formatting(
-            smart=smart,
-            numerals=_is_true(query, "numerals"),
-            profanity_filter=_is_true(query, "profanity_filter"),
-            paragraphs=smart or _is_true(query, "paragraphs"),
-            redact=kinds,
-            names=[value.removeprefix("name:") for value in named if value.startswith("name:")],
-            replace=[(find, text) for find, _, text in replaced],
-            search=[value for name, value in pairs if name == "search"],
-            language=text_language(query.get("language"), None),
-        )
-    except ValueError as error:
-        text = str(error)
-        option = next((name for name in ("redact", "replace", "search") if f"'{name}'" in text), "redact")
-        raise refused(option, f"{text[:1].upper()}{text[1:]}.") from None
-
-
-def _redact_values(value: str) -> list[str]:
-    """The values of one `redact`: some clients send a list with commas."""
-    parts = [part.strip() for part in value.split(",")]
-    values = [part if part.startswith("name:") else part.lower() for part in parts]
-    return [value for value in values if value not in ("", "false")]
-
-
-def _is_true(query: Mapping[str, str], name: str) -> bool:
-    return query.get(name, "").lower() == "true"
-
-
-def _punctuate(query: Mapping[str, str]) -> bool:
-    return any(_is_true(query, name) for name in ("punctuate", "smart_format", "paragraphs"))
-
-
-def _channels(query: Mapping[str, str]) -> int:
-    channels = _whole(query, "channels", 1, 1, MAX_CHANNELS)
-    if not _is_true(query, "multichannel"):
-        if channels != 1:
-            raise refused("channels", "Several 'channels' need 'multichannel=true'; otherwise mix them to one.")
-        return 1
-    if query.get("encoding", "") in CONTAINERS:
-        raise refused("multichannel", "For 'multichannel' send raw samples, with 'encoding' and 'channels'.")
-    return channels
-
-
-def raw_format(query: Mapping[str, str]) -> AudioFormat | None:
-    """The format of raw samples; None for a container. Raises Refusal."""
-    encoding = query.get("encoding", "")
-    if encoding in CONTAINERS:
-        return None
-    if encoding not in RAW:
-        known = ", ".join(RAW)
-        raise refused(
-            "encoding", f"'{encoding[:40]}' is not supported; send {known}, or a container without 'encoding'."
-        )
-    rate = _whole(query, "sample_rate", 16_000 if encoding == "linear16" else G711_RATE, MIN_RATE, MAX_RATE)
-    return AudioFormat(RAW[encoding], rate, binary=True)
-
-
-def _endpointing(query: Mapping[str, str]) -> int:
-    """The pause that ends a turn, in milliseconds. The value is `false`, `true` (default) or a number."""
-    match query.get("endpointing", "").lower():
-        case "false":
-            return NO_ENDPOINTING_MS
-        case "" | "true":
-            return MIN_ENDPOINTING_MS
-    given = _whole(query, "endpointing", MIN_ENDPOINTING_MS, 0, MAX_PAUSE_MS)
-    return max(MIN_ENDPOINTING_MS, min(given, NO_ENDPOINTING_MS))
-
-
-def _utterance_end(query: Mapping[str, str]) -> int | None:
-    if query.get("utterance_end_ms", "").lower() in ("", "false"):
-        return None
-    given = _whole(query, "utterance_end_ms", MIN_UTTERANCE_END_MS, 0, MAX_PAUSE_MS)
-    return max(MIN_UTTERANCE_END_MS, min(given, MAX_UTTERANCE_END_MS))
-
-
-def _utterance_split(query: Mapping[str, str]) -> float:
-    if "utt_split" not in query:
-        return DEFAULT_UTTERANCE_SPLIT_S
-    try:
-        return decimal_number("utt_split", query["utt_split"], 0, MAX_PAUSE_S)
-    except ValueError as error:
-        raise refused("utt_split", str(error)) from None
-
-
-# Parts of responses, for sockets and files
+from realtime.text_values import now_text
 
 # Punctuation that is removed around words.
 MARKS = ".,;:!?…\"“”„«»()[]{}¿¡。、，？！：；‘’'-–—"
@@ -400,15 +86,18 @@ def alternative(text: str, words: Sequence[TimedWord], sample_rate: int, *, punc
     }
 
 
-def written_word(word: TimedWord, sample_rate: int, punctuate: bool, sure: bool = False) -> Json | None:
-    """A word as JSON; None for punctuation alone if `punctuate` is off. `sure`: with the confidence of its speaker."""
+def written_word(
+    word: TimedWord, sample_rate: int, punctuate: bool, with_speaker_confidence: bool = False
+) -> Json | None:
+    """A word as JSON; None for punctuation alone if `punctuate` is off. `with_speaker_confidence`: also the confidence
+    of its speaker."""
     bare = plain(word.text) or (word.text if punctuate else "")
     times = {"start": seconds(word.start, sample_rate), "end": seconds(word.end, sample_rate)}
     marked = {"punctuated_word": word.text} if punctuate else {}
-    who: Json = {} if word.speaker is None else {"speaker": word.speaker}
-    if sure and who:
-        who["speaker_confidence"] = word.speaker_confidence
-    return {"word": bare, **times, "confidence": _confidence([word]), **marked, **who} if bare else None
+    speaker: Json = {} if word.speaker is None else {"speaker": word.speaker}
+    if with_speaker_confidence and speaker:
+        speaker["speaker_confidence"] = word.speaker_confidence
+    return {"word": bare, **times, "confidence": _confidence([word]), **marked, **speaker} if bare else None
 
 
 def written_search(words: Sequence[TimedWord], formatting: Formatting, sample_rate: int) -> list[Json] | None:
@@ -429,8 +118,8 @@ def written_hit(hit: Hit, sample_rate: int) -> Json:
 
 
 def _confidence(words: Sequence[TimedWord]) -> float:
-    told = [word.confidence for word in words if word.confidence is not None]
-    return mean_confidence(sum(told), len(told))
+    confidences = [word.confidence for word in words if word.confidence is not None]
+    return mean_confidence(sum(confidences), len(confidences))
 
 
 def mean_confidence(total: float, words: int) -> float:
@@ -464,17 +153,18 @@ CONFIGURE = "configure"
 # Text of an open turn that is longer, in characters or seconds, becomes final.
 SEGMENT_CHARACTERS = 2000
 SEGMENT_SECONDS = 5
-# With more words without a speaker, text of an open turn becomes final without them.
+# Text of an open turn waits for speaker labels until it has more than this many words; then it becomes final without.
 MAX_UNKNOWN = 100
 
 
 @dataclass(slots=True)
 class Listening:
-    """One socket: the state that its channels share."""
+    """The state that the channels of one socket share."""
 
     query: ListenQuery
     request_id: str = field(default_factory=lambda: str(uuid4()))
     created: str = field(default_factory=now_text)
+    # Channels that have ended, and the length of the longest one in samples.
     ended: int = 0
     samples: int = 0
 
@@ -501,7 +191,7 @@ class DeepgramDialect:
         self._channel = [channel, listening.query.channels]
         # Messages about the whole socket are answered by the first channel only.
         self._answers_for_all = channel == 0
-        # Text and words that are not final yet.
+        # Text and words of the open turn that are not final yet.
         self._text = ""
         self._words: list[TimedWord] = []
         # Item id -> first sample of the turn.
@@ -651,8 +341,8 @@ class DeepgramDialect:
             formatted = format_final(text, words, formatting)
             text, shown, raw = formatted.text, list(formatted.words), formatted.raw
             found = written_search(words, formatting, rate)
-        told = self._query.settings.language
-        detected = [] if told and told != "multi" else languages_of(words)
+        language = self._query.settings.language
+        detected = [] if language and language != "multi" else languages_of(words)
         return {
             "type": "Results",
             "channel_index": self._channel,
@@ -731,306 +421,3 @@ class DeepgramDialect:
 
 def _error(code: str, message: str) -> Json:
     return {"type": "Error", "variant": code, "description": message, "message": message}
-
-
-# Flux: the query and the dialect of `/v2/listen`
-
-# The name of Deepgram's English model; with any other name the language is detected, if the model can.
-ENGLISH = "flux-general-en"
-# Parameters that may appear only once.
-FLUX_READ_ONCE = (
-    *("model", "encoding", "sample_rate", "eot_threshold", "eager_eot_threshold", "eot_timeout_ms"),
-    *("publish", "on_final"),
-)
-# Event id for the events that this client message causes.
-FORCE = "force_end_turn"
-# A longer turn is ended and another one begins, because each message repeats the text of its turn. Ten minutes.
-MAX_TURN_CHARACTERS = 10_000
-# An update is sent when the text has grown by this part of its length, so the bytes of a long turn grow linearly.
-UPDATE_PART = 64
-
-
-def read_flux_query(query: Mapping[str, str], pairs: Pairs = ()) -> Settings:
-    """The settings of a socket. Raises Refusal."""
-    check_query(query, pairs)
-    for name, value in (*query.items(), *pairs):
-        if name == "redact" and value != "false":
-            raise refused("redact", "The server cannot redact on this path; use /v1/listen, or leave 'redact' out.")
-    model = query.get("model") or None
-    return Settings(
-        # The end of a turn has the words of its probable end, and does not wait for a second pass.
-        finals=STREAMED_FINALS,
-        format=raw_format(query) or AudioFormat("audio/webm", 48_000, binary=True),
-        model=model,
-        language="en" if model == ENGLISH else None,
-        languages=() if model == ENGLISH else _all(pairs, "language_hint"),
-        keywords=tuple((term, 1.0) for term in _all(pairs, "keyterm")),
-        turn_detection=_turn_detection(query),
-        turns_chosen=True,
-        minimum_commit_ms=0,
-        publish=published_name(query),
-        on_final=webhook_url(query),
-    )
-
-
-def _all(pairs: Pairs, wanted: str) -> tuple[str, ...]:
-    return tuple(value for name, value in pairs if name == wanted)
-
-
-def _turn_detection(query: Mapping[str, str]) -> TurnDetection:
-    threshold, timeout_ms, eager = DEFAULT_EOT_THRESHOLD, DEFAULT_EOT_TIMEOUT_MS, None
-    name = ""
-    try:
-        if (name := "eot_threshold") in query:
-            threshold = decimal_number(name, query[name], *EOT_THRESHOLDS)
-        if (name := "eot_timeout_ms") in query:
-            timeout_ms = whole_number(name, query[name], *EOT_TIMEOUTS_MS)
-        if (name := "eager_eot_threshold") in query:
-            eager = decimal_number(name, query[name], *EAGER_EOT_THRESHOLDS)
-        return TurnDetection().with_thresholds(threshold, eager, timeout_ms)
-    except ValueError as error:
-        raise refused(name, _sentence(error)) from None
-
-
-def _sentence(error: ValueError) -> str:
-    text = str(error)
-    return text if text.endswith(".") else f"{text}."
-
-
-class FluxDialect:
-    """Deepgram Flux (`/v2/listen`) for one socket: its events report turns."""
-
-    name = "flux"
-    fixed = True
-    empty_frame_ends = False
-    option_paths: Mapping[str, str] = {}
-    has_appends = False
-
-    def __init__(self, facts: SessionFacts, request_id: str) -> None:
-        self.facts = facts
-        self._request_id = request_id
-        # Number of the next message to the client, and of the next or current turn.
-        self._sequence = 0
-        self._index = 0
-        # Text and words of the current turn, and the length of the text that the client has.
-        self._text = ""
-        self._words: list[TimedWord] = []
-        self._told = 0
-        # The client was sent `StartOfTurn`, and `EagerEndOfTurn` after it.
-        self._started = False
-        self._eager = False
-        # Item id -> first sample of the turn.
-        self._starts: dict[str, int] = {}
-        # First and last sample of the current turn.
-        self._start = 0
-        self._end = 0
-        # Items that `ForceEndTurn` has ended.
-        self._forced: set[str] = set()
-
-    def start_settings(self, settings: Settings) -> Settings:
-        return settings
-
-    def created(self, settings: Settings) -> Json | None:
-        return self._message("Connected")
-
-    # From the client
-
-    def read(self, message: Json, settings: Settings) -> Request:
-        match message.get("type"):
-            case "CloseStream":
-                return End()
-            case "Configure":
-                return self._configure(message, settings)
-            case "ForceEndTurn":
-                return Commit(FORCE)
-            case "KeepAlive":
-                return Nothing()
-        raise ClientFault("UNPARSABLE_CLIENT_MESSAGE", "Send CloseStream, Configure or ForceEndTurn.")
-
-    def _configure(self, message: Json, settings: Settings) -> Request:
-        """Change thresholds and keyterms; what is not given stays. A message with a mistake changes nothing. Raises
-        ClientFault."""
-        assert settings.turn_detection is not None
-        try:
-            detection = _changed(settings.turn_detection, message.get("thresholds"))
-            keywords = _keyterms(message.get("keyterms"))
-        except ValueError as error:
-            raise ClientFault("invalid_value", _sentence(error), event_id=CONFIGURE) from None
-        changed = replace(settings, turn_detection=detection)
-        if keywords is not None:
-            changed = replace(changed, keywords=keywords)
-        return Configure(changed, CONFIGURE)
-
-    # To the client
-
-    def write(self, event: ServerEvent, settings: Settings) -> list[Json]:
-        match event:
-            case SpeechStarted():
-                self._starts[event.item_id] = event.sample
-                return []
-            case Delta():
-                return self._delta(event, settings)
-            case EagerTurnEnd() if self._started and not self._eager:
-                self._eager, self._end = True, max(self._end, event.sample)
-                return [self._turn_info("EagerEndOfTurn", event.confidence, settings)]
-            case TurnResumed() if self._eager:
-                self._eager, self._end = False, max(self._end, event.sample)
-                return [self._turn_info("TurnResumed", 0.0, settings)]
-            case Committed() if event.event_id == FORCE:
-                self._forced.add(event.item_id)
-                return []
-            case Completed():
-                return self._completed(event, settings)
-            case ItemFailed():
-                return self._failed(event, settings)
-            case SessionUpdated():
-                return self._configured(event.settings)
-            case Problem():
-                return self._problem(event)
-            case _:
-                return []
-
-    def _delta(self, event: Delta, settings: Settings) -> list[Json]:
-        if not self._text:
-            # After a cut, the turn continues where the last one ended.
-            self._start = max(self._end, self._starts.get(event.item_id, 0))
-        self._text = (self._text + event.text).lstrip()
-        self._words += event.words
-        if self._words:
-            self._end = max(self._end, self._words[-1].end)
-        if not self._text:
-            return []
-        if not self._started:
-            self._started = True
-            told = [self._turn_info("StartOfTurn", 0.0, settings)]
-        elif self._eager:
-            self._eager = False
-            told = [self._turn_info("TurnResumed", 0.0, settings)]
-        elif len(self._text) - self._told >= len(self._text) // UPDATE_PART:
-            told = [self._turn_info("Update", 0.0, settings)]
-        else:
-            told = []
-        if len(self._text) >= MAX_TURN_CHARACTERS:
-            told += self._end_turn(1.0, "length", settings)
-        return told
-
-    def _completed(self, event: Completed, settings: Settings) -> list[Json]:
-        self._end = max(self._end, event.end)
-        # Without a confidence, the client has ended the turn or the audio.
-        trigger = "manual" if event.confidence is None else "timeout" if event.timeout else "model"
-        if event.goes_on:
-            trigger = "length"
-        if event.item_id in self._forced:
-            trigger = "manual"
-        told = self._end_turn(1.0 if event.confidence is None else event.confidence, trigger, settings)
-        self._forget(event.item_id)
-        return told
-
-    def _failed(self, event: ItemFailed, settings: Settings) -> list[Json]:
-        """The rest of the turn is lost: it ends with the text so far, because a client waits for its end."""
-        warning = self._message("Warning", code=event.code.upper(), description=event.message)
-        told = self._end_turn(1.0, "failure", settings)
-        self._forget(event.item_id)
-        return [warning, *told]
-
-    def _forget(self, item_id: str) -> None:
-        self._forced.discard(item_id)
-        self._starts.pop(item_id, None)
-
-    def _end_turn(self, confidence: float, trigger: str, settings: Settings) -> list[Json]:
-        told = [self._turn_info("EndOfTurn", confidence, settings, trigger=trigger)] if self._started else []
-        self._index += self._started
-        self._text, self._words, self._told = "", [], 0
-        self._started = self._eager = False
-        self._start = self._end
-        return told
-
-    def _turn_info(self, event: str, confidence: float, settings: Settings, **more: Any) -> Json:
-        self._told = len(self._text)
-        rate = self.facts.sample_rate
-        languages = languages_of(self._words)
-        return self._message(
-            "TurnInfo",
-            event=event,
-            turn_index=self._index,
-            audio_window_start=seconds(self._start, rate),
-            audio_window_end=seconds(max(self._start, self._end), rate),
-            transcript=self._text.rstrip(),
-            words=[_word(word, rate) for word in self._words],
-            end_of_turn_confidence=round(confidence, 4),
-            **more,
-            **({"languages": languages} if languages else {}),
-            **({"languages_hinted": list(settings.languages)} if settings.languages else {}),
-        )
-
-    def _configured(self, settings: Settings) -> list[Json]:
-        """The answer with the thresholds and keyterms that are in force."""
-        detection = settings.turn_detection
-        assert detection is not None and detection.scored is not None
-        chosen = detection.scored
-        thresholds: Json = {"eot_threshold": chosen.threshold, "eot_timeout_ms": chosen.timeout_ms}
-        if chosen.eager is not None:
-            thresholds["eager_eot_threshold"] = chosen.eager
-        terms = [term for term, _ in settings.keywords or ()]
-        told = [self._message("ConfigureSuccess", thresholds=thresholds, keyterms=terms)]
-        if settings.keywords is None:
-            text = "This model does not support keyterms; they have no effect."
-            told.append(self._message("Warning", code="KEYTERMS_NOT_SUPPORTED", description=text))
-        return told
-
-    def _problem(self, event: Problem) -> list[Json]:
-        if event.event_id == FORCE:
-            # No turn is open.
-            return []
-        if event.event_id == CONFIGURE:
-            return [self._message("ConfigureFailure", code=event.code.upper(), description=event.message)]
-        code = "UNPARSABLE_CLIENT_MESSAGE" if event.code == "invalid_json" else event.code.upper()
-        return [self._message("Error", code=code, description=event.message)]
-
-    def _message(self, type: str, **fields: Any) -> Json:
-        number, self._sequence = self._sequence, self._sequence + 1
-        return {"type": type, "request_id": self._request_id, "sequence_id": number, **fields}
-
-
-def _word(word: TimedWord, sample_rate: int) -> Json:
-    sure = 1.0 if word.confidence is None else mean_confidence(word.confidence, 1)
-    times = {"start": seconds(word.start, sample_rate), "end": seconds(word.end, sample_rate)}
-    return {"word": word.text, "confidence": sure, **times}
-
-
-def _changed(detection: TurnDetection, thresholds: Any) -> TurnDetection:
-    """Turn detection with the given thresholds; null for the eager one turns it off. Raises ValueError."""
-    if thresholds is None:
-        return detection
-    current = detection.scored
-    assert current is not None
-    if not isinstance(thresholds, dict):
-        raise ValueError("'thresholds' must be an object.")
-    threshold = _number(thresholds, "eot_threshold", current.threshold)
-    timeout_ms = _number(thresholds, "eot_timeout_ms", current.timeout_ms)
-    if not isinstance(timeout_ms, int):
-        raise ValueError("'eot_timeout_ms' must be a whole number.")
-    eager = current.eager
-    if "eager_eot_threshold" in thresholds:
-        given = thresholds["eager_eot_threshold"]
-        eager = None if given is None else _number(thresholds, "eager_eot_threshold", 0)
-    return detection.with_thresholds(threshold, eager, timeout_ms)
-
-
-def _number(thresholds: Json, name: str, current: float) -> float:
-    value = thresholds.get(name)
-    if value is None:
-        return current
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"'{name}' must be a number.")
-    return value
-
-
-def _keyterms(given: Any) -> tuple[tuple[str, float], ...] | None:
-    """The new keyterms, which replace the old ones; None if they stay. Raises ValueError."""
-    if given is None:
-        return None
-    terms = [given] if isinstance(given, str) else given
-    if not isinstance(terms, list) or not all(isinstance(term, str) for term in terms):
-        raise ValueError("'keyterms' must be a list of strings.")
-    return tuple((term, 1.0) for term in terms)

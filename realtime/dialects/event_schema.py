@@ -24,17 +24,16 @@ from realtime.dialects.openai import (
     MAX_DELAY_MS,
     MAX_PROMPT,
 )
+from realtime.session.formatting_options import KINDS, MAX_TERMS
 from realtime.session.settings import (
     BETTER_FINALS,
     EAGER_EOT_THRESHOLDS,
     EOT_THRESHOLDS,
     EOT_TIMEOUTS_MS,
     INCLUDED,
-    KINDS,
     MAX_KNOWN_SPEAKERS,
     MAX_RATE,
     MAX_SPEAKER_NAME,
-    MAX_TERMS,
     MAX_URL_CHARACTERS,
     MIN_RATE,
     PUBLISHED_NAME,
@@ -159,7 +158,7 @@ class AudioFormat(Shape):
 
 
 class TurnDetection(Shape):
-    """What the server ends turns by; null instead of this object: the client commits."""
+    """How the server ends turns. Null instead of this object: the client commits."""
 
     type: Literal["server_vad", "semantic_vad"]
     threshold: Annotated[float, Meta(ge=0, le=1)] | UnsetType = UNSET

@@ -48,6 +48,7 @@ from realtime.session.events import (
     TimedWord,
 )
 from realtime.session.formatting import redacted_times, search_words
+from realtime.session.formatting_options import NO_FORMATTING, Formatting, make_formatting
 from realtime.session.settings import (
     BETTER_FINALS,
     G711_RATE,
@@ -60,14 +61,11 @@ from realtime.session.settings import (
     MIN_RATE,
     MODEL_OPTIONS,
     NAME_RULE,
-    NO_FORMATTING,
     PUBLISHED_NAME,
     STREAMED_FINALS,
     AudioFormat,
-    Formatting,
     Settings,
     TurnDetection,
-    make_formatting,
 )
 from realtime.session.speakers import letter_name, speaker_of
 from realtime.session.words import languages_of, token_logprobs, word_fields
@@ -123,9 +121,9 @@ def _flag(value: Any, param: str) -> bool:
     return value
 
 
-def _text(value: Any, param: str, most: int = MAX_NAME) -> str:
-    if not isinstance(value, str) or len(value) > most:
-        raise _fault(param, f"'session.{param}' must be a string of at most {most} characters.")
+def _text(value: Any, param: str, maximum: int = MAX_NAME) -> str:
+    if not isinstance(value, str) or len(value) > maximum:
+        raise _fault(param, f"'session.{param}' must be a string of at most {maximum} characters.")
     return value
 
 
@@ -145,7 +143,7 @@ def merge_ga(settings: Settings, session: Json, faults: Faults | None = None) ->
     """
     if any(key in session for key in ("input_audio_format", "input_audio_transcription", "turn_detection")):
         settings = _merge_beta_keys(settings, session, faults)
-    with _noting(faults):
+    with _collecting(faults):
         audio = session.get("audio")
         audio_input = _object(audio, "audio").get("input") if audio is not None else None
         if audio_input is not None:
@@ -159,7 +157,7 @@ def merge_beta(settings: Settings, session: Json, faults: Faults | None = None) 
 
 
 @contextmanager
-def _noting(faults: Faults | None) -> Iterator[None]:
+def _collecting(faults: Faults | None) -> Iterator[None]:
     """Add a fault in this block to `faults` instead of raising it."""
     try:
         yield
@@ -172,7 +170,7 @@ def _noting(faults: Faults | None) -> Iterator[None]:
 def _merge_beta_keys(settings: Settings, session: Json, faults: Faults | None) -> Settings:
     renamed = {name: session[beta] for name, beta in BETA_PATHS.items() if beta in session}
     if "format" in renamed:
-        with _noting(faults):
+        with _collecting(faults):
             name = renamed.pop("format")
             if name is not None and (not isinstance(name, str) or name not in BETA_FORMATS):
                 text = f"'session.input_audio_format' must be one of {list(BETA_FORMATS)}."
@@ -196,17 +194,17 @@ def _webhook_url(value: Any) -> str | None:
 
 def _merge_others(settings: Settings, session: Json, faults: Faults | None) -> Settings:
     if "on_final" in session:
-        with _noting(faults):
+        with _collecting(faults):
             settings = replace(settings, on_final=_webhook_url(session["on_final"]))
     if "publish" in session:
-        with _noting(faults):
+        with _collecting(faults):
             settings = replace(settings, publish=_published_name(session["publish"]))
     if "include" not in session:
         return settings
     include = session["include"]
     if include is None:
         return replace(settings, include=None)
-    with _noting(faults):
+    with _collecting(faults):
         settings = replace(settings, include=_texts(include, "include"))
     return settings
 
@@ -221,17 +219,17 @@ def _merge_input(settings: Settings, given: Json, paths: Mapping[str, str], faul
     """The settings after an audio input object; `paths` are the client's names of its keys."""
     changes: dict[str, Any] = {}
     if "format" in given:
-        with _noting(faults):
+        with _collecting(faults):
             changes["format"] = _format(given["format"], paths["format"])
     if "noise_reduction" in given:
-        with _noting(faults):
+        with _collecting(faults):
             changes["noise_reduction"] = _noise_reduction(given["noise_reduction"], paths["noise_reduction"])
     if "turn_detection" in given:
-        with _noting(faults):
+        with _collecting(faults):
             changes["turn_detection"] = _turn_detection(given["turn_detection"], paths["turn_detection"])
             changes["turns_chosen"] = True
     if "transcription" in given:
-        with _noting(faults):
+        with _collecting(faults):
             changes |= _transcription(given["transcription"], paths["transcription"], faults)
     return replace(settings, **changes)
 
@@ -298,7 +296,7 @@ def _transcription(value: Any, path: str, faults: Faults | None) -> dict[str, An
     changes: dict[str, Any] = {}
     for name, item in _object(value, path).items():
         if name in _OPTIONS:
-            with _noting(faults):
+            with _collecting(faults):
                 changes[_FIELDS.get(name, name)] = _OPTIONS[name](item, f"{path}.{name}")
     return changes
 
@@ -589,14 +587,14 @@ class OpenAIDialect:
 
     def _gap(self, message: Json, settings: Settings) -> int:
         """Length of a gap in source samples, from `samples` or `duration_ms`. Raises ClientFault."""
-        rate, most_s = settings.format.rate, self.facts.gap_seconds
+        rate, max_s = settings.format.rate, self.facts.gap_seconds
         name, per_second = ("duration_ms", 1000) if message.get("samples") is None else ("samples", rate)
         given = message.get(name)
         if isinstance(given, bool) or not isinstance(given, int | float):
             raise ClientFault("invalid_value", "A gap needs 'samples' or 'duration_ms', a number.", param=name)
         # Checked before any arithmetic: an integer may be too large for a float.
-        if not 0 <= given <= most_s * per_second:
-            text = f"A gap must last from 0 to {most_s:g} seconds (limits.gap_s)."
+        if not 0 <= given <= max_s * per_second:
+            text = f"A gap must last from 0 to {max_s:g} seconds (limits.gap_s)."
             raise ClientFault("invalid_value", text, param=name)
         return round(given * rate / per_second)
 
@@ -648,8 +646,8 @@ class OpenAIDialect:
             case Injected():
                 return [self._event("input_audio_buffer.injected", items=event.items)]
             case PauseScored():
-                sure = {"audio_end_ms": self._ms(event.sample), "end_of_turn_confidence": round(event.confidence, 4)}
-                return [self._event("input_audio_buffer.pause_scored", item_id=event.item_id, **sure)]
+                score = {"audio_end_ms": self._ms(event.sample), "end_of_turn_confidence": round(event.confidence, 4)}
+                return [self._event("input_audio_buffer.pause_scored", item_id=event.item_id, **score)]
         return []
 
     def _event(self, kind: str, **fields: Any) -> Json:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from realtime.dialects.base import AudioText, GapRequest, Json, Nothing, Request, SessionFacts
-from realtime.dialects.deepgram import read_socket_query
+from realtime.dialects.deepgram_query import read_socket_query
 from realtime.errors import ClientFault
 from realtime.session.events import End, ServerEvent
 from realtime.session.settings import G711_RATE, NAME_RULE, PUBLISHED_NAME, AudioFormat, Settings
@@ -32,7 +32,7 @@ SAMPLES_PER_MS = G711_RATE // 1000
 # The parameters with the API key or client secret. Twilio takes 500 characters for the name and value of a parameter;
 # a client secret has more and continues in the second one.
 KEYS = ("key", "key2")
-# Options that are given by the protocol itself.
+# Options that the protocol itself sets.
 FIXED = ("encoding", "sample_rate", "channels", "multichannel")
 # Options with several values, which a parameter has with commas between them: parameters cannot be repeated.
 LISTS = ("keyterm", "keywords", "search", "replace")
@@ -165,7 +165,7 @@ class TwilioDialect:
         self._samples += missing
         if track != self._track:
             return GapRequest(missing) if missing else Nothing()
-        # A sample is a byte. Base64 that is wrong is counted too: its time has passed.
+        # A sample is a byte. Invalid base64 counts too: its time has passed on the clock of the call.
         self._samples += len(payload) * 3 // 4 - payload.count("=", -2)
         return AudioText(payload, silence_before=missing)
 

@@ -41,22 +41,12 @@ from realtime.session.formatting import (
     search_words,
     sentence_parts,
 )
+from realtime.session.formatting_options import NO_FORMATTING, Formatting
 from realtime.session.redaction import RedactedStream
-from realtime.session.settings import NO_FORMATTING, Formatting, Settings
+from realtime.session.settings import Settings
 from realtime.session.speakers import SpeakerTimeline, letter_name
-from realtime.session.words import (
-    Subtitle,
-    each_subtitle,
-    first_word,
-    spoken_lines,
-    srt_blocks,
-    subtitles,
-    text_of,
-    timed_words,
-    token_logprobs,
-    vtt_blocks,
-    word_fields,
-)
+from realtime.session.subtitles import Subtitle, each_subtitle, spoken_lines, srt_blocks, subtitles, vtt_blocks
+from realtime.session.words import first_word, text_of, timed_words, token_logprobs, word_fields
 from realtime.text_values import decimal_number
 
 DIARIZED = "diarized_json"
@@ -135,8 +125,10 @@ class Transcript:
         """Take in labels, and label the words that are known by now; None: no more labels come."""
         if labels is not None:
             self.speakers.add(labels, 0)
-        while self.labelled < len(self.words) and (labels is None or self.speakers.knows(self.words[self.labelled])):
-            self.words[self.labelled] = self.speakers.best(self.words[self.labelled])
+        while self.labelled < len(self.words) and (
+            labels is None or self.speakers.is_decided(self.words[self.labelled])
+        ):
+            self.words[self.labelled] = self.speakers.with_best_label(self.words[self.labelled])
             self.labelled += 1
         if self.labelled:
             self.speakers.forget_before(self.words[self.labelled - 1].start)

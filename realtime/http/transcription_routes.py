@@ -28,18 +28,15 @@ from starlette.types import Receive, Scope, Send
 from engine.options import TRANSLATE
 from realtime.dialects.base import Json
 from realtime.dialects.deepgram import (
-    MAX_PAUSE_S,
-    READ_ONCE,
-    FileQuery,
     mean_confidence,
     model_info,
     plain,
     plain_parts,
-    read_file_query,
     seconds,
     written_hit,
     written_word,
 )
+from realtime.dialects.deepgram_query import MAX_PAUSE_S, READ_ONCE, FileQuery, read_file_query
 from realtime.dialects.event_schema import (
     ChannelFields,
     DurationUsage,
@@ -458,7 +455,7 @@ def write_listen_answer(
     whole: Json = {
         "transcript": text if query.punctuate else TextParts(plain_parts(text)),
         "confidence": mean_confidence(transcript.confidence_sum, transcript.confidences),
-        "words": Entries(written_word(word, rate, query.punctuate, sure=True) for word in words),
+        "words": Entries(written_word(word, rate, query.punctuate, with_speaker_confidence=True) for word in words),
         **({"languages": languages} if languages else {}),
         **({} if transcript.raw_text is None else {"raw_transcript": transcript.raw_text}),
     }
@@ -572,7 +569,7 @@ class _Utterance:
                 return
             self.end += 1
             self._told.count(word)
-            yield written_word(word, self._rate, self._punctuate, sure=True)
+            yield written_word(word, self._rate, self._punctuate, with_speaker_confidence=True)
 
     def _text(self) -> Iterator[str]:
         before = ""

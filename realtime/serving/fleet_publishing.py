@@ -25,7 +25,7 @@ import msgspec
 
 from engine.boundary.codec import Frames
 from engine.boundary.sockets import CannotListen, GatewayListener, GatewaySocket, LinkKeys, link_context
-from engine.client.pool import TABLE_POLL_SECONDS, GatewayEntry, TableFile
+from engine.client.fleet_table import TABLE_POLL_SECONDS, GatewayEntry, TableFile
 from engine.fleet_secret import derive
 from realtime.config import Config
 from realtime.serving.publishing import (
@@ -649,7 +649,7 @@ class FleetNames:
         ticked = 0.0
         try:
             while True:
-                found = await asyncio.to_thread(file.look)
+                found = await asyncio.to_thread(file.poll)
                 if found is not None:
                     self.take_table(found.gateways)
                 now = asyncio.get_running_loop().time()

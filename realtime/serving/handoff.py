@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import msgspec
 
 from engine import messages
-from engine.client.handoff import AdoptedSession, HandoffClient, Owned
+from engine.client.handoff import AdoptedSession, HandoffClient, OwnedSession
 from engine.client.link import EngineLink
 from engine.client.stream import EngineStream, HandoffTarget
 from realtime.errors import UnreadableValue
@@ -180,7 +180,7 @@ class HandoffStore(Protocol):
 
     def handoff_target(self, stream: EngineStream | None) -> HandoffTarget | None: ...
     async def adopt(self, key: str, is_wanted: Callable[[], bool]) -> AdoptedSession | None: ...
-    async def renew(self, owned: Owned) -> int: ...
+    async def renew(self, owned: OwnedSession) -> int: ...
     async def confirm(self) -> None: ...
 
 
@@ -275,20 +275,20 @@ class SessionHandoff:
         The first frame gives the client its resume token, and from then on any gateway must find the session.
         """
         if self._taken_by is None and self._due is not None:
-            await self._due.taken()
+            await self._due.wait_acknowledged()
         link = self._due or self._link
         if link is not None:
-            await link.flushed()
+            await link.wait_sent()
         if self._link is not None and self._link is not link:
             # The session has moved to another engine meanwhile.
-            await self._link.flushed()
+            await self._link.wait_sent()
 
     @property
-    def owned(self) -> Owned | None:
+    def owned(self) -> OwnedSession | None:
         """Key, owner number and engine of the handoff; None if it was never sent to an engine."""
         link = self._taken_by
         is_there = link is not None and link is self._link and link.lost is None
-        return Owned(self._key, self.number, link if is_there else None) if self._was_placed else None
+        return OwnedSession(self._key, self.number, link if is_there else None) if self._was_placed else None
 
     @property
     def has_place(self) -> bool:
@@ -305,7 +305,7 @@ class SessionHandoff:
         Returns whether the session is still ours. Raises EngineUnreachable if the engine that has it does not answer.
         """
         link = None if self._link is None or self._link.lost is not None else self._link
-        number = await self._engine.renew(Owned(self._key, self.number, link))
+        number = await self._engine.renew(OwnedSession(self._key, self.number, link))
         if self._is_closed:
             # Another process has taken the session meanwhile. The renewed copy has no owner: drop it.
             if number and link is not None:
@@ -344,7 +344,7 @@ class SessionHandoff:
         self._due = None
         self._entries = []
         if self._left_copy or (self._link is not None and self._link.lost is not None):
-            self._engine.handoffs.note_over(self._key, self.number)
+            self._engine.handoffs.note_ended(self._key, self.number)
         if self._link is not None:
             self._link.send(messages.DropHandoff("", self._key, self.number))
             self._link = None
@@ -391,11 +391,11 @@ class SessionHandoff:
             self.number += 1
         self._was_placed = True
         name = "" if stream is None else stream.id
-        word = messages.SaveHandoff(name, self._key, self.number, target.read, entries)
+        word = messages.SaveHandoff(name, self._key, self.number, target.read_count, entries)
         if self._stale or moves or self._since_base > ENTRIES_TO_A_BASE:
             self._make_base(word, target, last, moves)
         if stream is not None:
-            stream.previous_engine.is_handed_off = True
+            stream.previous_engine.has_handoff = True
         target.link.send(word)
         if moves:
             self._move(former, target.link, stream)
@@ -405,7 +405,7 @@ class SessionHandoff:
         number = self.number
 
         async def move() -> None:
-            await link.taken()
+            await link.wait_acknowledged()
             if link.lost is not None:
                 return
             self._taken_by = link
@@ -413,7 +413,7 @@ class SessionHandoff:
                 former.send(messages.DropHandoff("", self._key, number))
             if self._left_copy:
                 # The gateway tells the lost engine to drop its outdated copy as soon as that engine is back.
-                self._engine.handoffs.note_over(self._key, number - 1)
+                self._engine.handoffs.note_ended(self._key, number - 1)
             if stream is not None:
                 stream.previous_engine.release()
 

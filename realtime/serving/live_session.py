@@ -412,7 +412,7 @@ class StreamRunner:
 
     @property
     def _turn_rule(self) -> messages.TurnRule | None:
-        return turn_rule(self.settings.turn_detection, self.session.sample_rate, self.session.limits.learnt)
+        return turn_rule(self.settings.turn_detection, self.session.sample_rate, self.session.limits.has_turn_detector)
 
     async def _flush(self, pause: int | None, ends_speech: bool, turn_over: bool) -> None:
         if self.stream is None:
@@ -551,7 +551,7 @@ class LiveSession:
         if asked == self.session.settings:
             return asked, []
         taken, faults = asked.in_force_after(self.session.settings, self._engine.spec)
-        if missing := asked.untaken(taken):
+        if missing := asked.ignored_options(taken):
             log.info("session %s: the model does not support %s", self.id, ", ".join(missing))
         return taken, faults
 

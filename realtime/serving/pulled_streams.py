@@ -98,7 +98,7 @@ class PulledStream:
         untold = 0.0
         if self._live is not None:
             fed = self._live.session.source_ms / 1000
-            untold = min(fed, fed - self._live.session.heard_seconds + WORDS_S)
+            untold = min(fed, fed - self._live.session.covered_seconds + WORDS_S)
         if place is not None:
             end, came_at = place
             place = end - untold, wall_clock - (asyncio.get_running_loop().time() - came_at) - untold

@@ -22,7 +22,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.client.handoff import Owned
+from engine.client.handoff import OwnedSession
 from engine.errors import AdoptionFailed, EngineUnavailable
 from engine.options import COUNTED_SECONDS
 from realtime.config import Config
@@ -378,7 +378,7 @@ class Sessions:
             log.warning("session %s has no webhook any more: %s", live.id, fault.message)
             live.submit(Configure(replace(live.session.settings, on_final=None)))
 
-    def _owned(self) -> list[Owned]:
+    def _owned(self) -> list[OwnedSession]:
         """The handoffs that engines have from this process."""
         handoffs = [entry.live.handoff for entry in self.entries.values() if entry.live.resumable]
         return [owned for handoff in handoffs if handoff is not None and (owned := handoff.owned) is not None]

@@ -120,7 +120,7 @@ class OpenSession:
 
         Called by the ticker and not for every message, because a Prometheus counter is expensive.
         """
-        received_s, heard_s = self.live.session.source_ms / 1000, self.live.session.heard_seconds
+        received_s, heard_s = self.live.session.source_ms / 1000, self.live.session.covered_seconds
         metrics.audio_in.inc(max(0.0, received_s - self.received_s))
         metrics.audio_heard.inc(max(0.0, heard_s - self.heard_s))
         self.received_s, self.heard_s = received_s, heard_s
@@ -256,7 +256,7 @@ class SessionFactory:
             max_turn_seconds=config.turn_s,
             # With handoffs, audio that the engine has received survives the gateway, so it can be acknowledged.
             ack_margin_samples=None if self._handoff_store is None else spec.look_back_samples,
-            learnt=spec.options.turn_detector,
+            has_turn_detector=spec.options.turn_detector,
         )
         return Session(settings, spec.sample_rate, item_ids, limits)
 
@@ -307,7 +307,7 @@ class SessionFactory:
         entry.started_at = saved.started_at + shift
         # 4. Continue with the engine stream.
         live.take_over(saved, adopted, core, np.frombuffer(saved.rest, np.float32))
-        entry.received_s, entry.heard_s = core.source_ms / 1000, core.heard_seconds
+        entry.received_s, entry.heard_s = core.source_ms / 1000, core.covered_seconds
 
 
 def _bare(name: str) -> str:

@@ -1,17 +1,16 @@
 """Turn boundaries of one session: decides where turns and utterances begin and end, and emits the events that say so.
 
 A part of the session core (`core.py`), without I/O. The engine's speech track finds where speech begins, pauses and
-ends, and sends that with exact sample numbers; this module decides which of those places end a turn. Without semantic
-detection a turn ends where speech ends.
+ends, with exact sample numbers; this module decides at which of these samples a turn ends. Without semantic detection a
+turn ends where the speech track ends speech.
 
 - `PauseWatch` decides during a pause, for semantic and scored detection, from the turn detector's answers, the text and
   the length of the silence. The limits of semantic detection are those of the OpenAI API: 8, 4 and 2 seconds of silence
   for low, medium (auto) and high eagerness. Scored detection has thresholds and a limit that the client sets, and may
   announce probable ends.
-- `UtteranceWatch` finds gaps in the text after the last word (Deepgram's `utterance_end_ms`).
-- `Boundaries` owns the count of the session's audio and the boundary before which all audio is committed or cleared,
-  and applies both. Without turn detection all later audio is the open turn; with it, speech opens a turn and a pause
-  ends it.
+- `Boundaries` owns the count of the session's audio and the boundary before which all audio is committed or cleared. It
+  applies `PauseWatch`, and `UtteranceWatch` (`utterances.py`), which finds the ends of utterances. Without turn
+  detection all audio after the boundary is the open turn; with it, speech opens a turn and a pause ends it.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from engine.end_of_turn import (
     EAGERNESS,
     FINISHED_MS,
     MIN_SILENCE_MS,
-    AskDetector,
     EagerEnd,
     Eagerness,
     End,
@@ -50,22 +48,27 @@ from realtime.session.events import (
     SpeechStarted,
     SpeechStopped,
     TimedOut,
-    TimedWord,
     TurnResumed,
     UtteranceEnded,
 )
 from realtime.session.settings import INCLUDE_END_OF_TURN, Settings, TurnDetection
 from realtime.session.speakers import SpeakerTimeline
 from realtime.session.turns import SavedTurns, Turn, Turns
+from realtime.session.utterances import SavedUtterances, UtteranceWatch
 
 # Shorter sounds are clicks and not speech.
 MIN_SPEECH_MS = 64
 # Semantic detection by the text alone: after a pause of this length the engine is flushed, to judge the whole text.
 PROBE_MS = 250
+# A turn that has ended is flushed only if speech detection is at most this far behind the audio; after a long pause
+# (with a busy engine) at most `BUSY_SECONDS`.
+CAUGHT_UP_SECONDS = 0.6
+BUSY_SECONDS = 3.0
+LONG_PAUSE_SECONDS = 1.0
 
 
-def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = False) -> TurnRule | None:
-    """The rule for the engine's speech track. `learnt`: the engine has a turn detector.
+def turn_rule(detection: TurnDetection | None, sample_rate: int, has_detector: bool = False) -> TurnRule | None:
+    """The rule for the engine's speech track. `has_detector`: whether the engine has a turn detector.
 
     Without semantic detection the track ends speech after the silence that ends a turn. With it, speech ends after
     `MIN_SILENCE_MS`, or after `PROBE_MS` without a turn detector; `PauseWatch` then decides whether the turn has ended.
@@ -75,15 +78,15 @@ def turn_rule(detection: TurnDetection | None, sample_rate: int, learnt: bool = 
     questions: tuple[int, ...] = ()
     silence_ms = detection.silence_duration_ms
     if detection.judges_pauses:
-        questions = _eagerness(detection).questions(sample_rate) if learnt else ()
-        silence_ms = MIN_SILENCE_MS if learnt else PROBE_MS
+        questions = _eagerness(detection).questions(sample_rate) if has_detector else ()
+        silence_ms = MIN_SILENCE_MS if has_detector else PROBE_MS
     min_speech, silence = (duration * sample_rate // 1000 for duration in (MIN_SPEECH_MS, silence_ms))
     return TurnRule(detection.threshold, min_speech, silence, questions)
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The turn detector has answered; `confidence` is the score at `sample`."""
+    """The turn detector has answered; `confidence` is the probability that the turn is over at `sample`."""
 
     sample: int
     confidence: float
@@ -91,23 +94,23 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class SavedPauses:
-    """A `PauseWatch` as a value."""
+    """The saved state of a `PauseWatch`."""
 
     pause: Pause | None
     scores: list[tuple[int, float | None]]
 
 
 class PauseWatch:
-    """Decides in the pauses of a turn whether it has ended, with semantic detection. Fed with events and samples only.
+    """Decides in the pauses of a turn whether the turn has ended, with semantic or scored detection.
 
     The rule itself is `engine.end_of_turn.Judge`. The turn detector's answers are events of the engine's speech track,
-    at exact samples: an answer that has not come when the silence reaches its sample will not come.
+    at exact samples: an answer that has not come when the silence reaches its sample does not come any more.
     """
 
-    def __init__(self, eagerness: Eagerness, sample_rate: int, learnt: bool) -> None:
-        self._judge = Judge(eagerness, sample_rate, has_detector=learnt)
+    def __init__(self, eagerness: Eagerness, sample_rate: int, has_detector: bool) -> None:
+        self._judge = Judge(eagerness, sample_rate, has_detector=has_detector)
         self._pause: Pause | None = None
-        # Answers in this pause, by the number of the question.
+        # The detector's answers in this pause, by the number of the question.
         self._scores: dict[int, float | None] = {}
 
     def save(self) -> SavedPauses:
@@ -118,7 +121,7 @@ class PauseWatch:
         self._scores = dict(saved.scores)
 
     @property
-    def fell(self) -> int | None:
+    def pause_start(self) -> int | None:
         """The sample at which the current pause began; None if there is no pause."""
         return None if self._pause is None else self._pause.fell
 
@@ -133,7 +136,7 @@ class PauseWatch:
         self._pause = self._judge.begin(fell, text)
 
     def end(self) -> None:
-        """The pause has ended, or its turn has."""
+        """The pause or its turn has ended."""
         self._pause = None
         self._scores.clear()
 
@@ -149,8 +152,8 @@ class PauseWatch:
         found: list[EagerEnd | End | Scored] = []
         pause = self._judge.with_words(self._pause, text)
         while True:
-            pause, signs = self._judge.advance(pause, sample)
-            found += [sign for sign in signs if not isinstance(sign, AskDetector)]
+            pause, decisions = self._judge.advance(pause, sample)
+            found += [decision for decision in decisions if not isinstance(decision, AskDetector)]
             if not pause.asked:
                 break
             answer = self._scores.pop(pause.answers, None)
@@ -165,100 +168,9 @@ def _eagerness(detection: TurnDetection) -> Eagerness:
     return detection.scored or EAGERNESS[detection.eagerness]
 
 
-def _plain_silence(silence_ms: int) -> Eagerness:
-    """Silence of this length ends a turn, whatever the words are."""
+def _silence_only(silence_ms: int) -> Eagerness:
+    """The rule that silence of this length ends a turn, whatever its words are."""
     return Eagerness(0.5, max(silence_ms, MIN_SILENCE_MS), None, silence_ms, silence_ms)
-
-
-# Length of a pause after which the engine is flushed.
-PAUSE_SECONDS = 0.25
-# While the audio sounds like speech, words of the gap are expected for this long after it.
-LATE_SECONDS = 2.0
-# The engine is flushed again after this time, because a stream that was replaced lost the first flush.
-ASK_AGAIN_SECONDS = 1.0
-
-
-@dataclass(frozen=True, slots=True)
-class SavedUtterances:
-    """An `UtteranceWatch` as a value."""
-
-    last_word: int | None
-    last_speech: int
-    settled: int
-    asked: int | None
-
-
-class UtteranceWatch:
-    """Finds gaps of `gap_ms` after words: the ends of utterances. Samples are those of the session.
-
-    The end of a turn is found in the audio, the end of an utterance in the text. For that the text of all audio in the
-    gap is needed, and models are late with it. So the engine is flushed when the gap may have passed: at a pause, or in
-    noise that sounds like speech, when its words should have arrived.
-    """
-
-    def __init__(self, gap_ms: int, sample_rate: int) -> None:
-        self._gap = gap_ms * sample_rate // 1000
-        self._rate = sample_rate
-        # End of the last word; None once its utterance has ended.
-        self._last_word: int | None = None
-        # End of the last frame with speech.
-        self._last_speech = 0
-        # All text of the audio before this sample has arrived.
-        self._settled = 0
-        # The sample at which `ask` last returned a flush.
-        self._asked: int | None = None
-
-    def save(self) -> SavedUtterances:
-        return SavedUtterances(self._last_word, self._last_speech, self._settled, self._asked)
-
-    def load(self, saved: SavedUtterances) -> None:
-        """Continue from a saved watch."""
-        self._last_word, self._last_speech = saved.last_word, saved.last_speech
-        self._settled, self._asked = saved.settled, saved.asked
-
-    def on_words(self, words: Sequence[TimedWord]) -> int | None:
-        """Take new words. Returns the end of the utterance before them, if the gap lies between."""
-        last, self._last_word = self._last_word, words[-1].end
-        return last if last is not None and words[0].start - last >= self._gap else None
-
-    def on_speech(self, until: int) -> None:
-        """There was speech until this sample."""
-        self._last_speech = max(self._last_speech, until)
-
-    def settle(self, sample: int) -> None:
-        """All text of the audio before this sample has arrived."""
-        self._settled = max(self._settled, sample)
-
-    def ended(self, heard: int) -> int | None:
-        """The end of the last utterance, if the gap after it has passed; each is returned once."""
-        last = self._last_word
-        if last is None:
-            return None
-        silent = heard >= last + self._gap and self._settled >= self._last_speech
-        if not silent and self._settled < last + self._gap:
-            return None
-        self._last_word = None
-        return last
-
-    def ask(self, heard: int) -> bool | None:
-        """Whether the engine must be flushed now: True at a pause, False while audio sounds like speech, else None."""
-        last = self._last_word
-        if last is None or heard < last + self._gap:
-            return None
-        if self._asked is not None and heard - self._asked < ASK_AGAIN_SECONDS * self._rate:
-            return None
-        paused = heard - self._last_speech >= PAUSE_SECONDS * self._rate
-        if not paused and heard < last + self._gap + LATE_SECONDS * self._rate:
-            return None
-        self._asked = heard
-        return paused
-
-
-# A turn that has ended is flushed only if speech detection is at most this far behind the audio; after a long pause
-# (with a busy engine) at most `BUSY_SECONDS`.
-CAUGHT_UP_SECONDS = 0.6
-BUSY_SECONDS = 3.0
-LONG_PAUSE_SECONDS = 1.0
 
 
 @dataclass(slots=True)
@@ -268,13 +180,13 @@ class AudioCount:
     appended: int = 0
     source_samples: int = 0
     source_ms: float = 0.0
-    # Sample up to which the speech track has heard the audio.
+    # Sample up to which the speech track has judged the audio.
     covered: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class SavedBoundaries:
-    """`Boundaries` as a value."""
+    """The saved state of `Boundaries`."""
 
     audio: AudioCount
     turns: SavedTurns
@@ -290,19 +202,21 @@ class SavedBoundaries:
 
 
 class Boundaries:
-    """The turns of a session in its audio. `do` records an effect; `flush` asks the engine for all text so far, with
-    the sample of the pause if there is one, whether the client has ended the turn, and whether the turn before the
-    pause has ended. `learnt`: the engine has a turn detector."""
+    """The turns of a session in its audio.
+
+    `add_effect` adds an effect of the session. `flush(pause, ends_speech, turn_over)` asks the engine for all text so
+    far, as `FlushEngine` describes. `has_detector`: whether the engine has a turn detector.
+    """
 
     def __init__(
         self,
         settings: Settings,
         sample_rate: int,
         new_item_id: Callable[[], str],
-        do: Callable[[Effect], None],
+        add_effect: Callable[[Effect], None],
         flush: Callable[[int | None, bool, bool], None],
         max_turn_seconds: float,
-        learnt: bool = False,
+        has_detector: bool = False,
     ) -> None:
         self.audio = AudioCount()
         self.turns = Turns(new_item_id, sample_rate, trim_start=settings.trim_start, max_seconds=max_turn_seconds)
@@ -312,12 +226,12 @@ class Boundaries:
         self._boundary_ms = 0.0
         self._settings = settings
         self._rate = sample_rate
-        self._do = do
+        self._add_effect = add_effect
         self._flush = flush
-        self._learnt = learnt
-        # The speech track after the audio heard so far.
+        self._has_detector = has_detector
+        # The speech track after the audio that it has judged so far.
         self.track = TrackState()
-        # Turn detection was switched on while there was speech: it opens a turn.
+        # Turn detection was switched on during speech: that speech opens a turn with the next report.
         self._joins_speech = False
         # All text of the audio before this sample has arrived.
         self._settled = 0
@@ -329,6 +243,7 @@ class Boundaries:
 
     @property
     def speaking(self) -> bool:
+        """Whether the client was sent `SpeechStarted` for the open turn."""
         return self.turns.current is not None and self.turns.current.announced
 
     @property
@@ -336,9 +251,12 @@ class Boundaries:
         return self.audio.source_ms - self._boundary_ms
 
     @property
-    def may_commit(self) -> bool:
-        """Whether a commit can be answered now. With turn detection that needs an open turn which cannot have ended in
-        the audio without speech probabilities."""
+    def can_commit_now(self) -> bool:
+        """Whether a commit can be answered now.
+
+        With turn detection there must be an open turn, and it must be certain that the turn has not ended in the audio
+        that has no speech probabilities yet.
+        """
         detection = self._settings.turn_detection
         if detection is None:
             return True
@@ -346,17 +264,17 @@ class Boundaries:
             return False
         unjudged = self.audio.appended - self.audio.covered
         silent_ms = (self._silent_samples + unjudged) * 1000 / self._rate
-        least_ms = detection.silence_duration_ms
+        min_silence_ms = detection.silence_duration_ms
         if detection.judges_pauses:
-            by_score = self._learnt or detection.scored is not None
-            least_ms = MIN_SILENCE_MS if by_score else FINISHED_MS[detection.eagerness]
-        return unjudged <= 0 or silent_ms < least_ms
+            by_score = self._has_detector or detection.scored is not None
+            min_silence_ms = MIN_SILENCE_MS if by_score else FINISHED_MS[detection.eagerness]
+        return unjudged <= 0 or silent_ms < min_silence_ms
 
     @property
     def _silent_samples(self) -> int:
         """Samples of silence so far that may end the open turn."""
-        if self._pauses is not None and self._pauses.fell is not None:
-            return self.audio.covered - self._pauses.fell
+        if self._pauses is not None and self._pauses.pause_start is not None:
+            return self.audio.covered - self._pauses.pause_start
         return self.audio.covered - self.track.fell if self.track.phase is Phase.PAUSED else 0
 
     def save(self) -> SavedBoundaries:
@@ -385,7 +303,7 @@ class Boundaries:
         self._settled, self._probable_end = saved.settled, saved.probable_end
         detection = self._settings.turn_detection
         if saved.pauses is not None and self._pauses is None and detection is not None:
-            self._pauses = PauseWatch(_plain_silence(detection.silence_duration_ms), self._rate, False)
+            self._pauses = PauseWatch(_silence_only(detection.silence_duration_ms), self._rate, False)
         if saved.pauses is not None and self._pauses is not None:
             self._pauses.load(saved.pauses)
         if self._utterances is not None and saved.utterances is not None:
@@ -421,7 +339,7 @@ class Boundaries:
         """Commit the open turn, or if there is none all uncommitted audio, up to the last sample."""
         if self.turns.current is None:
             self.turns.open(self.boundary)
-        turn = self._end(self.audio.appended, now, event_id=event_id)
+        turn = self._commit_turn(self.audio.appended, now, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.audio.appended, self.audio.source_ms)
         self._flush(None, True, False)
@@ -440,15 +358,15 @@ class Boundaries:
         if self.turns.current is None:
             self.refuse_commit(0.0, event_id)
         else:
-            self._end(sample, now, event_id=event_id).flushed = True
-        self._pass(sample, source_ms)
+            self._commit_turn(sample, now, event_id=event_id).flushed = True
+        self._advance_boundary(sample, source_ms)
 
     def clear_late(self, sample: int, source_ms: float) -> None:
         self._stop_announced(sample)
         self.turns.drop_current()
         self._probable_end = None
         self._send(Cleared())
-        self._pass(sample, source_ms)
+        self._advance_boundary(sample, source_ms)
 
     def refuse_commit(self, buffered_ms: float, event_id: str | None) -> None:
         text = (
@@ -460,108 +378,116 @@ class Boundaries:
     # Engine outputs
 
     def on_speech(self, speech: messages.Speech, now: float) -> None:
-        """Take what the engine's speech track has found next; samples are those of the session."""
+        """Handle the next report of the engine's speech track, in samples of the session."""
         end = min(speech.end, self.audio.appended)
         events = [event for event in speech.events if event.at > self.audio.covered]
         if self._settings.turn_detection is not None:
-            self._hear_turns(events, speech, end, now)
+            self._update_turns(events, speech, end, now)
         if self._utterances is not None:
-            self._hear_utterances(self._utterances, events, speech, end)
+            self._update_utterances(self._utterances, events, speech, end)
         self.audio.covered, self.track = end, speech.track
-        self._end_track()
+        self._end_track_at_boundary()
 
-    def _end_track(self) -> None:
-        """Speech before the boundary has ended, also if the engine has not heard yet that a client ended it."""
+    def _end_track_at_boundary(self) -> None:
+        """End speech in the track that lies before the boundary.
+
+        The engine may not have received yet that the client ended it.
+        """
         if self.track.sample <= self.boundary and self.track.phase is not Phase.QUIET:
             self.track = replace(self.track, phase=Phase.QUIET, questions=0)
 
-    def _hear_turns(self, events: Sequence[SpeechEvent], speech: messages.Speech, end: int, now: float) -> None:
+    def _update_turns(self, events: Sequence[SpeechEvent], speech: messages.Speech, end: int, now: float) -> None:
         if self._joins_speech:
             self._joins_speech = False
-            self._start(self.track.start, now)
+            self._start_speech(self.track.start, now)
         for event in events:
             if event.at <= self.boundary:
-                continue  # before a commit or clear, which has ended that speech
+                continue  # a commit or clear after it has ended that speech
             if isinstance(event, messages.TurnScored):
-                # The silence does not certainly last until its sample: speech may be about to start.
+                # No `_extend_silence` here: speech may be about to start before the sample of the score.
                 if self._pauses is not None:
                     self._pauses.on_score(event)
                 continue
-            self._pause_until(min(event.sample, end), now)
+            self._extend_silence(min(event.sample, end), now)
             match event:
                 case messages.SpeechStarted() | messages.SpeechResumed():
                     if not self._judges_pauses and self._has_caught_up(end):
-                        # The engine has ended the turn before this speech: its final need not wait for words of it.
+                        # The turn before this speech has ended: its final need not wait for the words of this speech.
                         self._flush_ended_turns()
-                    self._start(event.sample, now)
+                    self._start_speech(event.sample, now)
                 case messages.SpeechPaused():
                     if self._pauses is not None and self._judges_pauses and self.speaking:
                         self._pauses.begin(event.sample, self.turns.current_text())
                 case messages.SpeechEnded():
                     self._end_speech(event, min(event.at, end), now)
-        self._pause_until(self._quiet_until(end, speech.track), now)
+        self._extend_silence(self._quiet_until(end, speech.track), now)
 
     def _quiet_until(self, end: int, track: TrackState) -> int:
-        """Up to which sample there is certainly silence, if there is no speech at `end`."""
+        """The sample up to which there is certainly silence, if there is no speech at `end`."""
         return min(end, track.start) if track.phase is Phase.STARTING else end
 
-    def _pause_until(self, sample: int, now: float) -> None:
-        """If there is a pause or silence between turns, it lasts until this sample at least."""
-        if self._pauses is not None and self._pauses.fell is not None and self.turns.current is not None:
-            for sign in self._pauses.advance(sample, self.turns.current_text()):
-                if isinstance(sign, End):
-                    self._end_scored_turn(sign, self._pauses.fell, now)
-                elif isinstance(sign, Scored):
+    def _extend_silence(self, sample: int, now: float) -> None:
+        """A pause, or the silence between turns, lasts until this sample at least: end what has ended by then."""
+        if self._pauses is not None and self._pauses.pause_start is not None and self.turns.current is not None:
+            for decision in self._pauses.advance(sample, self.turns.current_text()):
+                if isinstance(decision, End):
+                    self._end_scored_turn(decision, self._pauses.pause_start, now)
+                elif isinstance(decision, Scored):
                     if self._settings.wants(INCLUDE_END_OF_TURN):
-                        self._send(PauseScored(self.turns.current.item_id, sign.sample, sign.confidence))
+                        self._send(PauseScored(self.turns.current.item_id, decision.sample, decision.confidence))
                 elif not self.turns.current.probably_over:
-                    self._probable_end = sign
+                    self._probable_end = decision
                     self._announce_probable_end()
         detection = self._settings.turn_detection
         if detection is not None and detection.idle_timeout_ms is not None:
-            self._end_silence(detection.idle_timeout_ms, sample, now)
+            self._commit_idle_silence(detection.idle_timeout_ms, sample, now)
 
     def _end_scored_turn(self, end: End, fell: int, now: float) -> None:
         detection = self._settings.turn_detection
-        # Without a detector, semantic detection has a rule of words and times, and no score.
-        by_score = detection is not None and (detection.scored is not None or (detection.semantic and self._learnt))
+        # Without a detector, semantic detection judges words and times, and has no score.
+        by_score = detection is not None and (
+            detection.scored is not None or (detection.semantic and self._has_detector)
+        )
         turn = self._end_turn(end.sample, fell, now, end.confidence if by_score else None)
         turn.timeout = end.timeout
 
     def _announce_probable_end(self) -> None:
-        """Announce the probable end of the open turn if all its text has arrived; a flush in the pause asks for it."""
-        sign, turn = self._probable_end, self.turns.current
-        fell = None if self._pauses is None else self._pauses.fell
-        if sign is not None and turn is not None and fell is not None and self._settled >= fell:
+        """Announce the probable end of the open turn once all text before the pause has arrived.
+
+        The flush in the pause asks the engine for that text.
+        """
+        decision, turn = self._probable_end, self.turns.current
+        start = None if self._pauses is None else self._pauses.pause_start
+        if decision is not None and turn is not None and start is not None and self._settled >= start:
             self._probable_end = None
             turn.probably_over = True
-            self._send(EagerTurnEnd(turn.item_id, sign.sample, sign.confidence))
+            self._send(EagerTurnEnd(turn.item_id, decision.sample, decision.confidence))
 
     def _resume(self, sample: int) -> None:
-        """Speech continues: take an announced end back."""
+        """Speech continues: withdraw an announced end."""
         self._probable_end = None
         turn = self.turns.current
         if turn is not None and turn.probably_over:
             turn.probably_over = False
             self._send(TurnResumed(turn.item_id, sample))
 
-    def _end_speech(self, event: messages.SpeechEnded, heard: int, now: float) -> None:
-        """Speech has ended by the rule of the engine's track."""
+    def _end_speech(self, event: messages.SpeechEnded, pause: int, now: float) -> None:
+        """The engine's track has ended speech by its rule; there is silence at sample `pause`."""
         if not self.speaking:
             return
         if self._judges_pauses:
-            self._flush(heard, False, False)
+            self._flush(pause, False, False)
         else:
             self._end_turn(event.sample, event.speech_end, now)
 
     def _end_turn(self, sample: int, speech_end: int, now: float, confidence: float | None = None) -> Turn:
         end = min(max(sample, self.boundary), self.audio.appended)
         # Word times are not exact: the middle of the silence is the safest border between the words.
-        turn = self._end(end, now, words_until=(speech_end + end) // 2, confidence=confidence)
+        turn = self._commit_turn(end, now, words_until=(speech_end + end) // 2, confidence=confidence)
         self._set_boundary(end, end * 1000 / self._rate)
         return turn
 
-    def _hear_utterances(
+    def _update_utterances(
         self, watch: UtteranceWatch, events: Sequence[SpeechEvent], speech: messages.Speech, end: int
     ) -> None:
         """Pass the frames to the watch one by one, so that the result does not depend on how many come at once."""
@@ -578,17 +504,17 @@ class Boundaries:
             self.audio.covered = max(self.audio.covered, heard)
             if phase is Phase.SPEAKING:
                 watch.on_speech(heard)
-            self._hear_utterance(watch, heard)
+            self._update_utterance(watch, heard)
 
-    def _hear_utterance(self, watch: UtteranceWatch, heard: int) -> None:
-        # A final that waits for labels or a revision comes first.
+    def _update_utterance(self, watch: UtteranceWatch, heard: int) -> None:
+        # A final that waits for labels or a revision is sent before the end of the utterance.
         if not self.turns.finishing:
             self._end_utterance(watch.ended(heard))
         # As in `flush_ended`: audio without probabilities may end within a word, and a flush would cut it.
         if self._has_caught_up(heard):
-            paused = watch.ask(heard)
-            if paused is not None:
-                self._flush(heard if paused else None, False, False)
+            is_pause = watch.flush_needed(heard)
+            if is_pause is not None:
+                self._flush(heard if is_pause else None, False, False)
 
     def settle(self, sample: int) -> None:
         """All text of the audio before this sample has arrived and was sent to the client."""
@@ -607,14 +533,14 @@ class Boundaries:
         """
         if self.turns.current is not None:
             return
-        behind = (self.audio.appended - self.audio.covered) / self._rate
-        pause = (self.audio.covered - self.boundary) / self._rate
-        if self._has_caught_up(self.audio.covered) or (behind <= BUSY_SECONDS and pause >= LONG_PAUSE_SECONDS):
+        behind_s = (self.audio.appended - self.audio.covered) / self._rate
+        pause_s = (self.audio.covered - self.boundary) / self._rate
+        if self._has_caught_up(self.audio.covered) or (behind_s <= BUSY_SECONDS and pause_s >= LONG_PAUSE_SECONDS):
             self._flush_ended_turns()
 
-    def _has_caught_up(self, heard: int) -> bool:
-        """Whether speech detection, which has heard the audio before this sample, is near its end."""
-        return self.audio.appended - heard <= CAUGHT_UP_SECONDS * self._rate
+    def _has_caught_up(self, judged_until: int) -> bool:
+        """Whether speech detection, which has judged the audio before this sample, is near the end of the audio."""
+        return self.audio.appended - judged_until <= CAUGHT_UP_SECONDS * self._rate
 
     def _flush_ended_turns(self) -> None:
         if all(turn.flushed for turn in self.turns.ended):
@@ -626,7 +552,7 @@ class Boundaries:
     def end_open(self, now: float) -> None:
         """End the open turn at the last sample: no more audio will come."""
         if self.turns.current is not None:
-            self._end(self.audio.appended, now)
+            self._commit_turn(self.audio.appended, now)
 
     def send_events(self, events: list[ServerEvent], now: float) -> None:
         """Send events of the turns to the client, with the ends of utterances between them."""
@@ -636,10 +562,11 @@ class Boundaries:
             self._send(event)
             if isinstance(event, Completed) and event.goes_on:
                 end = min(event.end, self.audio.appended)
-                if end > self.boundary:  # a part of a turn that has ended before moves nothing
+                # The end of a part of a turn that was ended before lies before the boundary.
+                if end > self.boundary:
                     self.boundary, self._boundary_ms = end, end * 1000 / self._rate
             elif isinstance(event, Completed):
-                self._do(Measured("final_seconds", now - event.ended_at))
+                self._add_effect(Measured("final_seconds", now - event.ended_at))
 
     def _open_without_detection(self) -> None:
         """Without turn detection all uncommitted audio is the open turn: open it with the first sample."""
@@ -647,8 +574,9 @@ class Boundaries:
         if self._settings.turn_detection is None and waiting:
             self.turns.open(self.boundary)
 
-    def _start(self, sample: int, now: float) -> None:
-        """There is speech from this sample on: a turn begins, with the padding before it, or goes on."""
+    def _start_speech(self, sample: int, now: float) -> None:
+        """There is speech from this sample on: a turn begins, with padding before the sample, or the open turn
+        continues."""
         detection = self._settings.turn_detection
         assert detection is not None
         self._end_pause()
@@ -661,7 +589,7 @@ class Boundaries:
         self._send(SpeechStarted(turn.item_id, turn.start))
         self.send_events(self.turns.release(now), now)
 
-    def _end(
+    def _commit_turn(
         self,
         end: int,
         now: float,
@@ -679,14 +607,14 @@ class Boundaries:
         self._send(Committed(turn.item_id, previous, event_id))
         return turn
 
-    def _end_silence(self, timeout_ms: int, quiet_until: int, now: float) -> None:
+    def _commit_idle_silence(self, timeout_ms: int, quiet_until: int, now: float) -> None:
         """Commit the silence since the last turn as an item, if it has lasted for `timeout_ms`."""
         timeout = timeout_ms * self._rate // 1000
         while self.turns.current is None and quiet_until - self.boundary >= max(timeout, 1):
             end = self.boundary + timeout
             turn = self.turns.open(self.boundary)
             self._send(TimedOut(turn.item_id, turn.start, end))
-            self._end(end, now, words_until=end)
+            self._commit_turn(end, now, words_until=end)
             self._set_boundary(end, end * 1000 / self._rate)
 
     def _end_utterance(self, sample: int | None) -> None:
@@ -698,31 +626,31 @@ class Boundaries:
         if current is not None and current.announced:
             self._send(SpeechStopped(current.item_id, sample, confidence))
 
-    def _pass(self, sample: int, source_ms: float) -> None:
+    def _advance_boundary(self, sample: int, source_ms: float) -> None:
         if sample > self.boundary:
             self._set_boundary(sample, source_ms)
 
     def _set_boundary(self, sample: int, source_ms: float) -> None:
         self.boundary, self._boundary_ms = sample, source_ms
         self._probable_end = None
-        self._end_track()
+        self._end_track_at_boundary()
         self._end_pause()
         self._open_without_detection()
 
     def _change_pauses(self) -> None:
-        """The settings have changed, perhaps in a pause of the open turn: the new ones decide about it."""
-        was, self._pauses = self._pauses, self._new_pauses()
-        detection, fell = self._settings.turn_detection, None
+        """Turn detection was changed, perhaps in a pause of the open turn: the new rule decides about that pause."""
+        old, self._pauses = self._pauses, self._new_pauses()
+        detection, pause_start = self._settings.turn_detection, None
         if detection is not None and self.speaking:
-            fell = self.track.fell if self.track.phase is Phase.PAUSED else None
-            fell = was.fell if was is not None and was.fell is not None else fell
-        if fell is None or detection is None:
+            pause_start = self.track.fell if self.track.phase is Phase.PAUSED else None
+            pause_start = old.pause_start if old is not None and old.pause_start is not None else pause_start
+        if pause_start is None or detection is None:
             return
-        if self._pauses is None and was is not None:
-            # The engine's track has ended this pause by the rule before, so the silence is counted here.
-            self._pauses = PauseWatch(_plain_silence(detection.silence_duration_ms), self._rate, False)
+        if self._pauses is None and old is not None:
+            # By the old rule the engine's track has ended this speech already, so its silence is counted here.
+            self._pauses = PauseWatch(_silence_only(detection.silence_duration_ms), self._rate, False)
         if self._pauses is not None:
-            self._pauses.begin(fell, self.turns.current_text())
+            self._pauses.begin(pause_start, self.turns.current_text())
 
     def _end_pause(self) -> None:
         if self._pauses is not None:
@@ -738,7 +666,7 @@ class Boundaries:
         detection = self._settings.turn_detection
         if detection is None or not self._judges_pauses:
             return None
-        return PauseWatch(_eagerness(detection), self._rate, self._learnt)
+        return PauseWatch(_eagerness(detection), self._rate, self._has_detector)
 
     def _set_speakers(self) -> None:
         wanted = self._settings.labels_speakers
@@ -749,4 +677,4 @@ class Boundaries:
         return None if gap_ms is None else UtteranceWatch(gap_ms, self._rate)
 
     def _send(self, event: ServerEvent) -> None:
-        self._do(Send(event))
+        self._add_effect(Send(event))

@@ -2,17 +2,18 @@
 
 It has no I/O, no clock and no asyncio. `realtime/serving/live_session.py` passes client events and engine outputs in
 order, and applies the effects in order; `events.py` defines both. `Session` owns the phase, the pending flushes and the
-waiting commits; turn boundaries are in `boundaries.py`, the text of turns in `turns.py`. One engine stream serves the
-whole session, and turns are parts of it:
+waiting commits; turn boundaries are in `boundaries.py`, the text of turns in `turns.py`. Usually one engine stream
+serves the whole session, and turns are parts of it:
 
 - At the end of a turn the engine is flushed; text that arrives before the answer belongs to that turn.
 - If speech detection has ended a turn, the engine may already have audio of the next one, so words are assigned to
   turns by their times.
 - Turns send text one at a time: text of a later turn is held until every earlier turn is completed.
-- Samples are counted and not timed: each appended sample is fed to the engine once.
+- Positions are counts of samples, not times of arrival. Each appended sample is fed to the engine once, except after a
+  stall.
 
-`StallGuard` detects that the engine reports speech but sends no text. It owns the audio since the last text, up to a
-limit. When the engine stalls, the session abandons its stream, and a new one gets this audio again.
+If the engine reports speech but sends no text (`stall_guard.py`), the session abandons its engine stream and opens a
+new one, which gets the audio since the last text again.
 """
 
 from __future__ import annotations
@@ -22,7 +23,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-import numpy as np
 from msgspec.structs import replace
 
 from engine import messages
@@ -50,16 +50,18 @@ from realtime.session.events import (
     Hangup,
     ItemFailed,
     Measured,
-    Reanchor,
     Reopen,
-    Samples,
     Send,
     ServerEvent,
     SessionUpdated,
     Tick,
 )
 from realtime.session.settings import INCLUDE_ACKS, Settings
+from realtime.session.stall_guard import SavedStall, StallGuard
 from realtime.session.words import timed_word
+
+# If this much audio has no speech probabilities yet, the engine is late or being replaced: missing text is no stall.
+BEHIND_SECONDS = 3.0
 
 
 class SessionPhase(Enum):
@@ -75,14 +77,15 @@ class SessionPhase(Enum):
 
 
 # Allowed transitions.
-MOVES: dict[SessionPhase, frozenset[SessionPhase]] = {
+TRANSITIONS: dict[SessionPhase, frozenset[SessionPhase]] = {
     SessionPhase.ACTIVE: frozenset({SessionPhase.COMMITTING, SessionPhase.FINISHING, SessionPhase.CLOSED}),
     SessionPhase.COMMITTING: frozenset({SessionPhase.ACTIVE, SessionPhase.FINISHING, SessionPhase.CLOSED}),
     SessionPhase.FINISHING: frozenset({SessionPhase.CLOSED}),
     SessionPhase.CLOSED: frozenset(),
 }
 
-_ENGINE = {
+# The methods that handle the engine's outputs, in every phase except CLOSED.
+_ENGINE_HANDLERS = {
     messages.Opened: "_ignore",
     messages.Text: "_text",
     messages.Speech: "_speech",
@@ -97,7 +100,7 @@ _ENGINE = {
 }
 
 # The method that handles an event in a phase. An event that is not in the table is illegal in that phase.
-TABLE: dict[SessionPhase, dict[type, str]] = {
+HANDLERS: dict[SessionPhase, dict[type, str]] = {
     SessionPhase.ACTIVE: {
         Configure: "_configure",
         Append: "_append",
@@ -107,7 +110,7 @@ TABLE: dict[SessionPhase, dict[type, str]] = {
         End: "_end",
         Drain: "_drain",
         Tick: "_tick",
-        **_ENGINE,
+        **_ENGINE_HANDLERS,
     },
     SessionPhase.COMMITTING: {
         Configure: "_configure",
@@ -118,13 +121,13 @@ TABLE: dict[SessionPhase, dict[type, str]] = {
         End: "_end",
         Drain: "_drain",
         Tick: "_tick",
-        **_ENGINE,
+        **_ENGINE_HANDLERS,
     },
     # Client events have no effect while the session finishes.
     SessionPhase.FINISHING: {
         **dict.fromkeys((Configure, Append, Gap, Commit, Clear, End, Drain), "_ignore"),
         Tick: "_tick",
-        **_ENGINE,
+        **_ENGINE_HANDLERS,
     },
     SessionPhase.CLOSED: {},
 }
@@ -134,47 +137,54 @@ TABLE: dict[SessionPhase, dict[type, str]] = {
 class SessionLimits:
     """The part of the configuration that the session core needs."""
 
-    # Seconds of speech without text that count as a stall, and seconds of audio kept for the replay after it.
+    # Seconds of speech without text that count as a stall; 0: never.
     stall_seconds: float = 8.0
+    # Seconds of audio kept for the replay after a stall.
     keep_seconds: float = 30.0
+    # Shortest time between two acknowledgements.
     ack_interval_seconds: float = 0.25
-    # None: audio is acknowledged when it arrives. Else when the engine has heard it and this many samples after it.
+    # None: audio is acknowledged when it arrives. Otherwise it is acknowledged when the engine has reported speech
+    # probabilities of it and of this many samples after it.
     ack_margin_samples: int | None = None
     # Consecutive failures of engine streams, without text between them, that end the session.
     max_engine_failures: int = 3
     # A longer turn is ended after a word, and the next turn continues.
     max_turn_seconds: float = 3600.0
-    # The engine has a turn detector, which answers in the pauses of semantic turn detection.
-    learnt: bool = False
+    # Whether the engine has a turn detector, which answers in the pauses of semantic turn detection.
+    has_turn_detector: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class PendingFlush:
-    """A flush that the engine has not answered: its sample, the sample of its pause if it has one, and whether the
-    client has ended the turn there."""
+    """A flush that the engine has not answered."""
 
+    # The end of the audio at the time of the flush.
     sample: int
+    # The sample up to which text is wanted, if the flush was asked for in a pause.
     pause: int | None
+    # Whether the client itself ended the turn there.
     ends_speech: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """A commit or clear that cannot be answered yet, and its place in the audio."""
+    """A commit or clear that cannot be answered yet."""
 
+    # True: a clear; False: a commit.
     clears: bool
     event_id: str | None
+    # The end of the audio when it arrived: a sample at the engine's rate, and milliseconds of the client's audio.
     sample: int
     source_ms: float
 
 
 @dataclass(frozen=True, slots=True)
 class SavedSession:
-    """A session as a value: all state that decides its next effects, so that another process can continue it.
+    """The saved state of a session: all that decides its next effects, so that another process can continue it.
 
     The sample rate and the limits are the server's and not part of it. Of the audio that the stall guard keeps, only
     the length is saved: a replay after a handoff has silence there, so that times stay right. The size is bounded by
-    the longest turn and the audio in flight. Times are on the clock of the process that saved it.
+    the longest turn and the audio without answers. Times are on the clock of the process that saved it.
     """
 
     settings: Settings
@@ -203,16 +213,28 @@ class Session:
         self.limits = limits or SessionLimits()
         self._effects: list[Effect] = []
         self._boundaries = Boundaries(
-            settings, sample_rate, new_item_id, self._do, self._flush, self.limits.max_turn_seconds, self.limits.learnt
+            settings,
+            sample_rate,
+            new_item_id,
+            self._add_effect,
+            self._flush,
+            self.limits.max_turn_seconds,
+            self.limits.has_turn_detector,
         )
         self.turns, self._audio = self._boundaries.turns, self._boundaries.audio
         self.stall = StallGuard(sample_rate, self.limits.stall_seconds, self.limits.keep_seconds)
+        # Flushes that the engine has not answered, in order.
         self._marks: deque[PendingFlush] = deque()
         self._waiting: deque[Waiting] = deque()
-        # Speech after the first waiting commit or clear, in samples of the session.
+        # Speech reports after the first waiting commit or clear, in samples of the session.
         self._held_speech: list[messages.Speech] = []
-        self._engine_start = self._engine_failures = 0
+        # The session sample at which the engine stream began.
+        self._engine_start = 0
+        # Consecutive failures of engine streams without text between them.
+        self._engine_failures = 0
+        # Source samples in the last acknowledgement, and its time.
         self._acked_samples, self._acked_at = 0, 0.0
+        # When the session closes at the latest, once the server drains.
         self._drain_deadline: float | None = None
 
     @property
@@ -234,7 +256,7 @@ class Session:
         return self._audio.source_ms
 
     @property
-    def heard_seconds(self) -> float:
+    def covered_seconds(self) -> float:
         """Seconds of audio with speech probabilities from the engine."""
         return self._audio.covered / self.sample_rate
 
@@ -250,13 +272,13 @@ class Session:
 
     @property
     def speech_track(self) -> messages.TrackState:
-        """The speech track after the audio heard so far, for a new engine stream."""
+        """The speech track after the audio that has speech probabilities, for a new engine stream."""
         return self._boundaries.track
 
     @property
     def turn_rule(self) -> messages.TurnRule | None:
         """The rule for the engine's speech track."""
-        return turn_rule(self.settings.turn_detection, self.sample_rate, self.limits.learnt)
+        return turn_rule(self.settings.turn_detection, self.sample_rate, self.limits.has_turn_detector)
 
     @property
     def speaking(self) -> bool:
@@ -264,7 +286,7 @@ class Session:
 
     @property
     def idle(self) -> bool:
-        """No turn is open, and no event for the client is outstanding."""
+        """Whether no turn is open, and no event for the client is outstanding."""
         turns = self.turns
         return turns.current is None and not turns.ended and not turns.finishing and not self._waiting
 
@@ -274,13 +296,16 @@ class Session:
         return self.turns.final_due
 
     def label_state(self, base: int) -> tuple[messages.Saved, int] | None:
-        """The state of the speaker labels, for an engine stream that begins at session sample `base`."""
+        """The engine's last state of the speaker labels, and the sample of its stream that is session sample `base`.
+
+        For a new engine stream that begins at session sample `base`.
+        """
         speakers = self.turns.speakers
         return None if speakers is None or speakers.state is None else (speakers.state, base - speakers.state_base)
 
     def handle(self, event: Event, now: float) -> list[Effect]:
         """Handle one event; returns its effects. Raises IllegalEvent, with nothing changed, if the phase forbids it."""
-        handler = TABLE[self.phase].get(type(event))
+        handler = HANDLERS[self.phase].get(type(event))
         if handler is None:
             raise IllegalEvent(f"{type(event).__name__} is not allowed in phase {self.phase.name}")
         self._effects = effects = list[Effect]()
@@ -305,7 +330,7 @@ class Session:
     # Saving and loading
 
     def save(self) -> SavedSession:
-        """The session as a value. It shares mutable turns with the session: encode it before the next event."""
+        """The saved state. It shares mutable turns with the session: encode it before the next event."""
         return SavedSession(
             settings=self.settings,
             phase=self.phase,
@@ -342,8 +367,8 @@ class Session:
         """The number of source samples before this sample at the engine's rate."""
         chosen = self.settings.format
         rate = self.sample_rate if chosen.container else chosen.rate
-        behind_ms = self.source_ms - samples * 1000 / self.sample_rate
-        return max(0, self.source_samples - round(behind_ms * rate / 1000))
+        later_ms = self.source_ms - samples * 1000 / self.sample_rate
+        return max(0, self.source_samples - round(later_ms * rate / 1000))
 
     # Client events
 
@@ -374,19 +399,19 @@ class Session:
 
     def _advance(self, samples: int, source_samples: int, source_ms: float, now: float) -> None:
         self._boundaries.advance(samples, source_samples, source_ms)
-        self.turns.hear_audio(now)
+        self.turns.note_audio(now)
         self._acknowledge(now)
 
     def _commit(self, event: Commit, now: float) -> None:
         buffered_ms = self._boundaries.uncommitted_ms
         if buffered_ms < self.settings.minimum_commit_ms:
             self._boundaries.refuse_commit(buffered_ms, event.event_id)
-        elif self._boundaries.may_commit:
+        elif self._boundaries.can_commit_now:
             self._boundaries.commit(event.event_id, now)
         else:
             # Speech probabilities of the last audio are missing; they have arrived when the flush is answered.
             self._defer(event, now)
-            self._move(SessionPhase.COMMITTING)
+            self._change_phase(SessionPhase.COMMITTING)
 
     def _clear(self, event: Clear, now: float) -> None:
         self._boundaries.clear()
@@ -396,8 +421,9 @@ class Session:
         self._flush(None, True)
 
     def _end(self, event: End, now: float) -> None:
-        """Finish the engine stream. Turns that are open, or are still found, are committed when it is closed."""
-        self._move(SessionPhase.FINISHING)
+        """Finish the engine stream. Open turns, and turns found in the rest of the audio, are committed when it has
+        closed."""
+        self._change_phase(SessionPhase.FINISHING)
         self._effects.append(FinishEngine())
 
     def _drain(self, event: Drain, now: float) -> None:
@@ -413,7 +439,7 @@ class Session:
             self._end(End(), now)
         elif self.appended - self._audio.covered > BEHIND_SECONDS * self.sample_rate:
             self.stall.postpone(now)
-        elif self.stall.stalled(now):
+        elif self.stall.is_stalled(now):
             self._effects.append(Measured("stalls", 1))
             self._reanchor(now)
 
@@ -421,7 +447,7 @@ class Session:
 
     def _text(self, event: messages.Text, now: float) -> None:
         if event.delta or event.words:
-            self.stall.heard_text(event, self._engine_start, now)
+            self.stall.add_text(event, self._engine_start, now)
             self._engine_failures = 0
             self._boundaries.send_events(self.turns.route(event, self._engine_start, now), now)
             self._drain_if_idle()
@@ -430,23 +456,23 @@ class Session:
         if self._engine_start:
             event = _copy(event)
             event.shift(self._engine_start)
-        self._hear(event, now)
+        self._handle_speech(event, now)
 
-    def _hear(self, speech: messages.Speech, now: float) -> None:
-        """Take what the speech track has found; samples are those of the session."""
+    def _handle_speech(self, speech: messages.Speech, now: float) -> None:
+        """Handle a report of the speech track, in samples of the session."""
         if self._waiting and speech.end > self._waiting[0].sample:
             # Audio after a waiting commit must not open a turn before the commit is answered.
-            speech, rest = _cut(speech, self._waiting[0].sample, self.speech_track)
+            speech, rest = _split_speech(speech, self._waiting[0].sample, self.speech_track)
             self._held_speech.append(rest)
         second = self._audio.covered // self.sample_rate
         # A replay repeats frames, and the last frame before a flush may reach beyond the audio.
         if min(speech.end, self.appended) > self._audio.covered:
-            self.stall.heard_speech(speech.spoken, now)
+            self.stall.add_speech(speech.spoken, now)
             self._boundaries.on_speech(speech, now)
         if self._audio.covered // self.sample_rate > second:  # once per second: a histogram is too slow for each frame
             self._effects.append(Measured("lag_seconds", (self.appended - self._audio.covered) / self.sample_rate))
         if not self.speaking:
-            self.stall.quiet(self._audio.covered)
+            self.stall.add_silence(self._audio.covered)
         self._boundaries.flush_ended()
 
     def _labels(self, event: messages.Labels, now: float) -> None:
@@ -462,12 +488,12 @@ class Session:
             self.turns.await_revision(event.sample + self._engine_start, now)
         self._boundaries.send_events(self.turns.settle(now), now)
         while self._waiting and self._waiting[0].sample <= mark:
-            self._resolve(self._waiting.popleft(), now)
+            self._answer(self._waiting.popleft(), now)
         self._boundaries.send_events(self.turns.complete_until(mark, now), now)
         self._boundaries.settle(mark)
         if self.phase is SessionPhase.COMMITTING and not self._waiting:
-            self._move(SessionPhase.ACTIVE)
-        self._recall_speech(now)
+            self._change_phase(SessionPhase.ACTIVE)
+        self._handle_held_speech(now)
         self._drain_if_idle()
 
     def _revised(self, event: messages.Revised, now: float) -> None:
@@ -476,18 +502,18 @@ class Session:
             words = [timed_word(word, self._engine_start) for word in event.words]
         self.turns.revise(event.start + self._engine_start, event.end + self._engine_start, words)
 
-    def _recall_speech(self, now: float) -> None:
+    def _handle_held_speech(self, now: float) -> None:
         """Handle the speech probabilities that waited for a commit or clear."""
         held, self._held_speech = self._held_speech, []
         for speech in held:
-            self._hear(speech, now)
+            self._handle_speech(speech, now)
 
     def _engine_closed(self, event: messages.Closed, now: float) -> None:
         self._boundaries.send_events(self.turns.settle(now), now)
         if self.phase is SessionPhase.FINISHING:
             while self._waiting:
-                self._resolve(self._waiting.popleft(), now)
-            self._recall_speech(now)
+                self._answer(self._waiting.popleft(), now)
+            self._handle_held_speech(now)
             self._boundaries.end_open(now)
             self._boundaries.send_events(self.turns.complete_until(self.appended, now), now)
             self._boundaries.send_events(self.turns.finish(now, at_once=True), now)
@@ -516,17 +542,19 @@ class Session:
         self._close(CloseCode.INTERNAL, "the engine stopped; connect again", "engine_stopped")
 
     def _end_open_speech(self, now: float) -> None:
-        """Before the session ends with an error: end speech that goes on, so that its item fails with the others. What
-        a client has not committed itself is no turn."""
+        """End the open turn before the session ends with an error, so that its item fails with the others.
+
+        Without turn detection, audio that the client has not committed is no turn.
+        """
         if self.phase is SessionPhase.FINISHING or self.settings.turn_detection is not None:
             self._boundaries.end_open(now)
 
     def _engine_switched(self, event: EngineSwitched, now: float) -> None:
         self._boundaries.send_events(self.turns.settle(now), now)
-        self.turns.forget_awaited()
+        self.turns.forget_awaited_revisions()
         self._engine_start = event.base
 
-    def _resolve(self, waiting: Waiting, now: float) -> None:
+    def _answer(self, waiting: Waiting, now: float) -> None:
         """Answer a commit or clear: all text and speech probabilities of the audio before it have arrived."""
         if waiting.clears:
             self._boundaries.clear_late(waiting.sample, waiting.source_ms)
@@ -545,13 +573,13 @@ class Session:
         """Continue with a new stream; if text is outstanding, flush the new one."""
         self._effects.append(self.stall.reanchor(self.appended, now))
         self._marks.clear()
-        self.turns.forget_awaited()
+        self.turns.forget_awaited_revisions()
         if self.turns.ended or self._waiting:
             self._flush()
 
     def _fail_items(self, code: str, message: str, now: float) -> None:
         self._boundaries.send_events(self.turns.finish(now, at_once=True), now)
-        self._boundaries.send_events(self.turns.speak_held(now), now)
+        self._boundaries.send_events(self.turns.emit_held(now), now)
         for turn in self.turns.fail_ended():
             self._send(ItemFailed(turn.item_id, code, message))
 
@@ -575,18 +603,18 @@ class Session:
             self._close(CloseCode.RESTART, "the server is restarting", "drain")
 
     def _close(self, code: CloseCode, reason: str, cause: str) -> None:
-        self._move(SessionPhase.CLOSED)
+        self._change_phase(SessionPhase.CLOSED)
         self._effects.append(Hangup(code, reason, cause))
 
-    def _move(self, to: SessionPhase) -> None:
-        if to not in MOVES[self.phase]:
+    def _change_phase(self, to: SessionPhase) -> None:
+        if to not in TRANSITIONS[self.phase]:
             raise IllegalEvent(f"a session cannot change from {self.phase.name} to {to.name}")
         self.phase = to
 
     def _send(self, event: ServerEvent) -> None:
         self._effects.append(Send(event))
 
-    def _do(self, effect: Effect) -> None:
+    def _add_effect(self, effect: Effect) -> None:
         self._effects.append(effect)
 
 
@@ -594,9 +622,13 @@ def _copy(speech: messages.Speech) -> messages.Speech:
     return replace(speech, events=[replace(event) for event in speech.events])
 
 
-def _cut(speech: messages.Speech, sample: int, before: messages.TrackState) -> tuple[messages.Speech, messages.Speech]:
-    """Divide at the first frame that begins at or after `sample`. `before` is the track before these frames. The
-    count of samples that are certainly speech goes to the second part."""
+def _split_speech(
+    speech: messages.Speech, sample: int, before: messages.TrackState
+) -> tuple[messages.Speech, messages.Speech]:
+    """Split a speech report at the first frame that begins at or after `sample`. `before` is the track before it.
+
+    `spoken`, the number of samples that are certainly speech, goes to the second part.
+    """
     frames = max(0, -(-(sample - speech.sample) // speech.frame_samples))
     end = speech.sample + frames * speech.frame_samples
     first = [event for event in speech.events if event.at <= end]
@@ -611,7 +643,7 @@ def _cut(speech: messages.Speech, sample: int, before: messages.TrackState) -> t
             case messages.SpeechEnded():
                 phase = messages.Phase.QUIET
     if phase in (messages.Phase.QUIET, messages.Phase.STARTING):
-        # Whether speech was about to start at the cut is known from what followed.
+        # The second part shows whether speech was about to start at the split.
         follows = speech.track.start if speech.track.phase is messages.Phase.STARTING else end
         if rest and isinstance(rest[0], messages.SpeechStarted):
             follows = rest[0].sample
@@ -620,131 +652,3 @@ def _cut(speech: messages.Speech, sample: int, before: messages.TrackState) -> t
     track = messages.TrackState(phase, start, fell, before.floor, end)
     head = replace(speech, probabilities=speech.probabilities[:frames], events=first, track=track, spoken=0)
     return head, replace(speech, sample=end, probabilities=speech.probabilities[frames:], events=rest)
-
-
-# The stall guard
-
-# Audio kept before the last silence, so that a replay does not begin within a word.
-MARGIN_SECONDS = 1.0
-# Pieces of audio are joined up to this length.
-JOINED_SAMPLES = 1600
-# An engine that has so much audio not heard yet is late or being replaced: its text is not awaited.
-BEHIND_SECONDS = 3.0
-
-
-@dataclass(frozen=True, slots=True)
-class SavedStall:
-    """A `StallGuard` as a value. The kept audio itself is not saved, only its place."""
-
-    kept_from: int
-    kept_samples: int
-    speech_samples: int
-    last_sign: float | None
-    patience: int
-
-
-class StallGuard:
-    """Counts speech since the last text and keeps its audio."""
-
-    def __init__(self, sample_rate: int, stall_seconds: float, keep_seconds: float) -> None:
-        self._rate = sample_rate
-        self._stall_seconds = stall_seconds
-        self._keep_samples = int(keep_seconds * sample_rate)
-        self._margin_samples = int(MARGIN_SECONDS * sample_rate)
-        # Audio from sample `_kept_from` on: samples, or a number of silent samples.
-        self._kept: deque[Samples | int] = deque()
-        self._kept_from = 0
-        self._kept_samples = 0
-        self._speech_samples = 0
-        self._last_sign: float | None = None
-        # Factor for the stall time; doubles with each stall without text, because music may sound like speech.
-        self._patience = 1
-
-    @property
-    def kept_samples(self) -> int:
-        return self._kept_samples
-
-    def save(self) -> SavedStall:
-        return SavedStall(self._kept_from, self._kept_samples, self._speech_samples, self._last_sign, self._patience)
-
-    def load(self, saved: SavedStall, shift: float) -> None:
-        """Continue from a saved guard, with silence for its audio; `shift` is our clock minus its clock."""
-        self._kept = deque([saved.kept_samples] if saved.kept_samples else [])
-        self._kept_from, self._kept_samples = saved.kept_from, saved.kept_samples
-        self._speech_samples, self._patience = saved.speech_samples, saved.patience
-        self._last_sign = None if saved.last_sign is None else saved.last_sign + shift
-
-    def keep(self, start: int, audio: Samples | int) -> None:
-        """Keep audio that begins at sample `start`; an integer is a number of silent samples."""
-        if not self._kept:
-            self._kept_from = start
-        self._kept_samples += _length(audio)
-        self._kept.append(_joined(self._kept.pop(), audio) if self._kept and _fit(self._kept[-1], audio) else audio)
-        if self._kept_samples > self._keep_samples:
-            self.forget_before(self._kept_from + self._kept_samples - self._keep_samples)
-
-    def heard_speech(self, samples: int, now: float) -> None:
-        """Count this many more samples that are certainly speech."""
-        if samples:
-            if self._speech_samples == 0:
-                self._last_sign = now
-            self._speech_samples += samples
-
-    def heard_text(self, text: messages.Text, base: int, now: float) -> None:
-        """Text has arrived: audio up to its last word is not needed any more."""
-        self._speech_samples = 0
-        self._last_sign = now
-        self._patience = 1
-        if text.words:
-            self.forget_before(base + text.words[-1].end_sample)
-
-    def quiet(self, covered: int) -> None:
-        """There is silence at sample `covered`. If there was no speech since the last text, drop older audio."""
-        if self._speech_samples == 0:
-            self.forget_before(covered - self._margin_samples)
-
-    def postpone(self, now: float) -> None:
-        """No text can be expected at this time."""
-        if self._last_sign is not None:
-            self._last_sign = now
-
-    def stalled(self, now: float) -> bool:
-        limit = self._stall_seconds * self._patience
-        if self._stall_seconds <= 0 or self._last_sign is None:
-            return False
-        return self._speech_samples >= limit * self._rate and now - self._last_sign >= limit
-
-    def reanchor(self, appended: int, now: float) -> Reanchor:
-        """The command to begin a new stream with the kept audio. That stays kept: the new stream may stall too."""
-        self._speech_samples = 0
-        self._last_sign = now
-        self._patience *= 2
-        base = self._kept_from if self._kept else appended
-        return Reanchor(base, tuple(self._kept))
-
-    def forget_before(self, sample: int) -> None:
-        """Drop the audio before this sample."""
-        while self._kept and self._kept_from < sample:
-            oldest = self._kept.popleft()
-            dropped = min(_length(oldest), sample - self._kept_from)
-            self._kept_from += dropped
-            self._kept_samples -= dropped
-            if dropped < _length(oldest):
-                self._kept.appendleft(oldest - dropped if isinstance(oldest, int) else oldest[dropped:])
-
-
-def _fit(last: Samples | int, audio: Samples | int) -> bool:
-    """Whether two pieces may be joined; many tiny pieces would need more memory than their samples."""
-    if isinstance(last, int) or isinstance(audio, int):
-        return isinstance(last, int) and isinstance(audio, int)
-    return len(last) + len(audio) <= JOINED_SAMPLES
-
-
-def _joined(last: Samples | int, audio: Samples | int) -> Samples | int:
-    if isinstance(last, int) or isinstance(audio, int):
-        return _length(last) + _length(audio)
-    return np.concatenate((last, audio))
-
-
-def _length(audio: Samples | int) -> int:
-    return audio if isinstance(audio, int) else len(audio)

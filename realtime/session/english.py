@@ -211,7 +211,11 @@ def written_forms(words: Sequence[str], *, smart: bool) -> list[WrittenForm]:
 
 
 class _Scanner:
-    """Reads tokens from left to right. A rule returns the token after its match, and adds its forms; or None."""
+    """Reads tokens from left to right.
+
+    A rule gets the index `at` of a token. If it matches there, it adds its written forms and returns the index after
+    the match (`end`); otherwise it returns None.
+    """
 
     def __init__(self, tokens: list[Token], smart: bool) -> None:
         self._tokens = tokens
@@ -436,8 +440,8 @@ class _Scanner:
             if meridiem != self._bare(end):
                 self._add(end, meridiem_end, meridiem)
             return meridiem_end
-        told = has_minutes and self._before(at) in CLOCK_CONTEXT and not self._is_place(end)
-        if told and not self._adjoins_number(end) and self._is_whole(end):
+        is_time = has_minutes and self._before(at) in CLOCK_CONTEXT and not self._is_place(end)
+        if is_time and not self._adjoins_number(end) and self._is_whole(end):
             self._add(at, end, text)
             return end
         return None
@@ -496,14 +500,14 @@ class _Scanner:
             return None
         value, end = read
         assert first is not None
-        told = self._before(at) in YEAR_CONTEXT
+        has_context = self._before(at) in YEAR_CONTEXT
         if value == 2000 and self._bare(at) == "two":
-            is_year = told and (end == len(self._tokens) or bool(self._tokens[end - 1].mark))
+            is_year = has_context and (end == len(self._tokens) or bool(self._tokens[end - 1].mark))
         elif "hundred" in (self._bare(place) for place in range(at, end)) or self._bare(at) in ONES:
             return None
         else:
             step = value % 100 - value // 100
-            is_year = told or not (value % 5 == 0 and 0 < step <= 10) and first[0] >= 13
+            is_year = has_context or not (value % 5 == 0 and 0 < step <= 10) and first[0] >= 13
         if not is_year or self._next(end) in ("percent", *CURRENCIES, *CENTS):
             return None
         self._add(at, end, str(value))
@@ -712,8 +716,8 @@ class _Scanner:
         if self._next(end) == "at" and self._is_open(end + 1):
             domain = self._atoms(end + 1, ("dot",))
             marked = any(sign in text for sign in "._-") or any(map(str.isdigit, text))
-            told = self._is_announced(at)
-            if domain is not None and domain[2] and (marked or told):
+            is_announced = self._is_announced(at)
+            if domain is not None and domain[2] and (marked or is_announced):
                 self._add(at, domain[1], f"{text}@{domain[0]}")
                 return domain[1]
         if top and "_" not in text and "-" not in text:

@@ -114,7 +114,11 @@ def _tokens_of(words: Sequence[str], rules: Rules) -> list[Token]:
 
 
 class _Scanner:
-    """Reads tokens from left to right. A rule returns the token after its match, and adds its forms; or None."""
+    """Reads tokens from left to right.
+
+    A rule gets the index `at` of a token. If it matches there, it adds its written forms and returns the index after
+    the match (`end`); otherwise it returns None.
+    """
 
     def __init__(self, tokens: list[Token], rules: Rules, smart: bool) -> None:
         self._tokens = tokens
@@ -159,8 +163,8 @@ class _Scanner:
             return False
         return self._rules.value(word) is not None or word in self._rules.thousands or word[:1].isdigit()
 
-    def _goes_on(self, end: int) -> bool:
-        """Whether the sentence goes on here without a noun that the number before could count."""
+    def _has_no_noun_after(self, end: int) -> bool:
+        """Whether no noun follows here that the number before could count."""
         if self._pauses(end) or any(self._is_phrase(end, phrase) for phrase in self._rules.dayparts):
             return True
         word = self._next(end)
@@ -185,7 +189,7 @@ class _Scanner:
             # `deux cents un`, `dois mil e um`
             return True
         # `vingt et un ans`, but not `tiene noventa y un gato`: a noun that is counted is a plural.
-        is_counted = after.endswith(("s", "x")) or after in rules.months or self._goes_on(end)
+        is_counted = after.endswith(("s", "x")) or after in rules.months or self._has_no_noun_after(end)
         return last.folded != "uno" and not is_counted
 
     # Reading numbers
@@ -376,7 +380,7 @@ class _Scanner:
             # `in quale stanza sei`, `un vélo neuf à douze euros`
             return False
         # `il relit la page deux fois`
-        is_heading = before in rules.headings and number.value > 0 and self._goes_on(number.end)
+        is_heading = before in rules.headings and number.value > 0 and self._has_no_noun_after(number.end)
         return is_heading or self._is_range(at, number.end)
 
     def _is_before_month(self, end: int) -> bool:
@@ -397,7 +401,7 @@ class _Scanner:
     def _is_after_measure(self, at: int, end: int) -> bool:
         """`ein Meter achtzig`, `um metro e oitenta`; not `12 Meter fünfzig`, and not `dos horas y veinte minutos`."""
         if self._before(at) in self._rules.cent_links:
-            if not self._goes_on(end):
+            if not self._has_no_noun_after(end):
                 return False
             at -= 1
         if self._before(at) not in MEASURES:
@@ -574,15 +578,19 @@ class _Scanner:
             return False
         if is_linked and (is_strict or before in self._rules.clock_verbs):
             # `a las nueve y diez personas`: words that end with s are plurals; Italian ones cannot be told from verbs.
-            return self._goes_on(end) or (bool(self._rules.joint) and not self._next(end).endswith("s"))
-        return self._goes_on(end)
+            return self._has_no_noun_after(end) or (bool(self._rules.joint) and not self._next(end).endswith("s"))
+        return self._has_no_noun_after(end)
 
     def _clock_with_hours(self, at: int, number: Number) -> int | None:
         """`sechs Uhr dreißig`, `um sechs Uhr`, `trois heures vingt`."""
         rules = self._rules
         minutes = self._minutes(number.end + 1)
         # `um acht Uhr zwanzig Kinder` has no minutes.
-        if minutes is not None and self._goes_on(minutes[1]) and (minutes[0] >= 10 or self._pauses(minutes[1])):
+        if (
+            minutes is not None
+            and self._has_no_noun_after(minutes[1])
+            and (minutes[0] >= 10 or self._pauses(minutes[1]))
+        ):
             self._add(at, minutes[1], rules.clock.format(hour=number.value, minute=minutes[0]))
             return minutes[1]
         # `drie uur` and `trois heures` may be durations.

@@ -26,6 +26,8 @@ Samples = NDArray[np.float32]
 
 @dataclass(frozen=True, slots=True)
 class Configure:
+    """The client changes the settings of the session."""
+
     settings: Settings
     event_id: str | None = None
 
@@ -51,11 +53,15 @@ class Gap:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
+    """The client ends the turn: all audio so far that is not committed becomes an item."""
+
     event_id: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Clear:
+    """The client drops the audio that is not committed."""
+
     event_id: str | None = None
 
 
@@ -73,7 +79,7 @@ class Drain:
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """Sent by the ticker, so that the core can act on time."""
+    """Sent at regular intervals, so that the core can act when time has passed without another event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +128,7 @@ class TimedWord(Struct, frozen=True, gc=False):
     # Language code, and the model's probability that there was no speech.
     language: str = ""
     no_speech: float | None = None
-    # Number of the speaker, and how sure that is; None if labels were not asked for, or are not known yet.
+    # Number of the speaker, and the confidence of this label; None without labels, or while they are not known yet.
     speaker: int | None = None
     speaker_confidence: float | None = None
 
@@ -140,7 +146,7 @@ class SpeechStarted:
 
 @dataclass(frozen=True, slots=True)
 class EagerTurnEnd:
-    """The turn has probably ended: all text of the audio before `sample` was sent. `TurnResumed` takes it back."""
+    """The turn has probably ended: all text of the audio before `sample` was sent. `TurnResumed` withdraws this."""
 
     item_id: str
     sample: int
@@ -168,7 +174,7 @@ class PauseScored:
 class SpeechStopped:
     item_id: str
     sample: int
-    # The probability that the turn was over, if a score is what ends turns.
+    # The probability that the turn was over, if turns end by a score.
     confidence: float | None = None
 
 
@@ -183,6 +189,8 @@ class TimedOut:
 
 @dataclass(frozen=True, slots=True)
 class Committed:
+    """A turn has ended and is an item; its final text follows."""
+
     item_id: str
     previous_item_id: str | None
     # Id of the client's commit event; None if speech detection ended the turn.
@@ -191,11 +199,13 @@ class Committed:
 
 @dataclass(frozen=True, slots=True)
 class Cleared:
-    pass
+    """The answer to `Clear`."""
 
 
 @dataclass(frozen=True, slots=True)
 class Delta:
+    """More text of a turn, with the words that it completes."""
+
     item_id: str
     text: str
     words: tuple[TimedWord, ...] = ()
@@ -213,10 +223,11 @@ class Completed:
     tokens: int
     # When the turn was committed, on the session's clock.
     ended_at: float
-    # The turn was cut because it was too long; the next turn continues with the next word.
+    # The turn was split, because it was too long or the speaker changed; the next turn continues with the next word.
     goes_on: bool = False
-    # As in SpeechStopped; `timeout`: the length of the silence ended the turn.
+    # As in SpeechStopped.
     confidence: float | None = None
+    # Whether the length of the silence ended the turn, and not a score.
     timeout: bool = False
     # Words were decoded again: transcript and words may differ from the deltas.
     is_revised: bool = False
@@ -239,6 +250,8 @@ class UtteranceEnded:
 
 @dataclass(frozen=True, slots=True)
 class ItemFailed:
+    """A committed turn gets no final, because its engine stream has failed."""
+
     item_id: str
     code: str
     message: str
@@ -256,7 +269,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Acknowledged:
-    """The client need not keep this many of its samples: the server has them safely."""
+    """The client need not keep its first `source_samples` samples any longer: the server does not need them again."""
 
     source_samples: int
 
@@ -323,27 +336,33 @@ class Send:
 # Not frozen, for the same reason as Append.
 @dataclass(slots=True)
 class Feed:
+    """Feed these samples to the engine stream."""
+
     samples: Samples
 
 
 @dataclass(frozen=True, slots=True)
 class FeedGap:
+    """Feed this many samples of silence to the engine stream."""
+
     samples: int
 
 
 @dataclass(frozen=True, slots=True)
 class FlushEngine:
-    """The engine must send all text of the audio so far; with `pause`, of the audio before this sample, which is in a
-    silence. `ends_speech`: the client has ended the turn here. `turn_over`: the turn before the pause has ended."""
+    """Flush the engine stream: it must send all text of the audio so far."""
 
+    # If set, only the text before this sample is needed, which lies in silence.
     pause: int | None = None
+    # Whether the client itself ended the turn here.
     ends_speech: bool = False
+    # Whether the rule of turn detection ended the turn before the pause.
     turn_over: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class FinishEngine:
-    pass
+    """Finish the engine stream: it sends the rest of its text."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,8 +23,8 @@ from realtime.session import english, european
 from realtime.session.english import WrittenForm, split_marks
 from realtime.session.european import RULES
 from realtime.session.events import TimedWord
+from realtime.session.formatting_options import Formatting, bare_word, words_of
 from realtime.session.redaction import Redactor, is_redacted
-from realtime.session.settings import Formatting, bare_word, words_of
 from realtime.session.words import spelled, text_of
 
 # A final of more words stays as it was spoken, because a final is formatted within one step of the event loop. Turns
@@ -71,7 +71,7 @@ PROFANITIES = frozenset(stem + ending for stem in _PROFANE_STEMS for ending in _
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """A place where a search term was said; times in samples."""
+    """A place where a search term was spoken; `start` and `end` are samples."""
 
     start: int
     end: int
@@ -139,7 +139,8 @@ def format_words(words: Sequence[TimedWord], formatting: Formatting) -> tuple[st
 
 
 def settled_words(words: Sequence[TimedWord], formatting: Formatting) -> int:
-    """How many of the first words can become final alone: the cut is between two words that are in no number."""
+    """How many of the first words can become final without the rest: up to a place between two words outside
+    numbers."""
     for count in range(len(words) - 1, 0, -1):
         if _is_plain(words[count - 1], formatting) and _is_plain(words[count], formatting):
             return count
@@ -168,8 +169,8 @@ def sentence_parts(words: Sequence[TimedWord]) -> Iterator[tuple[int, int]]:
     """Cut a long text at ends of sentences into parts that can be formatted one by one, as (start, end)."""
     start = 0
     for end in range(1, len(words) + 1):
-        long = end - start
-        if long >= WORDS_AT_ONCE and (ends_sentence(words[end - 1].text) or long >= 2 * WORDS_AT_ONCE):
+        length = end - start
+        if length >= WORDS_AT_ONCE and (ends_sentence(words[end - 1].text) or length >= 2 * WORDS_AT_ONCE):
             yield start, end
             start = end
     if start < len(words):
@@ -207,13 +208,13 @@ def _spelled(part: _Part) -> str:
 
 def merged(words: Sequence[TimedWord], text: str) -> TimedWord:
     """One word for several: from the start of the first to the end of the last, with the mean confidence."""
-    told = [word.confidence for word in words if word.confidence is not None]
+    confidences = [word.confidence for word in words if word.confidence is not None]
     return replace(
         words[0],
         text=text,
         end=max(word.end for word in words),
         chances=tuple(chance for word in words for chance in word.chances),
-        confidence=sum(told) / len(told) if told else None,
+        confidence=sum(confidences) / len(confidences) if confidences else None,
     )
 
 
@@ -255,15 +256,15 @@ class _Formatter:
 
     def _numbers(self, words: Sequence[TimedWord], taken: set[int]) -> list[WrittenForm]:
         """The written forms, by the rules of each word's language."""
-        told = [_language_of(word, self._formatting) for word in words]
+        languages = [_language_of(word, self._formatting) for word in words]
         forms = []
-        for language in dict.fromkeys(told):
+        for language in dict.fromkeys(languages):
             if self._formatting.redact and language != "en":
                 # Redaction reads number words of English only: it has not hidden what would be digits now.
                 continue
             # A word that must stay as it is ends a number, like a word that is no number.
             readable = [
-                word.text if told[place] == language and place not in taken and not is_redacted(word) else "-"
+                word.text if languages[place] == language and place not in taken and not is_redacted(word) else "-"
                 for place, word in enumerate(words)
             ]
             forms += _written_forms(readable, language, self._formatting.smart)
@@ -297,25 +298,25 @@ class _Terms:
         if not self._terms:
             return
         bare = [bare_word(text) for text in texts]
-        at = 0
-        while at < len(bare):
+        place = 0
+        while place < len(bare):
             for length in self._lengths:
-                term = tuple(bare[at : at + length])
+                term = tuple(bare[place : place + length])
                 if (
                     len(term) == length
                     and term in self._terms
-                    and not any(map(ends_sentence, texts[at : at + length - 1]))
+                    and not any(map(ends_sentence, texts[place : place + length - 1]))
                 ):
-                    yield at, at + length, term
-                    at += length
+                    yield place, place + length, term
+                    place += length
                     break
             else:
-                at += 1
+                place += 1
 
 
 def search_words(words: Sequence[TimedWord], formatting: Formatting) -> list[tuple[str, list[Hit]]]:
     """The first places where each search term was said, in the order of the terms."""
-    # One look for each length of a term: the time does not depend on the number of terms.
+    # At each word, one lookup for each length of a term: the time does not depend on the number of terms.
     terms = _formatter_of(formatting).searched
     found: dict[tuple[str, ...], list[Hit]] = {term: [] for term in terms}
     lengths = sorted({len(term) for term in terms})
@@ -335,9 +336,14 @@ def search_words(words: Sequence[TimedWord], formatting: Formatting) -> list[tup
 
 
 def _hit(words: Sequence[TimedWord]) -> Hit:
-    told = [word.confidence for word in words if word.confidence is not None]
+    confidences = [word.confidence for word in words if word.confidence is not None]
     snippet = " ".join(word.text.strip() for word in words)
-    return Hit(words[0].start, max(word.end for word in words), sum(told) / len(told) if told else None, snippet)
+    return Hit(
+        words[0].start,
+        max(word.end for word in words),
+        sum(confidences) / len(confidences) if confidences else None,
+        snippet,
+    )
 
 
 def redacted_times(words: Iterable[TimedWord]) -> list[tuple[int, int]]:

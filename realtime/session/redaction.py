@@ -31,7 +31,7 @@ from realtime.session.english import (
     split_marks,
 )
 from realtime.session.events import TimedWord
-from realtime.session.settings import EMAIL, LEAST_DIGITS, REDACTED, bare_word
+from realtime.session.formatting_options import EMAIL, MIN_DIGITS, REDACTED, bare_word
 
 # Digits at the end of a turn from which on more digits may follow in the next turn.
 EDGE_DIGITS = 3
@@ -52,7 +52,7 @@ OTHER_DIGITS = frozenset(
     )
 )
 MAX_FILLERS = 3
-# Digits that were heard as another word; only between two single digits.
+# Words as which a model may mishear a digit; they count only between two single digits.
 MISHEARD = frozenset(("for", "to", "too", "won", "ate", "tree", "sex"))
 # Joins two numbers, unless one is a year: `in 2019 and 2020`.
 AND = "and"
@@ -72,11 +72,12 @@ DIGIT_WORDS = FILLERS | MISHEARD | OTHER_DIGITS | {AND, *MAGNITUDES, *ZEROS, *RE
 ADDRESS_WORDS = AT_SIGNS | JOINERS | AT_WORDS | COMMON_ENDS
 
 
-class _Heard(NamedTuple):
+class _ParsedWord(NamedTuple):
     """A word as the rules see it."""
 
     bare: str
-    # Digits that it stands for; `magnitude` counts only where every number is redacted.
+    # Number of digits that the word stands for. Those of a magnitude (`thousand`) count only if all numbers are
+    # redacted.
     digits: int
     magnitude: int
     # A single digit that was spoken or written alone.
@@ -87,7 +88,7 @@ class Redactor:
     """Redacts words for one set of options."""
 
     def __init__(self, kinds: Sequence[str], names: Sequence[str]) -> None:
-        numbers = [LEAST_DIGITS[kind] for kind in kinds if kind in LEAST_DIGITS]
+        numbers = [MIN_DIGITS[kind] for kind in kinds if kind in MIN_DIGITS]
         self._least = min(numbers, default=0)
         self._all_numbers = "numbers" in kinds
         self._emails = EMAIL in kinds
@@ -100,44 +101,44 @@ class Redactor:
         for count in range(len(words) - 1, 0, -1):
             if len(words) - count > MAX_HELD:
                 return len(words)
-            if not self._is_hot(words[count].text) and not self._is_hot(words[count - 1].text):
+            if not self._may_join_redaction(words[count].text) and not self._may_join_redaction(words[count - 1].text):
                 return count
         return len(words) if len(words) > MAX_HELD else 0
 
     def redact(self, words: Sequence[TimedWord], carry: int, *, ends: bool) -> tuple[list[TimedWord], int]:
         """The words with redactions, and the digits at their end. `carry`: the digits at the end of the words before.
         `ends`: the turn ends here, or more words follow than can be held."""
-        # Most words of a long turn were said before in it.
-        known = {text: self._hear(text) for text in {word.text for word in words}}
-        heard = [known[word.text] for word in words]
-        spans, carry = self._numbers(heard, carry, ends) if self._least else ([], 0)
+        # Words repeat in a long turn, so each text is parsed once.
+        known = {text: self._parse(text) for text in {word.text for word in words}}
+        parsed = [known[word.text] for word in words]
+        spans, carry = self._numbers(parsed, carry, ends) if self._least else ([], 0)
         if self._emails:
-            spans += _addresses(heard)
+            spans += _addresses(parsed)
         if self._names:
-            spans += self._named(heard)
+            spans += self._named(parsed)
         return _replaced(words, spans) if spans else list(words), carry
 
-    def _hear(self, text: str) -> _Heard:
+    def _parse(self, text: str) -> _ParsedWord:
         if REDACTED in text:
-            # Redacted before: digits beside it belong to it.
-            return _Heard(REDACTED, self._least, 0, is_single=True)
+            # Redacted before: digits beside it belong to the redaction.
+            return _ParsedWord(REDACTED, self._least, 0, is_single=True)
         bare = _bare(text)
         if bare.isalpha() and bare not in SPOKEN:
-            return _Heard(bare, 0, 0, is_single=False)
+            return _ParsedWord(bare, 0, 0, is_single=False)
         written = sum(map(str.isdigit, bare))
         if written:
             is_amount = text.strip().startswith(MONEY) or text.rstrip(".,;:!?").endswith("%") or _has_thousands(bare)
-            return _Heard(bare, 0 if is_amount and not self._all_numbers else written, 0, written == 1)
+            return _ParsedWord(bare, 0 if is_amount and not self._all_numbers else written, 0, written == 1)
         if bare in ONES or bare in ZEROS or bare in OTHER_DIGITS:
-            return _Heard(bare, 1, 0, is_single=True)
+            return _ParsedWord(bare, 1, 0, is_single=True)
         if bare in REPEATS:
-            return _Heard(bare, REPEATS[bare] - 1, 0, is_single=True)
+            return _ParsedWord(bare, REPEATS[bare] - 1, 0, is_single=True)
         parts = bare.split("-")
         digits = sum(_spoken_digits(part) for part in parts) if all(map(_spoken_digits, parts)) else 0
         magnitude = len(str(MAGNITUDES.get(bare, 1))) - 1
-        return _Heard(bare, digits, magnitude, is_single=False)
+        return _ParsedWord(bare, digits, magnitude, is_single=False)
 
-    def _is_hot(self, text: str) -> bool:
+    def _may_join_redaction(self, text: str) -> bool:
         """Whether a rule may look at this word together with its neighbours."""
         bare = _bare(text)
         if bare in self._name_words or REDACTED in text:
@@ -152,51 +153,51 @@ class Redactor:
 
     # Numbers
 
-    def _numbers(self, heard: list[_Heard], carry: int, ends: bool) -> tuple[list[tuple[int, int]], int]:
+    def _numbers(self, parsed: list[_ParsedWord], carry: int, ends: bool) -> tuple[list[tuple[int, int]], int]:
         spans: list[tuple[int, int]] = []
-        if not heard:
+        if not parsed:
             return spans, carry
-        first = next((place for place, word in enumerate(heard) if word.bare not in AT_TURN_START), len(heard))
-        last = next((place for place in range(len(heard), 0, -1) if heard[place - 1].bare not in AT_TURN_END), 0)
-        if first == len(heard):
+        first = next((place for place, word in enumerate(parsed) if word.bare not in AT_TURN_START), len(parsed))
+        last = next((place for place in range(len(parsed), 0, -1) if parsed[place - 1].bare not in AT_TURN_END), 0)
+        if first == len(parsed):
             # A turn of fillers does not end a number.
             return spans, carry
         at, tail = 0, 0
-        while at < len(heard):
-            if not self._digits(heard[at]):
+        while at < len(parsed):
+            if not self._digits(parsed[at]):
                 at += 1
                 continue
-            start, end, digits = at, at + 1, self._digits(heard[at])
-            while (following := self._joined(heard, end)) is not None:
-                misheard = sum(word.bare in MISHEARD for word in heard[end:following])
-                digits, end = digits + misheard + self._digits(heard[following]), following + 1
+            start, end, digits = at, at + 1, self._digits(parsed[at])
+            while (following := self._joined(parsed, end)) is not None:
+                misheard = sum(word.bare in MISHEARD for word in parsed[end:following])
+                digits, end = digits + misheard + self._digits(parsed[following]), following + 1
             leads, trails = start <= first, end >= last
             before = carry if leads else 0
-            whole = digits + before
-            cut = ends and trails and digits >= EDGE_DIGITS and not _is_year_or_amount(heard[start:end])
-            goes_on = before and leads and trails and ends and whole >= EDGE_DIGITS
-            if whole >= self._least or cut or goes_on:
+            total = digits + before
+            cut = ends and trails and digits >= EDGE_DIGITS and not _is_year_or_amount(parsed[start:end])
+            continues = before and leads and trails and ends and total >= EDGE_DIGITS
+            if total >= self._least or cut or continues:
                 spans.append((start, end))
-            tail = whole if trails else 0
+            tail = total if trails else 0
             at = end
         return spans, tail
 
-    def _digits(self, word: _Heard) -> int:
+    def _digits(self, word: _ParsedWord) -> int:
         return word.digits + (word.magnitude if self._all_numbers else 0)
 
-    def _joined(self, heard: list[_Heard], end: int) -> int | None:
+    def _joined(self, parsed: list[_ParsedWord], end: int) -> int | None:
         """The next digits after a number, if nothing but fillers is between them."""
-        for place in range(end, min(len(heard), end + MAX_FILLERS + 1)):
-            word = heard[place]
+        for place in range(end, min(len(parsed), end + MAX_FILLERS + 1)):
+            word = parsed[place]
             if self._digits(word):
                 return place
             if word.bare == AND:
-                after = heard[place + 1] if place + 1 < len(heard) else None
-                if after is None or not self._digits(after) or _is_year(heard[end - 1]) or _is_year(after):
+                after = parsed[place + 1] if place + 1 < len(parsed) else None
+                if after is None or not self._digits(after) or _is_year(parsed[end - 1]) or _is_year(after):
                     return None
             elif word.bare in MISHEARD:
-                after = heard[place + 1] if place + 1 < len(heard) else None
-                if not (heard[end - 1].is_single and after is not None and after.is_single):
+                after = parsed[place + 1] if place + 1 < len(parsed) else None
+                if not (parsed[end - 1].is_single and after is not None and after.is_single):
                     return None
             elif word.bare and word.bare not in FILLERS:
                 return None
@@ -204,10 +205,10 @@ class Redactor:
 
     # Names
 
-    def _named(self, heard: list[_Heard]) -> list[tuple[int, int]]:
+    def _named(self, parsed: list[_ParsedWord]) -> list[tuple[int, int]]:
         """Listed names, the longest first, also as a genitive."""
         spans, at = [], 0
-        bare = [word.bare for word in heard]
+        bare = [word.bare for word in parsed]
         while at < len(bare):
             step = 1
             for length in self._lengths if bare[at] in self._name_words else ():
@@ -256,16 +257,16 @@ def _has_thousands(bare: str) -> bool:
     return len(parts) > 1 and all(len(part.partition(".")[0]) == 3 for part in parts[1:])
 
 
-def _is_year(word: _Heard) -> bool:
+def _is_year(word: _ParsedWord) -> bool:
     return len(word.bare) == 4 and word.bare.isdigit() and word.bare.startswith(("18", "19", "20"))
 
 
-def _is_year_or_amount(heard: list[_Heard]) -> bool:
-    words = [word.bare for word in heard]
+def _is_year_or_amount(parsed: list[_ParsedWord]) -> bool:
+    words = [word.bare for word in parsed]
     if "hundred" in words:
         return _is_amount(words)
     if len(words) == 1 and words[0].isdigit():
-        return _is_year(heard[0])
+        return _is_year(parsed[0])
     if len(words) not in (2, 3) or words[0] not in (*TEENS, "twenty") or words[1] not in (*TEENS, *TENS, *ZEROS):
         return False
     return len(words) == 2 or words[2] in ONES
@@ -287,54 +288,54 @@ def _is_below_hundred(words: list[str]) -> bool:
     return not words
 
 
-def _addresses(heard: list[_Heard]) -> list[tuple[int, int]]:
+def _addresses(parsed: list[_ParsedWord]) -> list[tuple[int, int]]:
     """E-mail addresses: written ones, and `ada dot lovelace at example dot com`."""
     spans = []
-    for at, word in enumerate(heard):
+    for at, word in enumerate(parsed):
         if "@" in word.bare and len(word.bare) > 1:
-            start = _local_start(heard, at) if word.bare.startswith("@") and at else at
-            spans.append((start, min(len(heard), at + 1 + word.bare.endswith("@"))))
-        elif word.bare in AT_SIGNS and at and (end := _domain_end(heard, _after_sign(heard, at))):
-            spans.append((_local_start(heard, at), end))
+            start = _local_start(parsed, at) if word.bare.startswith("@") and at else at
+            spans.append((start, min(len(parsed), at + 1 + word.bare.endswith("@"))))
+        elif word.bare in AT_SIGNS and at and (end := _domain_end(parsed, _after_sign(parsed, at))):
+            spans.append((_local_start(parsed, at), end))
     return spans
 
 
-def _after_sign(heard: list[_Heard], at: int) -> int:
+def _after_sign(parsed: list[_ParsedWord], at: int) -> int:
     """The place after an at sign, which may have a longer name."""
-    following = [word.bare for word in heard[at + 1 : at + 3]]
+    following = [word.bare for word in parsed[at + 1 : at + 3]]
     if following[:1] == ["sign"]:
         return at + 2
     return at + 3 if following == ["the", "rate"] else at + 1
 
 
-def _domain_end(heard: list[_Heard], at: int) -> int | None:
+def _domain_end(parsed: list[_ParsedWord], at: int) -> int | None:
     """The end of a domain that begins here."""
     end, dotted = at + 1, False
-    if at < len(heard) and "." in heard[at].bare.strip("."):
+    if at < len(parsed) and "." in parsed[at].bare.strip("."):
         return end
-    if end < len(heard) and heard[end].bare in COMMON_ENDS:
+    if end < len(parsed) and parsed[end].bare in COMMON_ENDS:
         return end + 1
-    while end + 1 < len(heard) and heard[end].bare in ("dot", "."):
-        dotted = dotted or heard[end + 1].bare in TOP_DOMAINS or len(heard[end + 1].bare) >= 2
+    while end + 1 < len(parsed) and parsed[end].bare in ("dot", "."):
+        dotted = dotted or parsed[end + 1].bare in TOP_DOMAINS or len(parsed[end + 1].bare) >= 2
         end += 2
     return end if dotted else None
 
 
-def _local_start(heard: list[_Heard], at: int) -> int:
+def _local_start(parsed: list[_ParsedWord], at: int) -> int:
     """The start of the part of an address before the at sign."""
     start = at - 1
     while start > 0:
-        before = heard[start - 1]
+        before = parsed[start - 1]
         if before.bare in JOINERS and start > 1:
             start -= 2
-        elif _is_spelled(heard[start]) or _is_spelled(before):
+        elif _is_spelled(parsed[start]) or _is_spelled(before):
             start -= 1
         else:
             break
     return start
 
 
-def _is_spelled(word: _Heard) -> bool:
+def _is_spelled(word: _ParsedWord) -> bool:
     """A letter or a number of a spelled address; `ada99` is a word."""
     return len(word.bare) < 2 or (word.digits > 0 and (word.bare.isdigit() or word.bare.isalpha()))
 

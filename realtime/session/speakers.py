@@ -21,43 +21,46 @@ from realtime.session.events import TimedWord
 MAX_SPANS = 4096
 # Word times are not exact: a word that ends this long after the last label has that label.
 SLACK_SAMPLES = 1600
-# Turns that end where the speaker changes: a word that is farther from every label has none.
-NEAR_SAMPLES = 8000
+# If turns end where the speaker changes, a word that is farther than this from every label has no label.
+LABEL_DISTANCE_SAMPLES = 8000
 
 
 @dataclass(slots=True)
 class SpeakerTimeline:
     """The labels of one session, in session samples. A plain value: it is saved with the session."""
 
-    # Decided spans in order, without overlaps; then how the speech after them would be decided now.
+    # Decided spans (start, end, speaker, confidence) in order, without overlaps.
     decided: list[messages.LabelSpan] = field(default_factory=list)
+    # The engine's best guess for the speech after them.
     guess: list[messages.LabelSpan] = field(default_factory=list)
     # The last state of the engine's labels, and the session sample at which its stream began.
     state: messages.Saved | None = None
     state_base: int = 0
     # No undecided label begins before this sample.
     settled: int = 0
-    # The engine has taken the stream over from another one, and its labels are late.
+    # The engine has rebuilt the stream after the loss of another engine, and its labels are late.
     is_behind: bool = False
 
     @property
-    def until(self) -> int:
+    def decided_until(self) -> int:
         """The sample up to which labels are decided."""
         return self.decided[-1][1] if self.decided else 0
 
     def add(self, labels: messages.Labels, base: int) -> None:
-        """Take in labels of the engine stream that began at session sample `base`. Labels that
-        come a second time, after the loss of an engine, change nothing."""
-        known = self.settled
-        for start, end, speaker, sure in labels.decided:
-            start, end = max(start + base, self.until, known), end + base
+        """Add labels of the engine stream that began at session sample `base`.
+
+        Labels that come a second time, after the loss of an engine, change nothing.
+        """
+        settled = self.settled
+        for start, end, speaker, confidence in labels.decided:
+            start, end = max(start + base, self.decided_until, settled), end + base
             if end <= start:
                 continue
             last = self.decided[-1] if self.decided else None
-            if last is not None and last[1] == start and last[2:] == (speaker, sure):
-                self.decided[-1] = (last[0], end, speaker, sure)
+            if last is not None and last[1] == start and last[2:] == (speaker, confidence):
+                self.decided[-1] = (last[0], end, speaker, confidence)
             else:
-                self.decided.append((start, end, speaker, sure))
+                self.decided.append((start, end, speaker, confidence))
         del self.decided[:-MAX_SPANS]
         self.guess = [(start + base, end + base, *rest) for start, end, *rest in labels.guess]  # type: ignore[misc]
         self.is_behind = labels.is_behind
@@ -71,43 +74,47 @@ class SpeakerTimeline:
         old = bisect_right(self.decided, sample, key=lambda span: span[1])
         del self.decided[: max(0, min(old, len(self.decided) - 1))]
 
-    def knows(self, word: TimedWord) -> bool:
+    def is_decided(self, word: TimedWord) -> bool:
         """Whether the label of a word is decided."""
-        return bool(self.decided) and (word.start + word.end) // 2 <= self.until + SLACK_SAMPLES
+        return bool(self.decided) and (word.start + word.end) // 2 <= self.decided_until + SLACK_SAMPLES
 
-    def has_settled(self, word: TimedWord) -> bool:
-        """Whether no label that is still to come can change what `settled_label` says of this word."""
+    def has_final_label(self, word: TimedWord) -> bool:
+        """Whether no later label can change the result of `with_final_label` for this word."""
         middle = (word.start + word.end) // 2
-        return middle < self.until or middle + NEAR_SAMPLES < self.settled
+        return middle < self.decided_until or middle + LABEL_DISTANCE_SAMPLES < self.settled
 
-    def settled_label(self, word: TimedWord) -> TimedWord:
-        """The word with the label that is over its middle, or the nearest one in its neighbourhood, if there is one. A
-        function of the word and of all labels of the session, whenever it is called after `has_settled`."""
+    def with_final_label(self, word: TimedWord) -> TimedWord:
+        """The word with the label at its middle, or the nearest one within `LABEL_DISTANCE_SAMPLES`, if there is one.
+
+        Once `has_final_label` is true, the result depends only on the word and the labels, not on the time of the call.
+        """
         middle = (word.start + word.end) // 2
         after = bisect_right(self.decided, middle, key=lambda span: span[0])
         spans = self.decided[max(0, after - 1) : after + 1]
-        near = [span for span in spans if span[0] - NEAR_SAMPLES <= middle <= span[1] + NEAR_SAMPLES]
+        near = [
+            span for span in spans if span[0] - LABEL_DISTANCE_SAMPLES <= middle <= span[1] + LABEL_DISTANCE_SAMPLES
+        ]
         return self._labelled(word, near) if near else word
 
-    def known(self, word: TimedWord) -> TimedWord:
-        """The word with its label, if that is decided."""
-        return self._labelled(word, self.decided) if word.speaker is None and self.knows(word) else word
+    def with_decided_label(self, word: TimedWord) -> TimedWord:
+        """The word with its label, if the label is decided."""
+        return self._labelled(word, self.decided) if word.speaker is None and self.is_decided(word) else word
 
-    def best(self, word: TimedWord) -> TimedWord:
-        """The word with its label as far as it is known: decided, or the best guess so far."""
+    def with_best_label(self, word: TimedWord) -> TimedWord:
+        """The word with its decided label, or else with the best guess so far."""
         if word.speaker is not None:
             return word
-        return self._labelled(word, self.decided if self.knows(word) else [*self.decided[-1:], *self.guess])
+        return self._labelled(word, self.decided if self.is_decided(word) else [*self.decided[-1:], *self.guess])
 
     def _labelled(self, word: TimedWord, spans: Sequence[messages.LabelSpan]) -> TimedWord:
-        """With the label of the span over the middle of the word, or of the nearest one."""
+        """The word with the label of the span at its middle, or of the nearest span."""
         middle = (word.start + word.end) // 2
         after = bisect_right(spans, middle, key=lambda span: span[0])
         near = spans[max(0, after - 1) : after + 1]
         if not near:
             return word
-        _, _, speaker, sure = min(near, key=lambda span: max(span[0] - middle, middle - span[1], 0))
-        return replace(word, speaker=speaker, speaker_confidence=sure)
+        _, _, speaker, confidence = min(near, key=lambda span: max(span[0] - middle, middle - span[1], 0))
+        return replace(word, speaker=speaker, speaker_confidence=confidence)
 
 
 def letter_name(speaker: int, names: Sequence[str] = ()) -> str:
@@ -135,5 +142,5 @@ def shown_name(speaker: int, names: Sequence[str] = ()) -> str:
 
 def speaker_of(words: Iterable[TimedWord]) -> int | None:
     """The speaker of most of these words; None if no word has a label."""
-    told = [word.speaker for word in words if word.speaker is not None]
-    return max(dict.fromkeys(told), key=told.count) if told else None
+    labels = [word.speaker for word in words if word.speaker is not None]
+    return max(dict.fromkeys(labels), key=labels.count) if labels else None

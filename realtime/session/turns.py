@@ -2,15 +2,15 @@
 
 A part of the session core, without I/O; `boundaries.py` opens and ends turns. Text arrives in the order of speech. It
 goes to the oldest turn that still expects text; if speech detection has ended that turn and the word is later than its
-end, it goes to a later turn. Only the oldest unfinished turn sends text to the client; text of later turns is held. A
-final waits for speaker labels and revised words if the session has them, up to a deadline.
+end, it goes to a later turn. Only the oldest unfinished turn sends text to the client; text of later turns is held. If
+the session has speaker labels or revised words, a final waits for them, up to a deadline.
 
 The size of an open turn is bounded: one that is too long is ended after a word and completed at once, and the next turn
 continues with the next word. The engine is not flushed for that, so the cut changes no text.
 
 If turns end where the speaker changes, a word is held until its speaker is decided: deltas only append, so a word that
-was sent for an item cannot move to the next one. Where two words have different speakers the turn is cut in the same
-way. Where it is cut depends on words and labels alone, and not on when they arrive.
+was sent for an item cannot move to the next one. The turn is split between two words of different speakers. The place
+of the split depends on words and labels alone, and not on when they arrive.
 """
 
 from __future__ import annotations
@@ -43,14 +43,16 @@ from realtime.session.words import WordCutter, first_word, spelled, text_of
 
 # Text outside any turn is added to the next turn if that begins within this time; otherwise it is dropped.
 STRAY_SECONDS = 1.0
-# How long a complete turn waits for the last labels of its speakers, then it takes the best guess; and for a revision.
-# The engine gives a late revision up much sooner, so the latter is for an engine that is lost and rebuilt.
+# How long a complete turn waits for the last labels of its speakers; after that it has the best guess.
 LABELS_SECONDS = 0.5
+# How long a complete turn waits for a revision. The engine cancels a late revision much sooner, so this limit matters
+# only if the engine is lost.
 REVISION_SECONDS = 20.0
-# If turns end where the speaker changes, a complete turn waits for labels as long as audio comes that can decide them,
-# until this time after the last audio; at most `REVISION_SECONDS`, and a word at most this much audio. An engine gives
-# a late label up after 16 s.
+# If turns end where the speaker changes, a complete turn waits for labels while audio comes that can decide them: until
+# this long after the last audio, and at most `REVISION_SECONDS`.
 IDLE_SECONDS = 2.0
+# A word waits for its label until there are words this many seconds after it. An engine cancels a late label after 16
+# s.
 MAX_LABEL_SECONDS = 20.0
 # Labels that are kept before the start of a turn, for its first words.
 LABELS_BEFORE_SECONDS = 2.0
@@ -60,15 +62,15 @@ MAX_TURN_CHARACTERS = 150_000
 # final is bounded.
 MAX_FORMATTED_SECONDS = 120
 MAX_FORMATTED_TURN_WORDS = 300
-# The same for one whose final lists its words, their log-probabilities or speakers: their number is bounded.
+# A turn whose final lists its words, their log-probabilities or speakers is ended after this time.
 MAX_DETAILED_SECONDS = 300
-# Words with times that a final has; of more, the newest. Only a turn of text alone has more, and its client may ask for
-# words just before its end.
+# Words with times that a final lists; if there are more, the newest. Only a turn without word details can have more, if
+# its client asks for them just before the end of the turn.
 MAX_FINAL_WORDS = 1000
 
 
 class TurnState(Enum):
-    """Where a turn is between its first audio and its end; `TURN_MOVES` has the allowed transitions."""
+    """Where a turn is between its first audio and its end; `TURN_TRANSITIONS` has the allowed transitions."""
 
     OPEN = auto()
     COMMITTED = auto()
@@ -77,7 +79,7 @@ class TurnState(Enum):
     CLEARED = auto()
 
 
-TURN_MOVES: dict[TurnState, frozenset[TurnState]] = {
+TURN_TRANSITIONS: dict[TurnState, frozenset[TurnState]] = {
     TurnState.OPEN: frozenset({TurnState.COMMITTED, TurnState.CLEARED}),
     TurnState.COMMITTED: frozenset({TurnState.COMPLETED, TurnState.FAILED}),
     TurnState.COMPLETED: frozenset(),
@@ -88,47 +90,59 @@ TURN_MOVES: dict[TurnState, frozenset[TurnState]] = {
 
 @dataclass(slots=True)
 class Turn:
-    """One turn, from its first audio to its completed transcript. `start` and `end` are session samples."""
+    """One turn, from its first audio to its completed transcript. `start` and `end` are session samples.
+
+    Turns are saved with the session under the names of these fields.
+    """
 
     item_id: str
     start: int
     end: int | None = None
     state: TurnState = TurnState.OPEN
-    # The client was sent `SpeechStarted`.
+    # Whether the client was sent `SpeechStarted`.
     announced: bool = False
-    # Words from this sample on belong to later turns, because speech detection set the end. None: the flush is the end.
+    # Words from this sample on belong to later turns. None: the client set the end of the turn, and all text until the
+    # answer to the flush belongs to it.
     words_until: int | None = None
-    # The engine was flushed for this turn.
+    # Whether the engine was flushed for this turn.
     flushed: bool = False
+    # When the turn was committed, on the session's clock.
     ended_at: float = 0.0
-    # Text that was sent to the client, and text that waits for earlier turns.
+    # Text that was sent to the client.
     sent: list[str] = field(default_factory=list)
+    # Text that was not sent yet, in pieces of one word.
     held: list[str] = field(default_factory=list)
+    # All words of the turn, sent or not.
     words: list[TimedWord] = field(default_factory=list)
     # Number of `words` that were sent with a delta.
     words_sent: int = 0
+    # Tokens of the engine for this turn.
     tokens: int = 0
     # Length of `sent` and `held` together.
     characters: int = 0
-    # Number of `words` whose speakers were sent; until when a complete turn waits for the others, and for revisions.
+    # Number of `words` whose speakers were sent.
     words_labelled: int = 0
+    # Until when the complete turn waits for labels, and for revisions.
     labelled_by: float = 0.0
     revised_by: float = 0.0
-    # Turns that end where the speaker changes: who speaks, and the number of `words` that are known to be of them.
+    # If turns end where the speaker changes: the speaker of the turn, and the number of `words` that are decided to
+    # belong to the turn.
     speaker: int | None = None
     words_settled: int = 0
-    # Scored detection: the client was sent `EagerTurnEnd`; how sure the end was, and whether only the silence ended it.
+    # Scored detection: whether the client was sent `EagerTurnEnd`.
     probably_over: bool = False
+    # The probability that the turn was over, and whether the length of the silence alone ended it.
     confidence: float | None = None
     timeout: bool = False
-    # Text was sent before redaction was turned on; and digits at the end of the text that was redacted and sent.
+    # Whether text was sent that was not redacted.
     is_raw: bool = False
+    # Digits at the end of the text that was redacted and sent (see `redaction.py`).
     digits: int = 0
-    # The part of the first unsent word that was sent before the word was complete.
+    # The part of the first word in `held` that was sent before the word was complete.
     begun: str = ""
 
     def move(self, to: TurnState) -> None:
-        if to not in TURN_MOVES[self.state]:
+        if to not in TURN_TRANSITIONS[self.state]:
             raise IllegalEvent(f"a turn cannot change from {self.state.name} to {to.name}")
         self.state = to
 
@@ -144,7 +158,11 @@ class RevisedPart:
 
 @dataclass(frozen=True, slots=True)
 class SavedTurns:
-    """`Turns` as a value. `loose_turn` is an index into `[*ended, current]`, or `GONE`, or None if there is none."""
+    """The saved state of `Turns`.
+
+    `loose` and `given` are the state of the `WordCutter`. `loose_turn`: the turn of the incomplete word, as an index
+    into `[*ended, current]`, or `GONE`; None if no turn has a part of it.
+    """
 
     current: Turn | None
     ended: list[Turn]
@@ -160,7 +178,7 @@ class SavedTurns:
     digits: int = 0
 
 
-# The incomplete word went to a turn that is not kept any more.
+# Instead of an index: the turn that has the first part of the incomplete word is not kept any more.
 GONE = 1_000_000
 
 
@@ -170,18 +188,23 @@ class Turns:
     def __init__(
         self, new_item_id: Callable[[], str], sample_rate: int, *, trim_start: bool, max_seconds: float
     ) -> None:
+        # The open turn.
         self.current: Turn | None = None
+        # Turns that have ended and wait for text, the oldest first.
         self.ended: deque[Turn] = deque()
         # Turns with all of their text, whose finals wait for labels or a revision. Later turns wait behind them.
         self.finishing: deque[Turn] = deque()
-        # The ends of revisions that the engine has announced, those that came, and the end of the last final word.
-        self._awaited: list[int] = []
+        # Session samples at which revisions end that the engine has announced.
+        self._awaited_revisions: list[int] = []
+        # The revisions that have come and are needed.
         self._revised: deque[RevisedPart] = deque()
         # The end of the last part that the engine has revised or given up.
         self._revised_until = 0
-        self._said_until = 0
-        # Set if text is redacted; and the digits at the end of the last complete turn.
+        # The end of the last word of the last complete turn.
+        self._final_until = 0
+        # Set if text is redacted.
         self.redactor: Redactor | None = None
+        # Digits at the end of the last complete turn (see `redaction.py`).
         self._digits = 0
         self._sample_rate = sample_rate
         # Set if speakers are labelled.
@@ -189,34 +212,35 @@ class Turns:
         self.last_committed: str | None = None
         self.trim_start = trim_start
         self._new_item_id = new_item_id
+        # Text outside any turn, as (text, word).
         self._stray: deque[tuple[str, TimedWord]] = deque(maxlen=256)
         self._cutter = WordCutter()
         # The turn that got the first part of an incomplete word; the rest of the word goes there too.
-        self._loose_turn: Turn | None = None
+        self._partial_turn: Turn | None = None
         self._stray_samples = int(STRAY_SECONDS * sample_rate)
         self._max_seconds = max_seconds
         self._formats = False
-        self._cuts_speakers = False
+        self._splits_speakers = False
         self._max_samples = int(max_seconds * sample_rate)
 
     def save(self) -> SavedTurns:
-        loose, given = self._cutter.save()
+        partial, taken = self._cutter.save()
         places = [*self.ended, self.current]
         loose_turn = None
-        if self._loose_turn is not None:
-            loose_turn = next((place for place, turn in enumerate(places) if turn is self._loose_turn), GONE)
+        if self._partial_turn is not None:
+            loose_turn = next((place for place, turn in enumerate(places) if turn is self._partial_turn), GONE)
         return SavedTurns(
             self.current,
             list(self.ended),
             self.last_committed,
             list(self._stray),
-            loose,
-            given,
+            partial,
+            taken,
             loose_turn,
             list(self.finishing),
-            list(self._awaited),
+            list(self._awaited_revisions),
             list(self._revised),
-            self._said_until,
+            self._final_until,
             self._digits,
         )
 
@@ -226,29 +250,29 @@ class Turns:
         self._stray.extend(saved.stray)
         self._cutter.load(saved.loose, saved.given)
         if saved.loose_turn is not None:
-            over = Turn("", 0, state=TurnState.COMPLETED)
-            self._loose_turn = over if saved.loose_turn == GONE else [*saved.ended, saved.current][saved.loose_turn]
+            gone = Turn("", 0, state=TurnState.COMPLETED)
+            self._partial_turn = gone if saved.loose_turn == GONE else [*saved.ended, saved.current][saved.loose_turn]
         self.finishing = deque(saved.finishing)
-        self._awaited, self._revised = saved.awaited, deque(saved.revised)
-        self._said_until, self._digits = saved.said_until, saved.digits
+        self._awaited_revisions, self._revised = saved.awaited, deque(saved.revised)
+        self._final_until, self._digits = saved.said_until, saved.digits
         for turn in (*self.ended, *self.finishing):
             turn.ended_at += shift
             turn.labelled_by += shift
             turn.revised_by += shift
 
     def set_finals(self, settings: Settings) -> None:
-        """Redact the text that was not sent yet, and all finals, as these settings say; and bound a turn by what its
-        final costs."""
+        """Apply these settings to unsent text and to finals, and bound the length of a turn by the cost of its
+        final."""
         formatting = settings.formatting
         self.redactor = redactor_of(formatting) if formatting.redacts else None
-        most = self._max_seconds
+        max_seconds = self._max_seconds
         if settings.lists_words:
-            most = min(most, MAX_DETAILED_SECONDS)
+            max_seconds = min(max_seconds, MAX_DETAILED_SECONDS)
         self._formats = formatting.redacts or formatting.changes_finals or bool(formatting.search)
         if self._formats:
-            most = min(most, MAX_FORMATTED_SECONDS)
-        self._max_samples = int(most * self._sample_rate)
-        self._cuts_speakers = settings.cuts_speakers
+            max_seconds = min(max_seconds, MAX_FORMATTED_SECONDS)
+        self._max_samples = int(max_seconds * self._sample_rate)
+        self._splits_speakers = settings.cuts_speakers
 
     def open(self, start: int) -> Turn:
         """Open a turn, with a new item id, for the audio from sample `start` on."""
@@ -258,7 +282,7 @@ class Turns:
             text, word = self._stray.popleft()
             if word.end >= start - self._stray_samples:
                 turn.held.append(text)
-                turn.words.append(self._as_written(word, turn))
+                turn.words.append(self._stripped_if_first(word, turn))
         return turn
 
     def end(self, end: int, now: float, words_until: int | None) -> Turn:
@@ -303,50 +327,51 @@ class Turns:
 
     def route(self, text: messages.Text, base: int, now: float) -> list[ServerEvent]:
         """Assign new text to turns; `base` is the session sample at which its engine stream began."""
-        taker = self.ended[0] if self.ended else self.current
-        if taker is not None:
-            taker.tokens += len(text.tokens)
+        turn = self.ended[0] if self.ended else self.current
+        if turn is not None:
+            turn.tokens += len(text.tokens)
         out: list[ServerEvent] = []
         for piece in self._cutter.cut_words(text, base):
-            place = self._loose_turn if piece.continues else self._place(piece.word)
-            self._give(piece.fresh, piece.word, place)
+            place = self._partial_turn if piece.continues else self._turn_of(piece.word)
+            self._add_word(piece.fresh, piece.word, place)
             if piece.continues and place is not None:
-                # Its first part was sent before words had to wait: the turn cannot end before it.
+                # The first part of the word was sent before words had to wait for labels: the turn cannot end before
+                # it.
                 place.begun, place.speaker = spelled(piece.word).removesuffix(piece.fresh), None
             out += self._complete_passed(piece.word, now)
             if self._is_too_long(piece.word):
-                out += self._cut_after(piece.word, now)
+                out += self._split_after(piece.word, now)
         return out + self.release(now)
 
     def release(self, now: float) -> list[ServerEvent]:
         """The deltas that may be sent now: held text of the oldest unfinished turn."""
         if self.finishing:
             return []
-        if not self.ended and self.current is not None and self.redactor is None and not self._cuts_speakers:
-            loose = self._cutter.take_loose()
-            if loose:
-                self._loose_turn = self.current
-                self.current.held.append(loose)
+        if not self.ended and self.current is not None and self.redactor is None and not self._splits_speakers:
+            partial = self._cutter.take_partial()
+            if partial:
+                self._partial_turn = self.current
+                self.current.held.append(partial)
         front = next((turn for turn in self.ended if turn.state is TurnState.COMMITTED), self.current)
         if front is None:
             return []
-        out, last = self._cut_at_speakers(front, now)
-        return out + self._speak(last)
+        out, last = self._split_at_speakers(front, now)
+        return out + self._emit_delta(last)
 
     def settle(self, now: float) -> list[ServerEvent]:
         """The engine has sent all text so far: an incomplete word is complete as it is."""
-        loose = self._cutter.cut_loose()
-        taker = self.ended[0] if self.ended else self.current
-        if loose and taker is not None and taker.state is not TurnState.CLEARED:
-            waits = self._cuts_speakers or bool(self.finishing)
-            is_word = (waits or self.redactor is not None) and bool(loose.strip())
+        text = self._cutter.end_partial()
+        turn = self.ended[0] if self.ended else self.current
+        if text and turn is not None and turn.state is not TurnState.CLEARED:
+            waits = self._splits_speakers or bool(self.finishing)
+            is_word = (waits or self.redactor is not None) and bool(text.strip())
             if is_word or not waits:
-                taker.held.append(loose)
+                turn.held.append(text)
             if is_word:
-                # Only words are redacted and have speakers, which may be asked for while text waits: text without a
-                # time becomes a word without a length.
-                at = taker.words[-1].end if taker.words else taker.start
-                taker.words.append(TimedWord(loose.strip(), at, at))
+                # Text is redacted and labelled as words, also if labels are turned on while it waits. So text without
+                # a time becomes a word of no length.
+                at = turn.words[-1].end if turn.words else turn.start
+                turn.words.append(TimedWord(text.strip(), at, at))
         return self.release(now)
 
     def complete_until(self, sample: int, now: float) -> list[ServerEvent]:
@@ -357,8 +382,10 @@ class Turns:
         return out + self.release(now)
 
     def finish(self, now: float, *, at_once: bool = False) -> list[ServerEvent]:
-        """Complete the turns whose labels and revisions are known by now, or have been waited for long enough;
-        `at_once`: all."""
+        """Complete the turns that have their labels and revisions, or have waited for them long enough.
+
+        `at_once`: complete all turns.
+        """
         out: list[ServerEvent] = []
         while self.finishing and (at_once or now >= self._due(self.finishing[0])):
             out += self._complete(self.finishing.popleft(), now)
@@ -371,38 +398,41 @@ class Turns:
 
     def _due(self, turn: Turn) -> float:
         """The time until which a turn waits for labels and revisions; 0 if it has them."""
-        labelled = 0.0 if self._is_known(turn) else self._labels_due(turn)
+        labelled = 0.0 if self._is_labelled(turn) else self._labels_due(turn)
         return max(labelled, turn.revised_by if self._awaits_revision(turn) else 0.0)
 
     def _labels_due(self, turn: Turn) -> float:
-        """The time until which a turn waits for labels. After the loss of an engine no guess is known of late words."""
+        """The time until which a turn waits for labels.
+
+        It is later after the loss of an engine, because then there is not even a guess for the last words.
+        """
         assert self.speakers is not None
-        is_late = self.speakers.is_behind and not all(map(self.speakers.has_settled, turn.words[-1:]))
+        is_late = self.speakers.is_behind and not all(map(self.speakers.has_final_label, turn.words[-1:]))
         return turn.revised_by if is_late else turn.labelled_by
 
-    def hear_audio(self, now: float) -> None:
-        """More audio has come: it may decide the labels for which turns wait."""
-        if self._cuts_speakers:
+    def note_audio(self, now: float) -> None:
+        """More audio has come, which may decide the labels for which turns wait."""
+        if self._splits_speakers:
             for turn in self.finishing:
                 turn.labelled_by = max(turn.labelled_by, min(now + IDLE_SECONDS, turn.revised_by))
 
     def await_revision(self, end: int, now: float) -> None:
         """The engine will revise the words before this sample."""
-        self._awaited.append(end)
+        self._awaited_revisions.append(end)
 
     def revise(self, start: int, end: int, words: list[TimedWord] | None) -> None:
         """The engine has revised the words between two samples; None: it gave up."""
         self._revised_until = max(self._revised_until, end)
-        self._awaited = [awaited for awaited in self._awaited if awaited > end]
-        known = any(part.start < end and start < part.end for part in self._revised)
-        if words is not None and not known and self._needs(end):
+        self._awaited_revisions = [awaited for awaited in self._awaited_revisions if awaited > end]
+        has_part = any(part.start < end and start < part.end for part in self._revised)
+        if words is not None and not has_part and self._is_needed(end):
             self._revised.append(RevisedPart(start, end, words))
 
-    def forget_awaited(self) -> None:
+    def forget_awaited_revisions(self) -> None:
         """The engine stream that announced revisions is gone: none of them comes."""
-        self._awaited.clear()
+        self._awaited_revisions.clear()
 
-    def _needs(self, end: int) -> bool:
+    def _is_needed(self, end: int) -> bool:
         """Whether words before this sample belong to a turn that is not complete."""
         turns = (*self.finishing, *self.ended, self.current)
         return any(turn is not None and turn.start - self._stray_samples < end for turn in turns)
@@ -411,30 +441,30 @@ class Turns:
         """Whether words of this turn may still be revised: the engine revises a stream in order."""
         if turn.end is not None and self._revised_until >= turn.end:
             return False
-        return any(end > turn.start for end in self._awaited)
+        return any(end > turn.start for end in self._awaited_revisions)
 
     def newly_labelled(self, now: float) -> list[ServerEvent]:
-        """The words of the turn that sends text whose speakers have become known since they were sent; and the words
-        that waited for their speakers."""
-        if self._cuts_speakers:
+        """The events for new labels: of words that were sent before, or the deltas of words that waited for labels."""
+        if self._splits_speakers:
             return self.release(now)
         turn = next((turn for turn in self.ended if turn.state is TurnState.COMMITTED), self.current)
         if turn is None or self.speakers is None or self.finishing:
             return []
         # Labels may be turned on after an hour of text: no more words are looked up than a final lists.
         first = turn.words_labelled = max(turn.words_labelled, turn.words_sent - MAX_FINAL_WORDS)
-        while turn.words_labelled < turn.words_sent and self.speakers.knows(turn.words[turn.words_labelled]):
+        while turn.words_labelled < turn.words_sent and self.speakers.is_decided(turn.words[turn.words_labelled]):
             turn.words_labelled += 1
-        words = tuple(map(self.speakers.known, turn.words[first : turn.words_labelled]))
+        words = tuple(map(self.speakers.with_decided_label, turn.words[first : turn.words_labelled]))
         return [WordsLabelled(turn.item_id, words)] if words else []
 
-    def speak_held(self, now: float) -> list[ServerEvent]:
-        """Emit the words of ended turns that wait for their speakers, before these turns fail. Speakers are guessed."""
+    def emit_held(self, now: float) -> list[ServerEvent]:
+        """The deltas of ended turns whose words wait for labels, before these turns fail. Undecided labels are
+        guessed."""
         out: list[ServerEvent] = []
-        waiting = [turn for turn in self.ended if turn.state is TurnState.COMMITTED] if self._cuts_speakers else []
+        waiting = [turn for turn in self.ended if turn.state is TurnState.COMMITTED] if self._splits_speakers else []
         for turn in waiting:
-            events, last = self._cut_at_speakers(turn, now, ends=True)
-            out += events + self._speak(last)
+            events, last = self._split_at_speakers(turn, now, ends=True)
+            out += events + self._emit_delta(last)
         return out
 
     def fail_ended(self) -> list[Turn]:
@@ -443,8 +473,8 @@ class Turns:
         for turn in failed:
             turn.move(TurnState.FAILED)
         self.ended.clear()
-        self.forget_awaited()
-        self._cutter.cut_loose()
+        self.forget_awaited_revisions()
+        self._cutter.end_partial()
         return failed
 
     def check_integrity(self) -> None:
@@ -454,34 +484,34 @@ class Turns:
         assert ends == sorted(end for end in ends if end is not None)
         assert all(turn.state in (TurnState.COMMITTED, TurnState.CLEARED) for turn in self.ended)
 
-    def _place(self, word: TimedWord) -> Turn | None:
+    def _turn_of(self, word: TimedWord) -> Turn | None:
         return next((turn for turn in self.ended if turn.words_until is None or _within(word, turn)), self.current)
 
-    def _give(self, text: str, word: TimedWord, turn: Turn | None) -> None:
+    def _add_word(self, text: str, word: TimedWord, turn: Turn | None) -> None:
         if turn is None:
             self._stray.append((text, word))
         elif turn.state in (TurnState.OPEN, TurnState.COMMITTED):
             turn.held.append(text)
-            turn.words.append(self._as_written(word, turn))
+            turn.words.append(self._stripped_if_first(word, turn))
             turn.characters += len(text)
 
-    def _as_written(self, word: TimedWord, turn: Turn) -> TimedWord:
+    def _stripped_if_first(self, word: TimedWord, turn: Turn) -> TimedWord:
         is_first = not turn.words or turn.state is TurnState.COMPLETED
         return first_word(word) if self.trim_start and is_first else word
 
     def _is_too_long(self, word: TimedWord) -> bool:
         """Whether the open turn must end after this word. False if it has the first part of the next word already."""
         turn = self.current
-        if turn is None or self.ended or self.finishing or self._cutter.gave_loose or self._cuts_speakers:
+        if turn is None or self.ended or self.finishing or self._cutter.has_taken_partial or self._splits_speakers:
             return False
         if self._formats and len(turn.words) >= MAX_FORMATTED_TURN_WORDS:
             return True
         return word.end - turn.start >= self._max_samples or turn.characters >= MAX_TURN_CHARACTERS
 
-    def _cut_after(self, word: TimedWord, now: float) -> list[ServerEvent]:
+    def _split_after(self, word: TimedWord, now: float) -> list[ServerEvent]:
         """End the open turn after this word, complete it and open the next one."""
         assert self.current is not None
-        out, previous = self._speak(self.current), self.last_committed
+        out, previous = self._emit_delta(self.current), self.last_committed
         turn = self.end(word.end, now, words_until=word.end)
         assert turn.end is not None
         if turn.announced:
@@ -494,30 +524,35 @@ class Turns:
             out.append(SpeechStarted(following.item_id, following.start))
         return out
 
-    def _cut_at_speakers(self, turn: Turn, now: float, *, ends: bool = False) -> tuple[list[ServerEvent], Turn]:
-        """Complete the parts of a turn that end where the speaker changes. Returns the last part, which may go on.
-        `ends`: speakers that are not decided are guessed."""
+    def _split_at_speakers(self, turn: Turn, now: float, *, ends: bool = False) -> tuple[list[ServerEvent], Turn]:
+        """Split off and complete the parts of a turn that end where the speaker changes.
+
+        Returns the events and the last part, which may continue. `ends`: undecided speakers are guessed.
+        """
         out: list[ServerEvent] = []
-        while self._cuts_speakers and (count := self._settled_before_cut(turn, ends)) is not None:
-            events, turn = self._cut_before(turn, count, now)
+        while self._splits_speakers and (count := self._words_before_split(turn, ends)) is not None:
+            events, turn = self._split_before(turn, count, now)
             out += events
         return out, turn
 
-    def _settled_before_cut(self, turn: Turn, ends: bool) -> int | None:
-        """Label the words of a turn as far as their speakers are decided. Returns the number of words before the first
-        one of the next turn, if that is known: of another speaker, or one with which the turn would be too long. A word
-        without a speaker belongs to the one before."""
+    def _words_before_split(self, turn: Turn, ends: bool) -> int | None:
+        """Label the words of a turn as far as their speakers are decided.
+
+        Returns the number of words before the split, if one is found: before a word of another speaker, or before a
+        word with which the turn would be too long. A word without a speaker belongs to the word before. `ends`:
+        undecided speakers are guessed.
+        """
         assert self.speakers is not None
         turn.words_settled = max(turn.words_settled, turn.words_sent)
         while turn.words_settled < len(turn.words):
             place, word = turn.words_settled, turn.words[turn.words_settled]
             is_late = turn.words[-1].end - word.end >= MAX_LABEL_SECONDS * self._sample_rate
-            is_settled = self.speakers.has_settled(word)
+            is_settled = self.speakers.has_final_label(word)
             if not (is_settled or is_late or ends):
                 return None
             if place and self._is_full(turn, place):
                 return place
-            word = self.speakers.settled_label(word) if is_settled else self.speakers.best(word)
+            word = self.speakers.with_final_label(word) if is_settled else self.speakers.with_best_label(word)
             if word.speaker is not None and turn.speaker not in (None, word.speaker):
                 return place
             turn.speaker = turn.speaker if word.speaker is None else word.speaker
@@ -531,9 +566,12 @@ class Turns:
             return True
         return turn.words[place].end - turn.start >= self._max_samples
 
-    def _cut_before(self, turn: Turn, count: int, now: float) -> tuple[list[ServerEvent], Turn]:
-        """End a turn after this many words, complete it, and let another turn have the rest: the open turn is ended,
-        and of one that has ended before, the rest is a new item after it."""
+    def _split_before(self, turn: Turn, count: int, now: float) -> tuple[list[ServerEvent], Turn]:
+        """Complete a turn after this many words; another turn gets the rest of the words. Returns that turn.
+
+        If the turn is open, it is ended here, and the rest is the open turn. If it has ended before, the rest is a
+        committed turn with a new item id.
+        """
         sent, following = count - turn.words_sent, turn.words[count]
         at = max(turn.start, (turn.words[count - 1].end + following.start) // 2)
         at = at if turn.end is None else min(at, turn.end)
@@ -553,16 +591,16 @@ class Turns:
             begun="",
         )
         rest.words[0] = first_word(following) if self.trim_start else following
-        turn.tokens = 0  # all of them are counted for the last part
+        turn.tokens = 0  # tokens are counted for the last part
         del turn.held[sent:], turn.words[count:]
-        if self._loose_turn is turn:
-            self._loose_turn = rest
+        if self._partial_turn is turn:
+            self._partial_turn = rest
         was_open, previous = turn.state is TurnState.OPEN, self.last_committed
         turn.end = at
         if was_open:
             turn.ended_at = now
             turn.move(TurnState.COMMITTED)
-        out = self._speak(turn, ends=True)
+        out = self._emit_delta(turn, ends=True)
         if was_open and turn.announced:
             out.append(SpeechStopped(turn.item_id, at))
         if was_open:
@@ -597,7 +635,7 @@ class Turns:
 
     def _complete_or_wait(self, turn: Turn, now: float) -> list[ServerEvent]:
         """Complete a turn that has all of its text, or let it wait for labels and revisions."""
-        turn.labelled_by = now + (IDLE_SECONDS if self._cuts_speakers else LABELS_SECONDS)
+        turn.labelled_by = now + (IDLE_SECONDS if self._splits_speakers else LABELS_SECONDS)
         turn.revised_by = now + REVISION_SECONDS
         waits = turn.state is TurnState.COMMITTED and self._due(turn) > now
         if not waits and not self.finishing:
@@ -606,26 +644,26 @@ class Turns:
             return []
         out: list[ServerEvent] = []
         if not self.finishing:
-            out, turn = self._cut_at_speakers(turn, now)
-            out += self._speak(turn, ends=not self._cuts_speakers)
+            out, turn = self._split_at_speakers(turn, now)
+            out += self._emit_delta(turn, ends=not self._splits_speakers)
         self.finishing.append(turn)
         return out
 
-    def _is_known(self, turn: Turn) -> bool:
+    def _is_labelled(self, turn: Turn) -> bool:
         """Whether the speakers of all words of a turn are decided."""
         if self.speakers is None:
             return True
-        knows = self.speakers.has_settled if self._cuts_speakers else self.speakers.knows
+        knows = self.speakers.has_final_label if self._splits_speakers else self.speakers.is_decided
         return all(map(knows, turn.words[-1:]))
 
     def _complete(self, turn: Turn, now: float) -> list[ServerEvent]:
         if turn.state is TurnState.CLEARED:
             return []
-        out, last = self._cut_at_speakers(turn, now, ends=True)
+        out, last = self._split_at_speakers(turn, now, ends=True)
         return out + self._complete_whole(last)
 
     def _complete_whole(self, turn: Turn, *, goes_on: bool = False) -> list[ServerEvent]:
-        out = self._speak(turn, ends=True)
+        out = self._emit_delta(turn, ends=True)
         turn.move(TurnState.COMPLETED)
         assert turn.end is not None
         transcript, revised = "".join(turn.sent), self._with_revisions(turn)
@@ -635,11 +673,13 @@ class Turns:
         if is_revised or self.redactor is not None:
             transcript = text_of(final).lstrip() if self.trim_start else text_of(final)
         if turn.words:
-            self._said_until = turn.words[-1].end
+            self._final_until = turn.words[-1].end
         while self._revised and self._revised[0].end <= turn.end:
             self._revised.popleft()
         final = final[-MAX_FINAL_WORDS:]
-        words = tuple(final if self.speakers is None else map(self.speakers.best, self._of_one_speaker(turn, final)))
+        words = tuple(
+            final if self.speakers is None else map(self.speakers.with_best_label, self._with_turn_speaker(turn, final))
+        )
         if self.speakers is not None:
             self.speakers.forget_before(turn.start - int(LABELS_BEFORE_SECONDS * self._sample_rate))
         done = Completed(
@@ -679,13 +719,13 @@ class Turns:
         first, last = turn.words[0], turn.words[-1]
         later = [word.start for other in (*self.finishing, *self.ended, self.current) if other for word in other.words]
         later += [word.start for _, word in self._stray]
-        low = (self._said_until + first.start) // 2
+        low = (self._final_until + first.start) // 2
         assert turn.end is not None
         high = min([turn.end, *([(last.end + min(later)) // 2] if later else [])])
         for place in sorted(used):
             words += [word for word in parts[place].words if low <= (word.start + word.end) // 2 < high]
         words.sort(key=lambda word: word.start)
-        return [self._as_written(word, turn) for word in words[:1]] + words[1:]
+        return [self._stripped_if_first(word, turn) for word in words[:1]] + words[1:]
 
     def _redacted_final(self, turn: Turn, final: list[TimedWord], redactor: Redactor, is_new: bool) -> list[TimedWord]:
         """The words of a final; `is_new`: some of them were not redacted as they were sent."""
@@ -695,14 +735,14 @@ class Turns:
             self._digits = turn.digits
         return final
 
-    def _of_one_speaker(self, turn: Turn, words: Sequence[TimedWord]) -> Sequence[TimedWord]:
-        """The words of a turn that ends where the speaker changes, all with its speaker."""
-        if not self._cuts_speakers or turn.speaker is None:
+    def _with_turn_speaker(self, turn: Turn, words: Sequence[TimedWord]) -> Sequence[TimedWord]:
+        """If turns end where the speaker changes: the words, with the turn's speaker where they have none."""
+        if not self._splits_speakers or turn.speaker is None:
             return words
         return [word if word.speaker is not None else structs.replace(word, speaker=turn.speaker) for word in words]
 
-    def _speak_redacted(self, turn: Turn, redactor: Redactor, ends: bool) -> list[ServerEvent]:
-        """Like `_speak`, for the words that no later word of the turn can make a part of a redaction."""
+    def _emit_redacted(self, turn: Turn, redactor: Redactor, ends: bool) -> list[ServerEvent]:
+        """Like `_emit_delta`, but only for words that cannot become part of a redaction through later words."""
         words = turn.words[turn.words_sent : self._sendable(turn)]
         count = len(words) if ends else redactor.settled(words)
         if not count:
@@ -717,21 +757,21 @@ class Turns:
         text = text_of(redacted).lstrip() if self.trim_start and not turn.sent else text_of(redacted)
         text, turn.begun = text.removeprefix(turn.begun), ""
         turn.sent.append(text)
-        return [Delta(turn.item_id, text, self._told(turn, redacted))]
+        return [Delta(turn.item_id, text, self._with_labels(turn, redacted))]
 
-    def _speak(self, turn: Turn, *, ends: bool = False) -> list[ServerEvent]:
-        """The text that may be sent now; `ends`: the turn has all of its text."""
+    def _emit_delta(self, turn: Turn, *, ends: bool = False) -> list[ServerEvent]:
+        """The delta with the text that may be sent now. `ends`: the turn has all of its text."""
         if self.redactor is not None:
-            return self._speak_redacted(turn, self.redactor, ends)
+            return self._emit_redacted(turn, self.redactor, ends)
         sendable = self._sendable(turn)
-        pieces = sendable - turn.words_sent if self._cuts_speakers else len(turn.held)
+        pieces = sendable - turn.words_sent if self._splits_speakers else len(turn.held)
         text = "".join(turn.held[:pieces])
         del turn.held[:pieces]
         if self.trim_start and not turn.sent:
             text = text.lstrip()
         if not text:
-            # Each word that is held has its own piece of text, if only an empty one.
-            if self._cuts_speakers:
+            # `held` has one piece for each unsent word, even if the piece is empty.
+            if self._splits_speakers:
                 turn.words_sent = sendable
             else:
                 turn.held = [""] * (sendable - turn.words_sent)
@@ -740,19 +780,20 @@ class Turns:
         turn.is_raw = True
         words, turn.words_sent = turn.words[turn.words_sent : sendable], sendable
         turn.begun = ""
-        return [Delta(turn.item_id, text, self._told(turn, words))]
+        return [Delta(turn.item_id, text, self._with_labels(turn, words))]
 
     def _sendable(self, turn: Turn) -> int:
         """The number of words that may be sent for this turn."""
-        return turn.words_settled if self._cuts_speakers else len(turn.words)
+        return turn.words_settled if self._splits_speakers else len(turn.words)
 
-    def _told(self, turn: Turn, words: Sequence[TimedWord]) -> tuple[TimedWord, ...]:
-        """Words of a delta, with their speakers as far as those are known."""
+    def _with_labels(self, turn: Turn, words: Sequence[TimedWord]) -> tuple[TimedWord, ...]:
+        """Words of a delta, with their speakers as far as these are decided."""
         if self.speakers is None:
             return tuple(words)
-        return tuple(map(self.speakers.known, self._of_one_speaker(turn, words)))
+        return tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
 
 
 def _within(word: TimedWord, turn: Turn) -> bool:
+    """Whether the middle of the word lies before the end of the turn's words."""
     end = turn.end if turn.words_until is None else turn.words_until
     return end is None or (word.start + word.end) // 2 < end

@@ -1,4 +1,4 @@
-"""Words with times: cut from the engine's text deltas (`WordCutter`), and written as JSON, SubRip or WebVTT.
+"""Words with times: cut from the engine's text deltas (`WordCutter`), joined to text, and written as JSON.
 
 Pure functions, and `WordCutter`, which owns the incomplete word at the end of a stream's text. Used by the session
 core, the dialects, uploads and the commands.
@@ -7,7 +7,7 @@ core, the dialects, uploads and the commands.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,18 +15,18 @@ from msgspec.structs import replace
 
 from engine import messages
 from realtime.session.events import TimedWord
-from realtime.session.speakers import letter_name, shown_name, speaker_of
+from realtime.session.speakers import letter_name
 
 SENTENCE_ENDS = (".", "?", "!", "…", "。", "？", "！")
 
 
 @dataclass(frozen=True, slots=True)
 class WordPiece:
-    """A complete word with the white space before it. `fresh` is the part that was not returned before."""
+    """A complete word. `fresh` is its text that was not returned before, with the white space before the word."""
 
     fresh: str
     word: TimedWord
-    # The first part of the word was returned by `take_loose`; the rest belongs to the same turn.
+    # The first part of the word was returned by `take_partial`; the rest belongs to the same turn.
     continues: bool
 
 
@@ -34,49 +34,49 @@ class WordCutter:
     """Splits a stream's text into words.
 
     The engine sends deltas that may end within a word, and sends a word with its times once it is complete. The text
-    after the last complete word is the loose end; it can be taken before its word is complete.
+    after the last complete word is the partial word. It can be taken before the word is complete.
     """
 
     def __init__(self) -> None:
-        self._loose = ""
-        # Characters of the loose end that were already taken.
-        self._given = 0
+        self._partial = ""
+        # Characters of the partial word that were already taken.
+        self._taken_length = 0
 
     def save(self) -> tuple[str, int]:
-        """The loose end, and the number of its characters that were taken."""
-        return self._loose, self._given
+        """The partial word, and the number of its characters that were taken."""
+        return self._partial, self._taken_length
 
-    def load(self, loose: str, given: int) -> None:
-        self._loose, self._given = loose, given
+    def load(self, partial: str, taken: int) -> None:
+        self._partial, self._taken_length = partial, taken
 
-    def cut_words(self, said: messages.Text, base: int) -> list[WordPiece]:
+    def cut_words(self, text_delta: messages.Text, base: int) -> list[WordPiece]:
         """Add a delta; returns the words that it completes. `base` is the session sample where the stream began."""
-        self._loose += said.delta
+        self._partial += text_delta.delta
         pieces = []
-        for word, timed in zip(said.words, timed_words(said, base), strict=True):
-            found = self._loose.find(word.text)
-            # If the word is not in the text (a model that normalizes), it gets the whole loose end: no text is lost.
-            cut = found + len(word.text) if found >= 0 else len(self._loose)
-            text, self._loose = self._loose[:cut], self._loose[cut:]
-            given, self._given = min(self._given, cut), max(0, self._given - cut)
-            pieces.append(WordPiece(text[given:], timed, continues=given > 0))
+        for word, timed in zip(text_delta.words, timed_words(text_delta, base), strict=True):
+            found = self._partial.find(word.text)
+            # If the word is not in the text (a model that normalizes), it gets all text so far: no text is lost.
+            cut = found + len(word.text) if found >= 0 else len(self._partial)
+            text, self._partial = self._partial[:cut], self._partial[cut:]
+            taken, self._taken_length = min(self._taken_length, cut), max(0, self._taken_length - cut)
+            pieces.append(WordPiece(text[taken:], timed, continues=taken > 0))
         return pieces
 
     @property
-    def gave_loose(self) -> bool:
-        """Whether part of an incomplete word was taken."""
-        return self._given > 0
+    def has_taken_partial(self) -> bool:
+        """Whether the beginning of a partial word was taken."""
+        return self._taken_length > 0
 
-    def take_loose(self) -> str:
-        """Take the loose end now; the rest of its word follows as a piece that `continues`."""
-        text = self._loose[self._given :]
-        self._given = len(self._loose)
+    def take_partial(self) -> str:
+        """Return the partial word now; the rest of the word follows as a piece that `continues`."""
+        text = self._partial[self._taken_length :]
+        self._taken_length = len(self._partial)
         return text
 
-    def cut_loose(self) -> str:
-        """Take the loose end and clear it: no more text belongs to it."""
-        text = self.take_loose()
-        self._loose, self._given = "", 0
+    def end_partial(self) -> str:
+        """Return the rest of the partial word and clear it: no more text belongs to it."""
+        text = self.take_partial()
+        self._partial, self._taken_length = "", 0
         return text
 
 
@@ -154,104 +154,3 @@ def token_logprobs(words: Iterable[TimedWord]) -> list[dict[str, Any]] | None:
 def ends_sentence(text: str) -> bool:
     """Whether the text ends with a complete sentence."""
     return text.rstrip(" \n\"')”’").endswith(SENTENCE_ENDS) and not text.rstrip().endswith(("...", "…"))
-
-
-# Subtitles. Longer ones are hard to read in the time they are shown.
-MAX_SUBTITLE_CHARACTERS = 84
-MAX_SUBTITLE_SECONDS = 6.0
-
-
-@dataclass(frozen=True, slots=True)
-class Subtitle:
-    """One subtitle, shown from `start` to `end` (seconds)."""
-
-    start: float
-    end: float
-    text: str
-    words: tuple[TimedWord, ...]
-    # Number of the speaker, if it is known.
-    speaker: int | None = None
-
-
-def subtitles(words: Iterable[TimedWord], sample_rate: int) -> list[Subtitle]:
-    """Group words into subtitles: one sentence each, or a part of a sentence that is too long or of two speakers."""
-    return list(each_subtitle(words, sample_rate))
-
-
-def each_subtitle(words: Iterable[TimedWord], sample_rate: int) -> Iterator[Subtitle]:
-    """Like `subtitles`, as an iterator."""
-    line: list[TimedWord] = []
-    length = 0
-    for word in words:
-        too_long = length + len(word.text) + 1 > MAX_SUBTITLE_CHARACTERS
-        too_long = too_long or bool(line and (word.end - line[0].start) / sample_rate > MAX_SUBTITLE_SECONDS)
-        if line and (too_long or word.speaker != line[-1].speaker):
-            yield _subtitle(line, sample_rate)
-            line, length = [], 0
-        line.append(word)
-        length += len(word.text) + 1
-        if word.text.endswith(SENTENCE_ENDS):
-            yield _subtitle(line, sample_rate)
-            line, length = [], 0
-    if line:
-        yield _subtitle(line, sample_rate)
-
-
-def _subtitle(line: list[TimedWord], sample_rate: int) -> Subtitle:
-    text = " ".join(word.text.strip() for word in line)
-    return Subtitle(line[0].start / sample_rate, line[-1].end / sample_rate, text, tuple(line), speaker_of(line))
-
-
-def _clock(seconds: float, separator: str) -> str:
-    milliseconds = round(seconds * 1000)
-    hours, rest = divmod(milliseconds, 3_600_000)
-    minutes, rest = divmod(rest, 60_000)
-    whole, thousandths = divmod(rest, 1000)
-    return f"{hours:02}:{minutes:02}:{whole:02}{separator}{thousandths:03}"
-
-
-def vtt_time(seconds: float) -> str:
-    """A time in WebVTT."""
-    return _clock(seconds, ".")
-
-
-def srt_blocks(lines: Iterable[Subtitle], names: Sequence[str] = ()) -> Iterator[str]:
-    """The blocks of a SubRip file. `names` are those of the enrolled speakers."""
-    for number, line in enumerate(lines, start=1):
-        before = "\n" if number > 1 else ""
-        who = "" if line.speaker is None else f"{shown_name(line.speaker, names)}: "
-        yield f"{before}{number}\n{_clock(line.start, ',')} --> {_clock(line.end, ',')}\n{who}{line.text}\n"
-
-
-def vtt_blocks(lines: Iterable[Subtitle], names: Sequence[str] = ()) -> Iterator[str]:
-    """The blocks of a WebVTT file; speakers are in voice tags."""
-    yield "WEBVTT\n\n"
-    for number, line in enumerate(lines):
-        before = "\n" if number else ""
-        who = "" if line.speaker is None else f"<v {escaped_cue(shown_name(line.speaker, names))}>"
-        yield f"{before}{_clock(line.start, '.')} --> {_clock(line.end, '.')}\n{who}{escaped_cue(line.text)}\n"
-
-
-def spoken_lines(words: Iterable[TimedWord], names: Sequence[str] = ()) -> Iterator[str]:
-    """The text with a line for each turn of a speaker: `Speaker 1: ...`."""
-    line: list[TimedWord] = []
-    for word in (*words, None):
-        if line and (word is None or word.speaker != line[-1].speaker):
-            who = "" if line[0].speaker is None else f"{shown_name(line[0].speaker, names)}: "
-            yield f"{who}{' '.join(said.text.strip() for said in line)}\n"
-            line = []
-        if word is not None:
-            line.append(word)
-
-
-def escaped_cue(text: str) -> str:
-    """Text for WebVTT, where `<...>` is a tag and `-->` begins another cue."""
-    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def to_srt(lines: Iterable[Subtitle]) -> str:
-    return "".join(srt_blocks(lines))
-
-
-def to_vtt(lines: Iterable[Subtitle]) -> str:
-    return "".join(vtt_blocks(lines))

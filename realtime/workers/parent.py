@@ -31,26 +31,26 @@ from realtime.serving.metrics import Totals
 from realtime.serving.publishing import Coordinator, ToCoordinator
 from realtime.serving.signed_tokens import signing_secret
 from realtime.workers.worker_link import (
-    Counted,
     Enter,
     Leave,
-    Own,
+    MetricsReport,
+    OwnFigures,
     QuotaCoordinator,
     Ready,
     Reload,
     Retire,
     Scrape,
-    Scraped,
+    ScrapeAnswer,
     Start,
     WorkerConnection,
     encode_config,
 )
 
-# About half of the live streams that one gateway process can serve on one core, which leaves room for bursts.
+# About half of the live streams that one gateway process can serve on one core: the rest is for bursts.
 STREAMS_PER_WORKER = 150
 # Expected streams of an engine on an accelerator, if no limit is configured.
 STREAMS_OF_AN_ENGINE = 600
-# The engine's thread, and one core for everything else.
+# One core for the engine's thread, and one for everything else.
 CORES_FOR_OTHERS = 2
 
 
@@ -71,11 +71,11 @@ log = logging.getLogger("tickertape.workers")
 
 # Seconds before a worker that died is started again; doubles with each death.
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.25, 10.0
-# After a life of this many seconds the backoff starts again at `FIRST_BACKOFF_S`.
-WELL_AFTER_S = 10.0
+# When a worker has run this many seconds, the backoff starts again at `FIRST_BACKOFF_S`.
+STABLE_AFTER_S = 10.0
 STOP_POLL_S = 0.05
 # Seconds to read the remaining messages of a worker that has ended.
-LAST_WORDS_S = 1.0
+LAST_MESSAGES_S = 1.0
 # The parent's number in `Totals`; workers are numbered from 1.
 PARENT = 0
 
@@ -92,7 +92,7 @@ class Worker:
         self.process = process
         self.connection = connection
         self.ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.hearing: asyncio.Task[None] | None = None
+        self.receiving: asyncio.Task[None] | None = None
 
     async def wait_until_ready(self) -> None:
         """Wait until the worker is ready. Raises WorkerFailed if it ends before that."""
@@ -175,7 +175,7 @@ class Parent:
     async def stop(self, force: Callable[[], bool]) -> None:
         """Stop all workers and let their turns finish; when `force` returns True they are killed."""
         self.stopping.set()
-        told: set[int] = set()
+        terminated: set[int] = set()
         # Tasks that are starting a worker finish that first, and then notice the stop.
         while self.workers or self._supervisors or not (self._restarting is None or self._restarting.done()):
             for worker in list(self.workers.values()):
@@ -183,8 +183,8 @@ class Parent:
                     await self._forget(worker)
                 elif force():
                     worker.signal(signal.SIGKILL)
-                elif worker.number not in told:
-                    told.add(worker.number)
+                elif worker.number not in terminated:
+                    terminated.add(worker.number)
                     worker.signal(signal.SIGTERM)
             await asyncio.sleep(STOP_POLL_S)
         if self._linking is not None:
@@ -206,7 +206,7 @@ class Parent:
         config = encode_config(self.config)
         worker.connection.send(Start(config, self._secret, self._engines, self.port, self._link_secret))
         self.coordinator.add(worker.number, worker.connection.send)
-        worker.hearing = asyncio.create_task(self._hear(worker), name=f"worker {worker.number}")
+        worker.receiving = asyncio.create_task(self._receive(worker), name=f"worker {worker.number}")
         return worker
 
     async def _start_process(self) -> tuple[asyncio.subprocess.Process, WorkerConnection]:
@@ -222,18 +222,18 @@ class Parent:
             except BaseException:
                 ours.close()
                 raise
-        return process, await WorkerConnection.over(ours)
+        return process, await WorkerConnection.from_socket(ours)
 
     async def _spawn_again(self) -> Worker | None:
         """Start a worker, and retry until the system can start it; None if the server stops."""
-        backoff, has_said = FIRST_BACKOFF_S, False
+        backoff, is_logged = FIRST_BACKOFF_S, False
         while True:
             try:
                 return await self._spawn()
             except WorkerFailed as error:
-                if not has_said:
+                if not is_logged:
                     log.error("%s; the parent keeps trying", error)
-                has_said = True
+                is_logged = True
             if await self._stops_within(backoff):
                 return None
             backoff = min(2 * backoff, MAX_BACKOFF_S)
@@ -244,30 +244,30 @@ class Parent:
             return True
         return False
 
-    async def _hear(self, worker: Worker) -> None:
-        """Take the messages of a worker until its connection ends or a message fails; then it is told to stop, and is
-        replaced."""
+    async def _receive(self, worker: Worker) -> None:
+        """Handle the messages of a worker until its connection ends or a message fails. Then the worker must stop, and
+        is replaced."""
         try:
             async for message in worker.connection:
-                self._take(worker, message)
+                self._handle(worker, message)
         except Exception:
             log.exception("a message of worker %d could not be handled; the worker is replaced", worker.number)
         finally:
             worker.connection.send(Retire())
             worker.connection.close()
 
-    def _take(self, worker: Worker, message: Any) -> None:
+    def _handle(self, worker: Worker, message: Any) -> None:
         if isinstance(message, Ready):
             if not worker.ready.done():
                 worker.ready.set_result(None)
-        elif isinstance(message, Enter | Leave | Own):
+        elif isinstance(message, Enter | Leave | OwnFigures):
             self._quota.on_message(worker.number, message)
         elif isinstance(message, ToCoordinator):
             self.coordinator.on_message(worker.number, message)
-        elif isinstance(message, Counted | Scrape):
+        elif isinstance(message, MetricsReport | Scrape):
             self.totals.add_report(worker.number, message.report)
             if isinstance(message, Scrape):
-                worker.connection.send(Scraped(message.number, self._exposition()))
+                worker.connection.send(ScrapeAnswer(message.number, self._exposition()))
 
     def _exposition(self) -> str:
         if self._engine_counters is not None:
@@ -292,19 +292,19 @@ class Parent:
                 "worker %d ended with status %d; its clients can resume at the other workers", worker.number, status
             )
             longer = min(2 * backoff, MAX_BACKOFF_S)
-            backoff = FIRST_BACKOFF_S if clock() - began >= WELL_AFTER_S else max(longer, FIRST_BACKOFF_S)
+            backoff = FIRST_BACKOFF_S if clock() - began >= STABLE_AFTER_S else max(longer, FIRST_BACKOFF_S)
             if await self._stops_within(backoff):
                 return
-            next_one = await self._spawn_again()
-            if next_one is None:
+            successor = await self._spawn_again()
+            if successor is None:
                 return
-            worker, began = next_one, clock()
+            worker, began = successor, clock()
 
     async def _forget(self, worker: Worker) -> None:
         """Remove a worker that has ended; its last metrics stay in the totals."""
         self.workers.pop(worker.number, None)
-        if worker.hearing is not None:
-            await asyncio.wait((worker.hearing,), timeout=LAST_WORDS_S)
+        if worker.receiving is not None:
+            await asyncio.wait((worker.receiving,), timeout=LAST_MESSAGES_S)
         self._quota.remove(worker.number)
         self.coordinator.remove(worker.number)
         self.totals.forget(worker.number)
@@ -326,7 +326,7 @@ class Parent:
                     await self._forget(new)
                 return
             self._supervise(new)
-            # If the old one died while the new one started, its supervisor starts another one too: the new one must go.
+            # If the old one died while the new one started, its supervisor starts another one too: stop the new one.
             surplus = old if old.process.returncode is None else new
             self._retiring.add(surplus.number)
             surplus.connection.send(Retire())
@@ -338,14 +338,14 @@ class Parent:
 async def reserved_port(host: str, port: int) -> AsyncIterator[socket.socket]:
     """Reserve a port for the workers without listening on it. Raises OSError with a sentence if it is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family) as held:
+    with socket.socket(family) as reservation:
         try:
             # First without SO_REUSEPORT, which fails if any other process listens there, even another server of ours.
-            with socket.create_server((host, port), family=family) as alone:
-                port = alone.getsockname()[1]
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
-            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind((host, port))
+            with socket.create_server((host, port), family=family) as probe:
+                port = probe.getsockname()[1]
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            reservation.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            reservation.bind((host, port))
         except OSError as error:
             raise cannot_listen(host, port, error) from error
-        yield held
+        yield reservation

@@ -28,14 +28,14 @@ from realtime.serving.metrics import report
 from realtime.serving.publishing import FromCoordinator, Publisher
 from realtime.serving.signed_tokens import Signer
 from realtime.workers.worker_link import (
-    Counted,
-    Entered,
-    Others,
+    EnterAnswer,
+    MetricsReport,
+    OtherFigures,
     Ready,
     Reload,
     Retire,
     Scrape,
-    Scraped,
+    ScrapeAnswer,
     SharedQuota,
     Start,
     WorkerConnection,
@@ -57,12 +57,16 @@ def port_socket(host: str, port: int) -> socket.socket:
 
 
 class SharedMetrics:
-    """Reports this worker's metrics to the parent, and asks the parent for the sums. `families` returns the
-    worker's metrics, each with a flag: all workers see the same values."""
+    """Reports this worker's metrics to the parent, and asks the parent for the sums over all workers.
+
+    `families` returns the worker's metrics. The flag of each is True if every worker reports the same value, so that
+    the parent does not add them up.
+    """
 
     def __init__(self, connection: WorkerConnection, families: Callable[[], Iterable[tuple[Metric, bool]]]) -> None:
         self._connection = connection
         self._families = families
+        # Requests for the metrics of all workers, by number.
         self._asked: dict[int, asyncio.Future[bytes]] = {}
         self._number = 0
 
@@ -72,7 +76,7 @@ class SharedMetrics:
             await asyncio.sleep(REPORT_S)
 
     def report(self) -> None:
-        self._connection.send(Counted(report(self._families())))
+        self._connection.send(MetricsReport(report(self._families())))
 
     async def of_all(self) -> bytes:
         """The metrics of all workers as Prometheus text, with the current ones of this worker. Raises TimeoutError."""
@@ -84,15 +88,15 @@ class SharedMetrics:
         finally:
             del self._asked[number]
 
-    def on_message(self, message: Scraped) -> None:
-        """Take an answer of the parent."""
+    def on_message(self, message: ScrapeAnswer) -> None:
+        """Handle an answer of the parent."""
         if message.number in self._asked and not self._asked[message.number].done():
             self._asked[message.number].set_result(message.text.encode())
 
 
-async def work(end: socket.socket) -> None:
-    """Serve until the parent ends or tells this worker to stop; `end` is the socket to the parent."""
-    connection = await WorkerConnection.over(end)
+async def work(parent_socket: socket.socket) -> None:
+    """Serve until the parent ends or tells this worker to stop; `parent_socket` is the socket to the parent."""
+    connection = await WorkerConnection.from_socket(parent_socket)
     messages = aiter(connection)
     start = await anext(messages)
     assert isinstance(start, Start), "the parent's first message is Start"
@@ -107,38 +111,38 @@ async def work(end: socket.socket) -> None:
         shared = SharedMetrics(connection, gateway.metrics.families)
         gateway.metrics.of_all = shared.of_all
 
-        def take(message: Any) -> None:
+        def handle(message: Any) -> None:
             if isinstance(message, Retire):
                 gateway.sessions.hands_over = True
                 server.server.should_exit = True
-            elif isinstance(message, Entered | Others):
+            elif isinstance(message, EnterAnswer | OtherFigures):
                 quota.on_message(message)
-            elif isinstance(message, Scraped):
+            elif isinstance(message, ScrapeAnswer):
                 shared.on_message(message)
             elif isinstance(message, FromCoordinator):
                 publisher.on_message(message)
             elif isinstance(message, Reload):
                 _reload(server.server, share_of(decode_config(message.config)))
 
-        async def hear() -> None:
+        async def receive() -> None:
             try:
                 async for message in messages:
-                    take(message)
+                    handle(message)
                 log.warning("the connection to the parent process has ended; this worker stops")
             except Exception:
                 log.exception("a message of the parent process could not be handled; this worker stops and is replaced")
                 gateway.sessions.hands_over = True
-            # A worker that does not hear its parent admits no session and cannot be stopped by it.
+            # Without this connection a worker cannot admit sessions, and the parent cannot stop it.
             server.server.should_exit = True
 
-        hearing = asyncio.create_task(hear(), name="messages of the parent")
+        receiving = asyncio.create_task(receive(), name="messages of the parent")
         reporting = asyncio.create_task(shared.run(), name="metrics for the parent")
         try:
             if await server.wait_until_ready():
                 connection.send(Ready())
                 await server.wait()
         finally:
-            hearing.cancel()
+            receiving.cancel()
             reporting.cancel()
     # The last report, after all sockets were closed.
     shared.report()
@@ -156,13 +160,13 @@ def _reload(server: Server, config: Config) -> None:
 
 def main() -> None:
     set_up_logging(WITH_PROCESS)
-    # Reload and restart signals are for the parent, which tells its workers.
+    # Reload and restart signals are for the parent, which sends messages to its workers.
     for number in (signal.SIGHUP, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-    end = socket.socket(fileno=int(sys.argv[1]))
-    os.set_inheritable(end.fileno(), False)
+    parent_socket = socket.socket(fileno=int(sys.argv[1]))
+    os.set_inheritable(parent_socket.fileno(), False)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(work(end))
+        runner.run(work(parent_socket))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ log = logging.getLogger("tickertape.workers")
 # Bytes of the longest message. The words of a published session (`Current`) are bounded well below it.
 LONGEST_LINE = 4 * 1024 * 1024
 # Interval at which a worker sends its figures.
-TELL_S = 1.0
+FIGURES_INTERVAL_S = 1.0
 # Timeout for an answer of the parent.
 ANSWER_S = 5.0
 # Most requests without an answer; beyond it new sessions are refused at once.
@@ -45,7 +45,7 @@ class Start(msgspec.Struct, tag="start"):
     secret: bytes
     engines: list[str]
     port: int
-    # The secret of this start of the server that viewer links are signed with.
+    # The secret with which viewer links are signed until the server is restarted.
     link_secret: bytes = b""
 
     def __repr__(self) -> str:
@@ -57,8 +57,10 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class Enter(msgspec.Struct, tag="enter"):
-    """Request to admit new sessions of a caller, answered by `Entered`. With `again` the sessions were adopted and are
-    only counted, without an answer."""
+    """Request to admit new sessions of a caller, answered by `EnterAnswer`.
+
+    With `again` the sessions were adopted: they are only counted, and there is no answer.
+    """
 
     number: int
     caller: str
@@ -66,7 +68,7 @@ class Enter(msgspec.Struct, tag="enter"):
     again: bool = False
 
 
-class Entered(msgspec.Struct, tag="entered"):
+class EnterAnswer(msgspec.Struct, tag="entered"):
     """The parent's answer to `Enter`."""
 
     number: int
@@ -80,32 +82,32 @@ class Leave(msgspec.Struct, tag="leave"):
     sessions: int = 1
 
 
-class Own(msgspec.Struct, tag="own"):
+class OwnFigures(msgspec.Struct, tag="own"):
     """The session figures of the sending worker."""
 
     figures: Figures
 
 
-class Others(msgspec.Struct, tag="others"):
+class OtherFigures(msgspec.Struct, tag="others"):
     """The session figures of all other workers."""
 
     figures: Figures
 
 
-class Counted(msgspec.Struct, tag="counted"):
+class MetricsReport(msgspec.Struct, tag="counted"):
     """The metrics of the sending worker, made by `realtime.serving.metrics.report`."""
 
     report: msgspec.Raw
 
 
 class Scrape(msgspec.Struct, tag="scrape"):
-    """Request for the metrics of all workers, with the sender's own in `report`. Answered by `Scraped`."""
+    """Request for the metrics of all workers, with the sender's own in `report`. Answered by `ScrapeAnswer`."""
 
     number: int
     report: msgspec.Raw
 
 
-class Scraped(msgspec.Struct, tag="scraped"):
+class ScrapeAnswer(msgspec.Struct, tag="scraped"):
     """The parent's answer to `Scrape`: the metrics as Prometheus text."""
 
     number: int
@@ -129,13 +131,13 @@ Message = (
     Start
     | Ready
     | Enter
-    | Entered
+    | EnterAnswer
     | Leave
-    | Own
-    | Others
-    | Counted
+    | OwnFigures
+    | OtherFigures
+    | MetricsReport
     | Scrape
-    | Scraped
+    | ScrapeAnswer
     | Reload
     | Retire
     | ToCoordinator
@@ -163,7 +165,7 @@ class WorkerConnection:
         self._writer = writer
 
     @classmethod
-    async def over(cls, end: socket.socket) -> WorkerConnection:
+    async def from_socket(cls, end: socket.socket) -> WorkerConnection:
         return cls(*await asyncio.open_connection(sock=end, limit=LONGEST_LINE))
 
     def send(self, message: Message) -> None:
@@ -201,8 +203,8 @@ class _Question:
     caller: str
     sessions: int
     answer: asyncio.Future[QuotaDecision]
-    # The task that asked was cancelled or timed out.
-    given_up: bool = False
+    # Whether the task that asked was cancelled or timed out.
+    is_abandoned: bool = False
 
     @property
     def granted(self) -> bool:
@@ -210,7 +212,7 @@ class _Question:
 
 
 class SharedQuota:
-    """The quota in a worker: asks the parent, and has the last figures of the other workers."""
+    """The quota in a worker: asks the parent to admit sessions, and keeps the last figures of the other workers."""
 
     def __init__(self, connection: WorkerConnection, clock: Callable[[], float]) -> None:
         self.others = Figures()
@@ -219,7 +221,7 @@ class SharedQuota:
         # Requests stay here until they are answered, also after a timeout or cancellation: a late grant is returned.
         self.asked: dict[int, _Question] = {}
         self._number = 0
-        self._told_at = 0.0
+        self._sent_at = 0.0
 
     async def enter(self, caller: str, sessions: int) -> QuotaDecision:
         if len(self.asked) >= MOST_QUESTIONS:
@@ -233,14 +235,14 @@ class SharedQuota:
                 # Shielded, because a cancellation must not cancel the future, which still gets its answer.
                 return await asyncio.shield(question.answer)
         except TimeoutError:
-            self._give_up(question)
+            self._abandon(question)
             return QuotaDecision("capacity", 1)
         except BaseException:
-            self._give_up(question)
+            self._abandon(question)
             raise
 
-    def _give_up(self, question: _Question) -> None:
-        question.given_up = True
+    def _abandon(self, question: _Question) -> None:
+        question.is_abandoned = True
         if question.granted:
             self.leave(question.caller, question.sessions)
 
@@ -251,18 +253,18 @@ class SharedQuota:
         self._connection.send(Leave(caller, sessions))
 
     def tick(self, own: Figures) -> None:
-        if self._clock() - self._told_at >= TELL_S:
-            self._told_at = self._clock()
-            self._connection.send(Own(own))
+        if self._clock() - self._sent_at >= FIGURES_INTERVAL_S:
+            self._sent_at = self._clock()
+            self._connection.send(OwnFigures(own))
 
-    def on_message(self, message: Entered | Others) -> None:
-        """Take a message of the parent."""
-        if isinstance(message, Others):
+    def on_message(self, message: EnterAnswer | OtherFigures) -> None:
+        """Handle a message of the parent."""
+        if isinstance(message, OtherFigures):
             self.others = message.figures
         elif (question := self.asked.pop(message.number, None)) is not None:
             question.answer.set_result(message.answer)
-            if question.given_up:
-                self._give_up(question)
+            if question.is_abandoned:
+                self._abandon(question)
 
 
 class QuotaCoordinator:
@@ -282,22 +284,22 @@ class QuotaCoordinator:
         self._figures.pop(worker, None)
         self.counts.forget(worker)
 
-    def on_message(self, worker: int, message: Enter | Leave | Own) -> None:
-        """Take a message of a worker; ignored if the worker was removed."""
+    def on_message(self, worker: int, message: Enter | Leave | OwnFigures) -> None:
+        """Handle a message of a worker. It is ignored if the worker was removed."""
         if worker not in self._connections:
             return
         match message:
             case Enter(again=True):
                 self.counts.add(worker, message.caller)
             case Enter():
-                self._connections[worker].send(Entered(message.number, self._enter(worker, message)))
+                self._connections[worker].send(EnterAnswer(message.number, self._enter(worker, message)))
             case Leave():
                 self.counts.leave(worker, message.caller, message.sessions)
-            case Own():
+            case OwnFigures():
                 self._figures[worker] = message.figures
                 self.counts.tick()
                 for other, connection in self._connections.items():
-                    connection.send(Others(self._others(other)))
+                    connection.send(OtherFigures(self._others(other)))
 
     def _enter(self, worker: int, asked: Enter) -> QuotaDecision:
         refused = self.counts.enter(worker, asked.caller, asked.sessions)

@@ -25,7 +25,7 @@ from realtime.client import resuming_session, wire_client
 from realtime.serving.fleet_publishing import home_of
 from tests.e2e.viewing import socket_viewer, stream_viewer, until
 from tests.engine import fakes
-from tests.engine.client.test_pool_table import put
+from tests.engine.client.test_fleet_table import put
 from tests.realtime.workers.clients import VAD, SpeakingClient
 from tests.realtime.workers.engines import RATE, talk
 from tests.realtime.workers.test_viewers import Reading, Speaker

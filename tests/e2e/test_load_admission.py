@@ -165,7 +165,7 @@ async def test_as_many_as_hold_are_admitted_and_the_next_is_refused() -> None:
 async def test_without_a_measurement_the_first_few_are_admitted_and_more_when_there_is_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("engine.client.pool.STREAMS_TO_BEGIN_WITH", 2)
+    monkeypatch.setattr("engine.client.pool.UNMEASURED_STREAMS", 2)
     async with costly_server(warm=False) as (server, _), speakers(server, 2):
         assert (await refusal(ws(server))).status_code == 503
         await seen_when(server, lambda shown: shown["streams_that_hold"] >= HOLDS - 1)

@@ -92,8 +92,8 @@ class LocalCrew:
             if isinstance(supervisor, GatewaySupervisor):
                 if name in outdated:
                     self.tables_sent += 1
-                    supervisor.take_table(table)
-                supervisor.take_figures(figures)
+                    supervisor.set_table(table)
+                supervisor.set_figures(figures)
             supervisor.step()
         self.calls += len(self.supervisors)
         return {name: supervisor.report() for name, supervisor in self.supervisors.items()}

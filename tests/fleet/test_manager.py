@@ -15,7 +15,7 @@ import pytest
 from fleet.manager import Manager, ManagerState
 from fleet.plan import FleetPlan
 from fleet.state import FleetError, Node
-from fleet.supervisors import GatewaySupervisor, Records, kill_family
+from fleet.supervisors import GatewaySupervisor, Records, kill_process_group
 from tests.fleet.conftest import LocalCrew, until
 
 Told = dict[str, Any]
@@ -27,7 +27,7 @@ def supervisors(plan: FleetPlan) -> Iterator[LocalCrew]:
     yield made
     for folder in (plan.folder / "nodes").glob("*"):
         for record in Records(folder).running():
-            kill_family(record)
+            kill_process_group(record)
 
 
 class Stored:

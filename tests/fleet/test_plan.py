@@ -20,8 +20,8 @@ from fleet.state import (
     Kind,
     Unit,
     UnitState,
-    left_to_others,
     next_table,
+    reported_by_others,
     write_table,
 )
 
@@ -97,7 +97,9 @@ def test_engines_are_reported_by_a_few_gateways_however_many_there_are() -> None
         gateways = [f"g{n}" for n in range(count)]
         rows = [{"name": name} for name in gateways]
         table = {"number": 1, "engines": [{"name": name} for name in engines], "gateways": rows}
-        reporting = Counter(engine for gateway in gateways for engine in set(engines) - left_to_others(gateway, table))
+        reporting = Counter(
+            engine for gateway in gateways for engine in set(engines) - reported_by_others(gateway, table)
+        )
         assert reporting == dict.fromkeys(engines, min(count, REPORTERS))
 
 

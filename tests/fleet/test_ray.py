@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from fleet.supervisors import Record, Records, is_running, kill_family, start_ticks
+from fleet.supervisors import Record, Records, is_running, kill_process_group, start_ticks
 from tests.fleet.conftest import STAND_IN, two_ports
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(600)]
@@ -83,7 +83,7 @@ def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Operator]:
         state = operator.folder / "state" / "test"
         for folder in (state / "cluster", *(state / "nodes").glob("*")):
             for record in Records(folder).running():
-                kill_family(record)
+                kill_process_group(record)
 
 
 def pids(status: Told) -> dict[str, int]:
@@ -187,7 +187,7 @@ def test_a_drained_engine_is_replaced_and_goes(fleet: Operator) -> None:
 def test_a_head_that_dies_comes_back_and_nothing_that_runs_noticed(fleet: Operator) -> None:
     before = pids(fleet.until(lambda status: [unit["state"] for unit in status["units"]] == ["serving"] * 3))
     head = fleet.head
-    kill_family(head)
+    kill_process_group(head)
     down = fleet("status")
     assert down.returncode == 1 and "no cluster answers" in down.stderr
     assert all(map(start_ticks, before.values()))

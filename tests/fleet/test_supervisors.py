@@ -158,7 +158,7 @@ def test_a_gateway_gets_its_table_and_says_what_it_sees(supervisor_of: Make, mon
     engine, gateway = supervisor_of("e1"), supervisor_of("g1")
     assert isinstance(gateway, GatewaySupervisor)
     address = f"tcp://127.0.0.1:{engine.unit.port}"
-    gateway.take_table({"number": 1, "engines": [{"name": "e1", "address": address, "state": "serving"}]})
+    gateway.set_table({"number": 1, "engines": [{"name": "e1", "address": address, "state": "serving"}]})
     assert json.loads(gateway.table_path.read_text())["number"] == 1
     stepped(gateway, lambda report: report["capacity"] is not None)
     assert gateway.report()["state"] == "starting"

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.input_cache import SenderCache
-from engine.client.link import Processor
+from engine.client.item_checks import ItemChecker
 from engine.client.pool import Capacity
 from engine.client.prepared_audio import Rendered, render
 from engine.errors import AtCapacity, EngineUnreachable, StreamFinished
@@ -277,10 +277,10 @@ class FakeEngine:
         return self.words[(number - 1) % len(self.words)] if self.words else f"w{number}"
 
     def render(self, samples: NDArray[np.float32], delay_positions: int | None = None) -> Rendered:
-        return render(Processor("read-only", SPEC, SenderCache(0)), samples, SenderCache(0), delay_positions)
+        return render(ItemChecker("preparing", SPEC, SenderCache(0)), samples, SenderCache(0), delay_positions)
 
     async def inject(self, items: Sequence[messages.Item | None]) -> int:
-        checked = Processor("main", SPEC, SenderCache(0)).check(items)
+        checked = ItemChecker("main", SPEC, SenderCache(0)).check(items)
         self.injected += [item for item in checked if item.payload is not None]
         return len(self.injected)
 

@@ -8,10 +8,10 @@ import sys
 PROGRAM = """
 import asyncio
 from engine.boundary.sockets import GatewaySocket, LinkKeys, link_context
-from realtime.listeners import raise_limit
+from realtime.listeners import raise_file_limit
 
 async def main():
-    raise_limit()
+    raise_file_limit()
     keys = LinkKeys.from_secret(b"a secret of a fleet in a test")
     nothing = lambda *_: None
     links = [

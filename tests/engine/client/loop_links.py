@@ -123,11 +123,11 @@ class LoopLink:
         if self.lost is None:
             self._commands.append((command, items or []))
 
-    def pace(self, source: Any) -> None:
+    def send_paced(self, source: Any) -> None:
         if self.lost is None and source not in self._sources:
             self._sources.append(source)
 
-    async def taken(self) -> None:
+    async def wait_acknowledged(self) -> None:
         await asyncio.sleep(0)
 
     def close(self) -> None:

@@ -25,7 +25,8 @@ from engine.boundary.items import hash_payload
 from engine.boundary.sockets import EngineSocket, GatewaySocket
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
-from engine.client.link import EngineMismatch, ItemRefused
+from engine.client.item_checks import ItemRefused
+from engine.client.link import EngineMismatch
 from engine.errors import AtCapacity, DuplicateStream, EngineUnreachable, StreamFinished
 from engine.messages import Closed, Failed, Item
 from engine.server.main import run_engine
@@ -149,7 +150,7 @@ async def test_an_engine_with_another_model_is_refused() -> None:
 
 async def test_two_engines_with_different_models_are_refused() -> None:
     client = EngineClient([EngineThread(fakes.build), EngineThread(partial(fakes.build, name="other"))])
-    with pytest.raises(EngineMismatch, match="behind one gateway all must be the same"):
+    with pytest.raises(EngineMismatch, match="all engines of a gateway must run the same model"):
         await client.start()
 
 
@@ -254,7 +255,7 @@ async def test_a_stream_takes_no_more_audio_than_the_engine_can_follow() -> None
         stream = await client.open("a", live=False)
         feeding = asyncio.create_task(stream.feed(fakes.speech(30, 1)))
         most = 3.5 * SPEC.sample_rate / SPEC.samples_per_position
-        await stays(lambda: not feeding.done() and len(stream.kept) <= most)
+        await stays(lambda: not feeding.done() and len(stream.replay_log) <= most)
         feeding.cancel()
         await stream.abort()
 
@@ -288,7 +289,7 @@ async def test_audio_is_taken_at_once_while_there_is_room_for_it() -> None:
         taken = 0
         while stream.feed_now(fakes.speech(0.5, taken)):
             taken += 1
-        assert 3 <= taken <= 7 and len(stream.kept) <= 3.5 * SPEC.sample_rate / SPEC.samples_per_position
+        assert 3 <= taken <= 7 and len(stream.replay_log) <= 3.5 * SPEC.sample_rate / SPEC.samples_per_position
         await stream.abort()
         assert not stream.feed_now(fakes.speech(0.1, 0))
 
@@ -310,7 +311,7 @@ async def test_a_listener_is_told_what_a_reader_would_be() -> None:
                 await stream.finish()
                 outputs = [output async for output in stream]
             told.append(outputs)
-            assert stream.read == stream.outputs.received
+            assert stream.read_count == stream.outputs.received_count
     texts = ["".join(output.delta for output in outputs if isinstance(output, messages.Text)) for outputs in told]
     assert texts[0] == texts[1] and texts[0]
 

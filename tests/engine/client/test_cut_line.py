@@ -37,15 +37,15 @@ async def test_a_stream_goes_on_elsewhere_and_the_engine_forgets_it_when_the_lin
             calm = await fakes.transcribe(watcher, "calm", audio, flush_every=10_000)
             await fakes.until(lambda: len(client.capacity().engines) == 2)
             beyond, here = client.supervisor.pool.all
-            here.emptied = True
+            here.marked_draining = True
             stream = await client.open("moving")
-            here.emptied = False
+            here.marked_draining = False
             said = fakes.Transcript()
             reading = asyncio.create_task(said.collect(stream))
             await stream.feed(audio[:3000])
             await fakes.until(lambda: used(watcher) == [1])
             if has_will:
-                entrust(client, stream, stream.read)
+                entrust(client, stream, stream.read_count)
             line.cut()
             await fakes.until(lambda: "moving" in here.streams)
             await stream.feed(audio[3000:])

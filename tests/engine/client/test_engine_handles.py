@@ -122,8 +122,8 @@ async def test_durations_are_logged(caplog: pytest.LogCaptureFixture) -> None:
     for words in (
         "the model is loaded after",
         "the model is warm after",
-        "main processor is warm",
-        "read-only processor",
+        "main item checker is warm",
+        "preparing item checker",
     ):
         assert words in caplog.text
 

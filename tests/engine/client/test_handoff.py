@@ -81,7 +81,7 @@ class Reader:
 
     async def _read(self) -> None:
         async for output in self.stream:
-            self.said.append((self.stream.read, output))
+            self.said.append((self.stream.read_count, output))
 
 
 async def calm_words(client: EngineClient, flushes: tuple[int, ...]) -> fakes.Transcript:
@@ -154,7 +154,7 @@ async def test_an_adopted_stream_outlives_its_engine_once_enough_was_heard() -> 
         stream = await first.open("moving")
         reader = asyncio.create_task(fakes.Transcript().collect(stream))
         await feed(stream, 0, 5000)
-        entrust(first, stream, stream.read, last=True)
+        entrust(first, stream, stream.read_count, last=True)
         adopted_session = await adopted(second)
         assert adopted_session.stream is not None
         stream.release()
@@ -192,7 +192,7 @@ async def test_words_do_not_change_when_the_engine_is_lost_right_after_a_stream_
             await fakes.until(lambda: stream.target is not None and stream.placement.link is not lost)
             await fakes.until(lambda: pooled.link not in (None, connected))
         known = reader.said[: max(0, len(reader.said) - (0 if was_rebuilt else unread))]
-        entrust(first, stream, stream.read if was_rebuilt else known[-1][0] if known else 0, last=True)
+        entrust(first, stream, stream.read_count if was_rebuilt else known[-1][0] if known else 0, last=True)
         adopted_session = await adopted(second)
         reader.task.cancel()
         stream.release()
@@ -216,7 +216,7 @@ async def test_of_two_engines_that_have_a_session_the_one_with_the_higher_number
             assert pooled.link is not None
             value = f"value {number}".encode()
             pooled.link.send(messages.SaveHandoff("", "key", number, 0, [], base=value, keep_s=60, last=True))
-            await pooled.link.taken()
+            await pooled.link.wait_acknowledged()
         adopted_session = await claimant.adopt("key")
         assert adopted_session is not None and (adopted_session.base, adopted_session.owner_number) == (
             b"value 2",
@@ -237,8 +237,8 @@ async def test_an_owner_goes_on_with_a_session_if_no_engine_has_a_higher_number(
         for link, number in zip(links, (2, elsewhere), strict=True):
             assert link is not None
             link.send(messages.SaveHandoff("", "key", number, 0, [], base=b"value", keep_s=60))
-            await link.taken()
-        assert await owner.renew(handoff.Owned("key", 2, links[0])) == (2 + messages.NEXT_OWNER if ours else 0)
+            await link.wait_acknowledged()
+        assert await owner.renew(handoff.OwnedSession("key", 2, links[0])) == (2 + messages.NEXT_OWNER if ours else 0)
 
 
 @pytest.mark.parametrize("moved_to", [0, 1])
@@ -251,11 +251,11 @@ async def test_an_engine_from_which_a_session_has_moved_does_not_keep_it_from_it
         to, former = links[moved_to], links[1 - moved_to]
         assert to is not None and former is not None
         former.send(messages.SaveHandoff("", "key", 1, 0, [], base=b"value 1", keep_s=60))
-        await former.taken()
+        await former.wait_acknowledged()
         to.send(messages.SaveHandoff("", "key", 2, 0, [], base=b"value 2", keep_s=60, last=True))
-        await to.taken()
+        await to.wait_acknowledged()
         former.send(messages.DropHandoff("", "key", 2))
-        await former.taken()
+        await former.wait_acknowledged()
         adopted_session = await claimant.adopt("key")
         assert adopted_session is not None and adopted_session.base == b"value 2"
 
@@ -275,11 +275,11 @@ async def test_what_a_gateway_knows_of_sessions_that_are_over_is_bounded(monkeyp
     async with fakes.running(EngineThread(fakes.build, warm=False)) as client:
         desk = client.handoffs
         for number in range(5):
-            desk.note_over(f"s{number}", 1)
-        assert list(desk.over) == ["s2", "s3", "s4"]
+            desk.note_ended(f"s{number}", 1)
+        assert list(desk.ended) == ["s2", "s3", "s4"]
         (pooled,) = client.supervisor.pool.all
         desk.claim(pooled)
-        assert len(desk.over) == 3
-        monkeypatch.setattr(handoff, "OVER_SECONDS", -1.0)
+        assert len(desk.ended) == 3
+        monkeypatch.setattr(handoff, "ENDED_SECONDS", -1.0)
         desk.claim(pooled)
-        assert not desk.over
+        assert not desk.ended

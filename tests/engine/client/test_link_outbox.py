@@ -20,8 +20,8 @@ from engine.boundary.sockets import SILENCE_SECONDS
 from engine.client import link as link_module
 from engine.client.link import (
     BATCH_BYTES,
+    MAX_PARALLEL_REPLAYS,
     REPLAY_WINDOW_BYTES,
-    REPLAYED_TOGETHER,
     EngineLink,
     LinkEvents,
     OutgoingBatch,
@@ -169,8 +169,10 @@ async def test_streams_take_turns_and_all_of_every_replay_arrives_in_order() -> 
             elif isinstance(command, messages.Finish):
                 got[command.stream].append("finish")
     assert all(positions == [*range(62), "finish"] for positions in got.values())
-    first = list(moved)[:REPLAYED_TOGETHER]
-    assert order[:REPLAYED_TOGETHER] == order[REPLAYED_TOGETHER : 2 * REPLAYED_TOGETHER] == first, "one piece each"
+    first = list(moved)[:MAX_PARALLEL_REPLAYS]
+    assert order[:MAX_PARALLEL_REPLAYS] == order[MAX_PARALLEL_REPLAYS : 2 * MAX_PARALLEL_REPLAYS] == first, (
+        "one piece each"
+    )
     # A stream that has caught up is live.
     moved["moved 3"].send(Flush("moved 3", 9))
     await turns()
@@ -217,7 +219,7 @@ def test_live_commands_never_starve_replays() -> None:
         def next_piece(self) -> Any:
             return commands.pop(0) if commands else None
 
-    outbox.pace(Source())
+    outbox.add_source(Source())
     for _ in range(20):
         outbox.put((Feed("upload", []), items("upload", 200)))
     for left in (2, 1, 0):
@@ -235,8 +237,8 @@ def test_a_source_that_is_paced_twice_is_asked_once_in_a_round() -> None:
             return self.pieces.pop(0) if self.pieces else None
 
     source = Source()
-    outbox.pace(source)
-    outbox.pace(source)
+    outbox.add_source(source)
+    outbox.add_source(source)
     assert [command.stream for command, _ in batch_of(outbox)] == ["a", "b"]  # type: ignore[union-attr]
     assert not outbox.has_more
 
@@ -285,7 +287,7 @@ async def test_to_wait_for_what_leaves_is_to_wait_for_credit_too(monkeypatch: py
     link, socket = await connected()
     monkeypatch.setattr(type(link.numbering), "may_send", False)
     link.collect(lambda: link.send(Feed("live", []), items("live", 1)))
-    leaving = asyncio.create_task(link.flushed())
+    leaving = asyncio.create_task(link.wait_sent())
     await turns()
     assert not leaving.done() and not socket.batches, "it must not be reported as sent"
     monkeypatch.undo()
@@ -299,13 +301,13 @@ async def test_to_wait_for_what_leaves_is_to_wait_for_credit_too(monkeypatch: py
 async def test_nobody_waits_for_a_link_that_is_lost() -> None:
     link, _ = await connected()
     link.collect(lambda: None)
-    leaving = [asyncio.create_task(link.flushed()) for _ in range(2)]
+    leaving = [asyncio.create_task(link.wait_sent()) for _ in range(2)]
     await asyncio.sleep(0)
     leaving[0].cancel()
     link.close()
     await turns()
     assert leaving[0].cancelled() and leaving[1].done()
-    await link.flushed()
+    await link.wait_sent()
 
 
 def test_more_replays_than_an_engine_rebuilds_together_take_no_turns() -> None:
@@ -323,14 +325,14 @@ def test_more_replays_than_an_engine_rebuilds_together_take_no_turns() -> None:
             taken.append(self.number)
             return messages.Flush(str(self.number), 1), []
 
-    for number in range(3 * REPLAYED_TOGETHER):
-        outbox.pace(Source(number))
+    for number in range(3 * MAX_PARALLEL_REPLAYS):
+        outbox.add_source(Source(number))
     while outbox.has_more:
         batch_of(outbox)
-    assert taken[: 2 * REPLAYED_TOGETHER] == [*range(REPLAYED_TOGETHER)] * 2
-    first = [number for number in taken if number < REPLAYED_TOGETHER]
-    assert taken.index(REPLAYED_TOGETHER) >= len(first) - REPLAYED_TOGETHER
-    assert taken.index(3 * REPLAYED_TOGETHER - 1) > 2 * len(first) - REPLAYED_TOGETHER
+    assert taken[: 2 * MAX_PARALLEL_REPLAYS] == [*range(MAX_PARALLEL_REPLAYS)] * 2
+    first = [number for number in taken if number < MAX_PARALLEL_REPLAYS]
+    assert taken.index(MAX_PARALLEL_REPLAYS) >= len(first) - MAX_PARALLEL_REPLAYS
+    assert taken.index(3 * MAX_PARALLEL_REPLAYS - 1) > 2 * len(first) - MAX_PARALLEL_REPLAYS
 
 
 LONG = 300_000
@@ -364,7 +366,7 @@ async def test_a_batch_counts_the_bytes_of_every_command(command: Any, replayed_
             return (command, items) if self.left >= 0 else None
 
     if replayed_too:
-        link.pace(Source())
+        link.send_paced(Source())
     else:
         for _ in range(count):
             link.send(command, items)

@@ -8,7 +8,7 @@ from typing import cast
 from engine.boundary.codec import Status
 from engine.client.engine_handles import RemoteEngine
 from engine.client.link import EngineLink
-from engine.client.pool import RETRY_LATER_S, RETRY_SOON_S, STREAMS_TO_BEGIN_WITH, EnginePool, capacity_of
+from engine.client.pool import RETRY_LATER_S, RETRY_SOON_S, UNMEASURED_STREAMS, EnginePool, capacity_of
 from engine.client.stream import EngineStream
 
 
@@ -24,8 +24,8 @@ def test_no_engine_has_no_room() -> None:
 
 
 def test_an_engine_that_measured_nothing_takes_the_first_few() -> None:
-    assert capacity_of([status()], 0.85).free == STREAMS_TO_BEGIN_WITH
-    assert capacity_of([status(counted=STREAMS_TO_BEGIN_WITH)], 0.85).free == 0
+    assert capacity_of([status()], 0.85).free == UNMEASURED_STREAMS
+    assert capacity_of([status(counted=UNMEASURED_STREAMS)], 0.85).free == 0
 
 
 def test_as_many_as_fit_under_the_load() -> None:
@@ -65,11 +65,11 @@ async def test_new_streams_go_where_there_is_room_and_not_where_streams_wait() -
     ):
         # Within the usual, waiting says nothing: a stream waits for the rest of its stride.
         state.lag_ms = 5000.0 if pooled is behind else 400.0 if pooled is free else 0.0
-        pool.arrived(pooled, cast(EngineLink, SimpleNamespace(status=state)))
+        pool.connected(pooled, cast(EngineLink, SimpleNamespace(status=state)))
         pooled.streams = dict.fromkeys(map(str, range(streams)), cast(EngineStream, None))
     orders = [pool.in_order() for _ in range(400)]
     assert all(order[2:] == [full, behind] for order in orders)
     # Seven streams have room on one of them and three on the other: by chance 280 and 120 times, give or take 30.
     assert 200 < sum(order[0] is free for order in orders) < 360
-    free.emptied = True
+    free.marked_draining = True
     assert pool.in_order() == [busy, full, behind], "one that drains is not asked"

@@ -344,7 +344,7 @@ async def test_what_is_kept_of_a_long_session_is_bounded() -> None:
         most = 0
         for _ in range(60):
             await stream.feed(fakes.speech(1, 3))
-            most = max(most, len(stream.kept))
+            most = max(most, len(stream.replay_log))
         await stream.finish()
         await reader
     positions_per_second = fakes.RATE / fakes.POSITION

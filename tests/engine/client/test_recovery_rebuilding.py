@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from audio.containers import read_file
 from engine.boundary import codec
 from engine.boundary.replay import StreamLimits
-from engine.client.link import Source
+from engine.client.link import PacedSource
 from engine.client.stream import EngineStream
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Closed, Command, Feed, Item, Open, Output, TurnRule
@@ -63,7 +63,7 @@ class LocalLink:
             command = structs.replace(command, items=carried)
         self.loop.submit([command], 0)
 
-    def pace(self, source: Source) -> None:
+    def send_paced(self, source: PacedSource) -> None:
         while (piece := source.next_piece()) is not None:
             self.send(cast(Command, piece[0]), piece[1])
 
@@ -115,7 +115,7 @@ class Session:
         for name in self.link.loop.scheduler.streams:
             self.stream.progress(self.link.loop.progress_of(name))
         self.link.loop.scheduler.check_integrity()
-        self.most_kept = max(self.most_kept, len(self.stream.kept))
+        self.most_kept = max(self.most_kept, len(self.stream.replay_log))
 
     def die(self, steps: int) -> None:
         assert self.link is not None
@@ -285,8 +285,8 @@ async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state(bu
     for number in range(len(audio) // PACKET):
         await session.stream.feed(audio[number * PACKET : (number + 1) * PACKET])
         session.run()
-        replay = session.stream._replay_state.replay(session.stream.kept)
-        if replay.state is None or replay.state.position != session.stream.kept.end:
+        replay = session.stream._replay_state.replay(session.stream.replay_log)
+        if replay.state is None or replay.state.position != session.stream.replay_log.end:
             continue
         link = LocalLink(build_tiny())
         link.send(Open("s", state=replay.state), replay.before_state)

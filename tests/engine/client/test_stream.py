@@ -23,29 +23,29 @@ def lost(computed: int, end: int) -> Placement:
 def test_a_stream_goes_on_when_the_new_engine_has_rebuilt_it_not_when_it_was_handed_over() -> None:
     """All audio had been computed when the engine died."""
     place = lost(computed=40, end=40)
-    assert not place.goes_on
+    assert not place.is_recovered
     place.begin(LINK, Replay(0, 0, []))
-    assert not place.goes_on
+    assert not place.is_recovered
     place.progress(PREFIX + 39)
-    assert not place.goes_on
+    assert not place.is_recovered
     place.progress(PREFIX + 40)
-    assert place.goes_on
+    assert place.is_recovered
 
 
 def test_a_stream_that_was_behind_goes_on_with_the_first_new_position() -> None:
     place = lost(computed=40, end=50)
     place.begin(LINK, Replay(10, 0, []))
     place.progress(PREFIX + 30)
-    assert place.computed == PREFIX + 40 and not place.goes_on
+    assert place.computed == PREFIX + 40 and not place.is_recovered
     place.progress(PREFIX + 31)
-    assert place.goes_on
+    assert place.is_recovered
 
 
 def test_new_words_say_that_a_stream_goes_on() -> None:
     place = lost(computed=40, end=50)
     place.begin(LINK, Replay(0, 0, []))
-    place.speaks()
-    assert place.goes_on
+    place.note_new_words()
+    assert place.is_recovered
     place.lose(2.0, PREFIX + 60)
     place.begin(LINK, Replay(0, 0, []))
-    assert not place.goes_on
+    assert not place.is_recovered

@@ -39,7 +39,7 @@ events = st.one_of(
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(supervisor, "EngineLink", LoopLink)
-    monkeypatch.setattr(supervisor, "RETRY_S", 0.001)
+    monkeypatch.setattr(supervisor, "MIN_BACKOFF_S", 0.001)
     monkeypatch.setattr(supervisor, "MAX_BACKOFF_S", 0.001)
     monkeypatch.setattr(recovery, "RETRY_S", 0.001)
     monkeypatch.setattr(recovery, "MIGRATION_POLL_SECONDS", 0.0)
@@ -316,7 +316,7 @@ async def test_the_end_is_not_missed_when_something_else_happens_at_the_same_tim
     for _ in range(5):
         await asyncio.sleep(0)
     assert waits.waiting == [stream]
-    waits.wake()
+    waits.engine_available()
     running.cancel()
     done, _ = await asyncio.wait((running,), timeout=5)
     assert done and running.cancelled()

@@ -17,7 +17,7 @@ from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineThread
 from engine.errors import EngineUnreachable
 from tests.engine import fakes
-from tests.engine.client.test_pool_table import put
+from tests.engine.client.test_fleet_table import put
 
 Listed = tuple[str, EngineThread] | tuple[str, EngineThread, str]
 

@@ -158,7 +158,7 @@ def test_a_machine_that_stands_still_is_missed_in_time_unless_the_operator_says_
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
     monkeypatch.setenv("RAY_health_check_failure_threshold", "9")
-    connect.set_up(plan)
+    connect.set_environment(plan)
     period_ms, timeout_ms, misses = (int(os.environ[name]) for name in connect.NODE_HEALTH)
     assert misses == 9
     assert (period_ms + timeout_ms) * int(connect.NODE_HEALTH["RAY_health_check_failure_threshold"]) == 20_000

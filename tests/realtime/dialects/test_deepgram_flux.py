@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from realtime.dialects.base import Nothing, SessionFacts, decode_json, encode_json
-from realtime.dialects.deepgram import MAX_TURN_CHARACTERS, FluxDialect, read_flux_query
+from realtime.dialects.deepgram_flux import MAX_TURN_CHARACTERS, FluxDialect, read_flux_query
 from realtime.errors import ClientFault, Refusal
 from realtime.session.events import (
     Commit,

@@ -179,7 +179,7 @@ async def alone() -> AsyncIterator[tuple[None, None]]:
 @asynccontextmanager
 async def shared_quota() -> AsyncIterator[tuple[SharedQuota, QuotaCoordinator]]:
     """A worker's side and its parent's, with the real line between them."""
-    ours, theirs = [await WorkerConnection.over(end) for end in socket.socketpair()]
+    ours, theirs = [await WorkerConnection.from_socket(end) for end in socket.socketpair()]
     coordinator = QuotaCoordinator(CONFIG.limits, lambda: 0.0)
     coordinator.add(1, ours)
     quota = SharedQuota(theirs, lambda: 0.0)

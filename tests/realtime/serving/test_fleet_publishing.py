@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from engine.boundary.sockets import GatewaySocket, LinkKeys
-from engine.client.pool import GatewayEntry
+from engine.client.fleet_table import GatewayEntry
 from realtime.serving import fleet_publishing
 from realtime.serving.fleet_publishing import FleetNames, home_of
 from realtime.serving.publishing import (

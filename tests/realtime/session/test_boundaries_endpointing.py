@@ -17,20 +17,20 @@ def test_the_rule_of_the_track_has_the_silence_of_the_turn_or_of_the_text() -> N
     assert turn_rule(TurnDetection(threshold=0.7, silence_duration_ms=320), RATE) == TurnRule(0.7, 1024, 5120)
     assert turn_rule(TurnDetection(semantic=True), RATE) == TurnRule(0.5, 1024, 4000)
     questions = EAGERNESS["auto"].questions(RATE)
-    assert turn_rule(TurnDetection(semantic=True), RATE, learnt=True) == TurnRule(0.5, 1024, 3200, questions)
+    assert turn_rule(TurnDetection(semantic=True), RATE, has_detector=True) == TurnRule(0.5, 1024, 3200, questions)
     # Without semantic detection the turn detector is not asked.
-    assert turn_rule(TurnDetection(), RATE, learnt=True) == TurnRule(0.5, 1024, 8000)
+    assert turn_rule(TurnDetection(), RATE, has_detector=True) == TurnRule(0.5, 1024, 8000)
 
 
 def ends(watch: PauseWatch, until: int, text: str, step: int = 512) -> list[int]:
-    start = watch.fell or 0
+    start = watch.pause_start or 0
     found = [sign for end in range(start, until + step, step) for sign in watch.advance(end, text)]
     return [sign.sample - start for sign in found if isinstance(sign, End)]
 
 
 @pytest.mark.parametrize(("eagerness", "seconds"), [("high", 2), ("auto", 4), ("medium", 4), ("low", 8)])
 def test_semantic_detection_waits_no_longer_than_its_cap(eagerness: str, seconds: int) -> None:
-    watch = PauseWatch(EAGERNESS[eagerness], RATE, learnt=False)
+    watch = PauseWatch(EAGERNESS[eagerness], RATE, has_detector=False)
     watch.begin(5000, "unfinished")
     assert ends(watch, 10 * RATE, "unfinished") == [seconds * RATE]
 
@@ -40,7 +40,7 @@ def test_semantic_detection_waits_no_longer_than_its_cap(eagerness: str, seconds
 def test_a_complete_sentence_ends_sooner_however_the_silence_is_divided(
     eagerness: str, milliseconds: int, step: int
 ) -> None:
-    watch = PauseWatch(EAGERNESS[eagerness], RATE, learnt=False)
+    watch = PauseWatch(EAGERNESS[eagerness], RATE, has_detector=False)
     watch.begin(5000, "It works.")
     assert ends(watch, 2 * RATE, "It works.", step) == [milliseconds * RATE // 1000]
 
@@ -53,7 +53,7 @@ def scored(watch: PauseWatch, fell: int, number: int, probability: float | None)
 def test_a_sure_answer_ends_the_turn_soon_and_a_sure_no_waits(step: int) -> None:
     found = {}
     for probability in (0.99, 0.01):
-        watch = PauseWatch(EAGERNESS["auto"], RATE, learnt=True)
+        watch = PauseWatch(EAGERNESS["auto"], RATE, has_detector=True)
         watch.begin(5000, "It works.")
         for number in range(3):
             scored(watch, 5000, number, probability)
@@ -67,7 +67,7 @@ def test_a_sure_answer_ends_the_turn_soon_and_a_sure_no_waits(step: int) -> None
 def test_a_pause_without_answers_ends_as_without_a_detector(eagerness: str, text: str) -> None:
     found = []
     for learnt in (True, False):
-        watch = PauseWatch(EAGERNESS[eagerness], RATE, learnt=learnt)
+        watch = PauseWatch(EAGERNESS[eagerness], RATE, has_detector=learnt)
         watch.begin(5000, text)
         scored(watch, 4000, 0, 0.99)  # of another pause
         found.append(ends(watch, 10 * RATE, text))
@@ -75,7 +75,7 @@ def test_a_pause_without_answers_ends_as_without_a_detector(eagerness: str, text
 
 
 def test_a_saved_pause_goes_on() -> None:
-    watch, other = (PauseWatch(EAGERNESS["auto"], RATE, learnt=True) for _ in range(2))
+    watch, other = (PauseWatch(EAGERNESS["auto"], RATE, has_detector=True) for _ in range(2))
     watch.begin(5000, "It works.")
     scored(watch, 5000, 0, 0.9)
     watch.advance(9000, "It works.")

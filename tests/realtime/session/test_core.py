@@ -17,7 +17,7 @@ from engine import messages
 from engine.end_of_turn import numeric_eagerness
 from engine.server.speech_track import SpeechTrack
 from realtime.errors import CloseCode, IllegalEvent
-from realtime.session.core import MOVES, TABLE, Session, SessionLimits, SessionPhase
+from realtime.session.core import HANDLERS, TRANSITIONS, Session, SessionLimits, SessionPhase
 from realtime.session.events import (
     Acknowledged,
     Append,
@@ -750,7 +750,7 @@ class World:
     def do(self, event: Any) -> None:
         if self.core.phase is SessionPhase.CLOSED:
             return
-        assert type(event) in TABLE[self.core.phase]
+        assert type(event) in HANDLERS[self.core.phase]
         before = self.core.phase
         for effect in self.core.handle(event, self.now):
             self.engine.take(effect, self.core)
@@ -758,7 +758,11 @@ class World:
                 self.position += len(effect.samples) if isinstance(effect, Feed) else effect.samples
             elif isinstance(effect, Send):
                 self.check_sent(effect.event)
-        assert before is self.core.phase or self.core.phase in MOVES[before] or self.core.phase is SessionPhase.CLOSED
+        assert (
+            before is self.core.phase
+            or self.core.phase in TRANSITIONS[before]
+            or self.core.phase is SessionPhase.CLOSED
+        )
         self.core.check_integrity()
 
     def check_sent(self, event: Any) -> None:

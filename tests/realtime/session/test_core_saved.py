@@ -56,7 +56,7 @@ class MovingWorld(World):
 
     def __init__(self, chosen: Settings, learnt: bool = False) -> None:
         super().__init__(chosen)
-        self.limits = SessionLimits(stall_seconds=3.0, max_engine_failures=10_000, learnt=learnt)
+        self.limits = SessionLimits(stall_seconds=3.0, max_engine_failures=10_000, has_turn_detector=learnt)
         self.core = Session(chosen, RATE, Ids(), self.limits)
         self.engine = Engine(self.core.turn_rule)
         self.copy_ids = Ids()

@@ -60,13 +60,13 @@ def test_what_a_model_does_not_take_is_null() -> None:
     taken = asked.in_force(SILENT)
     shown = (taken.language, taken.prompt, taken.keywords, taken.languages, taken.delay)
     assert shown == (None, None, None, None, None)
-    assert asked.untaken(taken) == ["prompt", "keywords"] and taken.engine_options() == {}
+    assert asked.ignored_options(taken) == ["prompt", "keywords"] and taken.engine_options() == {}
     asked = Settings(noise_reduction={"type": "near_field"}, include=("session.resume", "usage", "session.resumes"))
     taken = asked.in_force(spec(ENGLISH))
-    assert asked.untaken(taken) == ["noise_reduction"] and taken.noise_reduction is None, "no model does that"
+    assert asked.ignored_options(taken) == ["noise_reduction"] and taken.noise_reduction is None, "no model does that"
     assert taken.include == ("session.resume",), "nothing else was switched on"
     nothing = Settings().in_force(SILENT)
-    assert nothing.untaken(nothing) == [] and nothing.keywords == () == nothing.languages
+    assert nothing.ignored_options(nothing) == [] and nothing.keywords == () == nothing.languages
 
 
 @pytest.mark.parametrize("written", ["en", "English", "en-US"])

@@ -78,7 +78,7 @@ class Talk:
         self.loop = loop_of(windowed, answers)
         self.spec = self.loop.scheduler.spec
         numbers = itertools.count(1)
-        limits = SessionLimits(stall_seconds=0.0, learnt=answers is not None)
+        limits = SessionLimits(stall_seconds=0.0, has_turn_detector=answers is not None)
         self.core = Session(Settings(turn_detection=detection), RATE, lambda: f"item_{next(numbers)}", limits)
         self.cutter = make_cutter(self.spec)
         self.tags = 0

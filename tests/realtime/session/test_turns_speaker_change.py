@@ -34,7 +34,8 @@ from realtime.session.events import (
     SpeechStopped,
     Tick,
 )
-from realtime.session.settings import INCLUDE_SPEAKERS, Settings, TurnDetection, make_formatting
+from realtime.session.formatting_options import make_formatting
+from realtime.session.settings import INCLUDE_SPEAKERS, Settings, TurnDetection
 from realtime.session.speakers import SpeakerTimeline
 from realtime.session.turns import IDLE_SECONDS, REVISION_SECONDS
 from tests.realtime.session.test_core import (
@@ -365,7 +366,7 @@ def expected(talk: Talk) -> list[list[str]]:
     for turn in whole.run():
         speaker, parts = None, list[list[str]]([[]])
         for said in turn.words:
-            now = timeline.settled_label(said).speaker
+            now = timeline.with_final_label(said).speaker
             if now is not None and speaker not in (None, now):
                 parts.append([])
             speaker = speaker if now is None else now

@@ -36,17 +36,17 @@ def test_words_say_their_language_and_how_likely_nobody_spoke() -> None:
 def test_cutter_gives_each_letter_once_whatever_the_deltas() -> None:
     cutter = WordCutter()
     assert cutter.cut_words(said(" He"), 0) == []
-    assert cutter.take_loose() == " He"
-    assert cutter.take_loose() == ""
+    assert cutter.take_partial() == " He"
+    assert cutter.take_partial() == ""
     (piece,) = cutter.cut_words(said("llo wor", messages.Word("Hello", 0, 10)), 100)
     assert (piece.fresh, piece.continues, piece.word) == ("llo", True, TimedWord("Hello", 100, 110))
-    assert cutter.cut_loose() == " wor" and cutter.cut_loose() == ""
+    assert cutter.end_partial() == " wor" and cutter.end_partial() == ""
 
 
 def test_cutter_takes_what_there_is_for_a_word_that_is_not_in_the_text() -> None:
     cutter = WordCutter()
     (piece,) = cutter.cut_words(said(" 5", messages.Word("five", 0, 10)), 0)
-    assert piece.fresh == " 5" and cutter.cut_loose() == ""
+    assert piece.fresh == " 5" and cutter.end_partial() == ""
 
 
 def test_confidence_is_of_the_word_and_not_of_the_mark_behind_it() -> None:

@@ -23,7 +23,7 @@ from realtime.serving.metrics import Metrics
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
 from tests.engine import fakes
-from tests.engine.client.test_pool_table import put
+from tests.engine.client.test_fleet_table import put
 from tests.realtime.workers import engines
 from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.test_moving import Place, status_of
@@ -34,7 +34,7 @@ from tests.waiting import PATIENCE_S
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clients, "TABLE_POLL_SECONDS", 0.02)
     monkeypatch.setattr(recovery, "MIGRATION_POLL_SECONDS", 0.02)
-    monkeypatch.setattr(recovery, "PATIENCE_SECONDS", 0.1)
+    monkeypatch.setattr(recovery, "PAUSE_WAIT_SECONDS", 0.1)
     monkeypatch.setattr(handoff, "UNSURE_SECONDS", 0.5)
 
 

@@ -13,7 +13,7 @@ import pytest
 from realtime.config import LimitsConfig
 from realtime.serving.quota import Admission, Figures
 from realtime.workers import worker_link
-from realtime.workers.worker_link import Enter, Leave, Own, QuotaCoordinator, SharedQuota, WorkerConnection
+from realtime.workers.worker_link import Enter, Leave, OwnFigures, QuotaCoordinator, SharedQuota, WorkerConnection
 
 
 class Parent:
@@ -37,7 +37,7 @@ class Parent:
 
 @asynccontextmanager
 async def two_sides(**limits: int) -> AsyncIterator[tuple[SharedQuota, Parent]]:
-    ours, theirs = [await WorkerConnection.over(end) for end in socket.socketpair()]
+    ours, theirs = [await WorkerConnection.from_socket(end) for end in socket.socketpair()]
     target = QuotaCoordinator(LimitsConfig(**limits), lambda: 0.0)
     target.add(1, ours)
     quota, parent = SharedQuota(theirs, lambda: 100.0), Parent(ours, target)
@@ -105,7 +105,7 @@ async def test_a_late_refusal_gives_nothing_back(monkeypatch: pytest.MonkeyPatch
         while quota.asked:  # noqa: ASYNC110
             await asyncio.sleep(0)
         quota.tick(Figures())
-        await parent.hear(Own)
+        await parent.hear(OwnFigures)
         assert parent.target.counts.total() == 2
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine import messages
-from realtime.session.core import StallGuard
+from realtime.session.stall_guard import StallGuard
 
 RATE = 16_000
 
@@ -29,12 +29,12 @@ def test_kept_audio_is_forgotten_to_the_sample() -> None:
 def test_stall_needs_speech_and_time_and_can_be_switched_off() -> None:
     guard, off = StallGuard(RATE, 1.0, 10.0), StallGuard(RATE, 0.0, 10.0)
     for watched in (guard, off):
-        watched.heard_speech(2 * RATE, 0.0)
-    assert not guard.stalled(0.5) and guard.stalled(1.0) and not off.stalled(100.0)
-    guard.heard_text(messages.Text("s", "x", [], []), 0, 1.0)
-    assert not guard.stalled(100.0)
-    guard.heard_speech(0, 101.0)
-    assert not guard.stalled(200.0)
+        watched.add_speech(2 * RATE, 0.0)
+    assert not guard.is_stalled(0.5) and guard.is_stalled(1.0) and not off.is_stalled(100.0)
+    guard.add_text(messages.Text("s", "x", [], []), 0, 1.0)
+    assert not guard.is_stalled(100.0)
+    guard.add_speech(0, 101.0)
+    assert not guard.is_stalled(200.0)
 
 
 def test_tiny_pieces_are_kept_together() -> None:

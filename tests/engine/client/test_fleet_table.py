@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.client.pool import TableEntry, TableFile
+from engine.client.fleet_table import TableEntry, TableFile
 
 ENGINE = {"name": "e1", "address": "tcp://127.0.0.1:5000", "state": "serving"}
 
@@ -26,11 +26,11 @@ def test_a_newer_table_is_told_once(tmp_path: Path) -> None:
     path = tmp_path / "table.json"
     put(path, {"number": 1, "engines": [ENGINE]})
     file = TableFile(path)
-    table = file.look()
+    table = file.poll()
     assert table is not None and table.engines == [TableEntry("e1", "tcp://127.0.0.1:5000")]
-    assert file.look() is None
+    assert file.poll() is None
     put(path, {"number": 2, "engines": [{**ENGINE, "state": "draining"}]})
-    table = file.look()
+    table = file.poll()
     assert table is not None and table.engines[0].state == "draining" and file.number == 2
 
 
@@ -41,7 +41,7 @@ def test_a_newer_table_is_told_once(tmp_path: Path) -> None:
         ("{", "cannot be used"),
         ({"number": 3}, "engines"),
         ({"number": 3, "engines": [{**ENGINE, "state": "asleep"}]}, "asleep"),
-        ({"number": 3, "engines": [ENGINE, ENGINE]}, "same name"),
+        ({"number": 3, "engines": [ENGINE, ENGINE]}, "is used twice"),
         ({"number": 3, "engines": [{**ENGINE, "address": "elsewhere"}]}, "not an engine address"),
         ({"number": 0, "engines": []}, "the first is 1"),
         ({"number": 1, "engines": []}, "older than 2"),
@@ -54,18 +54,18 @@ def test_the_last_good_table_stays_and_the_problem_is_said_once(
     path = tmp_path / "table.json"
     put(path, {"number": 2, "engines": [ENGINE]})
     file = TableFile(path)
-    assert file.look() is not None
+    assert file.poll() is not None
     if wrong is None:
         path.unlink()
     else:
         put(path, wrong)
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            assert file.look() is None
+            assert file.poll() is None
     assert why in file.problem and file.number == 2
     assert len(caplog.records) == 1 and why in caplog.text
     put(path, {"number": 3, "engines": []})
-    assert file.look() is not None and not file.problem
+    assert file.poll() is not None and not file.problem
 
 
 GATEWAY_ADDRESSES = {
@@ -90,7 +90,7 @@ GATEWAY_ADDRESSES = {
 def test_gateways_have_tcp_addresses_to_which_others_can_connect(tmp_path: Path, address: str, is_usable: bool) -> None:
     put(tmp_path / "table.json", {"number": 1, "engines": [], "gateways": [{"name": "g1", "address": address}]})
     file = TableFile(tmp_path / "table.json")
-    assert (file.look() is not None) == is_usable
+    assert (file.poll() is not None) == is_usable
     assert is_usable or file.problem.endswith(f"{address!r} is not a gateway address; use tcp://host:port")
 
 
@@ -98,4 +98,4 @@ def test_gateways_have_tcp_addresses_to_which_others_can_connect(tmp_path: Path,
 def test_a_pipe_in_the_place_of_the_table_does_not_block_the_reader(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "table.json")
     file = TableFile(tmp_path / "table.json")
-    assert file.look() is None and file.problem.endswith("it is not a regular file")
+    assert file.poll() is None and file.problem.endswith("it is not a regular file")

@@ -15,7 +15,7 @@ from msgspec import structs
 
 from engine.boundary.input_cache import CacheStats, SenderCache
 from engine.boundary.items import hash_payload, make_cutter, prepare
-from engine.client.link import ItemRefused, Processor, processor_for, warm_up
+from engine.client.item_checks import ItemChecker, ItemRefused, warm_up
 from engine.client.prepared_audio import check_same_model, parse_items, render
 from engine.messages import Item
 from engine.spec import FeatureShape
@@ -25,8 +25,8 @@ SPEC = fakes.FRAMES
 SAMPLES = SPEC.look_back_samples + SPEC.samples_per_position + SPEC.look_ahead_samples
 
 
-def processor(capacity: int = 1 << 20, features: FeatureShape | None = None) -> Processor:
-    return Processor("main", replace(SPEC, features=features), SenderCache(capacity))
+def make_checker(capacity: int = 1 << 20, features: FeatureShape | None = None) -> ItemChecker:
+    return ItemChecker("main", replace(SPEC, features=features), SenderCache(capacity))
 
 
 def item(payload: object, **changes: object) -> Item:
@@ -59,7 +59,7 @@ GOOD = np.linspace(-1, 1, SAMPLES, dtype=np.float32)
     ],
 )
 def test_a_malformed_item_is_refused_with_the_reason(bad: Item, says: str) -> None:
-    checker = processor()
+    checker = make_checker()
     with pytest.raises(ItemRefused, match=says):
         checker.check([item(GOOD), bad])
     assert checker.cache.stats == CacheStats()
@@ -68,24 +68,24 @@ def test_a_malformed_item_is_refused_with_the_reason(bad: Item, says: str) -> No
 @pytest.mark.parametrize("shape", [(8, 4), (4, 9), (4, 7)])
 def test_features_of_the_wrong_shape_are_refused(shape: tuple[int, int]) -> None:
     with pytest.raises(ItemRefused, match=r"takes \(4, 8\)"):
-        processor(features=FeatureShape(4, 6, 2)).check([item(np.ones(shape, np.float32))])
+        make_checker(features=FeatureShape(4, 6, 2)).check([item(np.ones(shape, np.float32))])
 
 
 def test_features_of_the_right_shape_are_taken_and_do_not_share_keys_with_samples() -> None:
     features = np.ones((4, 8), np.float32)
-    assert processor(features=FeatureShape(4, 6, 2)).check([item(features)])[0].payload is features
+    assert make_checker(features=FeatureShape(4, 6, 2)).check([item(features)])[0].payload is features
     assert hash_payload(features) != hash_payload(features.reshape(-1))
 
 
 def test_nan_features_are_refused() -> None:
     with pytest.raises(ItemRefused, match="NaN"):
-        processor(features=FeatureShape(4, 6, 2)).check([item(np.full((4, 8), np.nan, np.float32))])
+        make_checker(features=FeatureShape(4, 6, 2)).check([item(np.full((4, 8), np.nan, np.float32))])
 
 
 def test_items_that_are_none_are_skipped_and_gaps_and_bare_hashes_pass() -> None:
     gap = Item(4, 2, 0, mask=[False, False])
     bare = Item(6, 1, 0, b"h" * 16)
-    assert processor().check([None, gap, None, bare]) == [gap, bare]
+    assert make_checker().check([None, gap, None, bare]) == [gap, bare]
 
 
 def test_the_key_is_the_hash_of_the_payload_bytes() -> None:
@@ -93,7 +93,7 @@ def test_the_key_is_the_hash_of_the_payload_bytes() -> None:
 
 
 def test_digital_silence_hits_from_the_second_item_on() -> None:
-    main, cutter = processor(), make_cutter(SPEC)
+    main, cutter = make_checker(), make_cutter(SPEC)
     items = prepare(cutter, cutter.cut(np.zeros(SPEC.samples_per_position * 50, np.float32)), SPEC)
     assert main.pack(items) == [True] + [False] * (len(items) - 1)
     assert main.cache.stats.hits == main.cache.stats.queries - 1 == len(items) - 1
@@ -101,7 +101,7 @@ def test_digital_silence_hits_from_the_second_item_on() -> None:
 
 
 def test_a_declared_gap_asks_nothing() -> None:
-    main, cutter = processor(), make_cutter(SPEC)
+    main, cutter = make_checker(), make_cutter(SPEC)
     items = prepare(cutter, cutter.cut_gap(SPEC.samples_per_position * 5), SPEC)
     assert items and not any(main.pack(items))
     assert main.cache.stats == CacheStats()
@@ -125,7 +125,7 @@ def test_items_cover_the_audio_exactly_and_padding_is_not_audio(sizes: list[int]
 
 
 def test_a_bare_hash_is_looked_up_but_never_sent() -> None:
-    main = processor()
+    main = make_checker()
     assert main.pack([Item(3, 1, 0, b"h" * 16)]) == [False]
     assert main.cache.keys() == []
     known = item(GOOD)
@@ -134,20 +134,14 @@ def test_a_bare_hash_is_looked_up_but_never_sent() -> None:
     assert main.cache.stats.bytes_saved == GOOD.nbytes
 
 
-def test_only_what_executes_uses_the_main_processor() -> None:
-    main, read_only = processor(), processor()
-    assert processor_for(True, main, read_only) is main
-    assert processor_for(False, main, read_only) is read_only
-
-
 def test_warm_up_leaves_no_trace_and_one_failure_does_not_stop_the_other(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken, healthy = processor(), Processor("read-only", SPEC, SenderCache(1 << 20))
+    broken, healthy = make_checker(), ItemChecker("preparing", SPEC, SenderCache(1 << 20))
     monkeypatch.setattr(broken, "pack", lambda items: 1 / 0)
     with caplog.at_level(logging.INFO):
         assert warm_up(broken) is None and warm_up(healthy) is not None
-    assert "main processor failed" in caplog.text and "read-only processor is warm after" in caplog.text
+    assert "main item checker failed" in caplog.text and "preparing item checker is warm after" in caplog.text
     assert healthy.cache.keys() == [] and healthy.cache.stats == CacheStats()
 
 
@@ -155,9 +149,9 @@ def test_warm_up_leaves_no_trace_and_one_failure_does_not_stop_the_other(
 
 
 def test_render_describes_without_touching_the_mirror() -> None:
-    mirror, read_only = SenderCache(1 << 20), Processor("read-only", SPEC, SenderCache(1 << 20))
+    mirror, preparing = SenderCache(1 << 20), ItemChecker("preparing", SPEC, SenderCache(1 << 20))
     audio = np.concatenate([fakes.speech(1, 1), np.zeros(fakes.RATE, np.float32)])
-    rendered = render(read_only, audio, mirror)
+    rendered = render(preparing, audio, mirror)
     assert mirror.keys() == [] and mirror.stats == CacheStats()
     assert not any(rendered.cached)
     assert rendered.samples == len(audio)
@@ -168,10 +162,10 @@ def test_render_describes_without_touching_the_mirror() -> None:
 
 
 def test_render_knows_what_the_engine_holds() -> None:
-    main, read_only = processor(), Processor("read-only", SPEC, SenderCache(1 << 20))
-    first = render(read_only, fakes.speech(1, 1), main.cache)
+    main, preparing = make_checker(), ItemChecker("preparing", SPEC, SenderCache(1 << 20))
+    first = render(preparing, fakes.speech(1, 1), main.cache)
     main.pack(first.items)
-    again = render(read_only, fakes.speech(1, 1), main.cache)
+    again = render(preparing, fakes.speech(1, 1), main.cache)
     assert [cached for cached, entry in zip(again.cached, again.items, strict=True) if entry.key] == [True] * len(
         [entry for entry in again.items if entry.key]
     )
@@ -179,29 +173,29 @@ def test_render_knows_what_the_engine_holds() -> None:
 
 
 def test_rendered_items_survive_json_and_pass_the_check() -> None:
-    read_only = Processor("read-only", SPEC, SenderCache(1 << 20))
-    rendered = render(read_only, fakes.speech(2, 1), SenderCache(0))
+    preparing = ItemChecker("preparing", SPEC, SenderCache(1 << 20))
+    rendered = render(preparing, fakes.speech(2, 1), SenderCache(0))
     answer = json.loads(json.dumps(rendered.as_json()))
     assert answer["model"] == SPEC.name and answer["positions"] == rendered.positions
-    parsed = processor().check(parse_items(answer["items"]))
+    parsed = make_checker().check(parse_items(answer["items"]))
     assert [entry.key for entry in parsed] == [entry.key for entry in rendered.items]
     assert [entry.samples for entry in parsed] == [entry.samples for entry in rendered.items]
 
 
 def test_render_without_data_names_hashes_only() -> None:
-    read_only = Processor("read-only", SPEC, SenderCache(1 << 20))
-    answer = render(read_only, fakes.speech(1, 1), SenderCache(0)).as_json(with_data=False)
+    preparing = ItemChecker("preparing", SPEC, SenderCache(1 << 20))
+    answer = render(preparing, fakes.speech(1, 1), SenderCache(0)).as_json(with_data=False)
     assert not any("data" in entry for entry in answer["items"])
 
 
 def test_render_of_no_audio_has_no_items() -> None:
-    rendered = render(processor(), np.zeros(0, np.float32), SenderCache(0))
+    rendered = render(make_checker(), np.zeros(0, np.float32), SenderCache(0))
     assert rendered.items == [] and rendered.positions == 0
 
 
 def test_audio_of_the_wrong_type_is_refused() -> None:
     with pytest.raises(ItemRefused, match="float64"):
-        render(processor(), np.zeros(10), SenderCache(0))
+        render(make_checker(), np.zeros(10), SenderCache(0))
 
 
 @pytest.mark.parametrize(
