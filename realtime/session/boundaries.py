@@ -26,6 +26,7 @@ from engine.end_of_turn import (
     EAGERNESS,
     FINISHED_MS,
     MIN_SILENCE_MS,
+    AskDetector,
     EagerEnd,
     Eagerness,
     End,
