@@ -1,6 +1,6 @@
-// Shows the turns of the transcript as captions, at most MAX_SHOWN at a time; buttons show earlier and later ones.
+// Shows the turns of the transcript as captions: of a long one only a part (MAX_SHOWN turns), and buttons for the rest.
 //
-// The document so stays small however long the session is.
+// So the document stays small however long the session is.
 
 import { clock, exactClock, percent } from "./format.js";
 import { piecesOf, speakerName } from "./transcript.js";
