@@ -311,7 +311,7 @@ def ask_everything(loop: Loop, name: str, step: int) -> list[Output]:
             loop.questions.add_audio(name, ITEMS[fed : fed + 1])
             loop.tracks.add_audio(name, ITEMS[fed : fed + 1])
             fed += 1
-        outputs += loop.until(lambda found: not loop.questions.is_waiting, *loop.questions.take(speech))
+        outputs += loop.until(lambda found: not loop.questions.is_waiting, *loop.questions.add(speech))
     return outputs
 
 
