@@ -94,7 +94,7 @@ class RecentAudio:
         part.end = self.end = end
 
     def drop_before(self, sample: int) -> None:
-        """Drop parts that end at or before this sample, except the last one: it has the current position of the stream."""
+        """Drop parts that end at or before this sample, except the last one: it has the position of the stream."""
         while len(self._parts) > 1 and self._parts[0].end <= sample:
             self._parts.popleft()
 
