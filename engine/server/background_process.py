@@ -7,10 +7,11 @@ the labels and `SentAudio` for the questions; `main` is the process. Windowed mo
 work on threads of the engine instead (`engine/runner/background.py`).
 
 Labels cost more of the processor than everything else that an engine's loop does for a stream, and so does the audio
-that a turn detector is given: for hundreds of streams they would take the loop's whole time, and the interpreter's lock
-lets no second thread help. So the loop sends audio, the detector's frames and questions about turns to this process,
-and gets labels and answers back. The process computes its models on the same GPU. The loop never waits: one thread
-writes and one reads. If the process ends, the engine ends too, and its streams are rebuilt with their labels elsewhere.
+for a turn detector. For hundreds of streams they would use all of the loop's time, and because of the interpreter's
+lock a second thread would not help. So the loop sends audio, the detector's frames and questions about turns to this
+process, and receives labels and answers. The process computes its models on the same GPU. The loop never waits: one
+thread writes and one reads. If the process ends, the engine ends too, and its streams are rebuilt with their labels
+elsewhere.
 
 A message to the process is the lengths of its two parts (two 32-bit numbers), a list of commands, and the samples of
 their audio one after the other, as float32: samples are neither copied nor encoded on their way. The first message is
@@ -63,7 +64,7 @@ FAILURES_OF_A_LOST_DEVICE = 8
 BUFFERS_PER_CALL = 1000
 # How often the process polls its models for results while no message comes.
 RESULT_POLL_S = 0.005
-# Time within which the process ends when it is told to; it has nothing to save.
+# Time within which the process must end after its socket is closed; it has nothing to save.
 END_S = 1.0
 # Time that the engine waits for it to load, before it serves.
 READY_S = 180.0
@@ -222,7 +223,8 @@ class BackgroundProcess:
         # By stream: the end of the audio that was replaced by silence, because the process did not keep up.
         self._dropped_until: dict[str, int] = {}
 
-    def tell(self, command: Command) -> None:
+    def add_command(self, command: Command) -> None:
+        """Send a command with the next message."""
         self._commands.append(command)
         if isinstance(command, _Dropped):
             self._dropped_until.pop(command.stream, None)
@@ -279,9 +281,9 @@ class BackgroundProcess:
                 future.set_result(answer.probability)
 
     def send(self) -> None:
-        """Send all commands since the last call. Raises EngineDead if the process takes none."""
+        """Send all commands since the last call. Raises EngineDead if the process accepts none."""
         if self._out.qsize() > MAX_QUEUED_MESSAGES:
-            raise EngineDead("the process of speaker labels and the turn detector takes no messages")
+            raise EngineDead("the process of speaker labels and the turn detector accepts no messages")
         if self._commands:
             self._out.put((self._commands, self._audio))
             self._commands, self._audio = [], []
@@ -345,8 +347,8 @@ class BackgroundProcess:
             _send(line, [_LENGTHS.pack(len(recipes), 0), recipes])
             while (message := self._out.get()) is not None:
                 commands, audio = message
-                told, length = encoder.encode(commands), sum(samples.nbytes for samples in audio)
-                _send(line, [_LENGTHS.pack(len(told), length), told, *audio])
+                encoded, length = encoder.encode(commands), sum(samples.nbytes for samples in audio)
+                _send(line, [_LENGTHS.pack(len(encoded), length), encoded, *audio])
                 self._written += length
             line.shutdown(socket.SHUT_WR)
         except OSError:
@@ -389,18 +391,18 @@ class ProcessTracks(SpeakerTracks):
         if SPEAKERS in options:
             self._process.start()
             self._names.add(name)
-            self._process.tell(_Opened(name, {SPEAKERS: options[SPEAKERS]}, live))
+            self._process.add_command(_Opened(name, {SPEAKERS: options[SPEAKERS]}, live))
 
     def resume(self, name: str, saved: Saved, earlier: int = 0) -> None:
         if name in self._names:
-            self._process.tell(_Resumed(name, saved, earlier))
+            self._process.add_command(_Resumed(name, saved, earlier))
 
     def close(self, name: str) -> Closed | None:
         if name in self._names:
             self._names.remove(name)
             self._late.pop(name, None)
-            self._process.tell(_Dropped(name))
-        return self._held.pop(name, None)
+            self._process.add_command(_Dropped(name))
+        return self._delayed_ends.pop(name, None)
 
     def add_audio(self, name: str, items: Iterable[Item]) -> None:
         if name in self._names:
@@ -411,12 +413,12 @@ class ProcessTracks(SpeakerTracks):
 
     def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
         if speech.stream in self._names:
-            dropped, told = self._process.dropped_until(speech.stream), list(voiced)
+            dropped, has_voice = self._process.dropped_until(speech.stream), list(voiced)
             if speech.sample < dropped:
                 # The process has silence there, which has no voice.
                 starts = range(speech.sample, speech.end, speech.frame_samples)
-                told = [voice and start >= dropped for voice, start in zip(told, starts, strict=True)]
-            self._process.tell(_Frames(speech.stream, speech.sample, speech.frame_samples, told))
+                has_voice = [voice and start >= dropped for voice, start in zip(has_voice, starts, strict=True)]
+            self._process.add_command(_Frames(speech.stream, speech.sample, speech.frame_samples, has_voice))
 
     @property
     def has_work(self) -> bool:
@@ -432,8 +434,8 @@ class ProcessTracks(SpeakerTracks):
     def add_labels(self, outputs: list[Output]) -> None:
         for output in [one for one in outputs if isinstance(one, Closed) and one.stream in self._names]:
             outputs.remove(output)
-            self._held[output.stream] = output
-            self._process.tell(_Ended(output.stream))
+            self._delayed_ends[output.stream] = output
+            self._process.add_command(_Ended(output.stream))
         outputs += self._found
         self._found.clear()
 
@@ -446,8 +448,8 @@ class ProcessTracks(SpeakerTracks):
             if answer.sample is not None and answer.stream in self._names:
                 self._late[answer.stream] = answer.sample
         elif isinstance(answer, _Finished):
-            if answer.stream in self._held:
-                self._found.append(self._held.pop(answer.stream))
+            if answer.stream in self._delayed_ends:
+                self._found.append(self._delayed_ends.pop(answer.stream))
         elif isinstance(answer, _Failed) and answer.stream in self._names:
             self._end_failed(answer.stream, BadItem(answer.stream, answer.message))
 
@@ -465,7 +467,7 @@ class SentAudio(AskedAudio):
         self.window_samples = process.window_samples
         self._needed_from = 0
         process.start()
-        process.tell(_Asks(name))
+        process.add_command(_Asks(name))
 
     def add(self, items: Sequence[Item]) -> None:
         if not self._labels(self._name):
@@ -475,7 +477,7 @@ class SentAudio(AskedAudio):
         # Now and then: the process keeps audio in parts.
         if sample >= self._needed_from + PART_SAMPLES:
             self._needed_from = sample
-            self._process.tell(_NotNeeded(self._name, sample))
+            self._process.add_command(_NotNeeded(self._name, sample))
 
     def ask(self, sample: int) -> Future[float]:
         if max(0, sample - self.window_samples) < self._process.dropped_until(self._name):
@@ -485,7 +487,7 @@ class SentAudio(AskedAudio):
         return self._process.ask(self._name, sample)
 
     def close(self) -> None:
-        self._process.tell(_Dropped(self._name))
+        self._process.add_command(_Dropped(self._name))
 
 
 def _send(line: socket.socket, buffers: Sequence[Any]) -> None:
@@ -510,7 +512,7 @@ class _Process:
         # The model's items are not sent, so nothing reads its specification.
         self._spec = ModelSpec("labels", 16_000, 1280)
         self._tracks = SpeakerTracks(self._spec, embedder, self._fail)
-        # Uploads, each with the sample from which on it waits for embeddings, as it was last told.
+        # Uploads, each with the sample from which it waits for embeddings, as reported last.
         self._uploads: dict[str, int | None] = {}
         # The audio of streams with questions, and the numbers of questions that are being answered.
         self._asked: dict[str, KeptAudio] = {}
@@ -558,9 +560,9 @@ class _Process:
                 self.answers.append(_Found(output))
             elif isinstance(output, Closed):
                 self.answers.append(_Finished(output.stream))
-        for name, told in self._uploads.items():
+        for name, reported in self._uploads.items():
             late = self._tracks.waiting_from(name)
-            if late != told:
+            if late != reported:
                 self._uploads[name] = late
                 self.answers.append(_Late(name, late))
         for number in [number for number, future in self._questions.items() if future.done()]:
@@ -612,14 +614,14 @@ def main() -> None:
         process = _Process(embedder, turn_detector)  # type: ignore[arg-type]
         process.answers.append(_Ready())
         while True:
-            patience = RESULT_POLL_S if process.is_waiting else 0.0 if process.answers else None
+            timeout_s = RESULT_POLL_S if process.is_waiting else 0.0 if process.answers else None
             commands, audio = list[Command](), np.zeros(0, np.float32)
-            if select.select([line], [], [], patience)[0]:
+            if select.select([line], [], [], timeout_s)[0]:
                 head = _exactly(line, _LENGTHS.size)
                 if not head:
                     break
-                told, length = _LENGTHS.unpack(head)
-                commands = _commands.decode(_exactly(line, told))
+                size, length = _LENGTHS.unpack(head)
+                commands = _commands.decode(_exactly(line, size))
                 audio = np.frombuffer(_exactly(line, length), np.float32)
             process.apply(commands, audio)
             if process.answers:

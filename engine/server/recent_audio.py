@@ -1,12 +1,11 @@
-"""`RecentAudio`: the last seconds of one stream's audio in the engine, for second pass, turn detector and speaker
-labels.
+"""`RecentAudio`: the last seconds of one stream's audio in the engine, for second pass, turn detector and labels.
 
-Each of these three (`revisions.py`, `turn_questions.py`, `speakers.py`) keeps its own for each stream. The audio that
-is kept to rebuild a stream is elsewhere: `engine/boundary/replay.py`. Audio is kept in parts of one second, into which
-items are written one after the other, so that a turn is joined from few parts. Items without samples (declared silence,
-features) are kept as a length. Each part has the position of its first item, so that a saved state can tell from where
-on audio must be sent again. `cut` rounds to 16 bits: audio that a gateway kept with 16 bits and sends again gives the
-same samples.
+Second passes (`revisions.py`), turn questions (`turn_questions.py`) and speaker labels (`speakers.py`) have one each
+for each stream. The audio with which a stream is rebuilt is elsewhere: `engine/boundary/replay.py`. Audio is kept in
+parts of one second, into which items are written one after the other, so that a turn is joined from few parts. Items
+without samples (declared silence, features) are kept as a length. Each part has the position of its first item, from
+which a saved state computes the position from which audio must be sent again. `cut` rounds to 16 bits: audio that a
+gateway kept with 16 bits and sends again gives the same samples.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from engine.spec import ModelSpec
 
 Samples = NDArray[np.float32]
 
-# Room of a part; an item that is longer has a part of its own length.
+# Size of a part; a longer item has a part of its own length.
 PART_SAMPLES = 16_000
 
 
@@ -49,20 +48,21 @@ def rounded_to_16_bits(samples: Samples) -> Samples:
 
 @dataclass(slots=True)
 class _Part:
+    # First sample and end, and the position of the first item.
     start: int
     end: int
     position: int
-    # Samples up to `end` are written. None: silence.
+    # The array for the part's samples, written up to `end`. None: silence.
     samples: Samples | None
 
 
 def _joined(parts: Iterable[_Part], start: int, end: int) -> Samples:
-    found = np.zeros(max(0, end - start), np.float32)
+    joined = np.zeros(max(0, end - start), np.float32)
     for part in parts:
         low, high = max(start, part.start), min(end, part.end)
         if low < high and part.samples is not None:
-            found[low - start : high - start] = part.samples[low - part.start : high - part.start]
-    return rounded_to_16_bits(found)
+            joined[low - start : high - start] = part.samples[low - part.start : high - part.start]
+    return rounded_to_16_bits(joined)
 
 
 class RecentAudio:
@@ -90,11 +90,11 @@ class RecentAudio:
             self._parts.append(part)
         assert part.samples is not None
         part.samples[sample - part.start : end - part.start] = audio
-        # Last: another thread may read the part meanwhile.
+        # The end is set last: another thread may read the part meanwhile.
         part.end = self.end = end
 
     def drop_before(self, sample: int) -> None:
-        """Drop parts that end before this sample. The last part stays: it tells where the stream is."""
+        """Drop parts that end at or before this sample, except the last one: it has the position of the stream."""
         while len(self._parts) > 1 and self._parts[0].end <= sample:
             self._parts.popleft()
 
@@ -104,7 +104,7 @@ class RecentAudio:
 
     def later_cut(self, start: int, end: int) -> Callable[[], Samples]:
         """A function that returns the same audio as `cut` and can be called later, on any thread."""
-        # From the end: mostly the newest audio is wanted.
+        # From the end, because mostly the newest audio is wanted.
         return partial(_joined, list(takewhile(lambda part: part.end > start, reversed(self._parts))), start, end)
 
     @property

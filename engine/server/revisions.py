@@ -2,11 +2,11 @@
 
 A part of the engine loop. It keeps the audio and the streamed words of each stream since its last revision, and sends
 the new words as `Revised`; `UtteranceReviser` (`engine/runner/background.py`) computes them on other threads. A
-`Revision` covers the audio between two flushes, or between a flush and the end of the stream. Audio that goes on for
-long without a flush is revised in parts while the speaker goes on, cut at pauses between words, so that little is left
-to do at the flush. The division into parts depends on the audio and the streamed words alone; the time of the result
-depends on the load. A revision that would not be ready in time, by the pace of the last ones, is not begun: the
-streamed words stay, and the final comes at once.
+`Revision` covers a *part* of the stream: the audio between two flushes, or between a flush and the end of the stream.
+Long audio without a flush is divided at pauses between words and revised while the speaker continues, so that little
+remains to be decoded at the flush. The division into parts depends on the audio and the streamed words alone; when the
+result is sent depends on the load. A revision that would not be ready in time, by the pace of the last ones, is not
+begun: the streamed words are final at once.
 """
 
 from __future__ import annotations
@@ -36,28 +36,28 @@ logger = logging.getLogger(__name__)
 SAMPLE_RATE = 16_000
 # Audio before the first word and after the last one that is decoded again too: a word may have been missed there.
 MARGIN_SAMPLES = SAMPLE_RATE
-# Audio that is kept while it has no words: they come some time after they are spoken, more so under load.
-UNHEARD_SAMPLES = 8 * SAMPLE_RATE
+# Audio without words that is kept: words arrive some time after they are spoken, later under load.
+WORDLESS_SAMPLES = 8 * SAMPLE_RATE
 # Audio without a flush is cut at the first pause of PAUSE_SAMPLES between two words after SHORTEST_PART_SAMPLES, or
 # after LONG_SAMPLES at the longest pause.
 SHORTEST_PART_SAMPLES = 8 * SAMPLE_RATE
 PAUSE_SAMPLES = 3 * SAMPLE_RATE // 10
 LONG_SAMPLES = 20 * SAMPLE_RATE
 # Longest audio of one revision; the model was trained on half a minute.
-MOST_SAMPLES = 28 * SAMPLE_RATE
-# A part shorter than SHORT_SAMPLES is decoded together with the end of the part before it, at most MOST_CONTEXT_SAMPLES
-# of it, if that is at most NEAR_SAMPLES before: a few words alone are often misheard.
+MAX_SAMPLES = 28 * SAMPLE_RATE
+# A part shorter than SHORT_SAMPLES is decoded with context, because a few words alone are often recognised wrongly: the
+# end of the part before it, at most MAX_CONTEXT_SAMPLES, if that part ended at most NEAR_SAMPLES before.
 SHORT_SAMPLES = 5 * SAMPLE_RATE
-MOST_CONTEXT_SAMPLES = 8 * SAMPLE_RATE
+MAX_CONTEXT_SAMPLES = 8 * SAMPLE_RATE
 NEAR_SAMPLES = 3 * SAMPLE_RATE
 # A part whose words are all at least this probable is not decoded again. On development speech (docs/experiments.md)
 # two thirds of the audio has a less probable word, and nearly all errors are there.
 SURE = 0.7
-# Revisions of an engine that may wait, for each thread that computes them. The last places are for streams that have
-# none waiting, so a client that sends audio faster than it is spoken does not take them all.
-MOST_WAITING = 6
+# Revisions of an engine that may wait, for each thread that computes them. The last places are reserved for streams
+# without a waiting revision, so that a client that sends audio faster than it is spoken cannot occupy them all.
+MAX_WAITING = 6
 PLACES_FOR_OTHERS = 2
-# A revision is given up after this time, because a client waits for its final; while the speaker goes on, none does.
+# A revision is given up after this time: if a client waits for its final, and while the speaker continues.
 PATIENCE_SECONDS = 0.9
 UNHURRIED_SECONDS = 5.0
 # A rebuilt stream has caught up when it is nearer than this to the end of its audio.
@@ -65,18 +65,17 @@ BEHIND_SAMPLES = SAMPLE_RATE
 # With more speaking streams than this for each thread that computes revisions, clients wait for less time: all words
 # come later then, because the streams share the processor.
 FEW_STREAMS = 3
-# The weight of the newest revision in the measured pace. One in PROBE_EVERY revisions that would be late is begun all
-# the same, because the load may be over.
-NEWEST_SHARE = 0.25
+# The weight of the newest revision in the measured pace.
+NEWEST_WEIGHT = 0.25
+# One in this many revisions that would be late is begun nevertheless, because the load may have ended.
 PROBE_EVERY = 6
 
-
-_MARKS = (b".", b",", b"?", b"!", b";", b":")
+_PUNCTUATION = (b".", b",", b"?", b"!", b";", b":")
 
 
 @dataclass(frozen=True, slots=True)
 class StreamedWord:
-    """A word as it was streamed: its samples, the number of its tokens, and its probability."""
+    """A word as it was streamed: its first sample and its end, the number of its tokens, and its probability."""
 
     start: int
     end: int
@@ -86,22 +85,25 @@ class StreamedWord:
 
 @dataclass(slots=True)
 class Revision:
-    """Samples [start, end) of a stream that are decoded again, and the tokens that were streamed for them. `audio` is
-    where the audio for that begins and ends."""
+    """A part of a stream that is decoded again."""
 
+    # The samples [start, end) of the part.
     start: int
     end: int
+    # The samples [start, end) of the audio that is decoded for it.
     audio: tuple[int, int]
+    # The tokens that were streamed for it.
     draft: list[int]
-    # The part before, as context: where its audio begins, and its tokens.
+    # The part before, as context: the first sample of its audio, and its tokens.
     context: tuple[int, list[int]] | None = None
-    # Whether the speaker went on: the end of the part need not be the end of a sentence.
+    # The speaker continued: the end of the part need not be the end of a sentence.
     goes_on: bool = False
+    # When it was submitted, and when it is given up (nanoseconds of the loop's clock).
     begun_ns: int = 0
     give_up_ns: int = 0
     # Seconds of audio of all revisions that waited when it was begun, its own included.
     queued_seconds: float = 0.0
-    # None: nothing is decoded, and the words stay.
+    # None: nothing is decoded, and the streamed words stay.
     result: Future[list[TimedToken]] | None = None
 
     def save(self) -> Saved:
@@ -123,6 +125,7 @@ class Revision:
 
     @property
     def needs_from(self) -> int:
+        """The first sample of the audio that is decoded, with the context."""
         return self.audio[0] if self.context is None else self.context[0]
 
     @property
@@ -141,14 +144,15 @@ class RevisedStream:
     start: int = 0
     words: list[StreamedWord] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    # The audio and the tokens of the last part, as long as they may be context for the next one.
+    # The last part, as long as it may be context for the next one: first sample, end, tokens.
     previous: tuple[int, int, list[int]] | None = None
-    # Flushes at which the client ended a turn or dropped it: nothing before them is context.
+    # Tags of flushes at which the client ended a turn or dropped it: nothing before them is context.
     borders: set[int] = field(default_factory=set)
+    # Revisions that are not sent yet, in order.
     waiting: deque[Revision] = field(default_factory=deque)
     # The end of the stream, which waits for its last revision.
     closed: Closed | None = None
-    # Whether it was rebuilt after the loss of an engine, and no revision was done since it has caught up.
+    # It was rebuilt after the loss of an engine, and no revision was done since it has caught up.
     recovers: bool = False
 
     def add_audio(self, items: Iterable[Item], spec: ModelSpec) -> None:
@@ -165,7 +169,7 @@ class RevisedStream:
     @property
     def needs_from(self) -> int:
         """The first sample whose audio is still needed."""
-        first = self.words[0].start - MARGIN_SAMPLES if self.words else self.audio.end - UNHEARD_SAMPLES
+        first = self.words[0].start - MARGIN_SAMPLES if self.words else self.audio.end - WORDLESS_SAMPLES
         before = [self.previous[0]] if self.previous is not None and self._is_near(first + MARGIN_SAMPLES) else []
         return min([max(self.start, first), *before, *(one.needs_from for one in self.waiting)])
 
@@ -184,7 +188,7 @@ class RevisedStream:
         return bool(self.words) and computed - self.words[-1].end > LONG_SAMPLES
 
     def long_part(self) -> int | None:
-        """The sample at which audio that goes on is cut, in a pause between two words; None: not yet."""
+        """The sample at which long audio without a flush is divided, in a pause between two words; None: not yet."""
         if not self.words:
             return None
         earliest, best, cut = self._from() + SHORTEST_PART_SAMPLES, -1, None
@@ -243,13 +247,13 @@ def _end_of_part(
 ) -> tuple[int, int, list[int]] | None:
     """The audio and the tokens at the end of a part that may be context for the next one: all of it, or what follows
     the longest pause between two words near its end; None if there is none."""
-    if audio[1] - audio[0] <= MOST_CONTEXT_SAMPLES:
+    if audio[1] - audio[0] <= MAX_CONTEXT_SAMPLES:
         return *audio, draft
     best, found, tokens = -1, None, 0
     for before, after in pairwise(words):
         tokens += before.tokens
         pause = after.start - before.end
-        if audio[1] - before.end <= MOST_CONTEXT_SAMPLES and pause >= best:
+        if audio[1] - before.end <= MAX_CONTEXT_SAMPLES and pause >= best:
             best, found = pause, ((before.end + after.start) // 2, audio[1], draft[tokens:])
     return found
 
@@ -323,7 +327,7 @@ class Revisions:
         return self._streams[name].audio.kept_samples
 
     def close(self, name: str) -> Closed | None:
-        """Drop a stream. Returns its end, if that was kept back."""
+        """Drop a stream. Returns its end (`Closed`), if that was delayed."""
         stream = self._streams.pop(name, None)
         for revision in stream.waiting if stream is not None else ():
             if revision.result is not None:
@@ -343,13 +347,13 @@ class Revisions:
         return any(stream.waiting for stream in self._streams.values())
 
     def add_revisions(self, outputs: list[Output]) -> None:
-        """Begin revisions at the ends of parts in the outputs of a step, add those that are done, and keep ends of
-        streams back that wait for one."""
+        """Begin revisions at the ends of parts in the outputs of a step, add the results of those that are done, and
+        delay the ends of streams that wait for one."""
         if not self._streams:
             return
         for output in list(outputs):
             stream = self._streams.get(getattr(output, "stream", ""))
-            if stream is not None and self._is_held(output, stream):
+            if stream is not None and self._add_output(output, stream):
                 outputs.remove(output)
         for name, stream in list(self._streams.items()):
             try:
@@ -359,8 +363,8 @@ class Revisions:
             except Exception as error:
                 self._end_failed(name, error)
 
-    def _is_held(self, output: Output, stream: RevisedStream) -> bool:
-        """Take an output of the stream. Returns whether it is kept back until the last revision is done."""
+    def _add_output(self, output: Output, stream: RevisedStream) -> bool:
+        """Process an output of the stream. Returns whether it is delayed until the last revision is done."""
         if isinstance(output, Text):
             stream.add_text(output)
             while (cut := stream.long_part()) is not None:
@@ -368,8 +372,8 @@ class Revisions:
         elif isinstance(output, Flushed):
             patience = self._patience(stream)
             self._hurry(stream, patience)
-            begun = self._begin(stream, output.sample, patience)
-            output.is_revised = begun or self._waits(stream, output.sample)
+            is_begun = self._begin(stream, output.sample, patience)
+            output.is_revised = is_begun or self._wait_for_earlier(stream, output.sample)
             if output.tag in stream.borders:
                 stream.borders, stream.previous = set(), None
         elif isinstance(output, Closed):
@@ -403,12 +407,12 @@ class Revisions:
         revision.goes_on = goes_on
         if confidence >= SURE:
             return False
-        if revision.audio[1] - revision.audio[0] > MOST_SAMPLES or revision.needs_from < stream.audio.start:
+        if revision.audio[1] - revision.audio[0] > MAX_SAMPLES or revision.needs_from < stream.audio.start:
             # Too long for the model, or its words came so late that its audio was dropped.
             self.skipped += 1
             return False
         waiting = sum(one.result is not None for other in self._streams.values() for one in other.waiting)
-        if waiting >= MOST_WAITING * self._threads - (PLACES_FOR_OTHERS if stream.waiting else 0):
+        if waiting >= MAX_WAITING * self._threads - (PLACES_FOR_OTHERS if stream.waiting else 0):
             self.skipped += 1
             return False
         if not stream.recovers and self._would_be_late(revision, patience):
@@ -418,8 +422,9 @@ class Revisions:
         self._submit(revision, stream, patience)
         return True
 
-    def _waits(self, stream: RevisedStream, end: int) -> bool:
-        """The part up to this sample keeps its words: if parts before it are being decoded, its turn waits for them."""
+    def _wait_for_earlier(self, stream: RevisedStream, end: int) -> bool:
+        """The part up to this sample keeps its words. If parts before it are being decoded, its turn waits for them.
+        Returns whether."""
         if not stream.waiting:
             return False
         if stream.waiting[-1].result is None:
@@ -445,19 +450,19 @@ class Revisions:
 
     def _would_be_late(self, revision: Revision, patience: float) -> bool:
         if revision.goes_on and self._waiting_seconds():
-            return True  # finals for which clients wait go first
+            # Finals for which clients wait are decoded first.
+            return True
         if self._pace * (self._waiting_seconds() + revision.seconds) <= patience:
             return False
         self._late += 1
         return self._late % PROBE_EVERY != 0
 
     def _measure_pace(self, revision: Revision, stream: RevisedStream) -> None:
-        """A revision was done, or was given up after this time. The pace during a rebuild says nothing about the time
-        after it."""
+        """Update the pace after a revision was done or given up. During a rebuild it is not representative."""
         if stream.recovers:
             return
-        found = (self._clock() - revision.begun_ns) / 1e9 / max(revision.queued_seconds, 0.1)
-        self._pace += (NEWEST_SHARE if self._pace else 1.0) * (found - self._pace)
+        pace = (self._clock() - revision.begun_ns) / 1e9 / max(revision.queued_seconds, 0.1)
+        self._pace += (NEWEST_WEIGHT if self._pace else 1.0) * (pace - self._pace)
 
     def _finished(self, name: str, stream: RevisedStream) -> Iterator[Output]:
         while stream.waiting:
@@ -483,7 +488,7 @@ class Revisions:
             yield closed
 
     def _words(self, name: str, revision: Revision) -> list[Word] | None:
-        """The words of a revision; None if the model could not read it, or heard no words where some were streamed."""
+        """The words of a revision; None if the model failed, or found no words where some were streamed."""
         assert revision.result is not None
         try:
             tokens = revision.result.result()
@@ -492,10 +497,10 @@ class Revisions:
             return None
         last = [timed.token for timed in tokens[-1:]]
         if revision.goes_on and self._is_mark(last) and not self._is_mark(revision.draft[-1:]):
-            # A text that is decoded to its end gets a full stop; the streamed words know that it went on.
+            # The model puts a full stop at the end of the audio, although the speaker continued.
             tokens = tokens[:-1]
-        rate, first = self._spec.samples_per_position, revision.needs_from
-        words = words_of(tokens, self._vocabulary, lambda position: first + round(position * rate))
+        size, first = self._spec.samples_per_position, revision.needs_from
+        words = words_of(tokens, self._vocabulary, lambda position: first + round(position * size))
         if self._listener is not None:
             self._listener.bound_revised(name, words)
         if words:
@@ -504,7 +509,7 @@ class Revisions:
 
     def _is_mark(self, tokens: list[int]) -> bool:
         """Whether this is a punctuation mark, and not another token or none."""
-        return any(self._vocabulary.pieces[token] in _MARKS for token in tokens)
+        return any(self._vocabulary.pieces[token] in _PUNCTUATION for token in tokens)
 
     def _difference(self, draft: list[int], tokens: list[int]) -> int:
         """The number of words that differ between two texts."""

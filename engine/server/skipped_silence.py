@@ -1,16 +1,16 @@
 """Skipped silence (`SilenceSkipper`): keeps long silence from a frame-synchronous model, which would compute all of it.
 
-A part of the engine loop, between its commands and the scheduler. Most of a conversation is another speaker's turn. So
-after a settled silence a live stream's audio waits here instead of going to the scheduler. Audio that lies far enough
-back is skipped; when speech starts, the stream continues a little before it. To the model the audio around a skip is
-contiguous. So there are two counts of positions: the *gateway count* includes skipped positions, the *engine count*
-does not. Sample times stay right, because each item has its sample.
+A part of the engine loop, between its commands and the scheduler. Each stream of a conversation is silent for most of
+the time. So after some seconds of silence a live stream's audio waits here and does not go to the scheduler. Waiting
+audio is skipped when it lies far enough back; when speech starts, the stream continues a little before it. To the model
+the audio around a skip is contiguous. So there are two counts of positions: the *gateway count* includes skipped
+positions, the *engine count* does not. The times of words are not affected, because each item has its sample.
 
-The gate of the stream's speech track (`engine/server/speech_track.py`) decides. It starts open, opens with any speech
-that the track has found, and its hang-over is the silence that settles. Which items are skipped depends only on the
-probabilities, not on when they arrive: an item is released only when no later probability could skip it. A flush
-releases everything before it. Each skipped position is reported to the gateway as a `SKIPPED` token, so that a replay
-skips the same positions.
+The gate of the stream's speech track (`engine/server/speech_gate.py`) decides. It is open at the start, opens with any
+speech that the track has found, and closes after its hang-over. Which items are skipped depends only on the
+probabilities, not on when they arrive: an item is *released* to the scheduler only when no later probability could skip
+it. A flush releases everything before it. Each skipped position is reported to the gateway as a `SKIPPED` token, so
+that a replay skips the same positions.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ from engine.server.speech_gate import GateSettings, SpeechGate
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
-# As low as the gate of windowed models allows: a missed word is worse than computed silence.
+# Evidence that opens the gate: as little as that of windowed models needs in a conversation, because a missed word is
+# worse than computed silence.
 EVIDENCE = 0.2
 PRE_ROLL_SECONDS = 0.48
 
 
-def skip_settings(settled_seconds: float) -> GateSettings:
+def skip_settings(silence_seconds: float) -> GateSettings:
     """Settings of a gate that skips silence after this many seconds of it."""
     return GateSettings(
         evidence=EVIDENCE,
         conversation_evidence=EVIDENCE,
         pre_roll_samples=int(PRE_ROLL_SECONDS * SAMPLE_RATE),
-        hang_over_samples=int(settled_seconds * SAMPLE_RATE),
+        hang_over_samples=int(silence_seconds * SAMPLE_RATE),
         follows_track=True,
     )
 
@@ -63,12 +64,13 @@ class SkippingStream:
     """One stream: its waiting audio, its skips, and the conversion between the two counts."""
 
     def __init__(self, message: Open, gate: GateSettings | None, spec: ModelSpec) -> None:
-        self._rate = spec.samples_per_position
+        self._samples_per_position = spec.samples_per_position
         if gate is not None:
-            # The last word before a pause comes out this much later; the audio until then must not be skipped.
+            # The model completes the last word before a pause this much later; the audio until then must not be
+            # skipped.
             delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
-            least = (spec.pause_positions_for(delay) + 2) * self._rate
-            gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, least))
+            needed = (spec.pause_positions_for(delay) + 2) * self._samples_per_position
+            gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, needed))
         self.gate = None if gate is None else SpeechGate(gate, is_open=True)
         self.finished = False
         self.waiting: deque[Item | PendingMark] = deque()
@@ -93,7 +95,8 @@ class SkippingStream:
         """Queue items that have arrived."""
         for item in items:
             if item.payload is not None and item.payload.ndim > 1:
-                self.gate = None  # the detector takes samples, not features
+                # The speech detector cannot process features, so nothing is skipped any more.
+                self.gate = None
             self._end_sample = max(self._end_sample, item.sample + self._samples(item))
             self.waiting.append(item)
 
@@ -108,11 +111,11 @@ class SkippingStream:
         return bool(self._marks)
 
     def on_track(self, sample: int, frame_samples: int) -> None:
-        """The speech track has heard the audio up to this sample, in frames of this length."""
+        """The speech track has processed the audio up to this sample, in frames of this length."""
         self._judged = sample
         self._frame = min(self._frame, frame_samples) or frame_samples
 
-    def goes_straight_on(self, item: Item) -> bool:
+    def is_released_at_once(self, item: Item) -> bool:
         """Fast path for speech: whether a new item can be released at once. If not, `add` it."""
         gate, payload = self.gate, item.payload
         if gate is None or self.waiting or item.offset < self._recorded_until or payload is None or payload.ndim > 1:
@@ -124,7 +127,7 @@ class SkippingStream:
         return True
 
     @property
-    def all_waits(self) -> bool:
+    def nothing_is_released(self) -> bool:
         """Fast path for silence: True if `next` would return None (nothing waits, or the first item must wait)."""
         if not self.waiting:
             return True
@@ -147,20 +150,20 @@ class SkippingStream:
             if head.offset < self._recorded_until:
                 head = self._recorded_part(head)
                 if head.offset not in self._recorded:
-                    return self.counted(head)
+                    return self.on_engine_count(head)
                 self._skip(head, reached, reported=True)
             elif gate is None:
-                return self.counted(head)
+                return self.on_engine_count(head)
             elif (passed := self._position_offset(head, gate.floor)) > 0:
                 self._skip(self._split(head, passed), reached, reported=False)
             elif self._is_flushed():
-                return self.counted(head)
+                return self.on_engine_count(head)
             else:
                 certain = 0 if gate.certain_until is None else gate.certain_until
                 # A position is released if it begins within the certain part.
-                count = self._position_offset(head, certain + self._rate - 1)
+                count = self._position_offset(head, certain + self._samples_per_position - 1)
                 if head.sample < certain and (count > 0 or not self._samples(head)):
-                    return self.counted(self._split(head, count or head.length))
+                    return self.on_engine_count(self._split(head, count or head.length))
                 self.waiting.appendleft(head)
                 return None
         return None
@@ -197,7 +200,7 @@ class SkippingStream:
             text.tokens = tokens + text.tokens[done:]
 
     def _samples(self, item: Item) -> int:
-        return item.covered_samples(self._rate)
+        return item.covered_samples(self._samples_per_position)
 
     def _is_flushed(self) -> bool:
         """Whether a flush wants the text of the first items, and all audio before the flush is judged."""
@@ -218,7 +221,7 @@ class SkippingStream:
         if not self._samples(item):
             return 0
         if _is_gap(item):
-            return min(item.length, max(0, sample - item.sample) // self._rate)
+            return min(item.length, max(0, sample - item.sample) // self._samples_per_position)
         return item.length if item.sample + self._samples(item) <= sample else 0
 
     def _split(self, item: Item, positions: int) -> Item:
@@ -226,16 +229,16 @@ class SkippingStream:
         if positions >= item.length:
             return item
         rest = structs.replace(item, offset=item.offset + positions, length=item.length - positions)
-        rest.sample += positions * self._rate
+        rest.sample += positions * self._samples_per_position
         if item.mask is not None:
             rest.mask = item.mask[positions:]
         if item.samples is not None:
-            rest.samples = max(0, item.samples - positions * self._rate)
+            rest.samples = max(0, item.samples - positions * self._samples_per_position)
         self.waiting.appendleft(rest)
         mask = None if item.mask is None else item.mask[:positions]
         return structs.replace(item, length=positions, mask=mask, samples=None)
 
-    def counted(self, item: Item) -> Item:
+    def on_engine_count(self, item: Item) -> Item:
         """A released item, with its offset on the engine count."""
         return structs.replace(item, offset=item.offset - self.skipped_positions) if self.skipped_positions else item
 
@@ -301,15 +304,15 @@ class SilenceSkipper:
             return
         self.check_open(name)
         self._now = now
-        if len(items) == 1 and stream.goes_straight_on(items[0]):
-            self._scheduler.feed(name, [stream.counted(items[0])], now)
+        if len(items) == 1 and stream.is_released_at_once(items[0]):
+            self._scheduler.feed(name, [stream.on_engine_count(items[0])], now)
             if stream.is_settled:
                 return
         else:
             stream.add(items)
-            if stream.all_waits:
+            if stream.nothing_is_released:
                 return
-        self._pass_on(name, stream)
+        self._release(name, stream)
 
     def flush(self, message: Flush, position: FindPosition | None = None) -> None:
         stream = self._streams.get(message.stream)
@@ -318,7 +321,7 @@ class SilenceSkipper:
             return
         self.check_open(message.stream)
         stream.add_mark(message, position)
-        self._pass_on(message.stream, stream)
+        self._release(message.stream, stream)
 
     def finish(self, message: Finish) -> None:
         stream = self._streams.get(message.stream)
@@ -328,7 +331,7 @@ class SilenceSkipper:
         self.check_open(message.stream)
         stream.finished = True
         stream.add_mark(message)
-        self._pass_on(message.stream, stream)
+        self._release(message.stream, stream)
 
     def gate(self, name: str) -> SpeechGate | None:
         """The gate that the stream's speech track has to drive; None if no silence of it is skipped."""
@@ -344,13 +347,13 @@ class SilenceSkipper:
         return not is_silence or stream.is_marked
 
     def on_track(self, name: str, sample: int, frame_samples: int) -> None:
-        """The stream's speech track has heard the audio up to this sample: release what it can. Raises StreamError."""
+        """The stream's speech track has processed the audio up to this sample: release items. Raises StreamError."""
         stream = self._streams.get(name)
         if stream is None or stream.gate is None or name not in self._scheduler.streams:
             return
         stream.on_track(sample, frame_samples)
-        if not stream.all_waits:
-            self._pass_on(name, stream)
+        if not stream.nothing_is_released:
+            self._release(name, stream)
 
     def add_skips(self, outputs: Iterable[Output]) -> None:
         """Add the skipped positions to the texts, so that a replay skips the same."""
@@ -374,7 +377,7 @@ class SilenceSkipper:
             for name, start, end in targets
         ]
 
-    def _pass_on(self, name: str, skipping: SkippingStream) -> None:
+    def _release(self, name: str, skipping: SkippingStream) -> None:
         """Pass released items and marks to the scheduler, in order."""
         scheduler = self._scheduler
         while (stream := scheduler.streams.get(name)) is not None:

@@ -29,13 +29,13 @@ from engine.server.speech_pieces import FRAME_SAMPLES, SAMPLE_RATE, Piece, Piece
 from engine.spec import ModelSpec
 
 # Pieces of a live stream that may wait for their embedding: about 16 s of speech. With more, the engine is overloaded,
-# and the oldest gets no label.
+# and the oldest piece gets no label.
 MAX_WAITING = 32
-# Pieces of an upload that wait before its audio is asked for more slowly.
+# With more waiting pieces than this, an upload is sent audio more slowly.
 MAX_UPLOAD_WAITING = 16
-# How often labels carry the state with which another stream can go on, in samples.
+# Interval, in samples, at which labels contain the state from which another stream can continue.
 STATE_EVERY = 2 * SAMPLE_RATE
-# How often a stream without new labels tells up to where all are decided, in samples.
+# Interval, in samples, at which a stream without new labels reports `Labels.settled`.
 SETTLED_EVERY = SAMPLE_RATE
 
 
@@ -64,12 +64,16 @@ class SpeakerTrack:
         # A restored state, and its audio, which is sent again: the samples from `_restored_from` on.
         self._restoring: tuple[Saved, list[Samples]] | None = None
         self._restored_from = 0
+        # No more audio comes.
         self._ended = False
-        # A restored track is behind until the speech that it got at once has embeddings; and what was told of that.
+        # A restored track is behind until the speech that it received at once has embeddings.
         self._is_behind = False
-        self._behind_told = False
+        # Values of `Labels.is_behind` and `Labels.settled` that were sent last.
+        self._sent_is_behind = False
+        self._sent_settled = 0
+        # The sample at which a state was sent last.
         self._state_at = -STATE_EVERY
-        self._settled_told = 0
+        # Pieces without a label, because the engine was overloaded.
         self.dropped = 0
 
     # Audio in
@@ -117,27 +121,28 @@ class SpeakerTrack:
         return self._waiting[0].piece.start if len(self._waiting) > MAX_UPLOAD_WAITING else None
 
     def advance(self, stream: str) -> Labels | None:
-        """The labels that are known by now; None if nothing is new. Raises what the computation of an embedding did."""
-        found: list[Label] = []
-        heard = False
+        """The labels that can be decided by now; None if nothing is new. An error of the computation of an embedding is
+        raised here."""
+        decided: list[Label] = []
+        has_embeddings = False
         while self._waiting and self._waiting[0].embedding.done():
-            one = self._waiting.popleft()
-            found += self._labels.push(one.piece, rounded(one.embedding.result()))
-            heard = True
+            waiting = self._waiting.popleft()
+            decided += self._labels.push(waiting.piece, rounded(waiting.embedding.result()))
+            has_embeddings = True
         if not self._waiting:
-            found += self._labels.end() if self._ended else self._labels.advance(self._cutter.sample)
-            self._is_behind = self._is_behind and not (heard or self._ended)
+            decided += self._labels.end() if self._ended else self._labels.advance(self._cutter.sample)
+            self._is_behind = self._is_behind and not (has_embeddings or self._ended)
         settled = self._settled
-        is_news = bool(found) or heard
-        if not is_news and settled - self._settled_told < SETTLED_EVERY and self._is_behind == self._behind_told:
+        is_new = bool(decided) or has_embeddings
+        if not is_new and settled - self._sent_settled < SETTLED_EVERY and self._is_behind == self._sent_is_behind:
             return None
-        self._settled_told, self._behind_told = settled, self._is_behind
+        self._sent_settled, self._sent_is_behind = settled, self._is_behind
         guess = self._labels.best_guess() if self._labels.has_pending else []
         state: Saved | None = None
-        if is_news and (self._ended or self._cutter.sample - self._state_at >= STATE_EVERY):
+        if is_new and (self._ended or self._cutter.sample - self._state_at >= STATE_EVERY):
             self._state_at = self._cutter.sample
             state = self.save()
-        return Labels(stream, spans(found), spans(guess), state, settled, self._is_behind)
+        return Labels(stream, spans(decided), spans(guess), state, settled, self._is_behind)
 
     @property
     def _settled(self) -> int:
@@ -170,8 +175,8 @@ class SpeakerTrack:
         return {"cutter": self._cutter.save(), "labels": self._labels.save(), "waiting": waiting}
 
     def resume(self, saved: Saved, earlier: int = 0) -> None:
-        """Go on from a saved state; its samples were counted from `earlier` samples before. Audio before the state's
-        last sample comes again and gets no label a second time."""
+        """Continue from a saved state, whose sample 0 lies `earlier` samples before the stream's. Audio before the
+        state's last sample is sent again and gets no label a second time."""
         saved = _shifted(saved, earlier)
         self._labels = SpeakerLabels.resumed(saved["labels"])
         pieces = (start for piece in saved["waiting"] for start in piece["starts"][:1])
@@ -285,7 +290,7 @@ class SpeakerTracks:
         self._end_failed = end_failed
         self._tracks: dict[str, SpeakerTrack] = {}
         # Ends of streams that wait for their last labels.
-        self._held: dict[str, Closed] = {}
+        self._delayed_ends: dict[str, Closed] = {}
         # Live streams, whose pieces may be dropped if they wait too long.
         self._live: set[str] = set()
         # Streams that may have new labels; other threads add those whose embeddings they have computed.
@@ -340,10 +345,10 @@ class SpeakerTracks:
         return ({}, None) if track is None else ({"speakers": track.save()}, track.needs_position)
 
     def close(self, name: str) -> Closed | None:
-        """Drop a stream. Returns its end, if that was kept back."""
+        """Drop a stream. Returns its end (`Closed`), if that was delayed."""
         self._tracks.pop(name, None)
         self._live.discard(name)
-        return self._held.pop(name, None)
+        return self._delayed_ends.pop(name, None)
 
     def add_audio(self, name: str, items: Iterable[Item]) -> None:
         track = self._tracks.get(name)
@@ -383,12 +388,12 @@ class SpeakerTracks:
         return None if track is None or name in self._live else track.waiting_from
 
     def add_labels(self, outputs: list[Output]) -> None:
-        """Add the labels that are known by now to the outputs of a step, and keep ends back that wait for labels."""
+        """Add the labels that can be decided by now to the outputs of a step, and delay ends that wait for labels."""
         if not self._tracks:
             return
         for output in [one for one in outputs if isinstance(one, Closed) and one.stream in self._tracks]:
             outputs.remove(output)
-            self._held[output.stream] = output
+            self._delayed_ends[output.stream] = output
             try:
                 self._tracks[output.stream].end()
             except Exception as error:
@@ -407,5 +412,5 @@ class SpeakerTracks:
                 continue
             if labels is not None:
                 outputs.append(labels)
-            if name in self._held and not track.waiting:
-                outputs.append(self._held.pop(name))
+            if name in self._delayed_ends and not track.waiting:
+                outputs.append(self._delayed_ends.pop(name))

@@ -286,7 +286,7 @@ def test_a_process_that_takes_nothing_is_lost(loop: Loop, monkeypatch: pytest.Mo
     os.kill(loop.process.pid, signal.SIGSTOP)
     monkeypatch.setattr(background_process, "MAX_QUEUED_MESSAGES", 20)
     loop.tracks.open("s", ON, live=True)
-    with pytest.raises(EngineDead, match="takes no messages"):
+    with pytest.raises(EngineDead, match="accepts no messages"):
         for _ in range(2000):
             loop.feed("s", 20)
             loop.process.send()
@@ -311,7 +311,7 @@ def ask_everything(loop: Loop, name: str, step: int) -> list[Output]:
             loop.questions.add_audio(name, ITEMS[fed : fed + 1])
             loop.tracks.add_audio(name, ITEMS[fed : fed + 1])
             fed += 1
-        outputs += loop.until(lambda found: not loop.questions.is_waiting, *loop.questions.take(speech))
+        outputs += loop.until(lambda found: not loop.questions.is_waiting, *loop.questions.add(speech))
     return outputs
 
 
@@ -320,7 +320,7 @@ def ask_everything(loop: Loop, name: str, step: int) -> list[Output]:
 def test_the_answers_are_those_of_the_loop_with_labels_and_without(
     loop: Loop, options: dict[str, str], step: int
 ) -> None:
-    loop.questions.use("s", RULE)
+    loop.questions.set_rule("s", RULE)
     loop.tracks.open("s", options, live=True)
     found = scores(ask_everything(loop, "s", step))
     assert found == EXPECTED_SCORES
@@ -328,14 +328,14 @@ def test_the_answers_are_those_of_the_loop_with_labels_and_without(
 
 def test_a_stream_that_ends_is_asked_no_more_and_its_name_can_be_used_again(loop: Loop) -> None:
     for _ in range(2):
-        loop.questions.use("s", RULE)
+        loop.questions.set_rule("s", RULE)
         assert scores(ask_everything(loop, "s", 10)) == EXPECTED_SCORES
         loop.questions.close("s")
 
 
 def test_questions_of_an_overloaded_process_have_no_answer(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_process, "MAX_QUEUED_BYTES", -1)
-    loop.questions.use("s", RULE)
+    loop.questions.set_rule("s", RULE)
     found = scores(ask_everything(loop, "s", 10))
     assert len(found) == len(EXPECTED_SCORES) and {score[3] for score in found} == {None}
 

@@ -199,7 +199,7 @@ def test_a_stream_that_cannot_be_planned_ends_alone(spec: ModelSpec, monkeypatch
         return window(self, start, end)
 
     monkeypatch.setattr(type(timeline), "window", broken)
-    monkeypatch.setattr(type(timeline), "frame_at", lambda self, index, position: None)
+    monkeypatch.setattr(type(timeline), "single_position_item", lambda self, index, position: None)
     said = run(loop, sessions, 1)
     assert [text(said[name]) for name in "ab"] == [text(calm[name]) for name in "ab"]
     assert [output.code for output in said["bad"] if isinstance(output, Failed)] == ["StreamFailed"]

@@ -18,12 +18,12 @@ from engine.runner.base import EndedUtterance, Reviser
 from engine.server.revisions import (
     FEW_STREAMS,
     LONG_SAMPLES,
-    MOST_SAMPLES,
-    MOST_WAITING,
+    MAX_SAMPLES,
+    MAX_WAITING,
     PATIENCE_SECONDS,
     PLACES_FOR_OTHERS,
     PROBE_EVERY,
-    UNHEARD_SAMPLES,
+    WORDLESS_SAMPLES,
     Revisions,
 )
 from engine.spec import ModelSpec, Vocabulary
@@ -142,18 +142,18 @@ def test_a_reviser_that_fails_hurts_nobody(caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_late_revisions_are_given_up_and_too_many_are_skipped() -> None:
-    names = [f"s{number}" for number in range(MOST_WAITING + 1)]
+    names = [f"s{number}" for number in range(MAX_WAITING + 1)]
     bench = Bench(*names)
     told = []
     for name in names:
         bench.revisions.add_audio(name, audio(4.0))
         told += bench.step(said("one", 1.5, 2.0, 0, stream=name), Flushed(name, 1, 3 * RATE))
     waits = [output.is_revised for output in told if isinstance(output, Flushed)]
-    assert waits == [True] * MOST_WAITING + [False]
+    assert waits == [True] * MAX_WAITING + [False]
     bench.now = int((PATIENCE_SECONDS + 1) * 1e9)
     given_up = bench.step()
-    assert [output.words for output in given_up if isinstance(output, Revised)] == [None] * MOST_WAITING
-    assert bench.revisions.skipped == MOST_WAITING + 1 and not bench.revisions.is_waiting
+    assert [output.words for output in given_up if isinstance(output, Revised)] == [None] * MAX_WAITING
+    assert bench.revisions.skipped == MAX_WAITING + 1 and not bench.revisions.is_waiting
 
 
 def test_a_client_that_sends_much_at_once_leaves_places_for_the_others() -> None:
@@ -168,12 +168,12 @@ def test_a_client_that_sends_much_at_once_leaves_places_for_the_others() -> None
         return any(output.is_revised for output in told if isinstance(output, Flushed))
 
     # The later turns wait for the earlier ones, and keep their words.
-    assert all(ends("hasty", tag) for tag in range(1, 20 * MOST_WAITING))
-    assert len(bench.reviser.asked) == MOST_WAITING - PLACES_FOR_OTHERS
+    assert all(ends("hasty", tag) for tag in range(1, 20 * MAX_WAITING))
+    assert len(bench.reviser.asked) == MAX_WAITING - PLACES_FOR_OTHERS
     state, _ = bench.revisions.save("hasty")
-    assert len(state["revisions"]["waiting"]) == MOST_WAITING - PLACES_FOR_OTHERS + 1
+    assert len(state["revisions"]["waiting"]) == MAX_WAITING - PLACES_FOR_OTHERS + 1
     assert ends("calm", 1) and ends("quiet", 1)
-    assert len(bench.reviser.asked) == MOST_WAITING
+    assert len(bench.reviser.asked) == MAX_WAITING
 
 
 def test_a_revision_that_would_come_late_is_not_begun_and_another_is_tried_later() -> None:
@@ -419,13 +419,13 @@ def test_no_part_is_longer_than_the_model_can_read_and_memory_is_bounded(
         bench.step(said("one", at + pause, at + pause + length, 0))
         at += pause + length
         for utterance, answer in bench.reviser.asked:
-            assert len(utterance.samples) <= MOST_SAMPLES
+            assert len(utterance.samples) <= MAX_SAMPLES
             if not answer.done():
                 answer.set_result([])
         bench.step()
     saved, _ = bench.revisions.save("s")
-    assert len(saved["revisions"]["words"]) * 0.15 * RATE <= LONG_SAMPLES + MOST_SAMPLES
-    assert bench.revisions.kept_samples("s") <= LONG_SAMPLES + UNHEARD_SAMPLES + 4 * RATE
+    assert len(saved["revisions"]["words"]) * 0.15 * RATE <= LONG_SAMPLES + MAX_SAMPLES
+    assert bench.revisions.kept_samples("s") <= LONG_SAMPLES + WORDLESS_SAMPLES + 4 * RATE
 
 
 @settings(deadline=None)
@@ -472,7 +472,7 @@ def test_a_word_and_hours_of_silence_keep_little_audio() -> None:
         for _, answer in bench.reviser.asked:
             if not answer.done():
                 answer.set_result([])
-    assert len(bench.reviser.asked) == 1 and bench.revisions.kept_samples("s") <= LONG_SAMPLES + UNHEARD_SAMPLES
+    assert len(bench.reviser.asked) == 1 and bench.revisions.kept_samples("s") <= LONG_SAMPLES + WORDLESS_SAMPLES
 
 
 def test_a_revision_is_given_up_though_nothing_else_happens_and_is_cancelled_with_its_stream() -> None:

@@ -249,7 +249,7 @@ def test_the_audio_of_a_stream_is_bounded() -> None:
         start = number * FRAME
         stream.add_audio([Item(number, 1, start, b"k", np.zeros(FRAME, np.float32), samples=FRAME)])
         asked: list[Any] = [TurnScored(start, start + FRAME, start, 0)] if number % 10 == 0 else []
-        stream.take(Speech("s", start, FRAME, [0.0], asked))
+        stream.add(Speech("s", start, FRAME, [0.0], asked))
         most = max(most, audio.recent.kept_samples)
     assert most <= WINDOW + PART_SAMPLES + (WAIT_MESSAGES + 2) * FRAME
 
@@ -261,6 +261,6 @@ def test_declared_silence_is_silence() -> None:
     stream.add_audio(
         [Item(0, 1, 0, b"k", loud, samples=POSITION), Item(1, 2, POSITION), Item(3, 1, 3 * POSITION, b"k", loud)]
     )
-    (found,) = stream.take(Speech("s", 0, FRAME, [0.0], [TurnScored(3 * POSITION + 100, 0, 0, 0)]))
+    (found,) = stream.add(Speech("s", 0, FRAME, [0.0], [TurnScored(3 * POSITION + 100, 0, 0, 0)]))
     expected = np.concatenate([loud, np.zeros(2 * POSITION, np.float32), loud[:100]])
     assert scores([found])[0][3] == answer_to(expected)
