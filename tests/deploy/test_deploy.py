@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from fleet.cluster.connect import TESTED
+from fleet.cluster.connect import TESTED_RAY_VERSION
 from fleet.plan import read_plan
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
 from realtime.serving.metrics import Metrics, build_collector, engine_collector, name_collector
@@ -73,7 +73,7 @@ def test_the_manifest_for_kuberay_says_that_it_is_untested_and_names_the_tested_
     text = (ROOT / "deploy/kuberay.yaml").read_text()
     cluster, *_ = yaml.safe_load_all(text)
     assert "UNTESTED" in text.splitlines()[0]
-    assert cluster["spec"]["rayVersion"].startswith(f"{TESTED}.")
+    assert cluster["spec"]["rayVersion"].startswith(f"{TESTED_RAY_VERSION}.")
     environment = {
         entry["name"] for entry in cluster["spec"]["headGroupSpec"]["template"]["spec"]["containers"][0]["env"]
     }
