@@ -55,7 +55,7 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.serving.viewers.MAX_PAUSE_S": "a time to wait",
     "realtime.serving.uvicorn_protocols._HEAD_BYTES": "the length of a frame's head",
     "realtime.serving.webrtc_calls.READ_BYTES": "the size of a read",
-    "realtime.webrtc.peer_connection.DEFAULT_MESSAGE_BYTES": "what a client takes that does not say so",
+    "realtime.webrtc.sdp.DEFAULT_MESSAGE_BYTES": "what a client takes that does not say so",
     "realtime.webrtc.opus_track.MAX_JUMP": "tells a gap from a changed count",
     "realtime.webrtc.opus_track.MAX_PACKET_SAMPLES": "the longest packet of the codec",
     "realtime.session.settings.MAX_RATE": "a range of a setting",

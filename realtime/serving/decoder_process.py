@@ -101,10 +101,10 @@ BLOCK_SAMPLES = MODEL_RATE // 5
 
 
 def main() -> None:
-    ForkServer(socket.socket(fileno=int(sys.argv[1])), _live).serve()
+    ForkServer(socket.socket(fileno=int(sys.argv[1])), _run_fork).serve()
 
 
-def _live(kind: bytes, line: socket.socket, file: BinaryIO | None) -> None:
+def _run_fork(kind: bytes, line: socket.socket, file: BinaryIO | None) -> None:
     """Decode one file or stream, or pull one; a fork runs this until it ends."""
     if kind == PULL:
         return pull(line, _set_bounds)
