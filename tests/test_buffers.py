@@ -29,7 +29,7 @@ NO_BOUNDING_CONSTANTS = {
     "audio.container_filters.MAX_MEDIA_BYTES": "stands for a box that lasts to the end",
     "audio.container_filters.READ_BYTES": "the size of a read",
     "audio.formats.MAX_RATE": "a range of a setting",
-    "realtime.serving.decoder_process.MAX_JUMP_S": "tells a gap from a changed clock",
+    "realtime.serving.network_reader.MAX_JUMP_S": "tells a gap from a changed clock",
     "engine.boundary.crash_suspects.RECORD_BYTES": "a file of fixed size",
     "engine.boundary.items.KEY_BYTES": "the length of a hash",
     "engine.boundary.sockets.MAX_SOCKETS": "a limit of ZeroMQ that is lifted",

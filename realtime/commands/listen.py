@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from realtime.client.wire_client import without_secrets
     from realtime.commands import captions
     from realtime.commands.terminal import UsageError, check_server, note
-    from realtime.serving.isolated_decoder import PulledAudio
+    from realtime.serving.pulled_audio import PulledAudio
 
     check_caption_options(options)
     if options.url.partition("://")[0].lower() not in SCHEMES:
@@ -72,12 +72,12 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"{without_secrets(options.url)!r} is not the address of a stream; it begins with {schemes}")
     check_server(options.server)
 
-    def on_line(text: str) -> None:
+    def on_status(text: str) -> None:
         if text:
             note(text)
 
     def sound(interrupt: EndOnInterrupt) -> Sound:
-        pulled = PulledAudio(options.url, on_line=on_line, give_up_s=options.give_up)
+        pulled = PulledAudio(options.url, on_status=on_status, give_up_after_s=options.give_up)
         return _until_interrupted(pulled.audio(), interrupt)
 
     return captions.run(options, f"listening to {without_secrets(options.url)}", sound)
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 async def _until_interrupted(audio: Any, interrupt: Any) -> Sound:
     """The audio, until Ctrl-C, also while no audio comes. Raises CommandFailed."""
     from realtime.commands.terminal import CommandFailed
-    from realtime.serving.isolated_decoder import PullFailed
+    from realtime.serving.pulled_audio import PullFailed
 
     async with aclosing(audio):
         ended = asyncio.create_task(_interrupted(interrupt))

@@ -30,9 +30,9 @@ from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import Refusal
 from realtime.serving.checked_fetch import NotAllowed, check_url
 from realtime.serving.daemon_thread import in_thread
-from realtime.serving.isolated_decoder import PulledAudio, PullFailed
 from realtime.serving.live_session import LiveSession
 from realtime.serving.outbox import EventLog
+from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from realtime.serving.quota import Caller, places_of_one_key
 from realtime.serving.registry import Sessions
 from realtime.session.events import Append, End, Gap, Hangup, Samples
@@ -93,7 +93,7 @@ class PulledStream:
 
     def kept(self, wall_clock: float) -> KeptStream:
         """The stream as the next process needs it to continue."""
-        place = None if self._pulled is None else self._pulled.place
+        place = None if self._pulled is None else self._pulled.position
         # Words come some time after their audio. Audio without words yet is pulled again, or counts as missing.
         untold = 0.0
         if self._live is not None:
@@ -176,10 +176,10 @@ class PulledStream:
 
     async def _feed(self, hosts: tuple[str, ...], wall_clock: Callable[[], float]) -> PullFailed | None:
         """Give the session the audio, until it ends or fails."""
-        pulled = PulledAudio(self.url, hosts=hosts, on_line=self._on_line)
+        pulled = PulledAudio(self.url, hosts=hosts, on_status=self._on_connection)
         if self._place is not None:
             end, came_at = self._place
-            pulled.go_on(end, asyncio.get_running_loop().time() - max(0.0, wall_clock() - came_at))
+            pulled.resume_at(end, asyncio.get_running_loop().time() - max(0.0, wall_clock() - came_at))
         self._pulled = pulled
         try:
             async with aclosing(pulled.audio()) as audio:
@@ -208,7 +208,7 @@ class PulledStream:
             # The registry has ended the session without a word to its reader.
             self._reading.cancel()
 
-    def _on_line(self, text: str) -> None:
+    def _on_connection(self, text: str) -> None:
         self.set_status(WAITING, text) if text else self.set_status(LIVE)
 
     async def _keep_a_session(self, sessions: Sessions, vouches_for: Callable[[str], bool]) -> None:
