@@ -1,6 +1,6 @@
 """Raw audio formats (PCM, mu-law, A-law): decodes to float32 mono in [-1, 1] (`Decoder`), and resamples (`Resampler`).
 
-The gateway has one of each per session with raw audio (`realtime/serving/inbox.py`). A piece may end within a
+The gateway has one of each per session with raw audio (`realtime/serving/audio_intake.py`). A piece may end within a
 sample, so a `Decoder` keeps the bytes of an incomplete sample for the next piece. Whole samples are read as views of
 the caller's bytes, except after an incomplete sample; only the conversion to float32 allocates.
 """

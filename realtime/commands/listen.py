@@ -1,6 +1,6 @@
 """`tickertape listen`: live captions of a network stream (HLS, RTMP, RTSP, SRT, Icecast).
 
-`realtime/serving/isolated_decoder.py` pulls and decodes the stream in a process of its own; `captions.py` shows the
+`realtime/serving/pulled_audio.py` pulls and decodes the stream in a process of its own; `captions.py` shows the
 text. A server pulls streams itself with `POST /v1/streams`.
 """
 

@@ -30,7 +30,7 @@ from realtime.http.upload_forms import MAX_FIELD_BYTES, MAX_REFERENCE_BYTES, REF
 from realtime.serving.engine_api import EngineApi, StreamApi
 from realtime.serving.enrolment import REFERENCES, Reference, base64_of, check_speaker_names, enrolled, refused
 from realtime.serving.isolated_decoder import decoded_file
-from realtime.serving.quota import FairPlaces
+from realtime.serving.shared_places import FairPlaces
 from realtime.session.events import Samples, TimedWord
 from realtime.session.formatting import (
     Hit,

@@ -64,8 +64,8 @@ from realtime.serving.publishing import Publisher
 from realtime.serving.pulled_streams import PulledStreams
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import GatewayServices
-from realtime.serving.signed_tokens import ViewerLinks
 from realtime.serving.uvicorn_protocols import clean_headers
+from realtime.serving.viewer_links import ViewerLinks
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
 from realtime.serving.webrtc_calls import Calls

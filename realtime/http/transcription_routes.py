@@ -82,7 +82,7 @@ from realtime.http.openapi import EVENTS, JSON, UPLOADED, Operation, Parameter, 
 from realtime.http.upload_forms import FormReader, Upload, client_gone
 from realtime.http.websocket_routes import LISTEN_PARAMETERS, check_once
 from realtime.http.websocket_routes import Flag as ListenFlag
-from realtime.serving.quota import FairPlaces
+from realtime.serving.shared_places import FairPlaces
 from realtime.session.formatting import paragraph_end, sentences_of
 from realtime.session.settings import AudioFormat, Settings
 from realtime.text_values import now_text

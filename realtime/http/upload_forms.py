@@ -27,7 +27,8 @@ from starlette.types import Message, Receive
 from realtime.config import Config
 from realtime.errors import Refusal, storage_refusal
 from realtime.http.authentication import Context
-from realtime.serving.quota import Caller, SharedCount, places_of_one_key
+from realtime.serving.quota import Caller
+from realtime.serving.shared_places import SharedCount, places_of_one_key
 
 # Enough for all keywords that a stream may have, and all other fields.
 MAX_FIELDS = 600

@@ -48,13 +48,16 @@ from realtime.dialects.twilio import CallStart, TwilioDialect, read_start
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
-from realtime.serving.connection import CLOSE_GRACE_S, ChannelGroup, ChannelInbox, Connection
+from realtime.serving.channels import ChannelGroup, ChannelInbox
+from realtime.serving.connection import CLOSE_GRACE_S, Connection
+from realtime.serving.fair_turns import FairTurns, Pace
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_streams import PulledStreams
-from realtime.serving.quota import Caller, FairTurns, Pace
+from realtime.serving.quota import Caller
 from realtime.serving.session_factory import OpenSession
-from realtime.serving.uvicorn_protocols import EXTENSION, PART, SocketExtras, header_text
+from realtime.serving.socket_extras import EXTENSION, PART, SocketExtras
+from realtime.serving.uvicorn_protocols import header_text
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
 from realtime.serving.webrtc_calls import CallInbox, CallLine, Calls

@@ -2,14 +2,8 @@
 
 A gateway process has one `Sessions`; every route that opens a session asks it. Admission is decided before a socket is
 accepted, so a refusal is an HTTP response. One periodic task, the ticker, serves all sessions. What a single session
-does is in `live_session.py`.
-
-If there are several gateways, `PauseDetector` detects that this one was frozen, and holds its sockets until the engines
-say which sessions it still owns. A process that was stopped (SIGSTOP), or got no CPU time, does not notice that time
-has passed. Meanwhile its clients may have resumed at another gateway: an engine gives a session away if its owner does
-not answer for `RELEASE_SECONDS`. So after a standstill of nearly that length the gateway asks the engines which
-sessions it still owns. Until they answer, it reads nothing from clients, sends them nothing and resumes no session.
-Every read and send is checked, because after a standstill any of them may run before a timer does.
+does is in `live_session.py`. If there are several gateways, `pause_detector.py` tells the registry when this process
+may have lost sessions to another one.
 """
 
 from __future__ import annotations
@@ -17,10 +11,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
 from engine.client.handoff import Owned
 from engine.errors import AdoptionFailed, EngineUnavailable
@@ -30,9 +23,9 @@ from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.pause_detector import PauseDetector
 from realtime.serving.quota import Admission, Caller, Figures, LocalQuota, SessionQuota
 from realtime.serving.session_factory import GatewayServices, OpenSession, SessionFactory
-from realtime.serving.uvicorn_protocols import SocketExtras, Taker
 from realtime.session.events import Configure, Hangup
 from realtime.session.settings import Settings
 
@@ -43,13 +36,6 @@ TICK_S = 0.25
 FEW_SPREAD_S = 0.02
 TAKEN_OVER = Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over")
 RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
-# Seconds between two ticks that count as a standstill: less than the time after which engines take a session from an
-# owner that does not answer, and more than the lag of a busy event loop.
-STANDSTILL_S = 0.75
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -550,88 +536,3 @@ def _can_move(entry: OpenSession) -> bool:
 
 def _has_place(entry: OpenSession) -> bool:
     return entry.live.handoff is not None and entry.live.handoff.has_place
-
-
-class PauseDetector:
-    """Notices a standstill by the time between two ticks of the ticker, from the first tick on. `confirm` asks the
-    engines which sessions are still ours."""
-
-    def __init__(self, clock: Callable[[], float], confirm: Callable[[], Awaitable[None]]) -> None:
-        self._clock = clock
-        self._confirm = confirm
-        self._ticked_at: float | None = None
-        # Whether there was a standstill since the engines were last asked.
-        self._unasked = False
-        self._asking: asyncio.Task[None] | None = None
-        self._over = asyncio.Event()
-
-    @property
-    def is_unsure(self) -> bool:
-        """Whether another process may own some of our sessions by now."""
-        return self._asking is not None or self._is_late(self._clock())
-
-    async def wait_until_sure(self) -> None:
-        """Wait until it is known which sessions are still ours."""
-        while self.is_unsure:
-            self._over.clear()
-            await self._over.wait()
-
-    def tick(self) -> None:
-        """Called by the ticker; starts to ask the engines if the last call was too long ago."""
-        now = self._clock()
-        if self._is_late(now):
-            assert self._ticked_at is not None
-            log.warning(
-                "this process stood still for %.1f s; asking the engines which sessions it still owns",
-                now - self._ticked_at,
-            )
-            self._unasked = True
-            if self._asking is None:
-                self._asking = asyncio.create_task(self._ask(), name="whose sessions")
-        self._ticked_at = now
-
-    def guard(
-        self, receive: Receive, send: Send, extras: SocketExtras, is_ours: Callable[[], bool]
-    ) -> tuple[Receive, Send, SocketExtras]:
-        """Wrap a socket so that it is held while the owner of its session is not known; closing is not held.
-
-        Messages of a session that is not ours any more are dropped: the new owner sends them.
-        """
-
-        async def receive_surely() -> Message:
-            message = await receive()
-            if self.is_unsure:
-                await self.wait_until_sure()
-            return message
-
-        async def send_surely(message: Message) -> None:
-            if message["type"] == "websocket.send":
-                if self.is_unsure:
-                    await self.wait_until_sure()
-                if not is_ours():
-                    return
-            await send(message)
-
-        def send_now(text: str) -> bool:
-            return not self.is_unsure and is_ours() and extras.send_now(text)
-
-        def offer_to(taker: Taker) -> None:
-            extras.offer_to(lambda text: not self.is_unsure and taker(text))
-
-        return receive_surely, send_surely, replace(extras, send_now=send_now, offer_to=offer_to)
-
-    def _is_late(self, now: float) -> bool:
-        return self._ticked_at is not None and now - self._ticked_at > STANDSTILL_S
-
-    async def _ask(self) -> None:
-        try:
-            while self._unasked:
-                self._unasked = False
-                await self._confirm()
-                # Another standstill after the engines answered makes their answers worthless.
-                self._unasked = self._unasked or self._is_late(self._clock())
-        except Exception:
-            log.exception("the engines could not be asked which sessions this process still owns")
-        finally:
-            self._asking = None
-            self._over.set()

@@ -1,20 +1,13 @@
-"""uvicorn's HTTP and WebSocket protocol classes with limits and deadlines for clients, and our ASGI extension.
+"""uvicorn's HTTP and WebSocket protocol classes with limits and deadlines for clients.
 
 `realtime/app.py` gives these classes to uvicorn, `HttpWithDeadlines` as its subclass in `realtime/http/descriptors.py`;
 uvicorn makes one object for each TCP connection. `tests/realtime/serving/test_uvicorn_protocols_internals.py` checks
-the internals of uvicorn that they use.
+the internals of uvicorn that they use. Both classes give the application the operations of `socket_extras.py`.
 
 - `HttpWithDeadlines`: deadlines for slow requests and for responses that the client does not read.
 - `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and
   limits on the memory and the CPU time that one client can use without a pause.
-- `text_of_whole_frame` decodes a typical frame without the parser, and `FrameSplitter` cuts long frames into fragments.
 - `clean_headers`: response headers without control characters.
-
-The extension (`SocketExtras`) has what ASGI lacks, and is in the scope of each request and socket: with it the
-application aborts a socket, sends without waiting, takes an append without waking its reader task, receives a long
-message in parts, bounds what waits for a viewer, and sees whether the peer has left. The classes here provide it, and
-so does `webrtc_calls.py` for WebRTC calls; with another ASGI server the defaults apply, which do nothing. `ViewerLine`
-is for viewers of published sessions: bytes that are the same for many of them are written directly to each connection.
 """
 
 from __future__ import annotations
@@ -22,12 +15,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
-import select
-import socket
-import struct
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -37,20 +26,22 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
-from websockets.frames import (  # type: ignore[attr-defined]
-    Frame,
-    apply_mask,
-)
+from websockets.frames import Frame
 from websockets.protocol import State
 
-# Key of the `SocketExtras` in the extensions of an ASGI scope.
-EXTENSION = "tickertape.socket"
+from realtime.serving.socket_extras import (
+    EXTENSION,
+    PART,
+    Part,
+    SocketExtras,
+    Taker,
+    is_reset,
+    peer_has_closed,
+    seconds_since_data,
+    viewer_line,
+)
+from realtime.serving.websocket_frames import PART_BYTES, FrameSplitter, text_of_whole_frame
 
-# Key of a `Part` in a received message, in place of `text` or `bytes`.
-PART = "tickertape.part"
-
-# Handles a text message at once, or returns False: then the reader has to read it.
-Taker = Callable[[str], bool]
 # Proxies refuse responses with large headers.
 MAX_HEADER_CHARACTERS = 500
 
@@ -59,80 +50,6 @@ _CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
 _ABSOLUTE_FORM = re.compile(rb"(?i:https?|wss?)://([^/?@]+)((?:[/?].*)?)")
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
-
-
-def _no_abort() -> None:
-    """The socket cannot be aborted."""
-
-
-def _unknown() -> bool:
-    """It is not known whether messages wait."""
-    return True
-
-
-def _not_known_to_be_gone() -> bool:
-    """It is not known that the client has left; the reader finds out after the messages before it."""
-    return False
-
-
-def _no_wait() -> float:
-    """It is not known when the last bytes arrived."""
-    return 0.0
-
-
-def _no_hurry(text: str) -> bool:
-    """Not sent: every message goes through the ASGI `send`."""
-    return False
-
-
-def _no_write(data: bytes) -> bool:
-    """Not written."""
-    return False
-
-
-def _no_offers(taker: Taker) -> None:
-    """The taker is never called: every message goes through the ASGI `receive`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The next bytes of a message that is too long to be handled as a whole. Parts come in order."""
-
-    data: bytes
-    is_text: bool
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ViewerLine:
-    """The connection of a viewer, to which bytes are written that were framed for many viewers at once."""
-
-    # Write bytes if hardly anything waits to be sent; returns whether they were written.
-    write: Callable[[bytes], bool] = _no_write
-    # Close the connection at once.
-    abort: Callable[[], None] = _no_abort
-
-
-@dataclass(frozen=True, slots=True)
-class SocketExtras:
-    """Operations of a socket that ASGI does not have."""
-
-    # Close the socket without a close frame.
-    abort: Callable[[], None] = _no_abort
-    # Whether no further message has arrived.
-    nothing_waits: Callable[[], bool] = _unknown
-    # Whether the client has left.
-    gone: Callable[[], bool] = _not_known_to_be_gone
-    # The same, but True even while bytes that the client sent before it closed are unread.
-    has_closed: Callable[[], bool] = _not_known_to_be_gone
-    # Seconds since the last bytes arrived, read or not.
-    waited_s: Callable[[], float] = _no_wait
-    # Send a text if that needs no waiting; returns whether it was sent.
-    send_now: Callable[[str], bool] = _no_hurry
-    # The connection as a viewer's; None if the server cannot write bytes that were framed before.
-    as_viewer: Callable[[], ViewerLine] | None = None
-    # Register the taker that is offered a text message when the reader is waiting for one.
-    offer_to: Callable[[Taker], None] = _no_offers
 
 
 def header_text(text: str) -> str:
@@ -152,160 +69,8 @@ def _escaped(value: bytes) -> bytes:
 # Socket state from the kernel. After a standstill of this process a request may wait in a socket that its client has
 # closed since; the kernel knows that even while bytes are unread.
 
-# `tcpi_last_data_recv` of Linux's `struct tcp_info`: milliseconds since the last data, after 8 bytes and 11 integers.
-_LAST_DATA = struct.Struct("8x44xI")
-
-
-def peer_has_closed(transport: asyncio.BaseTransport) -> bool:
-    """Whether the peer has closed the connection, or its sending half. False where the system cannot tell."""
-    return bool(_events(transport))
-
-
-def is_reset(transport: asyncio.BaseTransport) -> bool:
-    """Whether the connection is lost in both directions. False where the system cannot tell."""
-    return bool(_events(transport) & (select.POLLERR | select.POLLHUP))
-
-
-def _events(transport: asyncio.BaseTransport) -> int:
-    found = transport.get_extra_info("socket")
-    if found is None or not hasattr(select, "POLLRDHUP"):
-        return 0
-    if found.fileno() < 0:
-        return select.POLLHUP
-    poll = select.poll()
-    poll.register(found.fileno(), select.POLLRDHUP)
-    seen = poll.poll(0)
-    return seen[0][1] if seen else 0
-
-
-def seconds_since_data(transport: asyncio.BaseTransport) -> float:
-    """Seconds since the last bytes arrived, read or not. 0 where the system cannot tell."""
-    found = transport.get_extra_info("socket")
-    if found is None or found.fileno() < 0 or not hasattr(socket, "TCP_INFO"):
-        return 0.0
-    try:
-        info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA.size)
-    except OSError:
-        return 0.0
-    return float(_LAST_DATA.unpack(info)[0]) / 1000 if len(info) == _LAST_DATA.size else 0.0
-
 
 # WebSocket frames. Nearly every append is one frame that arrives in one read; it is decoded here, without the parser.
-
-# First two bytes of such a frame: a final text frame; masked, with a length of two bytes.
-_WHOLE_TEXT, _MASKED_MIDDLE_LENGTH = 0x81, 0xFE
-_HEAD_BYTES = 8
-# Shortest payload with a length of two bytes.
-_SHORTEST = 126
-# The parser gets the payload of a frame in fragments of at most this size, because unmasking, copying and decoding more
-# at once would delay other clients. A multiple of the mask's length (4).
-PART_BYTES = 64 * 1024
-_FINAL, _OPCODE, _MASKED = 0x80, 0x0F, 0x80
-_CONTINUED, _FIRST_CONTROL = 0x0, 0x8
-
-
-def text_of_whole_frame(data: bytes, max_size: int) -> str | None:
-    """The text if the data is exactly one final, masked text frame with a two-byte length; else None."""
-    length = len(data) - _HEAD_BYTES
-    if not _SHORTEST <= length <= max_size or data[0] != _WHOLE_TEXT or data[1] != _MASKED_MIDDLE_LENGTH:
-        return None
-    if int.from_bytes(data[2:4]) != length:
-        return None
-    try:
-        return str(apply_mask(data[_HEAD_BYTES:], data[4:_HEAD_BYTES]), "utf-8")
-    except UnicodeDecodeError:
-        return None
-
-
-class FrameSplitter:
-    """Rewrites a client's byte stream so that long frames reach the parser as fragments of `PART_BYTES`.
-
-    RFC 6455 allows intermediaries to fragment messages, so the result is valid. A frame that makes its message longer
-    than `max_size` is passed on unchanged: the parser refuses it by its header.
-    """
-
-    def __init__(self, max_size: int) -> None:
-        self._max_size = max_size
-        self._head = b""
-        # Payload bytes left in the current fragment, and in the frame after it.
-        self._left = 0
-        self._later = 0
-        # FIN bit of the frame that is being split.
-        self._final = 0
-        self._mask = b""
-        self._message_size = 0
-
-    @property
-    def at_start(self) -> bool:
-        """Whether the next byte is the first byte of a frame."""
-        return not self._left and not self._later and not self._head
-
-    def split(self, data: bytes) -> bytes:
-        """The bytes to give to the parser in place of `data`."""
-        if len(data) <= self._left:
-            self._left -= len(data)
-            return data
-        seen, place = [], 0
-        while place < len(data):
-            if not self._left and self._later:
-                seen.append(self._fragment(_CONTINUED))
-            if self._left:
-                step = min(self._left, len(data) - place)
-                self._left -= step
-                seen.append(data[place : place + step])
-            else:
-                step = min(_missing(self._head), len(data) - place)
-                self._head += data[place : place + step]
-                if not _missing(self._head):
-                    head, self._head = self._head, b""
-                    seen.append(self._begin(head))
-            place += step
-        return b"".join(seen)
-
-    def _begin(self, head: bytes) -> bytes:
-        """The header to give to the parser: of the whole frame, or of its first fragment."""
-        opcode, length = head[0] & _OPCODE, _length(head)
-        if opcode < _FIRST_CONTROL:
-            self._message_size = length + (self._message_size if opcode == _CONTINUED else 0)
-        masked = head[1] & _MASKED
-        if length <= PART_BYTES or not masked or self._message_size > self._max_size:
-            self._left = length
-            return head
-        self._later, self._final, self._mask = length, head[0] & _FINAL, head[-4:]
-        return self._fragment(head[0] & ~_FINAL)
-
-    def _fragment(self, first_byte: int) -> bytes:
-        """The header of the next fragment; the last one has the FIN bit of the frame."""
-        self._left = min(PART_BYTES, self._later)
-        self._later -= self._left
-        if not self._later:
-            first_byte |= self._final
-        return bytes((first_byte,)) + _masked_length(self._left) + self._mask
-
-
-def _masked_length(length: int) -> bytes:
-    if length < 126:
-        return bytes((_MASKED | length,))
-    return (
-        bytes((_MASKED | 126,)) + length.to_bytes(2) if length < 2**16 else bytes((_MASKED | 127,)) + length.to_bytes(8)
-    )
-
-
-def _missing(head: bytes) -> int:
-    """Bytes that are still missing to complete the header of a frame, or to know its length."""
-    if len(head) < 2:
-        return 2 - len(head)
-    mask_bytes = 4 if head[1] & 0x80 else 0
-    return 2 + _length_bytes(head) + mask_bytes - len(head)
-
-
-def _length_bytes(head: bytes) -> int:
-    return {126: 2, 127: 8}.get(head[1] & 0x7F, 0)
-
-
-def _length(head: bytes) -> int:
-    size = _length_bytes(head)
-    return int.from_bytes(head[2 : 2 + size]) if size else head[1] & 0x7F
 
 
 # Messages and bytes that may wait for the application before reading pauses. uvicorn pauses after every message, at the
@@ -332,27 +97,6 @@ MAX_HTTP_PIECE_BYTES = 64 * 1024
 MIN_BODY_RATE = 1024
 # A response that the client does not read is cut off after this many times `handshake_s`.
 UNREAD_TIMES = 6
-
-
-# A viewer is written to while no more than this waits in its connection. The send buffer of the system is small,
-# because what is in it cannot be replaced by newer words.
-VIEWER_WAITING_BYTES = 16 * 1024
-VIEWER_SEND_BUFFER_BYTES = 32 * 1024
-
-
-def viewer_line(transport: asyncio.Transport, may_write: Callable[[], bool]) -> ViewerLine:
-    """The connection of a viewer, written to only while `may_write`."""
-    found = transport.get_extra_info("socket")
-    if found is not None and found.fileno() >= 0:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, VIEWER_SEND_BUFFER_BYTES)
-
-    def write(data: bytes) -> bool:
-        if not may_write() or transport.get_write_buffer_size() > VIEWER_WAITING_BYTES:
-            return False
-        transport.write(data)
-        return True
-
-    return ViewerLine(write, transport.abort)
 
 
 class _Mailbox:

@@ -93,7 +93,7 @@ class Others(msgspec.Struct, tag="others"):
 
 
 class Counted(msgspec.Struct, tag="counted"):
-    """The metrics of the sending worker, made by `realtime.serving.metrics.report`."""
+    """The metrics of the sending worker, made by `realtime.serving.metrics_totals.report`."""
 
     report: msgspec.Raw
 

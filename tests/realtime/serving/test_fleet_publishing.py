@@ -15,18 +15,10 @@ from engine.boundary.sockets import GatewaySocket, LinkKeys
 from engine.client.pool import GatewayEntry
 from realtime.serving import fleet_publishing
 from realtime.serving.fleet_publishing import FleetNames, home_of
-from realtime.serving.publishing import (
-    Added,
-    Finished,
-    Follow,
-    Key,
-    Line,
-    PublishedTranscript,
-    Publisher,
-    State,
-    Update,
-)
-from realtime.serving.signed_tokens import Signer, ViewerLinks
+from realtime.serving.published_transcript import Added, Finished, Line, PublishedTranscript, State, Update
+from realtime.serving.publishing import Follow, Key, Publisher
+from realtime.serving.signed_tokens import Signer
+from realtime.serving.viewer_links import ViewerLinks
 from tests.engine import fakes
 
 SECRET = b"the secret of a fleet in a test"

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from realtime.config import Config
 from realtime.dialects.openai import OpenAIDialect
 from realtime.serving.connection import Connection
-from realtime.serving.quota import Caller, FairTurns, Pace
+from realtime.serving.fair_turns import FairTurns, Pace
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
-from realtime.serving.uvicorn_protocols import SocketExtras
+from realtime.serving.socket_extras import SocketExtras
 from realtime.session.settings import AudioFormat, Settings
 from tests.realtime.gateway_doubles import FakeEngine
 

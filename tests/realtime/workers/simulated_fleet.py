@@ -31,7 +31,7 @@ from realtime.http import routes
 from realtime.serving.metrics import Metrics
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
-from realtime.serving.uvicorn_protocols import EXTENSION, SocketExtras
+from realtime.serving.socket_extras import EXTENSION, SocketExtras
 from tests.e2e.raw_client import COMPLETED
 from tests.realtime.workers import engines
 from tests.realtime.workers.clients import VAD

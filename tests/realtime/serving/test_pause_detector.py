@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from realtime.serving.registry import STANDSTILL_S, PauseDetector
-from realtime.serving.uvicorn_protocols import SocketExtras
+from realtime.serving.pause_detector import STANDSTILL_S, PauseDetector
+from realtime.serving.socket_extras import SocketExtras
 
 
 class Line:
