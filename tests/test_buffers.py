@@ -50,7 +50,7 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.http.file_transcription.READ_BYTES": "the size of a read",
     "realtime.serving.inbox.FED_BYTES": "how much is decoded at once",
     "realtime.serving.inbox.PIECE_BYTES": "how much is read at once",
-    "realtime.http.upload_forms.LETTER_BYTES": "the length of a letter",
+    "realtime.http.multipart_forms.LETTER_BYTES": "the length of a letter",
     "realtime.serving.signed_tokens.MAC_BYTES": "the length of a signature",
     "realtime.serving.viewers.MAX_PAUSE_S": "a time to wait",
     "realtime.serving.websocket_frames._HEAD_BYTES": "the length of a frame's head",

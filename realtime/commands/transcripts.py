@@ -3,7 +3,7 @@
 Used by `tickertape transcribe` and live captions (`captions.py`). In the terminal finished lines scroll, the current
 line grows, and a status line shows the delay; without a terminal (a pipe, a log) only finished lines are written. A
 file is written at once, or with live captions as they come: `TranscriptFile` owns their output file and writes every
-word as soon as it is shown. The server writes its own responses in `realtime/http/file_transcription.py`.
+word as soon as it is shown. The server writes its own responses in `realtime/http/file_answers.py`.
 """
 
 from __future__ import annotations

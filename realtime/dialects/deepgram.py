@@ -1,6 +1,6 @@
 """Deepgram's API: query parameters of sockets and files, parts of JSON responses, and the dialects of its sockets.
 
-Sockets come from `realtime/http/websocket_routes.py`, files from `realtime/http/transcription_routes.py`. Unsupported
+Sockets come from `realtime/http/websocket_routes.py`, files from `realtime/http/listen_route.py`. Unsupported
 parameters have no effect and are not echoed. Only `callback`, unknown kinds of `redact`, and with Flux every `redact`
 are refused, because a client must not believe that its text was redacted or sent to another address.
 

@@ -27,9 +27,8 @@ from starlette.websockets import WebSocket
 from realtime.dialects.event_schema import PublishedName, Shape
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, offered_key, select_subprotocol
-from realtime.http.info_routes import json_body
 from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Codes, Operation, Parameter, described
-from realtime.http.websocket_routes import check_once, refusal_response
+from realtime.http.route_helpers import check_once, json_body, refusal_response
 from realtime.serving.caption_segments import CaptionSegments
 from realtime.serving.publishing import Key, Publisher, owner_of
 from realtime.serving.shared_places import places_of_one_key

@@ -22,8 +22,6 @@ from uuid import uuid4
 from anyio import open_file
 from msgspec import Meta
 from starlette.applications import Starlette
-from starlette.datastructures import QueryParams
-from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketState
 
@@ -38,7 +36,6 @@ from realtime.dialects.deepgram import (
     DeepgramDialect,
     FluxDialect,
     Listening,
-    error_body,
     read_flux_query,
     read_socket_query,
 )
@@ -48,6 +45,7 @@ from realtime.dialects.twilio import CallStart, TwilioDialect, read_start
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
+from realtime.http.route_helpers import check_once, refusal_response
 from realtime.serving.channels import ChannelGroup, ChannelInbox
 from realtime.serving.connection import CLOSE_GRACE_S, Connection
 from realtime.serving.fair_turns import FairTurns, Pace
@@ -57,7 +55,6 @@ from realtime.serving.pulled_streams import PulledStreams
 from realtime.serving.quota import Caller
 from realtime.serving.session_factory import OpenSession
 from realtime.serving.socket_extras import EXTENSION, PART, SocketExtras
-from realtime.serving.uvicorn_protocols import header_text
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
 from realtime.serving.webrtc_calls import CallInbox, CallLine, Calls
@@ -67,10 +64,6 @@ from realtime.text_values import whole_number
 
 log = logging.getLogger("tickertape.server")
 
-# The path of Deepgram's clients, for sockets and files.
-LISTEN = "/v1/listen"
-# The path of the clients of Deepgram Flux.
-FLUX = "/v2/listen"
 # The path of Twilio Media Streams.
 TWILIO = "/v1/twilio"
 # Messages until a call has started: `connected` and `start`.
@@ -495,15 +488,6 @@ class WebSocketRoutes:
             await asyncio.gather(*tickers, return_exceptions=True)
 
 
-def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
-    """Raise Refusal for a repeated parameter, because one of its values would be ignored silently."""
-    for name in names:
-        if len(query.getlist(name)) > 1:
-            raise Refusal(
-                400, "invalid_query_parameter", f"'{name}' was sent more than once; send it once.", param=name
-            )
-
-
 def _extras(scope: Scope) -> SocketExtras:
     return scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
 
@@ -546,14 +530,3 @@ def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGrou
     inboxes = [entry.inbox for entry in entries]
     inbox = ChannelInbox(inboxes, SAMPLE_BYTES[audio_format.type], interleaved=audio_format.binary)
     return ChannelGroup([entry.live for entry in entries]), inbox
-
-
-def refusal_response(path: str, error: Refusal | ClientFault) -> Response:
-    """A refusal as an HTTP response, in the format that clients of this path expect."""
-    if isinstance(error, ClientFault):
-        error = Refusal(400, error.code, error.message, error.param)
-    if path not in (LISTEN, FLUX):
-        return JSONResponse(error.body(), error.status, error.headers())
-    request_id = str(uuid4())
-    headers = {"dg-request-id": request_id, "dg-error": header_text(error.message)}
-    return JSONResponse(error_body(error, request_id), error.status, error.headers() | headers)
