@@ -21,7 +21,7 @@ from realtime.session.settings import AudioFormat
 
 
 class ContainerStream:
-    """Decodes one stream of container bytes, in a separate process."""
+    """Decodes one stream of container bytes (WebM, Ogg, MP4, ...) in a separate process."""
 
     def __init__(self) -> None:
         self._decoder: IsolatedDecoder | None = None
@@ -30,7 +30,7 @@ class ContainerStream:
     async def decode(self, data: bytes | None) -> AsyncGenerator[Samples]:
         """Decode a piece of the stream, or its end (None), in steps. Raises AudioError.
 
-        The next step is decoded when the caller has taken the last one. A stream without a single byte is no error.
+        The next step is decoded when the caller asks for it. A stream without a single byte is no error.
         """
         if self._closed or (data is None and self._decoder is None):
             return
@@ -65,8 +65,8 @@ class AudioIntake:
 
     def __init__(self, audio_format: AudioFormat) -> None:
         self.format = audio_format
-        # Any bytes are valid samples of this format, so pieces may be joined before they are decoded.
-        self.takes_anything = audio_format.type in ("audio/pcm", "audio/pcmu", "audio/pcma")
+        # Any bytes are valid samples of this format, so appends may be joined before they are decoded.
+        self.any_bytes_valid = audio_format.type in ("audio/pcm", "audio/pcmu", "audio/pcma")
         self.container = ContainerStream() if audio_format.container else None
         self._raw = None if audio_format.container else _RawReader(audio_format)
 
@@ -102,7 +102,7 @@ class AudioIntake:
         return Gap((source_samples * MODEL_RATE + rate // 2) // rate, source_samples, source_samples * 1000 / rate)
 
     def for_new_socket(self) -> AudioIntake:
-        """The intake for a client that resumes on another socket.
+        """The intake to use when the client resumes on another socket.
 
         Raw audio continues; only the bytes of an incomplete sample are dropped. A container starts again.
         """
@@ -123,6 +123,7 @@ class _RawReader:
         self._rate = audio_format.rate
         self._decoder = Decoder(ENCODINGS[audio_format.type])
         self._resampler = Resampler(audio_format.rate)
+        # Whether the resampler may still have samples.
         self._held_back = False
 
     def decode(self, data: bytes | memoryview) -> Append:

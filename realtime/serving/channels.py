@@ -33,46 +33,50 @@ class ChannelInbox:
         self._frame_bytes = sample_bytes * len(inboxes)
         self._sample_bytes = sample_bytes
         # Bytes of an incomplete frame (one sample of every channel).
-        self._rest = b""
+        self._incomplete_frame = b""
 
-    def settle(self) -> None:
+    def submit_pending(self) -> None:
         for inbox in self._inboxes:
-            inbox.settle()
+            inbox.submit_pending()
 
-    def take_now(self, text: str) -> bool:
+    def handle_now(self, text: str) -> bool:
         """Always False: the audio has to be given to its channel."""
         return False
 
-    async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
-        """Handle one message; returns whether it was a mistake of the client, as `Inbox.take` does."""
+    async def handle(
+        self, text: str | None, data: bytes | None, has_left: Callable[[], bool], *, more: bool = False
+    ) -> bool:
+        """Handle one message; returns whether it was a mistake of the client, as `Inbox.handle` does."""
         if data and self._interleaved:
-            return await self.take_part(Part(data, is_text=False, is_last=True), gone)
+            return await self.handle_part(Part(data, is_text=False, is_last=True), has_left)
         for inbox in self._inboxes:
             # Stop at the first channel that reports a mistake, so that the client gets one answer.
-            if await inbox.take(text, data, gone, more=more):
+            if await inbox.handle(text, data, has_left, more=more):
                 return True
         return False
 
-    async def end(self, gone: Callable[[], bool]) -> None:
+    async def end(self, has_left: Callable[[], bool]) -> None:
         """End the audio of all channels."""
         for inbox in self._inboxes:
-            await inbox.end(gone)
+            await inbox.end(has_left)
 
-    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
-        """Handle the next part of a long message, as `Inbox.take_part` does."""
+    async def handle_part(self, part: Part, has_left: Callable[[], bool]) -> bool:
+        """Handle the next part of a long message, as `Inbox.handle_part` does."""
         if part.is_text or not self._interleaved:
-            return await self._inboxes[0].take_part(part, gone)
+            return await self._inboxes[0].handle_part(part, has_left)
         for start in range(0, len(part.data), FED_BYTES):
-            for inbox, samples in zip(self._inboxes, self._deal(part.data[start : start + FED_BYTES]), strict=True):
-                await inbox.take_part(Part(samples, is_text=False, is_last=part.is_last), gone)
+            for inbox, samples in zip(
+                self._inboxes, self._deinterleave(part.data[start : start + FED_BYTES]), strict=True
+            ):
+                await inbox.handle_part(Part(samples, is_text=False, is_last=part.is_last), has_left)
             if start + FED_BYTES < len(part.data):
                 await asyncio.sleep(0)
         return False
 
-    def _deal(self, data: bytes) -> list[bytes]:
-        joined = self._rest + data
+    def _deinterleave(self, data: bytes) -> list[bytes]:
+        joined = self._incomplete_frame + data
         whole = len(joined) // self._frame_bytes * self._frame_bytes
-        self._rest = joined[whole:]
+        self._incomplete_frame = joined[whole:]
         frames = np.frombuffer(joined, np.uint8, whole).reshape(-1, len(self._inboxes), self._sample_bytes)
         return [frames[:, channel].tobytes() for channel in range(len(self._inboxes))]
 
@@ -92,9 +96,9 @@ class ChannelGroup:
     def full(self) -> bool:
         return any(live.full for live in self._lives)
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         for live in self._lives:
-            await live.room()
+            await live.wait_for_room()
 
     async def next_frames(self) -> list[str] | Hangup:
         """The next frames of any channel. Returns a Hangup when all channels have ended or one has failed."""

@@ -6,7 +6,7 @@ session outlives its connection and gets another one. Sockets with several audio
 - The reader takes the next message only when the session has room, so TCP slows down a client that sends too fast.
 - The writer's queue is the session's outbox. If the limits of the outbox are exceeded, the socket is closed with 1008,
   and aborted if the client does not read the close frame either.
-- A typical append is given to the session where its frame is parsed, without the reader task (`_take_now`).
+- A typical append is given to the session where its frame is parsed, without the reader task (`_handle_now`).
 - `Pace` (`fair_turns.py`) limits how many messages a second a client may send.
 - The reader never sends and the writer never reads, so a client that does not read cannot block its own audio.
 """
@@ -40,18 +40,18 @@ CLOSE_GRACE_S = 5.0
 GONE_CHECK_S = 1.0
 
 
-class MessageTaker(Protocol):
-    """The interface of an inbox as the reader uses it: `Inbox`, `ChannelInbox` and `CallInbox` have it."""
+class MessageHandler(Protocol):
+    """The methods of an inbox that the reader calls: those of `Inbox`, `ChannelInbox` and `CallInbox`."""
 
-    def settle(self) -> None: ...
+    def submit_pending(self) -> None: ...
 
-    def take_now(self, text: str) -> bool: ...
+    def handle_now(self, text: str) -> bool: ...
 
-    async def take(
-        self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False
+    async def handle(
+        self, text: str | None, data: bytes | None, has_left: Callable[[], bool], *, more: bool = False
     ) -> bool: ...
 
-    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool: ...
+    async def handle_part(self, part: Part, has_left: Callable[[], bool]) -> bool: ...
 
 
 class Connection:
@@ -60,16 +60,17 @@ class Connection:
     def __init__(
         self,
         live: LiveSession | ChannelGroup,
-        inbox: MessageTaker,
+        inbox: MessageHandler,
         receive: Receive,
         send: SendMessage,
         extras: SocketExtras,
         fair_turns: FairTurns,
     ) -> None:
         self.live = live
+        # When the client's last message arrived.
         self.last_message_at = live.clock()
         # The client closed with 1000, so it will not resume the session.
-        self.said_goodbye = False
+        self.closed_normally = False
         self._inbox = inbox
         self._receive = receive
         self._send = send
@@ -77,24 +78,25 @@ class Connection:
         self._fair_turns = fair_turns
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
+        # Why the server closes the socket.
         self.hangup: Hangup | None = None
         self._pace: Pace | None = None
-        self._pace_of_mistakes: Pace | None = None
+        self._fault_pace: Pace | None = None
 
     async def run(
-        self, first_frames: list[str], pace: Pace | None = None, pace_of_mistakes: Pace | None = None
+        self, first_frames: list[str], pace: Pace | None = None, fault_pace: Pace | None = None
     ) -> Hangup | None:
         """Serve the socket until it closes. Returns the Hangup if the server closed it, None if the client left.
 
-        `pace` limits the rate of messages and `pace_of_mistakes` the rate of messages that were answered with an error.
+        `pace` limits the rate of messages and `fault_pace` the rate of messages that were answered with an error.
         """
-        self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
+        self._pace, self._fault_pace = pace, fault_pace
         if self.hangup is None:
             self.live.outbox.on_overrun = self._overrun
         left = False
         try:
             async with asyncio.TaskGroup() as group:
-                self._extras.offer_to(partial(self._take_now, group))
+                self._extras.offer_to(partial(self._handle_now, group))
                 self._writer = group.create_task(self._write(first_frames), name=f"writer {self.live.id}")
                 self._reader = reader = group.create_task(self._read(), name=f"reader {self.live.id}")
                 # `hang_up` may have been called before the tasks existed.
@@ -136,14 +138,16 @@ class Connection:
             if starts_slice:
                 slice_began = now
             more = not self._extras.nothing_waits()
-            part, gone = message.get(PART), self._extras.gone
+            part, has_left = message.get(PART), self._extras.has_left
             if part is not None:
-                mistaken = await self._inbox.take_part(part, gone)
+                was_faulty = await self._inbox.handle_part(part, has_left)
             else:
                 # With a pace the next message may be delayed, so audio is not held back to be joined with it.
                 may_hold_back = more and self._pace is None
-                mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), gone, more=may_hold_back)
-            if self.live.full and not await self._room():
+                was_faulty = await self._inbox.handle(
+                    message.get("text"), message.get("bytes"), has_left, more=may_hold_back
+                )
+            if self.live.full and not await self._wait_for_room():
                 # The session has no room for what the client sent before it left. Its last message says how it left.
                 while message["type"] == "websocket.receive":
                     message = await self._receive()
@@ -151,26 +155,26 @@ class Connection:
                 return
             if self._pace is not None and (part is None or part.is_last):
                 await self._pace.wait()
-            if mistaken and self._pace_of_mistakes is not None:
-                await self._pace_of_mistakes.wait()
+            if was_faulty and self._fault_pace is not None:
+                await self._fault_pace.wait()
             starts_slice = not more
             if part is not None or (more and now - slice_began >= SHARE_S):
                 await self._fair_turns.wait()
                 starts_slice = True
 
     def _leave(self, message: AsgiMessage) -> None:
-        self._inbox.settle()
-        self.said_goodbye = message.get("code") == CloseCode.NORMAL
+        self._inbox.submit_pending()
+        self.closed_normally = message.get("code") == CloseCode.NORMAL
 
-    async def _room(self) -> bool:
+    async def _wait_for_room(self) -> bool:
         """Wait until the session has room for more audio; returns False if the client leaves before."""
-        while self.live.full and not self._extras.gone():
+        while self.live.full and not self._extras.has_left():
             with suppress(TimeoutError):
                 async with asyncio.timeout(GONE_CHECK_S):
-                    await self.live.room()
+                    await self.live.wait_for_room()
         return not self.live.full
 
-    def _take_now(self, group: asyncio.TaskGroup, text: str) -> bool:
+    def _handle_now(self, group: asyncio.TaskGroup, text: str) -> bool:
         """Fast path for a message that arrives while the reader waits: handle it without waking the reader task.
 
         Returns False, with nothing done, unless it is plain audio and neither the session nor the pace has to wait.
@@ -178,7 +182,7 @@ class Connection:
         if self.hangup is not None or self.live.full or (self._pace is not None and not self._pace.may_pass()):
             return False
         try:
-            taken = self._inbox.take_now(text)
+            taken = self._inbox.handle_now(text)
         except Exception as error:
             # Same result as an error in the reader: this connection ends, others are not affected.
             fail(group, error)
@@ -206,7 +210,7 @@ class Connection:
                     # This has yielded to the event loop, so a new slice begins.
                     slice_began = self.live.clock()
         except OSError:
-            # The client is gone; the reader notices it and ends the connection.
+            # The client is has_left; the reader notices it and ends the connection.
             return
         self.hangup = frames
 
@@ -219,5 +223,5 @@ class Connection:
         except TimeoutError:
             self._extras.abort()
         except Exception as error:
-            # The socket is already gone. Which exception says so depends on the ASGI server.
+            # The socket is already has_left. Which exception says so depends on the ASGI server.
             log.debug("session %s: the close frame could not be sent: %s", self.live.id, error)

@@ -16,7 +16,7 @@ from realtime.dialects.base import encode_json
 
 
 class FrameLog:
-    """The newest frames, each with its number; at most `max_frames` and `max_bytes`."""
+    """The newest frames with their numbers; at most `max_frames`, and `max_bytes` of them."""
 
     def __init__(self, max_frames: int, max_bytes: int) -> None:
         self.bytes = 0
@@ -27,18 +27,18 @@ class FrameLog:
         # (number, frame, bytes)
         self._frames: deque[tuple[int, str, int]] = deque()
 
-    def after(self, number: int, most: int | None = None) -> list[tuple[int, str]]:
-        """Up to `most` frames after the one with this number, with their numbers; dropped ones are left out."""
-        found: list[tuple[int, str]] = []
+    def after(self, number: int, limit: int | None = None) -> list[tuple[int, str]]:
+        """Up to `limit` frames after the one with this number, with their numbers; dropped frames are missing."""
+        frames: list[tuple[int, str]] = []
         # From the end: most readers miss a few frames only.
         for at, frame, _ in reversed(self._frames):
             if at <= number:
                 break
-            found.append((at, frame))
-        found.reverse()
-        return found[:most]
+            frames.append((at, frame))
+        frames.reverse()
+        return frames[:limit]
 
-    def _keep(self, number: int, frame: str) -> None:
+    def _append(self, number: int, frame: str) -> None:
         size = len(frame.encode())
         self.last = number
         self._frames.append((number, frame, size))
@@ -66,14 +66,14 @@ class SentLog(FrameLog):
         if "event_id" in body:
             numbered["event_id"] = f"{self._id_prefix}{number:x}"
         frame = encode_json(numbered)
-        self._keep(number, frame)
+        self._append(number, frame)
         return frame
 
     def load(self, first: int, frames: list[str]) -> None:
         """Add frames that another process sent; `first` is the number of the first. Known frames are skipped."""
         for number, frame in enumerate(frames, start=first):
             if number > self.last:
-                self._keep(number, frame)
+                self._append(number, frame)
 
     def newest(self, count: int) -> list[str]:
         """The last `count` frames; fewer if some of them were dropped."""
@@ -96,7 +96,7 @@ class EventLog(FrameLog):
         self._news = asyncio.Event()
 
     def add(self, frame: str) -> None:
-        self._keep(self.last + 1, frame)
+        self._append(self.last + 1, frame)
         self._wake()
 
     def close(self) -> None:

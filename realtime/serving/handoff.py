@@ -16,7 +16,7 @@ from engine import messages
 from engine.client.handoff import AdoptedSession, HandoffClient, Owned
 from engine.client.link import EngineLink
 from engine.client.stream import EngineStream, HandoffTarget
-from realtime.serving.saved_session import NOTED, WROTE, encode_entry
+from realtime.serving.saved_session import RECORDED, WROTE, encode_entry
 from realtime.session.events import Append, Effect, Event, Gap, Measured, Tick
 
 # A new base is saved after this many entries; it bounds the time an adopter needs to handle them again.
@@ -50,8 +50,8 @@ class SessionHandoff:
     same frames with the same numbers. A frame is sent to the client only after its entries have left for the engine, so
     a client never knows more of its session than the handoff does.
 
-    `base(last, whole)` returns the encoded session and a chunk of sent frames: those since the last call, or with
-    `whole` all that are kept. With `last`, the session includes audio that was not sent to the engine yet.
+    `base(last, whole)` returns the encoded session, and a chunk of sent frames: the frames since the last call, or with
+    `whole` all frames in the log. With `last`, the session includes audio that was not sent to the engine yet.
     """
 
     def __init__(
@@ -72,61 +72,61 @@ class SessionHandoff:
         self._stream = stream
         self._base = base
         self._entries: list[bytes] = []
-        self._since_base = 0
-        # The state changed in a way that no entry describes: the next save is a base.
-        self._stale = True
+        self._entries_since_base = 0
+        # The next save is a base: the state has changed in a way that no entry describes.
+        self._needs_base = True
         # The engine that the last save was sent to.
         self._link: EngineLink | None = None
-        # The engine that has confirmed a save; a save that was only sent may be lost on the way.
-        self._taken_by: EngineLink | None = None
+        # The engine that has confirmed a save. A save that was only sent may be lost.
+        self._confirmed_by: EngineLink | None = None
         # Whether a save was ever sent to an engine.
-        self._was_placed = False
+        self._was_sent = False
         # Tasks that wait to make a former engine drop its copy.
-        self._moving: set[asyncio.Task[None]] = set()
-        # The link that will call `_send_if_due` when it makes its next batch.
-        self._due: EngineLink | None = None
-        # Whether an engine that was lost may still have a copy.
-        self._left_copy = False
-        # The stream in the last save of this process.
-        self.given_stream: EngineStream | None = None
+        self._move_tasks: set[asyncio.Task[None]] = set()
+        # The link that will call `_send_if_scheduled` when it makes its next batch.
+        self._scheduled: EngineLink | None = None
+        # Whether an engine that was lost may still have an outdated copy.
+        self._has_outdated_copy = False
+        # The engine stream at the time of the last save of this process.
+        self.last_saved_stream: EngineStream | None = None
         # Nothing is saved any more: the session has ended, or another process owns it.
         self._is_closed = False
 
-    def note(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
+    def record(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
         """Record an event that the session has handled."""
         if isinstance(event, Tick) and not effects:
             return
         if isinstance(event, Append):
             # The engine has the samples; the entry needs only their number.
             event = Gap(len(event.samples), event.source_samples, event.source_ms)
-        if not isinstance(event, NOTED):
-            self.begin_anew()
+        if not isinstance(event, RECORDED):
+            self.save_base()
             return
         self._entries.append(encode_entry(now, type(event).__name__, event))
-        self._since_base += 1
+        self._entries_since_base += 1
         if isinstance(event, Gap) or not all(isinstance(effect, Measured) for effect in effects):
             self._send_soon()
         # Else an engine output without visible effect: the engine keeps it until a later save acknowledges it.
 
-    def wrote(self, now: float) -> None:
-        """Record that the next event of the outbox was written as frames."""
+    def record_written(self, now: float) -> None:
+        """Record that the next event of the outbox was encoded as frames."""
         self._entries.append(encode_entry(now, WROTE, None))
-        self._since_base += 1
+        self._entries_since_base += 1
         self._send_soon()
 
-    def begin_anew(self) -> None:
+    def save_base(self) -> None:
         """Save a new base: the state changed in a way that no entry describes."""
-        self._stale = True
+        self._needs_base = True
         self._send_soon()
 
-    async def left(self) -> None:
-        """Wait until everything recorded has left this process; the first time, until an engine has confirmed it.
+    async def wait_until_sent(self) -> None:
+        """Wait until all recorded entries are sent to the engine; the first time, until an engine has confirmed them.
 
         The first frame gives the client its resume token, and from then on any gateway must find the session.
         """
-        if self._taken_by is None and self._due is not None:
-            await self._due.taken()
-        link = self._due or self._link
+        if self._confirmed_by is None and self._scheduled is not None:
+            await self._scheduled.taken()
+        link = self._scheduled or self._link
         if link is not None:
             await link.flushed()
         if self._link is not None and self._link is not link:
@@ -136,18 +136,18 @@ class SessionHandoff:
     @property
     def owned(self) -> Owned | None:
         """Key, owner number and engine of the handoff; None if it was never sent to an engine."""
-        link = self._taken_by
-        is_there = link is not None and link is self._link and link.lost is None
-        return Owned(self._key, self.number, link if is_there else None) if self._was_placed else None
+        link = self._confirmed_by
+        is_reachable = link is not None and link is self._link and link.lost is None
+        return Owned(self._key, self.number, link if is_reachable else None) if self._was_sent else None
 
     @property
-    def has_place(self) -> bool:
+    def can_be_saved(self) -> bool:
         return self._engine.handoff_target(self._stream()) is not None
 
     def was_adopted(self, link: EngineLink | None) -> None:
         """The session was adopted: this engine has its handoff, with our owner number."""
-        self._link = self._taken_by = link
-        self._was_placed = True
+        self._link = self._confirmed_by = link
+        self._was_sent = True
 
     async def renew(self) -> bool:
         """Raise the owner number, because the client has come back to this process: earlier claims become invalid.
@@ -169,19 +169,19 @@ class SessionHandoff:
             # The session has moved meanwhile, with a number below the one that the former engine has just got. The
             # higher number says so to the former engine: until the new one has the save, the session is not gone.
             link.send(messages.DropHandoff("", self._key, self.number))
-            self.begin_anew()
+            self.save_base()
         return True
 
-    def review(self) -> None:
+    def check_engine(self) -> None:
         """Called by the ticker: save a base if the session's stream is on another engine than the last save."""
         target = self._engine.handoff_target(self._stream())
-        if target is not None and target.link is not self._link and self._was_placed:
-            self.begin_anew()
+        if target is not None and target.link is not self._link and self._was_sent:
+            self.save_base()
 
-    def give_up(self) -> None:
-        """Send the last save of this process: from now on the session waits to be adopted."""
-        self._stale = True
-        self.given_stream = self._stream()
+    def send_last_save(self) -> None:
+        """Send the last save of this process. From then on the session waits in the engine to be adopted."""
+        self._needs_base = True
+        self.last_saved_stream = self._stream()
         self._send(last=True)
 
     def end(self) -> None:
@@ -191,9 +191,9 @@ class SessionHandoff:
 
     def close(self) -> None:
         """Drop the handoff because the session cannot be resumed at present."""
-        self._due = None
+        self._scheduled = None
         self._entries = []
-        if self._left_copy or (self._link is not None and self._link.lost is not None):
+        if self._has_outdated_copy or (self._link is not None and self._link.lost is not None):
             self._engine.handoffs.note_over(self._key, self.number)
         if self._link is not None:
             self._link.send(messages.DropHandoff("", self._key, self.number))
@@ -203,50 +203,50 @@ class SessionHandoff:
         """Send a save with the link's next batch; entries recorded until then go into the same message."""
         if self._is_closed:
             return
-        if self._due is not None and self._due.lost is None:
+        if self._scheduled is not None and self._scheduled.lost is None:
             return
         target = self._engine.handoff_target(self._stream())
         link = None if target is None else target.link
-        if link is not self._due:
-            self._due = link
+        if link is not self._scheduled:
+            self._scheduled = link
             if link is not None:
-                link.collect(self._send_if_due)
+                link.collect(self._send_if_scheduled)
         if link is None:
             self._lose_engine()
 
-    def _send_if_due(self) -> None:
-        if self._due is not None:
+    def _send_if_scheduled(self) -> None:
+        if self._scheduled is not None:
             self._send()
 
     def _lose_engine(self) -> None:
         """No engine is reachable: the saved state is lost, and the next engine gets a base."""
-        self._left_copy = self._left_copy or self._link is not None
-        self._entries, self._link, self._stale = [], None, True
+        self._has_outdated_copy = self._has_outdated_copy or self._link is not None
+        self._entries, self._link, self._needs_base = [], None, True
 
     def _send(self, last: bool = False) -> None:
-        self._due = None
+        self._scheduled = None
         stream = self._stream()
         target = self._engine.handoff_target(stream)
         if target is None:
             self._lose_engine()
             return
         entries, self._entries = self._entries, []
-        if not (self._stale or entries):
+        if not (self._needs_base or entries):
             return
         former, self._link = self._link, target.link
         moves = target.link is not former
-        self._left_copy = self._left_copy or (former is not None and former.lost is not None)
-        if moves and self._was_placed:
+        self._has_outdated_copy = self._has_outdated_copy or (former is not None and former.lost is not None)
+        if moves and self._was_sent:
             # If two engines have a copy of the session, the one with the higher number is valid.
             self.number += 1
-        self._was_placed = True
+        self._was_sent = True
         name = "" if stream is None else stream.id
-        word = messages.SaveHandoff(name, self._key, self.number, target.read, entries)
-        if self._stale or moves or self._since_base > ENTRIES_TO_A_BASE:
-            self._make_base(word, target, last, moves)
+        save = messages.SaveHandoff(name, self._key, self.number, target.read, entries)
+        if self._needs_base or moves or self._entries_since_base > ENTRIES_TO_A_BASE:
+            self._add_base(save, target, last, moves)
         if stream is not None:
             stream.previous_engine.is_handed_off = True
-        target.link.send(word)
+        target.link.send(save)
         if moves:
             self._move(former, target.link, stream)
 
@@ -258,22 +258,22 @@ class SessionHandoff:
             await link.taken()
             if link.lost is not None:
                 return
-            self._taken_by = link
+            self._confirmed_by = link
             if former is not None:
                 former.send(messages.DropHandoff("", self._key, number))
-            if self._left_copy:
+            if self._has_outdated_copy:
                 # The gateway tells the lost engine to drop its outdated copy as soon as that engine is back.
                 self._engine.handoffs.note_over(self._key, number - 1)
             if stream is not None:
                 stream.previous_engine.release()
 
         moving = asyncio.create_task(move(), name=f"move session {self._key}")
-        self._moving.add(moving)
-        moving.add_done_callback(self._moving.discard)
+        self._move_tasks.add(moving)
+        moving.add_done_callback(self._move_tasks.discard)
 
-    def _make_base(self, word: messages.SaveHandoff, target: HandoffTarget, last: bool, moves: bool) -> None:
-        word.base, word.chunk = self._base(last, moves)
-        word.entries, word.last = [], last
-        word.keep_s, word.keep_bytes = self._settings.keep_s, self._settings.keep_bytes
-        word.position_offset, word.sample_offset = target.offsets
-        self._stale, self._since_base = False, 0
+    def _add_base(self, save: messages.SaveHandoff, target: HandoffTarget, last: bool, moves: bool) -> None:
+        save.base, save.chunk = self._base(last, moves)
+        save.entries, save.last = [], last
+        save.keep_s, save.keep_bytes = self._settings.keep_s, self._settings.keep_bytes
+        save.position_offset, save.sample_offset = target.offsets
+        self._needs_base, self._entries_since_base = False, 0

@@ -2,7 +2,7 @@
 
 Events from the client (`inbox.py`) and from the engine go to the core, and the effects that the core returns are
 applied at once. Events for the client go into the outbox. Commands for the engine go to the session's `StreamRunner`
-(`stream_runner.py`), which has a bounded queue. When that queue is full, `LiveSession.room` makes the reader
+(`stream_runner.py`), which has a bounded queue. When that queue is full, `LiveSession.wait_for_room` makes the reader
 of the socket wait, so TCP slows down a client that sends faster than the engine takes audio.
 
 A resumable session outlives its socket. `ResentAudio` is for a session whose gateway died: when the client sends audio
@@ -138,7 +138,7 @@ class LiveSession:
         self._resent: ResentAudio | None = None
         self._reanchor: Reanchor | None = None
         # A timer runs for a turn whose final waits.
-        self._final_watched = False
+        self._final_timer_runs = False
 
     # The client's side
 
@@ -169,28 +169,28 @@ class LiveSession:
         if self.session.closed:
             return
         if self._resent is not None and isinstance(event, Append | Gap):
-            event = self._take_resent(event, self._resent)
+            event = self._feed_resent(event, self._resent)
         now = self.clock()
         effects = self.session.handle(event, now)
         for effect in effects:
             self._apply(effect)
-        self._watch_final(now)
+        self._set_final_timer(now)
         if self.handoff is None:
             return
         if self.resumable:
-            self.handoff.note(event, now, effects)
+            self.handoff.record(event, now, effects)
         else:
             self.handoff.close()
 
-    def _watch_final(self, now: float) -> None:
+    def _set_final_timer(self, now: float) -> None:
         """Have the core act when a final has waited long enough for labels or a revision."""
         due = self.session.final_due
-        if due is not None and not self._final_watched:
-            self._final_watched = True
+        if due is not None and not self._final_timer_runs:
+            self._final_timer_runs = True
             asyncio.get_running_loop().call_later(max(0.0, due - now), self._final_is_due)
 
     def _final_is_due(self) -> None:
-        self._final_watched = False
+        self._final_timer_runs = False
         if self.session.final_due is not None:
             self.submit(Tick())
 
@@ -198,7 +198,7 @@ class LiveSession:
         """Send the client an event that does not come from the core."""
         self.outbox.put(event)
         if self.handoff is not None and self.resumable:
-            self.handoff.begin_anew()
+            self.handoff.save_base()
 
     def apply_settings(self, settings: Settings) -> None:
         """Apply the initial settings of a dialect, without an answer to the client."""
@@ -206,7 +206,7 @@ class LiveSession:
             if not isinstance(effect, Send):
                 self._apply(effect)
         if self.handoff is not None and self.resumable:
-            self.handoff.begin_anew()
+            self.handoff.save_base()
 
     async def inject(self, items: Sequence[messages.Item | None]) -> int:
         """Put prepared items into the caches of the engines; returns how many were accepted."""
@@ -216,12 +216,12 @@ class LiveSession:
         if self.session.appended or self.session.phase is SessionPhase.FINISHING:
             self.submit(Tick())
         if self.handoff is not None and self.resumable:
-            self.handoff.review()
+            self.handoff.check_engine()
 
     def drain(self, deadline: float) -> None:
         self.submit(Drain(deadline))
 
-    async def room(self) -> None:
+    async def wait_for_room(self) -> None:
         """Wait until the engine queue is not full."""
         while self.full:
             await self.runner.queue.wait_for_room()
@@ -237,9 +237,9 @@ class LiveSession:
             return event
         frames = self._write(event)
         if self.handoff is not None and self.resumable:
-            self.handoff.wrote(self.clock())
+            self.handoff.record_written(self.clock())
             # The handoff leaves before the client sees the frames, so an adopter knows all that the client knows.
-            await self.handoff.left()
+            await self.handoff.wait_until_sent()
         return frames
 
     def _write(self, event: ServerEvent) -> list[str]:
@@ -266,8 +266,8 @@ class LiveSession:
         match effect:
             case Send(event):
                 self.outbox.put(event)
-                self.publication.tell(event, self.session.settings.formatting)
-                self.webhooks.tell(event, self.session.settings)
+                self.publication.on_event(event, self.session.settings.formatting)
+                self.webhooks.on_event(event, self.session.settings)
             case Hangup():
                 self.outbox.hang_up(effect)
                 self.runner.queue.wake()
@@ -308,7 +308,7 @@ class LiveSession:
 
     def write_again(self) -> bool:
         """Write the next event of the outbox into the log of sent frames; False if none waits."""
-        event = self.outbox.take()
+        event = self.outbox.pop()
         if event is not None:
             self._write(event)
         return event is not None
@@ -344,7 +344,7 @@ class LiveSession:
         if core.appended:
             self._start()
 
-    def _take_resent(self, event: Append | Gap, resent: ResentAudio) -> Append | Gap:
+    def _feed_resent(self, event: Append | Gap, resent: ResentAudio) -> Append | Gap:
         """Feed the part of the audio that the core has counted before; returns the new part."""
         commands, rest = resent.accept(event.samples)
         for command in commands:
@@ -362,7 +362,7 @@ class LiveSession:
         `is_fenced`: another process took the session over. A stream that this one has opened since then, or since its
         last save, is ended.
         """
-        if is_fenced or self.handoff is None or self.runner.engine_stream is not self.handoff.given_stream:
+        if is_fenced or self.handoff is None or self.runner.engine_stream is not self.handoff.last_saved_stream:
             self.runner.abort_everywhere()
         else:
             self.runner.release()

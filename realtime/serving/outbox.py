@@ -76,13 +76,13 @@ class Outbox:
         while not self.has_next:
             self.wake.clear()
             await self.wake.wait()
-        event = self.take()
+        event = self.pop()
         if event is not None:
             return event
         assert self._hangup is not None
         return self._hangup
 
-    def take(self) -> ServerEvent | None:
+    def pop(self) -> ServerEvent | None:
         """The next event; None if there is none."""
         if not self._events:
             return None
@@ -90,6 +90,6 @@ class Outbox:
         self.bytes -= size
         return event
 
-    def waiting(self) -> list[ServerEvent]:
+    def events(self) -> list[ServerEvent]:
         """All waiting events, without removing them."""
         return [event for event, _ in self._events]

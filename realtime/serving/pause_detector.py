@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable, MutableMapping
 from dataclasses import replace
 from typing import Any
 
-from realtime.serving.socket_extras import SocketExtras, Taker
+from realtime.serving.socket_extras import SocketExtras, TextHandler
 
 log = logging.getLogger("tickertape.sessions")
 
@@ -69,7 +69,7 @@ class PauseDetector:
     def guard(
         self, receive: Receive, send: Send, extras: SocketExtras, is_ours: Callable[[], bool]
     ) -> tuple[Receive, Send, SocketExtras]:
-        """Wrap a socket so that it is held while the owner of its session is not known; closing is not held.
+        """Wrap a socket so that it is buffer while the owner of its session is not known; closing is not buffer.
 
         Messages of a session that is not ours any more are dropped: the new owner sends them.
         """
@@ -91,8 +91,8 @@ class PauseDetector:
         def send_now(text: str) -> bool:
             return not self.is_unsure and is_ours() and extras.send_now(text)
 
-        def offer_to(taker: Taker) -> None:
-            extras.offer_to(lambda text: not self.is_unsure and taker(text))
+        def offer_to(handler: TextHandler) -> None:
+            extras.offer_to(lambda text: not self.is_unsure and handler(text))
 
         return receive_surely, send_surely, replace(extras, send_now=send_now, offer_to=offer_to)
 

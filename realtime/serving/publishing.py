@@ -432,7 +432,7 @@ class SessionPublication:
             self._publisher.post(key, self._session, update)
         return None
 
-    def tell(self, event: ServerEvent, formatting: Formatting = NO_FORMATTING) -> None:
+    def on_event(self, event: ServerEvent, formatting: Formatting = NO_FORMATTING) -> None:
         """An event was sent to the client; viewers get its words, written as the client asked for."""
         if self._publisher is None or (self._key is None and self._held is None):
             return

@@ -132,9 +132,9 @@ class PulledStream:
     def set_status(self, status: str, message: str | None = None) -> None:
         if (status, message) != (self.status, self.message):
             self.status, self.message = status, message
-            self.tell("stream.status", status=status, message=message)
+            self.add_event("stream.status", status=status, message=message)
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def add_event(self, kind: str, **fields: Any) -> None:
         self.events.add(encode_json({"type": kind, "stream_id": self.id, **fields}))
 
     def end_without_key(self) -> None:
@@ -189,7 +189,7 @@ class PulledStream:
                     assert self._live is not None
                     self.set_status(LIVE)
                     self._take(part, self._live)
-                    await self._live.room()
+                    await self._live.wait_for_room()
         except PullFailed as error:
             return error
         return None
@@ -200,7 +200,7 @@ class PulledStream:
         if isinstance(part, int):
             start = live.session.source_ms
             self.missing_seconds += samples / MODEL_RATE
-            self.tell("stream.gap", audio_start_ms=round(start), audio_end_ms=round(start + milliseconds))
+            self.add_event("stream.gap", audio_start_ms=round(start), audio_end_ms=round(start + milliseconds))
             live.submit(Gap(samples, samples, milliseconds))
         else:
             live.submit(Append(part, samples, milliseconds))
@@ -222,7 +222,7 @@ class PulledStream:
             try:
                 async with sessions.open(self.caller, self.settings, [OpenAIDialect]) as (entry,):
                     wait_s = FIRST_WAIT_S
-                    self.tell("stream.session", session_id=entry.live.id, stream_seconds=round(self.seconds, 3))
+                    self.add_event("stream.session", session_id=entry.live.id, stream_seconds=round(self.seconds, 3))
                     self._live = entry.live
                     self._has_session.set()
                     self._reading = asyncio.create_task(self._read(entry.live), name=f"events of {self.id}")

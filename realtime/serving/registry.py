@@ -259,7 +259,7 @@ class Sessions:
             if entry.connection is not connection:
                 continue
             entry.connection = None
-            may_return = entry.live.resumable and not connection.said_goodbye
+            may_return = entry.live.resumable and not connection.closed_normally
             # During a drain a session waits only if it can be handed off.
             if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
                 entry.left_at = self._clock()
@@ -381,7 +381,7 @@ class Sessions:
             return False
         if entry.live.handoff.number > number:
             return True
-        if _has_place(entry):
+        if _can_be_saved(entry):
             self._save_and_release(entry, TAKEN_OVER)
         return False
 
@@ -389,8 +389,8 @@ class Sessions:
         """Save a session for the last time and release it. Without an await: it must not change after the last save."""
         handoff = entry.live.handoff
         assert handoff is not None
-        entry.inbox.settle_all()
-        handoff.give_up()
+        entry.inbox.submit_all_pending()
+        handoff.send_last_save()
         self._release(entry, hangup)
 
     def _fenced(self, session_id: str, number: int) -> None:
@@ -417,7 +417,7 @@ class Sessions:
         # The last save leaves before the client is disconnected and resumes elsewhere.
         assert entry.live.handoff is not None
         try:
-            await entry.live.handoff.left()
+            await entry.live.handoff.wait_until_sent()
         except Exception:
             log.exception("the last save of session %s failed; the session is released nevertheless", entry.live.id)
         finally:
@@ -523,7 +523,7 @@ class Sessions:
         migrating between engines is waited for."""
         pause_s = min(self._config.server.drain_spread_s / max(1, len(entries)), FEW_SPREAD_S)
         for entry in entries:
-            while _can_move(entry) and not _has_place(entry) and self._clock() < deadline:  # noqa: ASYNC110
+            while _can_move(entry) and not _can_be_saved(entry) and self._clock() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             if entry.live.id in self.entries and _can_move(entry):
                 self._save_and_release(entry, RESTARTING)
@@ -534,5 +534,5 @@ def _can_move(entry: OpenSession) -> bool:
     return entry.live.resumable and entry.live.handoff is not None
 
 
-def _has_place(entry: OpenSession) -> bool:
-    return entry.live.handoff is not None and entry.live.handoff.has_place
+def _can_be_saved(entry: OpenSession) -> bool:
+    return entry.live.handoff is not None and entry.live.handoff.can_be_saved

@@ -16,11 +16,11 @@ from realtime.session import events
 from realtime.session.core import SavedSession
 from realtime.session.settings import Settings
 
-# Increase it whenever an older process could misread a value.
+# Version of the encoding. Increase it whenever an older process could misread a value.
 LIVE_VERSION = 10
 
 # Events that become entries of a handoff. After any other event a new base is saved.
-NOTED = (
+RECORDED = (
     events.Gap,
     messages.Text,
     messages.Speech,
@@ -33,8 +33,8 @@ NOTED = (
     messages.Refused,
     events.Tick,
 )
-# Events that may wait in the outbox.
-_SAID = (
+# Events that may be in the outbox.
+_OUTBOX_EVENTS = (
     events.SessionUpdated,
     events.SpeechStarted,
     events.EagerTurnEnd,
@@ -55,17 +55,20 @@ _SAID = (
     events.Ended,
     events.Closing,
 )
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in (*NOTED, *_SAID)}
-# Name of the entry that says: the next event of the outbox was written as frames.
+_TYPES: dict[str, type] = {kind.__name__: kind for kind in (*RECORDED, *_OUTBOX_EVENTS)}
+# Name of the entry for: the next event of the outbox was encoded as frames.
 WROTE = "wrote"
 
+# The class name of an event, and the event.
 Named = tuple[str, Any]
 
 
 class SavedLive(msgspec.Struct, array_like=True):
     """A live session as a value: the session core, and the state that the serving layer adds to it.
 
-    Times are on the clock of the process that saved it.
+    Times are on the clock of the process that saved it. Sent frames are encoded separately, in chunks. Bytes of an
+    incomplete sample are not saved: the client sends them again. Samples in the resampler are submitted before the last
+    save.
     """
 
     version: int
@@ -92,7 +95,7 @@ class SavedLive(msgspec.Struct, array_like=True):
     now: float
     # float32 audio that was fed and not sent to the engine yet, including the audio that must precede it.
     rest: bytes = b""
-    # The stream with the old options was told to end; audio from here on belongs to a stream with the new options.
+    # The stream with the old options is finishing; audio from here on belongs to a stream with the new options.
     runs_out: bool = False
 
 

@@ -276,7 +276,7 @@ class SessionFactory:
             dialect_state=state,
             dialect_fixed=entry.inbox.dialect_fixed,
             item_ids=(entry.item_ids.prefix, entry.item_ids.number),
-            outbox=[named(event) for event in live.outbox.waiting()],
+            outbox=[named(event) for event in live.outbox.events()],
             sequence=live.sent.last,
             now=self._clock(),
             **engine_side,

@@ -24,7 +24,7 @@ EXTENSION = "tickertape.socket"
 PART = "tickertape.part"
 
 # Handles a text message at once, or returns False: then the reader has to read it.
-Taker = Callable[[str], bool]
+TextHandler = Callable[[str], bool]
 
 
 def _no_abort() -> None:
@@ -36,7 +36,7 @@ def _unknown() -> bool:
     return True
 
 
-def _not_known_to_be_gone() -> bool:
+def _not_known_to_have_left() -> bool:
     """It is not known that the client has left; the reader finds out after the messages before it."""
     return False
 
@@ -56,8 +56,8 @@ def _no_write(data: bytes) -> bool:
     return False
 
 
-def _no_offers(taker: Taker) -> None:
-    """The taker is never called: every message goes through the ASGI `receive`."""
+def _no_offers(handler: TextHandler) -> None:
+    """The handler is never called: every message goes through the ASGI `receive`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +88,17 @@ class SocketExtras:
     # Whether no further message has arrived.
     nothing_waits: Callable[[], bool] = _unknown
     # Whether the client has left.
-    gone: Callable[[], bool] = _not_known_to_be_gone
+    has_left: Callable[[], bool] = _not_known_to_have_left
     # The same, but True even while bytes that the client sent before it closed are unread.
-    has_closed: Callable[[], bool] = _not_known_to_be_gone
+    has_closed: Callable[[], bool] = _not_known_to_have_left
     # Seconds since the last bytes arrived, read or not.
     waited_s: Callable[[], float] = _no_wait
     # Send a text if that needs no waiting; returns whether it was sent.
     send_now: Callable[[str], bool] = _no_hurry
     # The connection as a viewer's; None if the server cannot write bytes that were framed before.
     as_viewer: Callable[[], ViewerLine] | None = None
-    # Register the taker that is offered a text message when the reader is waiting for one.
-    offer_to: Callable[[Taker], None] = _no_offers
+    # Register the handler that is offered a text message when the reader is waiting for one.
+    offer_to: Callable[[TextHandler], None] = _no_offers
 
 
 # `tcpi_last_data_recv` of Linux's `struct tcp_info`: milliseconds since the last data, after 8 bytes and 11 integers.

@@ -44,9 +44,10 @@ EngineCommand = Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen 
 
 
 class EngineQueue:
-    """Commands with one consumer; `put` never waits. Audio counts as queued until the engine stream has taken it."""
+    """Commands with one consumer; `put` never waits. Audio counts as queued until the engine stream has accepted it."""
 
     def __init__(self, max_samples: int, max_commands: int) -> None:
+        # Samples that are queued, or being fed.
         self.samples = 0
         self._max_samples = max_samples
         self._max_commands = max_commands
@@ -70,16 +71,16 @@ class EngineQueue:
         self._commands.append(command)
         self._wake.set()
 
-    def begin_anew(self, reanchor: Reanchor) -> None:
-        """Replace all queued commands by one that begins a new stream. It has their audio; flushes are put again after
-        it."""
+    def replace_all(self, reanchor: Reanchor) -> None:
+        """Replace all queued commands by one that begins a new stream and contains their audio. The core sends the
+        flushes again after it."""
         for command in self._commands:
             if isinstance(command, Feed | FeedGap):
-                self.heard(len(command.samples) if isinstance(command, Feed) else command.samples)
+                self.consumed(len(command.samples) if isinstance(command, Feed) else command.samples)
         self._commands.clear()
         self.put(reanchor)
 
-    def take(self) -> EngineCommand:
+    def pop(self) -> EngineCommand:
         return self._commands.popleft()
 
     @property
@@ -92,8 +93,8 @@ class EngineQueue:
         """The queued command to change the stream's options, if any."""
         return next((command for command in self._commands if isinstance(command, Reopen)), None)
 
-    def heard(self, samples: int) -> None:
-        """The engine stream has taken this number of samples."""
+    def consumed(self, samples: int) -> None:
+        """The engine stream has accepted this number of samples."""
         self.samples -= samples
 
     def clear(self) -> None:
@@ -111,12 +112,12 @@ class EngineQueue:
         """Wake the callers of `wait_for_room`."""
         self._room.set()
 
-    def rest(self) -> None:
+    def mark_idle(self) -> None:
         """Called by the consumer when it has emptied the queue: the next `put` wakes it."""
         self._wake.clear()
 
     async def wait(self) -> None:
-        """Wait until something was put since the last `rest`."""
+        """Wait until something was put since the last `mark_idle`."""
         await self._wake.wait()
 
     async def wait_for_room(self) -> None:
@@ -185,12 +186,12 @@ class StreamRunner:
         self._id = session_id
         self._engine = engine
         self._submit = submit
-        # Done at the stream's last output, or when its outputs are not wanted any more.
-        self._said_all: asyncio.Future[None] | None = None
-        # The stream was told to finish; a stream with other options follows it.
-        self._runs_out = False
-        # All commands were executed and `work` waits for the next one.
-        self.rests = False
+        # Done at the stream's last output, or when the stream is abandoned.
+        self._outputs_done: asyncio.Future[None] | None = None
+        # The stream is to finish, and a stream with other options follows it.
+        self._is_finishing = False
+        # All commands are executed, and `work` waits for the next one.
+        self.is_idle = False
         # Grows when a stream is abandoned, so that its late outputs do not reach the core.
         self._generation = 0
         # Number of streams opened so far; part of the stream's name.
@@ -211,14 +212,14 @@ class StreamRunner:
     def restart_stream(self, reanchor: Reanchor) -> None:
         """Abandon the current stream and begin a new one with the session's current options."""
         self._generation += 1
-        self.settings, self._runs_out = self.session.settings, False
-        if self._said_all is not None and not self._said_all.done():
-            self._said_all.set_result(None)
-        self.queue.begin_anew(reanchor)
+        self.settings, self._is_finishing = self.session.settings, False
+        if self._outputs_done is not None and not self._outputs_done.done():
+            self._outputs_done.set_result(None)
+        self.queue.replace_all(reanchor)
 
     def put(self, command: EngineCommand) -> None:
         """Queue a command. Audio is fed at once if the queue is empty and the stream has room."""
-        if not (self.rests and isinstance(command, Feed) and not self.queue and self._hear_now(command.samples)):
+        if not (self.is_idle and isinstance(command, Feed) and not self.queue and self._feed_now(command.samples)):
             self.queue.put(command)
 
     def save(self, last: bool) -> dict[str, Any]:
@@ -229,15 +230,15 @@ class StreamRunner:
             "streams_opened": self._opened,
             "fed": self._fed,
             "reanchor": None if reanchor is None else (reanchor.base, self.session.appended - reanchor.base),
-            "reopen": self._runs_out or self.queue.reopen is not None,
+            "reopen": self._is_finishing or self.queue.reopen is not None,
             "rest": stream.rest().tobytes() if last and stream is not None else b"",
-            "runs_out": self._runs_out,
+            "runs_out": self._is_finishing,
         }
 
     def load(self, saved: SavedLive, adopted: AdoptedSession) -> int:
         """Continue with an adopted stream. Returns the session sample from which audio has to be fed."""
         self.settings, self._opened = saved.engine_settings, saved.streams_opened
-        self.stream, self._runs_out = adopted.stream, saved.runs_out
+        self.stream, self._is_finishing = adopted.stream, saved.runs_out
         known = len(self.session.marks)
         self._known_flushes, self._unknown_flushes = known, max(0, adopted.flushes - known)
         self._base, self._fed = self.session.engine_start, saved.fed
@@ -269,25 +270,25 @@ class StreamRunner:
         """Execute commands until the session is closed. Errors from the stream's listener end the group."""
         if self.stream is not None and self.queue.reanchor is None:
             # An adopted stream.
-            self._listen_to(self.stream, group)
+            self._subscribe(self.stream, group)
         clock = asyncio.get_running_loop().time
         while not self.session.closed:
             began = clock()
             while self.queue and not self.session.closed:
-                await self._execute(self.queue.take(), group)
+                await self._execute(self.queue.pop(), group)
                 if not self.full:
                     self.queue.make_room()
                 if clock() - began >= SHARE_S:
                     # The queue may hold a minute of audio, and feeding a stream that has room never yields by itself.
                     await asyncio.sleep(0)
                     began = clock()
-            self.queue.rest()
+            self.queue.mark_idle()
             if not self.queue and not self.session.closed:
-                self.rests = True
+                self.is_idle = True
                 try:
                     await self.queue.wait()
                 finally:
-                    self.rests = False
+                    self.is_idle = False
 
     async def _execute(self, command: EngineCommand, group: asyncio.TaskGroup) -> None:
         match command:
@@ -295,25 +296,25 @@ class StreamRunner:
                 await self._abort_current()
                 await self._open(base, group)
                 for audio in replay:
-                    await self._hear(audio, group)
+                    await self._feed(audio, group)
             case Reopen(settings):
                 self.settings = settings
-                if self.stream is not None and self._said_all is not None:
-                    self._runs_out = True
+                if self.stream is not None and self._outputs_done is not None:
+                    self._is_finishing = True
                     await self.stream.finish()
-                    await self._said_all
+                    await self._outputs_done
                     await self._abort_current()
-                self._runs_out = False
+                self._is_finishing = False
             case Feed(samples):
                 try:
-                    await self._hear(samples, group)
+                    await self._feed(samples, group)
                 finally:
-                    self.queue.heard(len(samples))
+                    self.queue.consumed(len(samples))
             case FeedGap(samples):
                 try:
-                    await self._hear(samples, group)
+                    await self._feed(samples, group)
                 finally:
-                    self.queue.heard(samples)
+                    self.queue.consumed(samples)
             case FlushEngine(pause, ends_speech, turn_over):
                 await self._flush(pause, ends_speech, turn_over)
             case FollowTurns(settings):
@@ -323,7 +324,7 @@ class StreamRunner:
             case FinishEngine():
                 await self._finish()
 
-    async def _hear(self, audio: Samples | int, group: asyncio.TaskGroup) -> None:
+    async def _feed(self, audio: Samples | int, group: asyncio.TaskGroup) -> None:
         if self.stream is None:
             await self._open(self._fed, group)
         assert self.stream is not None
@@ -338,7 +339,7 @@ class StreamRunner:
             # The stream's last output reports the same error to the core, which answers with a new stream.
             log.debug("session %s: %s", self._id, error)
 
-    def _hear_now(self, samples: Samples) -> bool:
+    def _feed_now(self, samples: Samples) -> bool:
         if self.stream is None or not self.stream.feed_now(samples):
             return False
         self._fed += len(samples)
@@ -385,31 +386,31 @@ class StreamRunner:
         self._fed = self._base = base
         self._known_flushes = self._unknown_flushes = 0
         self._submit(EngineSwitched(base))
-        self._listen_to(stream, group)
+        self._subscribe(stream, group)
 
-    def _listen_to(self, stream: StreamApi, group: asyncio.TaskGroup) -> None:
-        said_all = self._said_all = asyncio.get_running_loop().create_future()
+    def _subscribe(self, stream: StreamApi, group: asyncio.TaskGroup) -> None:
+        outputs_done = self._outputs_done = asyncio.get_running_loop().create_future()
         generation = self._generation
 
-        def hear(output: messages.Output) -> None:
+        def on_output(output: messages.Output) -> None:
             if isinstance(output, messages.Closed) and self.stream is stream:
                 # Before the output is handled: if the session is saved there, its value must not contain this stream.
                 self.stream = None
             try:
                 if generation == self._generation:
-                    self._hand_on(output)
+                    self._handle_output(output)
             except Exception as error:
                 # Same result as an error in the runner: this session ends, others are not affected.
                 fail(group, error)
             over = isinstance(output, FINAL) or generation != self._generation or self.session.closed
-            if over and not said_all.done():
-                said_all.set_result(None)
+            if over and not outputs_done.done():
+                outputs_done.set_result(None)
 
-        stream.subscribe(hear)
+        stream.subscribe(on_output)
 
-    def _hand_on(self, output: messages.Output) -> None:
+    def _handle_output(self, output: messages.Output) -> None:
         assert not isinstance(output, NOT_FOR_SESSIONS), "handled by the engine client"
-        if self._runs_out and isinstance(output, messages.Closed):
+        if self._is_finishing and isinstance(output, messages.Closed):
             # The end of this stream and not of the session: the next stream continues from here.
             self._submit(EngineSwitched(self._fed))
         elif not (isinstance(output, messages.Flushed) and self._is_unknown_flush()):
@@ -430,7 +431,7 @@ class StreamRunner:
 
     async def _abort_current(self) -> None:
         """Abort the stream; its outputs are ignored already."""
-        stream, self.stream, self._said_all = self.stream, None, None
+        stream, self.stream, self._outputs_done = self.stream, None, None
         if stream is not None:
             await self._abort(stream)
 

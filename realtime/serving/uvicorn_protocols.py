@@ -34,7 +34,7 @@ from realtime.serving.socket_extras import (
     PART,
     Part,
     SocketExtras,
-    Taker,
+    TextHandler,
     is_reset,
     peer_has_closed,
     seconds_since_data,
@@ -148,7 +148,7 @@ class _Incoming:
     def __init__(self, is_text: bool) -> None:
         self.is_text = is_text
         # Bytes not passed on yet; one buffer, so that thousands of tiny fragments take no more than their bytes.
-        self.held = bytearray()
+        self.buffer = bytearray()
         # Longer than `whole_bytes`: it is passed on in parts.
         self.is_long = False
         self._decoder: codecs.IncrementalDecoder | None = None
@@ -179,15 +179,16 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._heard_at = 0.0
+        self._last_data_at = 0.0
         self._mailbox = _Mailbox()
         self.queue = self._mailbox  # type: ignore[assignment]
         self._unparsed = b""
         self._parsing_later: asyncio.Handle | None = None
         self._unsent_pong = b""
-        self._taker: Taker | None = None
-        # Only the first message of each read may be offered to the taker; the others wait for the reader and its share.
-        self._may_be_taken = False
+        self._text_handler: TextHandler | None = None
+        # Only the first message of each read may be offered to the handler; the others wait for the reader and its
+        # share.
+        self._may_be_offered = False
         self._max_size = self.config.ws_max_size
         self._splitter = FrameSplitter(self._max_size)
         self._incoming: _Incoming | None = None
@@ -197,12 +198,12 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._peer_check: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self.loop.time()
+        self._last_data_at = self.loop.time()
         if self.handshake_initiated and not self.handshake_complete:
             # RFC 6455 (4.1): a client sends nothing before the handshake is complete. The parser cannot refuse it yet.
             return
-        self._may_be_taken = True
-        if self.handshake_initiated and self._taken_whole(data):
+        self._may_be_offered = True
+        if self.handshake_initiated and self._handled_whole_frame(data):
             return
         self._message_bytes += len(data)
         self._unparsed = self._unparsed + data if self._unparsed else data
@@ -212,26 +213,26 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
     def _parse(self) -> None:
         """Parse the bytes that were read, until the mailbox is full or `PARSING_S` has passed."""
         self._parsing_later = None
-        started, taken = self.loop.time(), 0
+        started, parsed = self.loop.time(), 0
         data = self._unparsed
-        while taken < len(data) and self._takes_more:
-            if taken and self.loop.time() - started > PARSING_S:
+        while parsed < len(data) and self._accepts_more:
+            if parsed and self.loop.time() - started > PARSING_S:
                 self._parsing_later = self.loop.call_soon(self._parse)
                 break
-            piece = data[taken : taken + PIECE_BYTES]
+            piece = data[parsed : parsed + PIECE_BYTES]
             super().data_received(self._splitter.split(piece) if self.handshake_initiated else piece)
-            taken += PIECE_BYTES
+            parsed += PIECE_BYTES
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # A header that h11 accepts and `websockets` refuses: uvicorn would never answer it.
             self.transport.write(UNREADABLE_HEAD)
             self.transport.close()
-        self._unparsed = data[taken:]
+        self._unparsed = data[parsed:]
         if self.transport.is_closing():
             self._unparsed = b""
-        elif self._takes_more and not self._unparsed:
-            self._read_on()
+        elif self._accepts_more and not self._unparsed:
+            self._resume_reading()
         else:
-            self._read_no_further()
+            self._pause_reading()
         self._watch_message()
 
     def _watch_message(self) -> None:
@@ -264,16 +265,16 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     @property
-    def _takes_more(self) -> bool:
+    def _accepts_more(self) -> bool:
         # After our close frame messages are discarded, and reading continues until the peer's close frame.
         return (self.close_sent or not self._mailbox.full) and not self.transport.is_closing()
 
-    def _read_on(self) -> None:
+    def _resume_reading(self) -> None:
         if self.read_paused:
             self.read_paused = False
             self.transport.resume_reading()
 
-    def _read_no_further(self) -> None:
+    def _pause_reading(self) -> None:
         if not self.read_paused:
             self.read_paused = True
             self.transport.pause_reading()
@@ -309,50 +310,50 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
     def handle_text(self, event: Frame) -> None:
         self._incoming = _Incoming(is_text=True)
-        self._take_fragment(self._incoming, event)
+        self._add_fragment(self._incoming, event)
 
     def handle_bytes(self, event: Frame) -> None:
         self._incoming = _Incoming(is_text=False)
-        self._take_fragment(self._incoming, event)
+        self._add_fragment(self._incoming, event)
 
     def handle_cont(self, event: Frame) -> None:
         # The parser refuses a continuation without a first frame.
         assert self._incoming is not None
-        self._take_fragment(self._incoming, event)
+        self._add_fragment(self._incoming, event)
 
-    def _take_fragment(self, message: _Incoming, fragment: Frame) -> None:
+    def _add_fragment(self, message: _Incoming, fragment: Frame) -> None:
         if fragment.fin:
             self._incoming = None
         if self.close_sent:
             return
-        message.held += fragment.data
-        message.is_long = message.is_long or len(message.held) > self.whole_bytes
+        message.buffer += fragment.data
+        message.is_long = message.is_long or len(message.buffer) > self.whole_bytes
         try:
             if message.is_long:
-                self._hand_on_parts(message, fragment.fin)
+                self._deliver_parts(message, fragment.fin)
             elif fragment.fin:
-                self._hand_on(message)
+                self._deliver(message)
         except UnicodeDecodeError:
             self.conn.fail(1007, "text frames must be UTF-8")
             self.handle_parser_exception()
             return
         if self._mailbox.full:
-            self._read_no_further()
+            self._pause_reading()
 
-    def _hand_on(self, message: _Incoming) -> None:
+    def _deliver(self, message: _Incoming) -> None:
         if not message.is_text:
-            self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(message.held)})
+            self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(message.buffer)})
             return
-        text = str(message.held, "utf-8")
-        if not self._is_taken(text):
+        text = str(message.buffer, "utf-8")
+        if not self._handled_now(text):
             self._mailbox.put_nowait({"type": "websocket.receive", "text": text})
 
-    def _hand_on_parts(self, message: _Incoming, is_complete: bool) -> None:
-        held = message.held
-        while len(held) >= PART_BYTES or is_complete:
-            data = bytes(held[:PART_BYTES])
-            del held[:PART_BYTES]
-            is_last = is_complete and not held
+    def _deliver_parts(self, message: _Incoming, is_complete: bool) -> None:
+        buffer = message.buffer
+        while len(buffer) >= PART_BYTES or is_complete:
+            data = bytes(buffer[:PART_BYTES])
+            del buffer[:PART_BYTES]
+            is_last = is_complete and not buffer
             message.check(data, final=is_last)
             self._mailbox.put_nowait({"type": "websocket.receive", PART: Part(data, message.is_text, is_last)})
             if is_last:
@@ -371,24 +372,29 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self.transport.write(self._unsent_pong)
             self._unsent_pong = b""
 
-    def _taken_whole(self, data: bytes) -> bool:
-        """Fast path: whether the data was exactly one text frame and the taker handled it. The parser is bypassed,
+    def _handled_whole_frame(self, data: bytes) -> bool:
+        """Fast path: whether the data was exactly one text frame and the handler handled it. The parser is bypassed,
         which is possible only between two frames."""
         if not self._splitter.at_start or self._unparsed or self._incoming or self.conn.state is not State.OPEN:
             return False
         text = None if self.close_sent or self.read_paused else text_of_whole_frame(data, self._max_size)
-        return text is not None and self._is_taken(text)
+        return text is not None and self._handled_now(text)
 
-    def _is_taken(self, text: str) -> bool:
-        """Offer a text to the taker; returns whether it was handled without waking the reader."""
-        may_be_taken, self._may_be_taken = self._may_be_taken, False
-        return may_be_taken and self._taker is not None and self._mailbox.is_waited_for and self._taker(text)
+    def _handled_now(self, text: str) -> bool:
+        """Offer a text to the handler; returns whether it was handled without waking the reader."""
+        may_be_offered, self._may_be_offered = self._may_be_offered, False
+        return (
+            may_be_offered
+            and self._text_handler is not None
+            and self._mailbox.is_waited_for
+            and self._text_handler(text)
+        )
 
-    def _offer_to(self, taker: Taker) -> None:
-        self._taker = taker
+    def _offer_to(self, handler: TextHandler) -> None:
+        self._text_handler = handler
 
     def keepalive_timeout(self) -> None:
-        silent_for = self.loop.time() - self._heard_at
+        silent_for = self.loop.time() - self._last_data_at
         timeout = self.ping_timeout
         if timeout is not None and silent_for < timeout or self.read_paused:
             # The client sent something lately, or reading is paused and its silence says nothing.
@@ -428,7 +434,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         extensions[EXTENSION] = SocketExtras(
             abort=self.transport.abort,
             nothing_waits=self._mailbox.empty,
-            gone=self.transport.is_closing,
+            has_left=self.transport.is_closing,
             has_closed=lambda: self.transport.is_closing() or peer_has_closed(self.transport),
             waited_s=lambda: seconds_since_data(self.transport),
             send_now=self._send_now,
@@ -550,22 +556,22 @@ class HttpWithDeadlines(H11Protocol):
     def _parse(self) -> None:
         """Parse the bytes that were read, for at most `PARSING_S`."""
         self._parsing_later = None
-        data, taken = self._unparsed, 0
+        data, parsed = self._unparsed, 0
         began = started = self.loop.time()
-        while taken < len(data) and not self._no_longer_http and not self.transport.is_closing():
-            if taken and started - began > PARSING_S:
+        while parsed < len(data) and not self._no_longer_http and not self.transport.is_closing():
+            if parsed and started - began > PARSING_S:
                 self._parsing_later = self.loop.call_soon(self._parse)
                 break
-            piece = data[taken : taken + self._piece_bytes]
+            piece = data[parsed : parsed + self._piece_bytes]
             super().data_received(piece)
-            taken += len(piece)
+            parsed += len(piece)
             took, started = self.loop.time() - started, self.loop.time()
             if took > PARSING_S:
                 self._piece_bytes = max(MIN_HTTP_PIECE_BYTES, self._piece_bytes // 2)
             elif took < PARSING_S / 4:
                 self._piece_bytes = min(MAX_HTTP_PIECE_BYTES, self._piece_bytes * 2)
         # Bytes after an upgrade request are dropped, as `RealtimeWebSocket` drops those that arrive later.
-        self._unparsed = data[taken:] if self._parsing_later is not None else b""
+        self._unparsed = data[parsed:] if self._parsing_later is not None else b""
         if not self._no_longer_http and not self.transport.is_closing():
             self._held_flow.hold(bool(self._unparsed))
         self._watch()

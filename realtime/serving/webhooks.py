@@ -318,7 +318,7 @@ class SessionWebhooks:
         self._url = url
         return None
 
-    def tell(self, event: ServerEvent, settings: Settings) -> None:
+    def on_event(self, event: ServerEvent, settings: Settings) -> None:
         """An event was sent to the client; its final text is sent, as the client has asked for it."""
         if not isinstance(event, Completed) or not self._all or not event.transcript.strip():
             return

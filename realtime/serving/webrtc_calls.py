@@ -186,19 +186,21 @@ class CallInbox:
         self._live = live
         self._dialect = dialect
 
-    def settle(self) -> None:
-        self._inbox.settle()
+    def submit_pending(self) -> None:
+        self._inbox.submit_pending()
 
-    def take_now(self, text: str) -> bool:
+    def handle_now(self, text: str) -> bool:
         """Always False: a call has no appends."""
         return False
 
-    async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
-        """Handle one message; returns whether it was a mistake of the client, as `Inbox.take` does."""
+    async def handle(
+        self, text: str | None, data: bytes | None, has_left: Callable[[], bool], *, more: bool = False
+    ) -> bool:
+        """Handle one message; returns whether it was a mistake of the client, as `Inbox.handle` does."""
         if data is None:
-            return await self._inbox.take(text, None, gone, more=more)
+            return await self._inbox.handle(text, None, has_left, more=more)
         if data[:1] == AUDIO:
-            return await self._inbox.take(None, data[1:], gone, more=more)
+            return await self._inbox.handle(None, data[1:], has_left, more=more)
         (samples,) = SAMPLES.unpack_from(data, 1)
         if data[:1] == LOST:
             start = self._live.session.source_ms
@@ -206,11 +208,11 @@ class CallInbox:
         self._inbox.miss(samples)
         return False
 
-    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
-        return await self._inbox.take_part(part, gone)
+    async def handle_part(self, part: Part, has_left: Callable[[], bool]) -> bool:
+        return await self._inbox.handle_part(part, has_left)
 
-    async def end(self, gone: Callable[[], bool]) -> None:
-        await self._inbox.end(gone)
+    async def end(self, has_left: Callable[[], bool]) -> None:
+        await self._inbox.end(has_left)
 
 
 class Call:

@@ -54,9 +54,9 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
 class BrokenHandoff:
     """A handoff whose last save fails, as after the loss of its engine."""
 
-    number, owned, has_place, given_stream = 1, None, True, None
+    number, owned, can_be_saved, last_saved_stream = 1, None, True, None
 
-    def give_up(self) -> None:
+    def send_last_save(self) -> None:
         pass
 
     def end(self) -> None:
@@ -65,7 +65,7 @@ class BrokenHandoff:
     def close(self) -> None:
         pass
 
-    async def left(self) -> None:
+    async def wait_until_sent(self) -> None:
         raise EngineUnreachable("the engine is gone")
 
 

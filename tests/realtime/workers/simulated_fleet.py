@@ -213,7 +213,7 @@ class Socket:
     async def serve(self, app: Any) -> None:
         self._news = asyncio.Event()
         extras = SocketExtras(
-            gone=lambda: self.is_closed and not self.to_server,
+            has_left=lambda: self.is_closed and not self.to_server,
             has_closed=lambda: self.is_closed,
             waited_s=lambda: self.gateway.clock.now - self.sent_at,
             nothing_waits=lambda: not self.to_server,

@@ -210,7 +210,7 @@ async def test_a_stream_that_is_handed_off_is_not_ended_by_what_it_says_before_t
             await fakes.until(lambda: len(moving.events) >= 3 and group.streams(0) + group.streams(1) == 1)
         (entry,) = group.places[0].entries
         assert entry.live.handoff is not None
-        left, may_leave = entry.live.handoff.left, asyncio.Event()
+        left, may_leave = entry.live.handoff.wait_until_sent, asyncio.Event()
 
         async def left_late() -> None:
             await may_leave.wait()
