@@ -13,7 +13,7 @@ MAX_LINES = 200
 MAX_CHARACTERS = 32_000
 # Longest text of one turn; of a longer one the end is shown.
 MAX_LINE_CHARACTERS = 4_000
-# Turns that are not finished, in one session.
+# Open turns of one session that are kept; beyond it the oldest is dropped.
 MAX_OPEN_TURNS = 32
 # Words with times that are kept of one turn, for caption segments.
 MAX_TURN_WORDS = 1_000
@@ -94,7 +94,8 @@ class PublishedTranscript:
         self._characters = sum(_size(line) for line in self.lines.values())
 
     def add_earlier(self, state: State) -> bool:
-        """Put finished turns that are missing here before ours. Returns whether there were any."""
+        """Put the finished turns of `state` that are missing here before the turns here. Returns whether there were
+        any."""
         missing = {line.id: line for line in state.lines if line.id not in self.lines}
         if not missing:
             return False
@@ -107,8 +108,8 @@ class PublishedTranscript:
         return True
 
     def apply(self, update: Update) -> bool:
-        """Take an update. Returns False, with nothing changed, for text of a turn that is finished: a process that
-        adopts a session may process again what the process before it has processed."""
+        """Apply an update. Returns False, with nothing changed, for text of a turn that is finished: a process that
+        adopts a session may handle events again that the process before it has handled."""
         if isinstance(update, Added) and update.id in self.lines:
             return False
         self.number += 1
@@ -166,5 +167,5 @@ def newest_words(words: list[Word]) -> list[Word]:
 
 
 def _size(line: Line) -> int:
-    """Characters that a turn counts: of its text, or of its words if these have more."""
+    """Characters by which a turn counts: those of its text, or of its words if they have more."""
     return max(len(line.text), sum(max(1, len(text)) for text, _, _ in line.words))
