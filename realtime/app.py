@@ -29,7 +29,7 @@ from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EnginePr
 from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
-from realtime.http.descriptors import Descriptors, sparing_http
+from realtime.http.descriptors import Descriptors, http_with_reserve
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.listeners import listening_sockets, raise_limit
@@ -191,7 +191,7 @@ def build_server(engine: EngineApi, config: Config, services: GatewayServices | 
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=sparing_http(settings.handshake_s, descriptors),
+        http=http_with_reserve(settings.handshake_s, descriptors),
         ws=realtime_websocket(config.limits.control_bytes),
         ws_max_size=config.limits.message_bytes,
         ws_ping_interval=settings.ping_interval_s or None,

@@ -53,7 +53,7 @@ NO_BOUNDING_CONSTANTS = {
     "realtime.http.multipart_forms.LETTER_BYTES": "the length of a letter",
     "realtime.serving.signed_tokens.MAC_BYTES": "the length of a signature",
     "realtime.serving.viewers.MAX_PAUSE_S": "a time to wait",
-    "realtime.serving.websocket_frames._HEAD_BYTES": "the length of a frame's head",
+    "realtime.serving.websocket_frames._HEADER_BYTES": "the length of a frame's head",
     "realtime.serving.webrtc_calls.READ_BYTES": "the size of a read",
     "realtime.webrtc.sdp.DEFAULT_MESSAGE_BYTES": "what a client takes that does not say so",
     "realtime.webrtc.opus_track.MAX_JUMP": "tells a gap from a changed count",

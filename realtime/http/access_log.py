@@ -19,7 +19,7 @@ from realtime.config import ServerConfig
 access_log = logging.getLogger(ACCESS_LOG)
 
 # Characters of a path, and of the address of a client, that are logged.
-MOST_PATH, MOST_CLIENT = 200, 64
+MAX_PATH_CHARACTERS, MAX_CLIENT_CHARACTERS = 200, 64
 # Characters that stay as they are in a path and in an address; all others are percent-encoded, so that a client cannot
 # forge a field or a line.
 PATH_CHARACTERS, CLIENT_CHARACTERS = "/%:@!$&'()*+,;=", ":%[]"
@@ -62,8 +62,8 @@ class _Entry:
         self._method = "SOCKET" if self._is_socket else str(scope["method"])
         # As it was sent: decoded it could contain spaces and line breaks.
         raw: bytes = scope.get("raw_path") or quote(scope["path"]).encode()
-        self._path = quote_from_bytes(raw.partition(b"?")[0], PATH_CHARACTERS)[:MOST_PATH]
-        self._client = quote(str((scope.get("client") or ("-",))[0]), CLIENT_CHARACTERS)[:MOST_CLIENT]
+        self._path = quote_from_bytes(raw.partition(b"?")[0], PATH_CHARACTERS)[:MAX_PATH_CHARACTERS]
+        self._client = quote(str((scope.get("client") or ("-",))[0]), CLIENT_CHARACTERS)[:MAX_CLIENT_CHARACTERS]
         self._status = 0
         self._code = 0
         self._bytes = 0

@@ -269,12 +269,12 @@ def _utterances(transcript: Transcript, query: FileQuery) -> Iterator[Json]:
     start = 0
     while start < len(transcript.words):
         utterance = _Utterance(transcript, start, query)
-        yield utterance.written()
+        yield utterance.to_json()
         start = utterance.end
 
 
 class _Utterance:
-    """Words up to a pause. The end is found while the words are written, so later fields use `LazyValue`."""
+    """Words up to a pause. The end is found while the words are encoded, so later fields use `LazyValue`."""
 
     def __init__(self, transcript: Transcript, start: int, query: FileQuery) -> None:
         self.end = start
@@ -284,18 +284,18 @@ class _Utterance:
         self._gap = round(query.split_s * self._rate)
         self._punctuate = query.punctuate
         self._has_languages = bool(transcript.languages)
-        # Sums over the words written so far.
-        self._told = Transcript(self._rate)
+        # Sums over the words encoded so far.
+        self._sums = Transcript(self._rate)
 
-    def written(self) -> Json:
+    def to_json(self) -> Json:
         return {
             "start": seconds(self._words[self._start].start, self._rate),
             "channel": 0,
             **({} if (speaker := self._words[self._start].speaker) is None else {"speaker": speaker}),
             "words": Entries(self._written_words()),
             "end": LazyValue(lambda: seconds(self._words[self.end - 1].end, self._rate)),
-            "confidence": LazyValue(lambda: mean_confidence(self._told.confidence_sum, self._told.confidences)),
-            **({"languages": LazyValue(lambda: list(self._told.languages))} if self._has_languages else {}),
+            "confidence": LazyValue(lambda: mean_confidence(self._sums.confidence_sum, self._sums.confidences)),
+            **({"languages": LazyValue(lambda: list(self._sums.languages))} if self._has_languages else {}),
             "transcript": TextParts(self._text()),
             "id": str(uuid4()),
         }
@@ -307,7 +307,7 @@ class _Utterance:
             if word.start - last.end >= self._gap or word.speaker != last.speaker:
                 return
             self.end += 1
-            self._told.count(word)
+            self._sums.count(word)
             yield written_word(word, self._rate, self._punctuate, sure=True)
 
     def _text(self) -> Iterator[str]:

@@ -114,7 +114,7 @@ class PrepareRoutes:
         held = _Held(self)
         try:
             samples = await self._decode(upload.file, held)
-            await upload.let_file_go()
+            await upload.release_file()
             async with self._one_at_a_time:
                 rendered, summary = await asyncio.to_thread(self._rendered, samples)
         except BaseException:

@@ -22,15 +22,15 @@ FLUX = "/v2/listen"
 MAX_JSON_BODY = 64 * 1024
 
 
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The whole body. Raises a 413 Refusal as soon as it is larger than `most_bytes`."""
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises a 413 Refusal as soon as it is larger than `max_bytes`."""
     chunks: list[bytes] = []
     size = 0
     async for chunk in request.stream():
         chunks.append(chunk)
         size += len(chunk)
-        if size > most_bytes:
-            raise Refusal(413, "body_too_large", f"The body is larger than {most_bytes} bytes.")
+        if size > max_bytes:
+            raise Refusal(413, "body_too_large", f"The body is larger than {max_bytes} bytes.")
     return b"".join(chunks)
 
 

@@ -251,8 +251,8 @@ class _CleanHeaders:
 
 
 # Body of a refused request that is read and dropped.
-MOST_DROPPED_BYTES = 64 * 2**20
-MOST_DROPPED_SECONDS = 2.0
+MAX_DROPPED_BYTES = 64 * 2**20
+MAX_DROPPED_SECONDS = 2.0
 
 
 class RefusedBodies:
@@ -293,8 +293,8 @@ class RefusedBodies:
     async def _drop_body(self, receive: Receive) -> None:
         dropped, more = 0, True
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(MOST_DROPPED_SECONDS):
-                while more and dropped < MOST_DROPPED_BYTES:
+            async with asyncio.timeout(MAX_DROPPED_SECONDS):
+                while more and dropped < MAX_DROPPED_BYTES:
                     message = await receive()
                     dropped += len(message.get("body", b""))
                     more = message.get("more_body", False)

@@ -141,14 +141,14 @@ class UploadRoutes:
 
     @described(_operation("Transcribe a file"))
     async def transcriptions(self, request: Request) -> Response:
-        return await self._take(request, None)
+        return await self._transcribe(request, None)
 
     @described(_operation("Transcribe a file into English"))
     async def translations(self, request: Request) -> Response:
         """Like `transcriptions`, with the text translated to English."""
-        return await self._take(request, TRANSLATE)
+        return await self._transcribe(request, TRANSLATE)
 
-    async def _take(self, request: Request, task: str | None) -> Response:
+    async def _transcribe(self, request: Request, task: str | None) -> Response:
         upload = await self._forms.open(request, self._context.caller_of(request))
         async with self.answering(upload):
             return await self._answer(upload, request, task)
@@ -183,7 +183,7 @@ class UploadRoutes:
         async with aclosing(deltas):
             async for _ in deltas:
                 pass
-        await upload.let_file_go()
+        await upload.release_file()
         await steps(transcript.format(wanted.settings.formatting))
         self.count("ok")
         return transcript
@@ -197,13 +197,13 @@ class UploadRoutes:
         file can begin."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + self._limits.upload_s
-        gone = asyncio.create_task(_disconnected(request), name="upload's client")
+        client_left = asyncio.create_task(_disconnected(request), name="upload's client")
         try:
-            while (delta := await _next(deltas, gone, deadline - loop.time())) is not None:
+            while (delta := await _next(deltas, client_left, deadline - loop.time())) is not None:
                 yield delta
         finally:
-            gone.cancel()
-            await asyncio.gather(gone, return_exceptions=True)
+            client_left.cancel()
+            await asyncio.gather(client_left, return_exceptions=True)
             await deltas.aclose()
 
     async def _stream(
@@ -215,9 +215,9 @@ class UploadRoutes:
 
         async def body() -> AsyncIterator[bytes]:
             try:
-                told, segments = 0, SegmentEvents(transcript) if wanted.settings.speakers else None
+                words_sent, segments = 0, SegmentEvents(transcript) if wanted.settings.speakers else None
                 async for delta in _with_first(first, deltas):
-                    event, told = sse_delta(delta, transcript, told, wanted), len(transcript.words)
+                    event, words_sent = sse_delta(delta, transcript, words_sent, wanted), len(transcript.words)
                     if event:
                         yield event
                     for segment in [] if segments is None else segments.due():
@@ -236,13 +236,13 @@ class UploadRoutes:
             await deltas.aclose()
             await upload.close()
 
-        return _Streamed(body(), end)
+        return _EventStreamResponse(body(), end)
 
     def count(self, outcome: str) -> None:
         self._context.metrics.uploads.labels(outcome).inc()
 
 
-class _Streamed(StreamingResponse):
+class _EventStreamResponse(StreamingResponse):
     """Server-sent events; `end` is called afterwards, also if the client leaves before the first one."""
 
     def __init__(self, body: AsyncIterator[bytes], end: Callable[[], Awaitable[None]]) -> None:
@@ -263,14 +263,14 @@ async def _with_first(first: str | None, rest: AsyncIterator[str]) -> AsyncItera
         yield delta
 
 
-async def _next(deltas: AsyncGenerator[str], gone: asyncio.Task[None], seconds: float) -> str | None:
+async def _next(deltas: AsyncGenerator[str], client_left: asyncio.Task[None], seconds: float) -> str | None:
     """The next text, or None at the end. Raises Refusal if the client leaves or the time is over."""
     step = asyncio.ensure_future(anext(deltas, None))
     try:
-        await asyncio.wait((step, gone), timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((step, client_left), timeout=max(seconds, 0.0), return_when=asyncio.FIRST_COMPLETED)
         if step.done():
             return step.result()
-        if gone.done():
+        if client_left.done():
             raise client_gone()
         text = "The transcription took too long; send a shorter file."
         raise Refusal(504, "timeout", text, kind="server_error")

@@ -40,7 +40,7 @@ IN_MEMORY_BYTES = 1024 * 1024
 PIECE_BYTES = 8 * 1024
 PARSING_S = 0.001
 # Shortest time in seconds between two warnings that files cannot be stored.
-SAID_AGAIN_S = 60.0
+WARN_INTERVAL_S = 60.0
 
 
 class Spool:
@@ -66,39 +66,39 @@ class Spool:
 
     @property
     def uploads(self) -> int:
-        return self._uploads.taken.total()
+        return self._uploads.used.total()
 
     @property
     def bytes(self) -> int:
-        return self._bytes.taken.total()
+        return self._bytes.used.total()
 
     @property
     def text_bytes(self) -> int:
-        return self._text_bytes.taken.total()
+        return self._text_bytes.used.total()
 
     @property
     def reference_bytes(self) -> int:
-        return self._reference_bytes.taken.total()
+        return self._reference_bytes.used.total()
 
     def enter(self, caller: str) -> None:
-        _check(self._uploads.take(caller))
+        _check(self._uploads.reserve(caller))
 
     def reserve(self, caller: str, size: int) -> None:
-        _check(self._bytes.take(caller, size))
+        _check(self._bytes.reserve(caller, size))
 
-    def take_text(self, caller: str, size: int) -> None:
-        _check(self._text_bytes.take(caller, size))
+    def reserve_text(self, caller: str, size: int) -> None:
+        _check(self._text_bytes.reserve(caller, size))
 
-    def take_reference(self, caller: str, size: int) -> None:
-        _check(self._reference_bytes.take(caller, size))
+    def reserve_reference(self, caller: str, size: int) -> None:
+        _check(self._reference_bytes.reserve(caller, size))
 
-    def give_back(self, caller: str, size: int, text_size: int, reference_size: int) -> None:
-        self._bytes.give_back(caller, size)
-        self._text_bytes.give_back(caller, text_size)
-        self._reference_bytes.give_back(caller, reference_size)
+    def release(self, caller: str, size: int, text_size: int, reference_size: int) -> None:
+        self._bytes.release(caller, size)
+        self._text_bytes.release(caller, text_size)
+        self._reference_bytes.release(caller, reference_size)
 
     def leave(self, caller: str, seconds: float) -> None:
-        self._uploads.give_back(caller)
+        self._uploads.release(caller)
         self.on_left(seconds)
 
 
@@ -110,7 +110,7 @@ def _check(reason: str | None) -> None:
 class Upload:
     """One upload: its form, its file (on disk if it is large), and its share of the spool. Close it after use."""
 
-    def __init__(self, spool: Spool, most_bytes: int, caller: str) -> None:
+    def __init__(self, spool: Spool, max_bytes: int, caller: str) -> None:
         spool.enter(caller)
         self.caller = caller
         self._began = time.monotonic()
@@ -120,7 +120,7 @@ class Upload:
         self._bytes = 0
         self._text_bytes = 0
         self._reference_bytes = 0
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     @property
     def file(self) -> BinaryIO:
@@ -135,8 +135,8 @@ class Upload:
         async def counting() -> Message:
             message = await receive()
             size = len(message.get("body", b""))
-            if self._bytes + size > self._most_bytes:
-                raise too_large(self._most_bytes)
+            if self._bytes + size > self._max_bytes:
+                raise too_large(self._max_bytes)
             if self._spool is not None:
                 self._spool.reserve(self.caller, size)
                 self._bytes += size
@@ -153,7 +153,7 @@ class Upload:
             text = f"The form's text fields take more than {MAX_FORM_BYTES} bytes; send fewer fields, or shorter ones."
             raise Refusal(413, "form_too_large", text)
         if self._spool is not None:
-            self._spool.take_text(self.caller, size)
+            self._spool.reserve_text(self.caller, size)
             self._text_bytes += size
 
     def _hold_reference(self, size: int) -> None:
@@ -161,7 +161,7 @@ class Upload:
             text = f"The recordings of speakers take more than {MAX_REFERENCES_BYTES} bytes; send shorter ones."
             raise Refusal(413, "form_too_large", text)
         if self._spool is not None:
-            self._spool.take_reference(self.caller, size)
+            self._spool.reserve_reference(self.caller, size)
             self._reference_bytes += size
 
     async def write(self, data: bytes) -> None:
@@ -172,20 +172,20 @@ class Upload:
         """Flush the file and go to its beginning. Raises OSError."""
         await self._file.seek(0)
 
-    async def let_file_go(self) -> None:
+    async def release_file(self) -> None:
         """Release the file and the form, which are not needed any more; the upload itself stays counted."""
         if self._spool is not None:
-            await self._let_go(self._spool)
+            await self._release(self._spool)
 
     async def close(self) -> None:
         """Release everything; the counts before the first await. May be called twice."""
         spool, self._spool = self._spool, None
         if spool is not None:
             spool.leave(self.caller, time.monotonic() - self._began)
-            await self._let_go(spool)
+            await self._release(spool)
 
-    async def _let_go(self, spool: Spool) -> None:
-        spool.give_back(self.caller, self._bytes, self._text_bytes, self._reference_bytes)
+    async def _release(self, spool: Spool) -> None:
+        spool.release(self.caller, self._bytes, self._text_bytes, self._reference_bytes)
         self._bytes = self._text_bytes = self._reference_bytes = 0
         self.form = Form()
         # On a full disk the last flush fails; the file is deleted nevertheless.
@@ -202,7 +202,7 @@ class FormReader:
         context.metrics.uploads_in_progress.set_function(lambda: self.spool.uploads)
         self._context = context
         self._limits = context.limits
-        self._said_at: float | None = None
+        self._warned_at: float | None = None
         # Choose the folder now: if the disk is full later, the library would choose another one.
         gettempdir()
 
@@ -276,8 +276,8 @@ class FormReader:
 
     def _warn(self, text: str) -> None:
         now = asyncio.get_running_loop().time()
-        if self._said_at is None or now - self._said_at >= SAID_AGAIN_S:
-            self._said_at = now
+        if self._warned_at is None or now - self._warned_at >= WARN_INTERVAL_S:
+            self._warned_at = now
             log.warning("%s", text)
 
 
@@ -287,13 +287,13 @@ async def _read_form(request: Request, parser: FormParser, upload: Upload) -> No
     clock = asyncio.get_running_loop().time
     try:
         async for chunk in request.stream():
-            began, of_file = clock(), []
+            began, file_parts = clock(), []
             for start in range(0, len(chunk), PIECE_BYTES):
-                of_file.append(parser.feed(chunk[start : start + PIECE_BYTES]))
+                file_parts.append(parser.feed(chunk[start : start + PIECE_BYTES]))
                 if clock() - began > PARSING_S:
                     await asyncio.sleep(0)
                     began = clock()
-            if data := b"".join(of_file):
+            if data := b"".join(file_parts):
                 await upload.write(data)
         parser.finish()
     finally:
@@ -304,8 +304,8 @@ async def _read_form(request: Request, parser: FormParser, upload: Upload) -> No
 GONE = "client_gone"
 
 
-def too_large(most_bytes: int) -> Refusal:
-    return Refusal(413, "file_too_large", f"The file is larger than {most_bytes} bytes.", param="file")
+def too_large(max_bytes: int) -> Refusal:
+    return Refusal(413, "file_too_large", f"The file is larger than {max_bytes} bytes.", param="file")
 
 
 def client_gone() -> Refusal:

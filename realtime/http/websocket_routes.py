@@ -278,8 +278,8 @@ class WebSocketRoutes:
     ) -> None:
         """Serve sessions over `line`: the socket of a client, or that to the process of a WebRTC call."""
         receive, send, _ = line
-        if self.sessions.standstill is not None:
-            line = self.sessions.standstill.guard(
+        if self.sessions.pause_detector is not None:
+            line = self.sessions.pause_detector.guard(
                 *line, lambda: not any(entry.is_released for entry in admitted.entries)
             )
         connection = Connection(live, inbox, *line, self._fair_turns)

@@ -16,30 +16,32 @@ from realtime.serving.published_transcript import MAX_OPEN_TURNS, Added, Begun, 
 from realtime.session.words import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
 from realtime.text_values import date_text
 
-# Captions for HLS players: seconds of a segment.
+# Seconds of a segment.
 SEGMENT_S = 6.0
 # Seconds after its end at which a segment is listed.
 HOLD_S = 6.0
-# Segments in a playlist, and segments that can still be read.
-LISTED = 5
+# Segments in a playlist, and seconds for which a segment can still be read.
+LISTED_SEGMENTS = 5
 KEPT_S = 10 * SEGMENT_S
-# Words that are kept; beyond it the oldest are dropped.
+# Words of one session that are kept; beyond this number the oldest are dropped.
 MAX_SEGMENT_WORDS = 2000
-# A session's audio counts as live while the first words of a turn come at most this long after they are spoken. If they
-# come later, the client has paused or sends a recording, and the turn is placed at the time at which it comes.
+# A session's audio counts as live while the first words of a turn arrive at most this many seconds after they are
+# spoken. If they arrive later, the client has paused or sends a recording, and the turn counts as spoken when it
+# arrives.
 LATE_S = 10.0
 # Words that would be shown later than this many seconds from now are dropped: a recording that is sent faster than it
 # was spoken must not delay what comes after it.
 AHEAD_S = 10.0
-# A clock that goes back by less is being corrected, as NTP does; nothing begins anew.
-CORRECTED_S = 1.0
-# 90,000 ticks a second, as in the video's clock.
+# If the server's clock goes back by no more than this many seconds, it is being corrected (NTP), and the captions
+# continue.
+CLOCK_CORRECTION_S = 1.0
+# Ticks per second of the clock of MPEG-TS video.
 TICKS = 90_000
 
 
 @dataclass(frozen=True, slots=True)
-class _Placed:
-    """A word at its place on the clock of the server."""
+class _SpokenWord:
+    """A word with its start and end on the server's clock; `turn` is the id of its turn."""
 
     turn: str
     text: str
@@ -51,25 +53,25 @@ class CaptionSegments:
     """The words of one published session by the time at which they were spoken."""
 
     def __init__(self) -> None:
-        self._words: deque[_Placed] = deque()
+        self._words: deque[_SpokenWord] = deque()
         # The time of the session's first sample, estimated from when its words arrive; and the same for each open turn,
         # so that the words of a turn stay together.
-        self._began: float | None = None
+        self._session_began: float | None = None
         self._turns: dict[str, float] = {}
-        # Segments that were given out stay as they are.
-        self._made: dict[int, str] = {}
-        # The newest time that was seen.
+        # The text of segments that were requested: it never changes afterwards.
+        self._served: dict[int, str] = {}
+        # The latest time of the server's clock so far.
         self._now = 0.0
 
     def update(self, update: Update, now: float) -> None:
-        """Take an update of the session; `now` is the time of day."""
+        """Apply an update of the session; `now` is the time of day."""
         self._follow_clock(now)
         match update:
             case Begun():
-                self._began = None
+                self._session_began = None
                 self._turns.clear()
             case Added(item, _, words):
-                self._place(item, words, now)
+                self._add_words(item, words, now)
             case Finished(line):
                 self._finish(line, now)
             case _:
@@ -77,39 +79,39 @@ class CaptionSegments:
 
     def _follow_clock(self, now: float) -> None:
         """Begin anew if the clock was set back: the words so far would lie in the future, and new ones behind them."""
-        if now >= self._now - CORRECTED_S:
+        if now >= self._now - CLOCK_CORRECTION_S:
             self._now = max(self._now, now)
         else:
             self._words.clear()
             self._turns.clear()
-            self._made.clear()
-            self._began = None
+            self._served.clear()
+            self._session_began = None
             self._now = now
 
     def _finish(self, line: Line, now: float) -> None:
         """Replace the words of a turn by its final ones, except in segments that were given out."""
         self._words = deque(word for word in self._words if word.turn != line.id)
-        self._place(line.id, line.words, now)
+        self._add_words(line.id, line.words, now)
         self._turns.pop(line.id, None)
 
-    def _place(self, item: str, words: list[Word], now: float) -> None:
+    def _add_words(self, item: str, words: list[Word], now: float) -> None:
         if not words:
             return
         if item not in self._turns:
-            self._turns[item] = self._began = self._place_turn(words, now)
+            self._turns[item] = self._session_began = self._session_start(words, now)
             if len(self._turns) > MAX_OPEN_TURNS:
                 del self._turns[next(iter(self._turns))]
         began = self._turns[item]
-        placed = (_Placed(item, text, began + start, began + end) for text, start, end in words)
-        self._words.extend(word for word in placed if word.end <= now + AHEAD_S)
+        spoken = (_SpokenWord(item, text, began + start, began + end) for text, start, end in words)
+        self._words.extend(word for word in spoken if word.end <= now + AHEAD_S)
         while len(self._words) > MAX_SEGMENT_WORDS or (self._words and self._words[0].end < now - 2 * KEPT_S):
             self._words.popleft()
 
-    def _place_turn(self, words: list[Word], now: float) -> float:
+    def _session_start(self, words: list[Word], now: float) -> float:
         """Where the session began, for a turn with these first words; no turn begins before the last one has ended."""
         last = words[-1][2]
-        late_s = math.inf if self._began is None else now - (self._began + last)
-        began = self._began if self._began is not None and 0 <= late_s <= LATE_S else now - last
+        late_s = math.inf if self._session_began is None else now - (self._session_began + last)
+        began = self._session_began if self._session_began is not None and 0 <= late_s <= LATE_S else now - last
         return max(began, max((word.end for word in self._words), default=0.0) - words[0][1])
 
     def newest(self, now: float) -> int:
@@ -119,7 +121,7 @@ class CaptionSegments:
     def playlist(self, now: float, query: str = "") -> str:
         """The media playlist; `query` is added to the address of each segment."""
         newest = self.newest(now)
-        first = newest - LISTED + 1
+        first = newest - LISTED_SEGMENTS + 1
         lines = [
             "#EXTM3U",
             "#EXT-X-VERSION:3",
@@ -140,12 +142,12 @@ class CaptionSegments:
         newest = self.newest(now)
         if not newest - KEPT_S / SEGMENT_S < number <= newest:
             return None
-        if number not in self._made:
-            self._made = {key: text for key, text in self._made.items() if key > newest - KEPT_S / SEGMENT_S}
-            self._made[number] = self._make(number)
-        return self._made[number]
+        if number not in self._served:
+            self._served = {key: text for key, text in self._served.items() if key > newest - KEPT_S / SEGMENT_S}
+            self._served[number] = self._write_segment(number)
+        return self._served[number]
 
-    def _make(self, number: int) -> str:
+    def _write_segment(self, number: int) -> str:
         begins, ends = number * SEGMENT_S, (number + 1) * SEGMENT_S
         words = [word for word in self._words if begins <= word.start < ends]
         # Times in the file begin at 0; the map says where that is on the clock of the stream.
@@ -158,9 +160,9 @@ class CaptionSegments:
         return "\n".join(blocks)
 
 
-def _cues(words: list[_Placed]) -> list[list[_Placed]]:
+def _cues(words: list[_SpokenWord]) -> list[list[_SpokenWord]]:
     """Words of one turn in each cue, as many as fit into two lines, in the order in which the cues begin."""
-    cues: list[list[_Placed]] = []
+    cues: list[list[_SpokenWord]] = []
     length = 0
     turns = list(dict.fromkeys(word.turn for word in words))
     for word in sorted(words, key=lambda word: (turns.index(word.turn), word.start)):

@@ -210,7 +210,7 @@ class Connection:
                     # This has yielded to the event loop, so a new slice begins.
                     slice_began = self.live.clock()
         except OSError:
-            # The client is has_left; the reader notices it and ends the connection.
+            # The client has left; the reader notices it and ends the connection.
             return
         self.hangup = frames
 
@@ -223,5 +223,5 @@ class Connection:
         except TimeoutError:
             self._extras.abort()
         except Exception as error:
-            # The socket is already has_left. Which exception says so depends on the ASGI server.
+            # The socket is closed already. Which exception says so depends on the ASGI server.
             log.debug("session %s: the close frame could not be sent: %s", self.live.id, error)

@@ -51,17 +51,17 @@ class FairTurns:
     async def wait(self) -> None:
         """Wait until every client that called this before has continued."""
         loop = asyncio.get_running_loop()
-        mine: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(mine)
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
         if len(self._waiting) == 1:
-            loop.call_soon(self._let_one_by, loop)
-        await mine
+            loop.call_soon(self._release_one, loop)
+        await turn
 
-    def _let_one_by(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _release_one(self, loop: asyncio.AbstractEventLoop) -> None:
         while self._waiting:
             first = self._waiting.popleft()
             if not first.done():
                 first.set_result(None)
                 break
         if self._waiting:
-            loop.call_soon(self._let_one_by, loop)
+            loop.call_soon(self._release_one, loop)

@@ -24,7 +24,7 @@ class Outbox:
         self.bytes = 0
         self._max_events = max_events
         self._max_bytes = max_bytes
-        # (event, size in bytes)
+        # (event, its size in bytes as JSON)
         self._events: deque[tuple[ServerEvent, int]] = deque()
         self._hangup: Hangup | None = None
         self._overrun = False

@@ -36,19 +36,19 @@ class PauseDetector:
         self._clock = clock
         self._confirm = confirm
         self._ticked_at: float | None = None
-        # Whether there was a standstill since the engines were last asked.
-        self._unasked = False
+        # Whether there was a standstill after the engines were last asked.
+        self._must_ask = False
         self._asking: asyncio.Task[None] | None = None
         self._over = asyncio.Event()
 
     @property
-    def is_unsure(self) -> bool:
+    def ownership_is_unknown(self) -> bool:
         """Whether another process may own some of our sessions by now."""
         return self._asking is not None or self._is_late(self._clock())
 
-    async def wait_until_sure(self) -> None:
-        """Wait until it is known which sessions are still ours."""
-        while self.is_unsure:
+    async def wait_for_ownership(self) -> None:
+        """Wait until the engines have said which sessions are still ours."""
+        while self.ownership_is_unknown:
             self._over.clear()
             await self._over.wait()
 
@@ -61,7 +61,7 @@ class PauseDetector:
                 "this process stood still for %.1f s; asking the engines which sessions it still owns",
                 now - self._ticked_at,
             )
-            self._unasked = True
+            self._must_ask = True
             if self._asking is None:
                 self._asking = asyncio.create_task(self._ask(), name="whose sessions")
         self._ticked_at = now
@@ -69,43 +69,44 @@ class PauseDetector:
     def guard(
         self, receive: Receive, send: Send, extras: SocketExtras, is_ours: Callable[[], bool]
     ) -> tuple[Receive, Send, SocketExtras]:
-        """Wrap a socket so that it is buffer while the owner of its session is not known; closing is not buffer.
+        """Wrap a socket so that reads and sends wait while the owner of its session is not known; closing does not
+        wait.
 
         Messages of a session that is not ours any more are dropped: the new owner sends them.
         """
 
-        async def receive_surely() -> Message:
+        async def receive_guarded() -> Message:
             message = await receive()
-            if self.is_unsure:
-                await self.wait_until_sure()
+            if self.ownership_is_unknown:
+                await self.wait_for_ownership()
             return message
 
-        async def send_surely(message: Message) -> None:
+        async def send_guarded(message: Message) -> None:
             if message["type"] == "websocket.send":
-                if self.is_unsure:
-                    await self.wait_until_sure()
+                if self.ownership_is_unknown:
+                    await self.wait_for_ownership()
                 if not is_ours():
                     return
             await send(message)
 
         def send_now(text: str) -> bool:
-            return not self.is_unsure and is_ours() and extras.send_now(text)
+            return not self.ownership_is_unknown and is_ours() and extras.send_now(text)
 
         def offer_to(handler: TextHandler) -> None:
-            extras.offer_to(lambda text: not self.is_unsure and handler(text))
+            extras.offer_to(lambda text: not self.ownership_is_unknown and handler(text))
 
-        return receive_surely, send_surely, replace(extras, send_now=send_now, offer_to=offer_to)
+        return receive_guarded, send_guarded, replace(extras, send_now=send_now, offer_to=offer_to)
 
     def _is_late(self, now: float) -> bool:
         return self._ticked_at is not None and now - self._ticked_at > STANDSTILL_S
 
     async def _ask(self) -> None:
         try:
-            while self._unasked:
-                self._unasked = False
+            while self._must_ask:
+                self._must_ask = False
                 await self._confirm()
                 # Another standstill after the engines answered makes their answers worthless.
-                self._unasked = self._unasked or self._is_late(self._clock())
+                self._must_ask = self._must_ask or self._is_late(self._clock())
         except Exception:
             log.exception("the engines could not be asked which sessions this process still owns")
         finally:

@@ -31,9 +31,10 @@ from realtime.session.settings import Settings
 
 log = logging.getLogger("tickertape.sessions")
 
+# Seconds between two ticks.
 TICK_S = 0.25
-# Longest pause between two handoffs of a drain, so that a server with few sessions does not drain slowly.
-FEW_SPREAD_S = 0.02
+# Longest pause in seconds between two handoffs of a drain, so that a server with few sessions does not drain slowly.
+HANDOFF_PAUSE_S = 0.02
 TAKEN_OVER = Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over")
 RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
 
@@ -66,23 +67,23 @@ class Sessions:
         self._metrics = services.metrics
         self._clock = clock
         self._signer = services.signer
-        self._maker = SessionFactory(engine, config, clock, wall_clock, services)
+        self._factory = SessionFactory(engine, config, clock, wall_clock, services)
         self._handoff_store = services.handoff_store
         self.entries: dict[str, OpenSession] = {}
-        # Adoptions in progress by session id, and tasks that end sessions which other processes adopt.
-        self._coming: dict[str, _Adoption] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        # Adoptions in progress by session id, and tasks that finish the release of sessions to other processes.
+        self._adoptions: dict[str, _Adoption] = {}
+        self._releases: set[asyncio.Task[None]] = set()
         self.quota: SessionQuota = services.quota or LocalQuota(config.limits, clock)
         # Whether a drain leaves resumable sessions to other processes.
         self.hands_over = False
-        self.standstill: PauseDetector | None = None
+        self.pause_detector: PauseDetector | None = None
         if self._handoff_store is not None:
-            self.standstill = PauseDetector(clock, self._handoff_store.confirm)
+            self.pause_detector = PauseDetector(clock, self._handoff_store.confirm)
             handoff_client = self._handoff_store.handoffs
             handoff_client.on_wanted, handoff_client.on_fenced, handoff_client.sessions = (
-                self._wanted,
-                self._fenced,
-                self._owned,
+                self._on_claim,
+                self._on_fenced,
+                self._owned_handoffs,
             )
 
     def __len__(self) -> int:
@@ -97,14 +98,14 @@ class Sessions:
         return sum(entry.live.session.speaking for entry in self.entries.values())
 
     def models(self) -> list[str]:
-        return self._maker.models()
+        return self._factory.models()
 
     def listed_models(self) -> list[str]:
-        return self._maker.listed_models()
+        return self._factory.listed_models()
 
     def facts(self) -> SessionFacts:
         """The facts for answers about a session that is not open yet."""
-        return self._maker.facts()
+        return self._factory.facts()
 
     # Admission
 
@@ -123,7 +124,7 @@ class Sessions:
         try:
             await self._admit(admission, len(dialects))
             for make_dialect in dialects:
-                entry = self._maker.make(caller, settings, make_dialect)
+                entry = self._factory.make(caller, settings, make_dialect)
                 self._metrics.opened.labels(entry.live.dialect.name).inc()
                 entry.admission = admission.part()
                 self.entries[entry.live.id] = entry
@@ -254,7 +255,7 @@ class Sessions:
 
     async def detach(self, entries: Sequence[OpenSession], connection: Connection) -> None:
         """The socket is closed. A resumable session waits for its client unless that closed with 1000; others end."""
-        over = []
+        ended = []
         for entry in entries:
             if entry.connection is not connection:
                 continue
@@ -264,8 +265,8 @@ class Sessions:
             if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
                 entry.left_at = self._clock()
             else:
-                over.append(entry)
-        await self.end(*over)
+                ended.append(entry)
+        await self.end(*ended)
 
     async def end(self, *entries: OpenSession) -> None:
         """End sessions. All of them are removed and stopped before the first await, so that a cancellation cannot leave
@@ -295,42 +296,42 @@ class Sessions:
         """The session of this process if it still owns it; else the session is adopted. Raises EngineUnavailable."""
         if self._handoff_store is None or self.draining:
             return self.entries.get(session_id)
-        assert self.standstill is not None
-        await self.standstill.wait_until_sure()
+        assert self.pause_detector is not None
+        await self.pause_detector.wait_for_ownership()
         entry = self.entries.get(session_id)
         if entry is not None and entry.live.resumable and (handoff := entry.live.handoff) is not None:
             # Another gateway may have adopted it without our knowing yet, or may claim it at this moment.
             if not await handoff.renew():
-                self._fenced(session_id, handoff.number + 1)
+                self._on_fenced(session_id, handoff.number + 1)
         entry = self.entries.get(session_id)
         return entry if entry is not None else await self._adopt_saved(session_id, caller, has_left)
 
     async def _adopt_saved(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
         """Adopt a session of another process. Concurrent requests for the same session share one adoption."""
-        coming = self._coming.get(session_id)
-        if coming is None:
-            self._coming[session_id] = coming = _Adoption([has_left])
-            coming.task = asyncio.create_task(self._adopt(session_id, caller, coming), name=f"adopt {session_id}")
-            coming.task.add_done_callback(lambda _: self._coming.pop(session_id, None))
+        adoption = self._adoptions.get(session_id)
+        if adoption is None:
+            self._adoptions[session_id] = adoption = _Adoption([has_left])
+            adoption.task = asyncio.create_task(self._adopt(session_id, caller, adoption), name=f"adopt {session_id}")
+            adoption.task.add_done_callback(lambda _: self._adoptions.pop(session_id, None))
         else:
-            coming.waiting.append(has_left)
-        assert coming.task is not None
-        return await asyncio.shield(coming.task)
+            adoption.waiting.append(has_left)
+        assert adoption.task is not None
+        return await asyncio.shield(adoption.task)
 
-    async def _adopt(self, session_id: str, caller: str, coming: _Adoption) -> OpenSession | None:
+    async def _adopt(self, session_id: str, caller: str, adoption: _Adoption) -> OpenSession | None:
         assert self._handoff_store is not None
         adopted = await self._handoff_store.adopt(
-            session_id, lambda: not all(has_left() for has_left in coming.waiting)
+            session_id, lambda: not all(has_left() for has_left in adoption.waiting)
         )
         if adopted is None:
             return None
-        if coming.fenced > adopted.owner_number:
+        if adoption.fenced > adopted.owner_number:
             # This process was stopped between the two messages of the engine.
             if adopted.stream is not None:
                 adopted.stream.abort_everywhere()
             raise AdoptionFailed("another gateway has just adopted the session; try again in a few seconds")
         try:
-            entry = self._maker.adopt(session_id, caller, adopted)
+            entry = self._factory.adopt(session_id, caller, adopted)
         except Exception as error:
             if adopted.stream is not None:
                 await adopted.stream.abort()
@@ -364,12 +365,12 @@ class Sessions:
             log.warning("session %s has no webhook any more: %s", live.id, fault.message)
             live.submit(Configure(replace(live.session.settings, on_final=None)))
 
-    def _owned(self) -> list[Owned]:
+    def _owned_handoffs(self) -> list[Owned]:
         """The handoffs that engines have from this process."""
         handoffs = [entry.live.handoff for entry in self.entries.values() if entry.live.resumable]
         return [owned for handoff in handoffs if handoff is not None and (owned := handoff.owned) is not None]
 
-    def _wanted(self, session_id: str, number: int) -> bool:
+    def _on_claim(self, session_id: str, number: int) -> bool:
         """Another process claims a session, because its client resumes there. Returns whether the claim is for an
         outdated copy.
 
@@ -377,7 +378,11 @@ class Sessions:
         that is lost by now, and the last save would be lost too. The engine uses the copy it has, or asks again.
         """
         entry = self.entries.get(session_id)
-        if entry is None or entry.live.handoff is None or (self.standstill is not None and self.standstill.is_unsure):
+        if (
+            entry is None
+            or entry.live.handoff is None
+            or (self.pause_detector is not None and self.pause_detector.ownership_is_unknown)
+        ):
             return False
         if entry.live.handoff.number > number:
             return True
@@ -393,11 +398,11 @@ class Sessions:
         handoff.send_last_save()
         self._release(entry, hangup)
 
-    def _fenced(self, session_id: str, number: int) -> None:
+    def _on_fenced(self, session_id: str, number: int) -> None:
         """Another process owns a session with this number: if it is higher than ours, the session ends here."""
-        entry, coming = self.entries.get(session_id), self._coming.get(session_id)
-        if coming is not None:
-            coming.fenced = max(coming.fenced, number)
+        entry, adoption = self.entries.get(session_id), self._adoptions.get(session_id)
+        if adoption is not None:
+            adoption.fenced = max(adoption.fenced, number)
         if entry is not None and entry.live.handoff is not None and entry.live.handoff.number < number:
             log.warning("session %s was taken over by another process; it ends here", session_id)
             entry.live.handoff.end()
@@ -409,9 +414,9 @@ class Sessions:
         self._remove(entry)
         entry.is_released = True
         entry.live.release(is_fenced)
-        leaving = asyncio.create_task(self._finish_release(entry, hangup), name=f"leave {entry.live.id}")
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
+        releasing = asyncio.create_task(self._finish_release(entry, hangup), name=f"leave {entry.live.id}")
+        self._releases.add(releasing)
+        releasing.add_done_callback(self._releases.discard)
 
     async def _finish_release(self, entry: OpenSession, hangup: Hangup) -> None:
         # The last save leaves before the client is disconnected and resumes elsewhere.
@@ -435,16 +440,16 @@ class Sessions:
             await asyncio.sleep(TICK_S)
             self._metrics.loop_lag.observe(max(0.0, self._clock() - due))
             try:
-                if self.standstill is not None:
-                    self.standstill.tick()
+                if self.pause_detector is not None:
+                    self.pause_detector.tick()
                 await self.tick()
             except Exception:
                 log.exception("a tick of the session registry failed; the ticker continues")
 
     async def tick(self) -> None:
         now = self._clock()
-        is_unsure = self.standstill is not None and self.standstill.is_unsure
-        for entry in [] if is_unsure else list(self.entries.values()):
+        ownership_is_unknown = self.pause_detector is not None and self.pause_detector.ownership_is_unknown
+        for entry in [] if ownership_is_unknown else list(self.entries.values()):
             await self._tick_live(entry)
             if entry.connection is None and entry.left_at is not None:
                 if not entry.live.resumable or now - entry.left_at >= self._config.session.resume_s:
@@ -501,7 +506,7 @@ class Sessions:
                 entry.live.drain(deadline)
         # 2. The others are handed off.
         await self._hand_over(movable, deadline)
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._releases, return_exceptions=True)
         # 3. Wait for the turns; those cut off at the deadline get 2 s for their last text.
         while self.entries and self._clock() < deadline + 2.0:
             await asyncio.sleep(0.05)
@@ -516,12 +521,12 @@ class Sessions:
             if entry.connection is not None:
                 entry.connection.hang_up(RESTARTING)
             await self.end(entry)
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._releases, return_exceptions=True)
 
     async def _hand_over(self, entries: list[OpenSession], deadline: float) -> None:
         """Hand off sessions one after the other, so that their clients do not all reconnect at once. A session that is
         migrating between engines is waited for."""
-        pause_s = min(self._config.server.drain_spread_s / max(1, len(entries)), FEW_SPREAD_S)
+        pause_s = min(self._config.server.drain_spread_s / max(1, len(entries)), HANDOFF_PAUSE_S)
         for entry in entries:
             while _can_move(entry) and not _can_be_saved(entry) and self._clock() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)

@@ -1,7 +1,7 @@
 """Shares of a server's places for callers: uploads, viewers, pulled streams and WebRTC calls.
 
 Where several API keys share a server, one of them has at most half of its places (`places_of_one_key`). `SharedCount`
-counts what callers have taken, for example uploads in progress and their bytes. `FairPlaces` lets callers wait for a
+counts what callers have used, for example uploads in progress and their bytes. `FairPlaces` lets callers wait for a
 place in turn, for uploads that are transcribed. Sessions are counted in `quota.py`.
 """
 
@@ -19,75 +19,76 @@ def places_of_one_key(places: int, keys: int) -> int:
 
 
 class SharedCount:
-    """Places, or bytes, that callers share. `taken` has those of each caller."""
+    """Places, or bytes, that callers share. `used` has those of each caller."""
 
-    def __init__(self, most: Callable[[], int], share: Callable[[], int], what: str) -> None:
-        """`most` is for all callers, `share` for one; both may change with a reload. `what` names them in a refusal."""
-        self._most = most
+    def __init__(self, limit: Callable[[], int], share: Callable[[], int], what: str) -> None:
+        """`limit` is for all callers, `share` for one; both may change with a reload. `what` names them in a
+        refusal."""
+        self._limit = limit
         self._share = share
         self._what = what
-        self.taken: Counter[str] = Counter()
+        self.used: Counter[str] = Counter()
 
-    def take(self, caller: str, size: int = 1) -> str | None:
-        """Count what a caller takes; or return why it may not, and count nothing."""
-        most, share = self._most(), self._share()
-        if self.taken.total() + size > most:
-            return f"The server has no room for more than {most} {self._what}"
-        if self.taken[caller] + size > share:
+    def reserve(self, caller: str, size: int = 1) -> str | None:
+        """Count `size` places of a caller; if a limit forbids it, count nothing and return the reason."""
+        limit, share = self._limit(), self._share()
+        if self.used.total() + size > limit:
+            return f"The server has no room for more than {limit} {self._what}"
+        if self.used[caller] + size > share:
             return f"One of several keys may have {share} {self._what}"
-        self.taken[caller] += size
+        self.used[caller] += size
         return None
 
-    def give_back(self, caller: str, size: int = 1) -> None:
-        self.taken[caller] -= size
-        if self.taken[caller] <= 0:
-            del self.taken[caller]
+    def release(self, caller: str, size: int = 1) -> None:
+        self.used[caller] -= size
+        if self.used[caller] <= 0:
+            del self.used[caller]
 
 
 class FairPlaces:
-    """Places for work that waits. A free place goes to the waiting callers in turn, and one of several keys has at most
-    its share: another key waits for one piece of work, not for all that came before."""
+    """Places for work that waits. A free place goes to the waiting callers in turn, and one of several keys has at
+    most its share: another key waits for one piece of work, not for all that came before."""
 
     def __init__(self, places: int, keys: Callable[[], int]) -> None:
         self._places = places
         self._keys = keys
-        self._taken: Counter[str] = Counter()
-        # By caller; the one that was served longest ago comes first.
+        self._used: Counter[str] = Counter()
+        # Caller -> its waiting futures. The caller that was served longest ago comes first.
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
 
     @asynccontextmanager
     async def place(self, caller: str) -> AsyncIterator[None]:
         """Wait for a place, and hold it for the length of the block."""
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(mine)
-        self._give_places()
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        self._assign_places()
         try:
-            await mine
+            await turn
             yield
         finally:
-            self._leave(caller, mine)
+            self._release(caller, turn)
 
     @property
     def callers(self) -> int:
         """The callers that hold a place or wait for one."""
-        return len(self._taken.keys() | self._waiting.keys())
+        return len(self._used.keys() | self._waiting.keys())
 
-    def _leave(self, caller: str, mine: asyncio.Future[None]) -> None:
+    def _release(self, caller: str, turn: asyncio.Future[None]) -> None:
         queue = self._waiting.get(caller, deque())
-        if not mine.cancelled():
-            self._taken[caller] -= 1
-            if not self._taken[caller]:
-                del self._taken[caller]
-        elif mine in queue:
-            queue.remove(mine)
+        if not turn.cancelled():
+            self._used[caller] -= 1
+            if not self._used[caller]:
+                del self._used[caller]
+        elif turn in queue:
+            queue.remove(turn)
             if not queue:
                 del self._waiting[caller]
-        self._give_places()
+        self._assign_places()
 
-    def _give_places(self) -> None:
+    def _assign_places(self) -> None:
         share = places_of_one_key(self._places, self._keys())
-        while self._taken.total() < self._places:
-            caller = next((caller for caller in self._waiting if self._taken[caller] < share), None)
+        while self._used.total() < self._places:
+            caller = next((caller for caller in self._waiting if self._used[caller] < share), None)
             if caller is None:
                 return
             queue = self._waiting.pop(caller)
@@ -97,4 +98,4 @@ class FairPlaces:
             # A caller that was cancelled meanwhile does not take the place.
             if not first.cancelled():
                 first.set_result(None)
-                self._taken[caller] += 1
+                self._used[caller] += 1

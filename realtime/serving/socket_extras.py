@@ -23,7 +23,7 @@ EXTENSION = "tickertape.socket"
 # Key of a `Part` in a received message, in place of `text` or `bytes`.
 PART = "tickertape.part"
 
-# Handles a text message at once, or returns False: then the reader has to read it.
+# Handles a text message at once and returns True; or returns False, and the reader has to receive the message.
 TextHandler = Callable[[str], bool]
 
 
@@ -31,7 +31,7 @@ def _no_abort() -> None:
     """The socket cannot be aborted."""
 
 
-def _unknown() -> bool:
+def _maybe_waiting() -> bool:
     """It is not known whether messages wait."""
     return True
 
@@ -46,13 +46,13 @@ def _no_wait() -> float:
     return 0.0
 
 
-def _no_hurry(text: str) -> bool:
-    """Not sent: every message goes through the ASGI `send`."""
+def _not_sent(text: str) -> bool:
+    """The text is not sent: every message goes through the ASGI `send`."""
     return False
 
 
 def _no_write(data: bytes) -> bool:
-    """Not written."""
+    """The bytes are not written."""
     return False
 
 
@@ -86,7 +86,7 @@ class SocketExtras:
     # Close the socket without a close frame.
     abort: Callable[[], None] = _no_abort
     # Whether no further message has arrived.
-    nothing_waits: Callable[[], bool] = _unknown
+    nothing_waits: Callable[[], bool] = _maybe_waiting
     # Whether the client has left.
     has_left: Callable[[], bool] = _not_known_to_have_left
     # The same, but True even while bytes that the client sent before it closed are unread.
@@ -94,10 +94,10 @@ class SocketExtras:
     # Seconds since the last bytes arrived, read or not.
     waited_s: Callable[[], float] = _no_wait
     # Send a text if that needs no waiting; returns whether it was sent.
-    send_now: Callable[[str], bool] = _no_hurry
+    send_now: Callable[[str], bool] = _not_sent
     # The connection as a viewer's; None if the server cannot write bytes that were framed before.
     as_viewer: Callable[[], ViewerLine] | None = None
-    # Register the handler that is offered a text message when the reader is waiting for one.
+    # Register the handler that gets a text message while the reader is waiting for one.
     offer_to: Callable[[TextHandler], None] = _no_offers
 
 

@@ -1,7 +1,7 @@
 """Viewer links: signed tokens with which their bearers read one published session, and the revocations of links.
 
 A link is valid until it expires or is revoked. `ViewerLinks` makes and checks links, for the routes of viewers. Links
-are not stored: only revocations are kept in memory (`Revocations`), in a bounded number for each owner. The signing
+are not stored: only revocations are of_owner in memory (`Revocations`), in a bounded number for each owner. The signing
 secret of links is new at each start of the server, so a restart ends all links, and a revoked link can never become
 valid again. The gateways of a fleet have a permanent secret for links; there a link is valid only if it was made after
 `links_from_ms`, the earliest start of the gateways that know each other's revocations.
@@ -52,7 +52,7 @@ class Revocation(msgspec.Struct, array_like=True, frozen=True):
 
 
 @dataclass(slots=True)
-class _OfOwner:
+class _OwnerRevocations:
     """The revocations of one owner: by link id, by name, and for everything."""
 
     ids: dict[str, Revocation] = field(default_factory=dict)
@@ -75,54 +75,54 @@ class Revocations:
         # Links that were issued before this time, in milliseconds, are not valid.
         self.links_from_ms = 0
         self._clock = clock
-        self._owners: dict[str, _OfOwner] = {}
+        self._owners: dict[str, _OwnerRevocations] = {}
 
     def all(self) -> list[Revocation]:
         return [revocation for owner in self._owners.values() for revocation in owner.all()]
 
     def add(self, revocation: Revocation) -> None:
-        """Take a revocation. If the owner has too many, all links of the name are revoked; if that does not help, all
+        """Add a revocation. If the owner has too many, all links of the name are revoked; if that does not help, all
         links of the owner."""
-        kept = self._owners.setdefault(revocation.owner, _OfOwner())
-        self._forget_expired(kept)
+        of_owner = self._owners.setdefault(revocation.owner, _OwnerRevocations())
+        self._forget_expired(of_owner)
         now = self._clock()
-        if revocation.id and revocation.id not in kept.ids and len(kept) >= MAX_REVOKED:
+        if revocation.id and revocation.id not in of_owner.ids and len(of_owner) >= MAX_REVOKED:
             before_ms = round(now * 1000)
             revocation = Revocation(revocation.owner, now + MAX_LINK_S, revocation.name, before_ms=before_ms)
         if revocation.id:
-            kept.ids[revocation.id] = revocation
+            of_owner.ids[revocation.id] = revocation
             return
         if revocation.name:
-            kept.ids = {key: one for key, one in kept.ids.items() if one.name != revocation.name}
-            kept.names.pop(revocation.name, None)
-            if len(kept) < MAX_REVOKED:
-                kept.names[revocation.name] = revocation
+            of_owner.ids = {key: one for key, one in of_owner.ids.items() if one.name != revocation.name}
+            of_owner.names.pop(revocation.name, None)
+            if len(of_owner) < MAX_REVOKED:
+                of_owner.names[revocation.name] = revocation
                 return
-        self._owners[revocation.owner] = _OfOwner(everything=revocation)
+        self._owners[revocation.owner] = _OwnerRevocations(everything=revocation)
 
     def include(self, link: Link, name: str) -> bool:
         """Whether a link of this name is revoked."""
         if link.issued_ms < self.links_from_ms:
             return True
-        kept = self._owners.get(link.owner)
-        if kept is None:
+        of_owner = self._owners.get(link.owner)
+        if of_owner is None:
             return False
-        return link.id in kept.ids or link.issued_ms <= self._before(kept, name)
+        return link.id in of_owner.ids or link.issued_ms <= self._revoked_until_ms(of_owner, name)
 
     def issue_time(self, owner: str, name: str) -> int:
         """The time for a new link, in milliseconds: it is after all revocations, also if the clock was set back."""
-        kept = self._owners.get(owner)
+        of_owner = self._owners.get(owner)
         now = max(round(self._clock() * 1000), self.links_from_ms)
-        return now if kept is None else max(now, self._before(kept, name) + 1)
+        return now if of_owner is None else max(now, self._revoked_until_ms(of_owner, name) + 1)
 
-    def _before(self, kept: _OfOwner, name: str) -> int:
-        by_name = kept.names.get(name)
-        return max(0 if found is None else found.before_ms for found in (by_name, kept.everything))
+    def _revoked_until_ms(self, of_owner: _OwnerRevocations, name: str) -> int:
+        by_name = of_owner.names.get(name)
+        return max(0 if found is None else found.before_ms for found in (by_name, of_owner.everything))
 
-    def _forget_expired(self, kept: _OfOwner) -> None:
+    def _forget_expired(self, of_owner: _OwnerRevocations) -> None:
         now = self._clock()
-        kept.ids = {key: one for key, one in kept.ids.items() if one.until > now}
-        kept.names = {key: one for key, one in kept.names.items() if one.until > now}
+        of_owner.ids = {key: one for key, one in of_owner.ids.items() if one.until > now}
+        of_owner.names = {key: one for key, one in of_owner.names.items() if one.until > now}
 
 
 class ViewerLinks:

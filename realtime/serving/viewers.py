@@ -37,15 +37,15 @@ from realtime.serving.publishing import Key, Publisher
 
 log = logging.getLogger("tickertape.viewers")
 
-# Events that wait while a round of writing runs; beyond it, viewers get a snapshot instead.
+# Events that may wait while a round of writing runs; if there are more, viewers get a snapshot instead.
 MAX_PENDING = 256
 # Finished turns in the snapshot for a viewer that was behind.
 NEWEST_LINES = 3
 # After writing to this many viewers, other clients get their turn.
 WRITTEN_AT_ONCE = 50
-# A round of writing is followed by a pause of this many times its length, so that viewers leave the event loop to
-# speakers. What happens meanwhile is written together in the next round.
-PAUSE_TIMES = 2
+# A round of writing is followed by a pause of this many times its duration, at most `MAX_PAUSE_S`, so that viewers
+# leave the event loop to speakers. Updates that arrive during the pause are written together in the next round.
+PAUSE_FACTOR = 2
 MAX_PAUSE_S = 0.15
 TICK_S = 0.25
 # Interval in seconds of comments on event streams, which keep proxies from closing them.
@@ -153,10 +153,10 @@ def _shown(line: Line) -> dict[str, Any]:
     return {"id": line.id, "text": line.text}
 
 
-def snapshot_fields(name: str, transcript: PublishedTranscript, most_lines: int | None = None) -> dict[str, Any]:
-    """The event with the words of a session so far: its open turns, and at most `most_lines` finished ones."""
+def snapshot_fields(name: str, transcript: PublishedTranscript, max_lines: int | None = None) -> dict[str, Any]:
+    """The event with the words of a session so far: its open turns, and at most `max_lines` finished ones."""
     lines = list(transcript.lines.values())
-    lines = lines if most_lines is None else lines[-most_lines:]
+    lines = lines if max_lines is None else lines[-max_lines:]
     return {
         "type": "snapshot",
         "seq": transcript.number,
@@ -187,7 +187,7 @@ class Viewer:
         self.write = write
         self.abort = abort
         self.is_allowed = is_allowed
-        # The last update that the viewer has; -1: none, it needs a snapshot.
+        # Number of the last update that the viewer has; -1: it needs a snapshot first.
         self.number = -1
         self.behind_since: float | None = None
         # Done with the reason when the server ends the connection.
@@ -209,22 +209,22 @@ class Channel:
         # Captions for HLS players, once one has asked for them; and until when they are wanted without viewers, by the
         # clock of the event loop.
         self.segments: CaptionSegments | None = None
-        self.wanted_until = 0.0
+        self.captions_until = 0.0
         self._metrics = metrics
         self._pending: list[Message] = []
-        # The words at the moment when they were replaced as a whole, for all viewers; None: they are written.
+        # A snapshot for all viewers, taken when the words were replaced as a whole; None if there is none to write.
         self._replaced: Message | None = None
-        self._spreading: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
         # The last snapshots for new viewers and for viewers that were behind.
         self._snapshots: dict[int | None, Message] = {}
 
     def add(self, viewer: Viewer) -> None:
         self.viewers[viewer] = None
         if self.is_current:
-            self._show(viewer, self._snapshot(None))
+            self._send_snapshot(viewer, self._snapshot(None))
 
     def load(self, state: State) -> None:
-        """Take the words so far; all viewers get a snapshot."""
+        """Load the words so far; all viewers get a snapshot."""
         self.transcript.load(state)
         self.is_current = True
         self._pending.clear()
@@ -234,7 +234,7 @@ class Channel:
         if self.viewers:
             # Made now: what follows, such as the end of the session, is told as events, also to the last viewer.
             self._replaced = self._snapshot(None)
-            self._begin_spreading()
+            self._start_writing()
 
     def update(self, update: Update) -> None:
         if not self.is_current:
@@ -252,25 +252,25 @@ class Channel:
             for viewer in self.viewers:
                 self._fall_behind(viewer, now)
         else:
-            self._begin_spreading()
+            self._start_writing()
 
     def captions(self) -> CaptionSegments:
         """The caption segments, which are made from now on, for as long as players ask for them."""
-        self.wanted_until = asyncio.get_running_loop().time() + PLAYER_S
+        self.captions_until = asyncio.get_running_loop().time() + PLAYER_S
         if self.segments is None:
             self.segments = CaptionSegments()
         return self.segments
 
     async def close(self) -> None:
-        if self._spreading is not None:
-            self._spreading.cancel()
-            await asyncio.gather(self._spreading, return_exceptions=True)
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
 
-    def _begin_spreading(self) -> None:
-        if self._spreading is None:
-            self._spreading = asyncio.create_task(self._spread(), name=f"viewers of {self.key[1]}")
+    def _start_writing(self) -> None:
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_pending(), name=f"viewers of {self.key[1]}")
 
-    async def _spread(self) -> None:
+    async def _write_pending(self) -> None:
         """Write what is pending to all viewers, some at a time, until nothing is pending. Words that were replaced as a
         whole come first, in a round of their own."""
         clock = asyncio.get_running_loop().time
@@ -283,24 +283,24 @@ class Channel:
                 began = clock()
                 for count, viewer in enumerate(tuple(self.viewers), start=1):
                     if batch is not None:
-                        self._give(viewer, batch, began)
-                    elif replaced is not None and viewer in self.viewers and self._waits(viewer):
-                        self._show(viewer, replaced)
+                        self._send_batch(viewer, batch, began)
+                    elif replaced is not None and viewer in self.viewers and self._needs_snapshot(viewer):
+                        self._send_snapshot(viewer, replaced)
                     if count % WRITTEN_AT_ONCE == 0:
                         # The loop sends at the end of each of its rounds.
                         await asyncio.sleep(0)
                         if self._replaced is not None:
                             break  # what this round writes is out of date
-                await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_TIMES * (clock() - began)))
+                await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_FACTOR * (clock() - began)))
         finally:
-            self._spreading = None
+            self._writing = None
 
     @staticmethod
-    def _waits(viewer: Viewer) -> bool:
+    def _needs_snapshot(viewer: Viewer) -> bool:
         """Whether a viewer has nothing yet. One that is behind gets a newer snapshot from the next tick."""
         return viewer.number < 0 and viewer.behind_since is None
 
-    def _give(self, viewer: Viewer, batch: _Batch, now: float) -> None:
+    def _send_batch(self, viewer: Viewer, batch: _Batch, now: float) -> None:
         if viewer not in self.viewers:
             return  # it left during this round
         if viewer.number < batch.before or viewer.behind_since is not None:
@@ -320,19 +320,19 @@ class Channel:
 
     def _catch_up(self, viewer: Viewer) -> None:
         """Give a viewer a snapshot, if its connection takes it: the first has all words, a later one the newest."""
-        self._show(viewer, self._snapshot(NEWEST_LINES if viewer.number >= 0 else None))
+        self._send_snapshot(viewer, self._snapshot(NEWEST_LINES if viewer.number >= 0 else None))
 
-    def _show(self, viewer: Viewer, snapshot: Message) -> None:
+    def _send_snapshot(self, viewer: Viewer, snapshot: Message) -> None:
         if not viewer.write(snapshot.frame(viewer.framing)):
             self._fall_behind(viewer, asyncio.get_running_loop().time())
             return
         viewer.number, viewer.behind_since = snapshot.number, None
 
-    def _snapshot(self, most_lines: int | None) -> Message:
-        made = self._snapshots.get(most_lines)
+    def _snapshot(self, max_lines: int | None) -> Message:
+        made = self._snapshots.get(max_lines)
         if made is None or made.number != self.transcript.number:
-            fields = snapshot_fields(self.key[1], self.transcript, most_lines)
-            made = self._snapshots[most_lines] = Message(self.transcript.number, fields)
+            fields = snapshot_fields(self.key[1], self.transcript, max_lines)
+            made = self._snapshots[max_lines] = Message(self.transcript.number, fields)
         return made
 
     def tick(self, viewer: Viewer, now: float, keeps_alive: bool) -> None:
@@ -420,15 +420,15 @@ class Audience:
                 for other in self.channels.values()
                 if other.key[0] == key[0] and not other.viewers and not other.transcript.is_live
             ]
-            awaited.sort(key=lambda other: other.wanted_until)
+            awaited.sort(key=lambda other: other.captions_until)
             for other in awaited[: max(0, len(awaited) - MAX_AWAITED_NAMES)]:
-                other.wanted_until = 0.0
+                other.captions_until = 0.0
                 self._drop_unused(other)
         return segments
 
     def _drop_unused(self, channel: Channel) -> None:
         now = asyncio.get_running_loop().time()
-        if not channel.viewers and channel.wanted_until <= now and self.channels.get(channel.key) is channel:
+        if not channel.viewers and channel.captions_until <= now and self.channels.get(channel.key) is channel:
             del self.channels[channel.key]
             self.publisher.unfollow(channel.key)
 
@@ -455,7 +455,7 @@ class Audience:
             self.players = Counter(
                 channel.key[0]
                 for channel in self.channels.values()
-                if channel.wanted_until > now and channel.transcript.is_live
+                if channel.captions_until > now and channel.transcript.is_live
             )
             await self._tick(now, keeps_alive)
 

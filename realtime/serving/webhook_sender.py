@@ -17,19 +17,19 @@ from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import SplitResult
 
-from realtime.serving.checked_fetch import Found, check_addresses, check_url, port_of, request_target
+from realtime.serving.checked_fetch import ResolvedAddress, check_addresses, check_url, port_of, request_target
 from realtime.serving.daemon_thread import in_thread
 
 HOSTS_SETTING = "webhooks.hosts"
 SECRET_PREFIX = "whsec_"
-# A line of an answer, and answers (100 to 199) before the real one.
+# The longest line of a response, and how many interim responses (100 to 199) may come before the final one.
 MAX_LINE_BYTES = 16 * 1024
 MAX_INTERIM_ANSWERS = 5
 MAX_HEADER_LINES = 100
-# Bytes of the body of an answer that are read, so that the receiver can finish it, and the seconds for that.
+# Bytes of the response's body that are read, so that the receiver can finish it, and the seconds for that.
 MAX_BODY_BYTES = 64 * 1024
 BODY_S = 1.0
-# Addresses of a name that are tried.
+# Addresses of a host name that are tried.
 MAX_ADDRESSES = 4
 
 
@@ -55,7 +55,7 @@ class WebhookSender:
 
     def __init__(self) -> None:
         self._tls: ssl.SSLContext | None = None
-        self._lookups: dict[tuple[str, int], asyncio.Future[list[Found]]] = {}
+        self._lookups: dict[tuple[str, int], asyncio.Future[list[ResolvedAddress]]] = {}
 
     async def send(self, url: str, hosts: Sequence[str], headers: dict[str, str], body: bytes, seconds: float) -> int:
         """The status of the answer. Raises NotAllowed, OSError and TimeoutError."""
@@ -75,7 +75,7 @@ class WebhookSender:
             if writer is not None:
                 writer.transport.abort()
 
-    async def _addresses(self, split: SplitResult) -> list[Found]:
+    async def _addresses(self, split: SplitResult) -> list[ResolvedAddress]:
         assert split.hostname is not None
         place = (split.hostname, port_of(split))
         lookup = self._lookups.get(place)
@@ -85,13 +85,13 @@ class WebhookSender:
             lookup.add_done_callback(lambda done: self._forget(place, done))
         return await asyncio.shield(lookup)
 
-    def _forget(self, place: tuple[str, int], lookup: asyncio.Future[list[Found]]) -> None:
+    def _forget(self, place: tuple[str, int], lookup: asyncio.Future[list[ResolvedAddress]]) -> None:
         del self._lookups[place]
         if not lookup.cancelled():
             lookup.exception()  # it may be that all that waited for it have given up
 
     async def _connect(
-        self, split: SplitResult, found: Sequence[Found], seconds: float
+        self, split: SplitResult, found: Sequence[ResolvedAddress], seconds: float
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         context = await self._context() if split.scheme == "https" else None
         failure: OSError = OSError("the host has no address")
@@ -117,7 +117,7 @@ class WebhookSender:
         return self._tls
 
 
-def _look_up(host: str, port: int) -> list[Found]:
+def _look_up(host: str, port: int) -> list[ResolvedAddress]:
     return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
 
 

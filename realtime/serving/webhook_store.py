@@ -55,26 +55,26 @@ class WebhookStore:
     def __init__(self, folder: str) -> None:
         self._folder = Path(folder)
         self._file: sqlite3.Connection | None = None
-        # A connection that is closed while another thread writes with it ends the process.
-        self._use = threading.Lock()
+        # Held while the file is used: closing it while another thread writes would crash the process.
+        self._file_lock = threading.Lock()
         self.unwritten: dict[int, StoredEvent] = {}
-        # Events that the file has, or may get from the write that runs; and those of them that it has to lose.
+        # Numbers of events that are in the file, or in the write that runs; and those of them to be deleted.
         self._stored: set[int] = set()
         self._removed: set[int] = set()
-        self._wanted = asyncio.Event()
+        self._changed = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
         self._has_failed = False
 
     async def open(self) -> list[StoredEvent]:
         """Lock a file for this process. Returns its events, and those of processes that have ended. Raises OSError."""
-        kept = await in_thread(self._take_files, "webhook store")
-        self._stored = {event.number for event in kept}
+        events = await in_thread(self._lock_files, "webhook store")
+        self._stored = {event.number for event in events}
         self._writing = asyncio.create_task(self._write_all(), name="webhook store")
-        return kept
+        return events
 
     def add(self, event: StoredEvent) -> None:
         self.unwritten[event.number] = event
-        self._wanted.set()
+        self._changed.set()
 
     def remove(self, number: int) -> None:
         # Also what was added and not yet written: an older row of the event may be in the file. Without one there is
@@ -82,7 +82,7 @@ class WebhookStore:
         self.unwritten.pop(number, None)
         if number in self._stored:
             self._removed.add(number)
-            self._wanted.set()
+            self._changed.set()
 
     async def close(self, seconds: float) -> bool:
         """Write what is left, for at most this time. Returns whether all of it was written."""
@@ -100,8 +100,8 @@ class WebhookStore:
 
     async def _write_all(self) -> None:
         while True:
-            await self._wanted.wait()
-            self._wanted.clear()
+            await self._changed.wait()
+            self._changed.clear()
             # Copies: what changes during the write is in the next batch.
             added, removed = list(self.unwritten.values()), set(self._removed)
             if not added and not removed:
@@ -117,7 +117,7 @@ class WebhookStore:
                 self._removed -= new
                 log.error("webhooks.folder: cannot write (%s); waiting webhooks are in memory only", error)
                 await asyncio.sleep(RETRY_S)
-                self._wanted.set()
+                self._changed.set()
                 continue
             self._has_failed = False
             self._stored -= removed - {event.number for event in added}
@@ -130,23 +130,23 @@ class WebhookStore:
     # In a thread
 
     def _close(self) -> None:
-        with self._use:
+        with self._file_lock:
             if self._file is not None:
                 self._file.close()
 
     def _write(self, added: Iterable[StoredEvent], removed: Iterable[int]) -> None:
         assert self._file is not None
-        with self._use, self._file as file:
+        with self._file_lock, self._file as file:
             file.executemany("delete from events where number = ?", [(number,) for number in removed])
             file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
 
-    def _take_files(self) -> list[StoredEvent]:
+    def _lock_files(self) -> list[StoredEvent]:
         problem = f"{MAX_FILES} processes use it"
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            kept, unreadable = self._take_all()
+            events, unreadable = self._read_free_files()
             if self._file is not None:
-                return kept
+                return events
             problem = unreadable or problem
         except (OSError, sqlite3.Error) as error:
             if self._file is not None:
@@ -154,9 +154,9 @@ class WebhookStore:
             problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
         raise OSError(f"webhooks.folder: cannot use {str(self._folder)!r}: {problem}")
 
-    def _take_all(self) -> tuple[list[StoredEvent], str]:
+    def _read_free_files(self) -> tuple[list[StoredEvent], str]:
         """The events of all files that no other process has, and why a file cannot be read (empty if all can)."""
-        kept: list[StoredEvent] = []
+        events: list[StoredEvent] = []
         problem = ""
         for number in range(MAX_FILES):
             path = self._folder / f"webhooks-{number}.sqlite"
@@ -173,18 +173,18 @@ class WebhookStore:
                 continue
             if self._file is None:
                 self._file = file
-                kept = rows
+                events = rows
                 continue
             # Copied before it is deleted: an end of this process between the two delivers some events twice.
-            first = max((event.number for event in kept), default=0) + 1
+            first = max((event.number for event in events), default=0) + 1
             for place, event in enumerate(rows):
                 event.number = first + place
             with closing(file):
                 self._write(rows, ())
                 with file:
                     file.execute("delete from events")
-            kept += rows
-        return kept, problem
+            events += rows
+        return events, problem
 
 
 def _row(event: StoredEvent) -> tuple[object, ...]:

@@ -47,13 +47,13 @@ MAX_REQUESTS_AT_ONCE = 4
 # URLs that the sessions of one key, or of one address on a server without keys, may name at a time; `webhooks.urls` is
 # the limit of all.
 MAX_URLS_PER_KEY = 16
-# Bytes that an event counts beside its data.
+# Bytes that an event counts in a queue in addition to its data.
 EVENT_BYTES = 500
-# The last second that the calendar of Python has.
+# The last second of the year 9999, the latest that `datetime` can represent.
 LAST_SECOND = 253402300799
 GONE = 410
-# Seconds between looks at the queues of a server that stops, and to write the last webhooks into the file.
-STOPPING_LOOK_S = 0.02
+# While the server stops: seconds between two checks of the queues, and for writing the last webhooks into the file.
+STOPPING_POLL_S = 0.02
 CLOSE_STORE_S = 2.0
 
 _encode = msgspec.json.Encoder().encode
@@ -95,8 +95,8 @@ class _Event:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The events of one session for one URL, in order. `lost`: events that were dropped after the last one in
-    `events`."""
+    """The events of one session for one URL, in order. `lost`: number of events that were dropped after the last one
+    in `events`. `is_open`: the session may have more events."""
 
     events: deque[_Event] = field(default_factory=deque)
     lost: int = 0
@@ -107,11 +107,11 @@ class _Lane:
 class Endpoint:
     """One URL of one key: its queue, and the tasks that deliver it."""
 
-    def __init__(self, hub: Webhooks, account: Account, url: str, holder: str = "") -> None:
-        """`holder` is the caller who has named the URL first."""
+    def __init__(self, hub: Webhooks, account: Account, url: str, named_by: str = "") -> None:
+        """`named_by` is the caller that was the first to name the URL."""
         self.account = account
         self.url = url
-        self.holder = holder
+        self.named_by = named_by
         self.bytes = 0
         # Without path and query, which may contain a token.
         self.shown = f"{urlsplit(url).scheme}://{urlsplit(url).netloc}"
@@ -121,8 +121,8 @@ class Endpoint:
         self._waiting: dict[int, _Event] = {}
         self._in_flight: set[int] = set()
         self._slots = asyncio.Semaphore(MAX_REQUESTS_AT_ONCE)
-        # Since the last delivery: whether an attempt failed, and events that were dropped.
-        self._fails = False
+        # Since the last delivery: whether an attempt has failed, and the number of events that were dropped.
+        self._is_failing = False
         self._dropped = 0
 
     def __len__(self) -> int:
@@ -142,14 +142,14 @@ class Endpoint:
             lane.is_open = False
             self._drop_unused(session, lane)
 
-    def put(self, event: _Event, is_kept: bool = False) -> None:
-        """Queue an event. If the queue is full, the oldest is dropped. `is_kept`: it comes from the file, where the
+    def put(self, event: _Event, from_store: bool = False) -> None:
+        """Queue an event. If the queue is full, the oldest is dropped. `from_store`: it comes from the file, where the
         queues of several processes may have waited; then none is dropped until there is a new one."""
         lane = self._lanes.setdefault(event.session, _Lane())
         settings = self._hub.settings
         if event.size > settings.queue_bytes:
             lane.lost += event.dropped + 1
-            self._hub.forget(event)
+            self._hub.unstore(event)
             self._count_drop("too_large")
             self._drop_unused(event.session, lane)
             return
@@ -158,8 +158,8 @@ class Endpoint:
         lane.events.append(event)
         self._waiting[event.number] = event
         self.bytes += event.size
-        self._hub.keep(self, event)
-        while not is_kept and (len(self._waiting) > settings.queue_events or self.bytes > settings.queue_bytes):
+        self._hub.store(self, event)
+        while not from_store and (len(self._waiting) > settings.queue_events or self.bytes > settings.queue_bytes):
             # The event that was just put is never being sent, so there is one to drop.
             oldest = next(other for other in self._waiting.values() if other.number not in self._in_flight)
             self._drop(oldest, "queue_full")
@@ -169,9 +169,9 @@ class Endpoint:
     @property
     def can_make_room(self) -> bool:
         """Whether another URL may take its place: its receiver fails, and no open session uses it."""
-        return self._fails and not any(lane.is_open for lane in self._lanes.values())
+        return self._is_failing and not any(lane.is_open for lane in self._lanes.values())
 
-    def give_up(self, reason: str, problem: str = "") -> None:
+    def drop_all(self, reason: str, problem: str = "") -> None:
         """Drop all events: the server stops, or the place is needed."""
         for event in list(self._waiting.values()):
             self._drop(event, reason, problem)
@@ -234,14 +234,14 @@ class Endpoint:
     def _delivered(self, event: _Event) -> None:
         self._remove(event)
         self._hub.metrics.webhook_delivered.inc()
-        if self._fails or self._dropped:
+        if self._is_failing or self._dropped:
             log.warning("webhook to %s works again; %d events were dropped", self.shown, self._dropped)
-        self._fails, self._dropped = False, 0
+        self._is_failing, self._dropped = False, 0
 
     def _failed(self, problem: str) -> None:
         self._hub.metrics.webhook_failures.inc()
-        if not self._fails:
-            self._fails = True
+        if not self._is_failing:
+            self._is_failing = True
             log.warning("webhook to %s fails and is tried again: %s", self.shown, problem)
 
     def _drop(self, event: _Event, reason: str, problem: str = "") -> None:
@@ -250,7 +250,7 @@ class Endpoint:
         following = lane.events.index(event) + 1
         if following < len(lane.events):
             lane.events[following].dropped += event.dropped + 1
-            self._hub.keep(self, lane.events[following])
+            self._hub.store(self, lane.events[following])
         else:
             lane.lost += event.dropped + 1
         self._remove(event)
@@ -267,7 +267,7 @@ class Endpoint:
         self._lanes[event.session].events.remove(event)
         del self._waiting[event.number]
         self.bytes -= event.size
-        self._hub.forget(event)
+        self._hub.unstore(event)
 
     def _drop_unused(self, session: str, lane: _Lane) -> None:
         if not lane.is_open and not lane.events and lane.task is None and self._lanes.get(session) is lane:
@@ -290,13 +290,13 @@ class SessionWebhooks:
         # Whether the client may change the URL; one with a client secret has the URL of its secret.
         self.may_change = True
         # None: webhooks are off.
-        self._place = None if hub is None or account is None else (hub, account)
+        self._hub_and_account = None if hub is None or account is None else (hub, account)
         self._session = session
         self._rate = sample_rate
         self._caller = caller
         self._finals = finals or FinalFormatter()
         # The URLs of the key, and the one of the client.
-        self._urls = () if self._place is None else self._place[1].urls
+        self._urls = () if self._hub_and_account is None else self._hub_and_account[1].urls
         self._url: str | None = None
         self._is_closed = False
         self._attach(*self._urls)
@@ -307,14 +307,14 @@ class SessionWebhooks:
         if url == self._url or self._is_closed:
             return None
         if url is not None:
-            if self._place is None or not self._place[0].settings.per_session:
+            if self._hub_and_account is None or not self._hub_and_account[0].settings.per_session:
                 text = "Webhooks of sessions are off on this server; its operator can set webhooks.per_session."
                 return _refused("webhooks_off", text)
-            hub, account = self._place
+            hub, account = self._hub_and_account
             if (fault := hub.check(account, url, self._caller)) is not None:
                 return fault
             self._attach(url)
-        self._leave()
+        self._detach_client_url()
         self._url = url
         return None
 
@@ -341,7 +341,7 @@ class SessionWebhooks:
         self._is_closed = True
         if seconds and not moves:
             self._post(ENDED, {"session_id": self._session, "seconds": round(seconds, 2)})
-        self._leave()
+        self._detach_client_url()
         self._detach(*self._urls)
 
     @property
@@ -350,25 +350,25 @@ class SessionWebhooks:
         return dict.fromkeys(self._urls, False) | ({} if self._url is None else {self._url: True})
 
     def _post(self, kind: str, data: dict[str, Any]) -> None:
-        if self._place is not None and self._all:
-            hub, account = self._place
+        if self._hub_and_account is not None and self._all:
+            hub, account = self._hub_and_account
             hub.post(account, self._all, self._session, kind, _encode(data))
 
-    def _leave(self) -> None:
+    def _detach_client_url(self) -> None:
         """Leave the URL of the client."""
         if self._url is not None and self._url not in self._urls:
             self._detach(self._url)
         self._url = None
 
     def _attach(self, *urls: str) -> None:
-        if self._place is not None:
-            hub, account = self._place
+        if self._hub_and_account is not None:
+            hub, account = self._hub_and_account
             for url in urls:
                 hub.endpoint(account, url, self._caller).attach(self._session)
 
     def _detach(self, *urls: str) -> None:
-        if self._place is not None:
-            hub, account = self._place
+        if self._hub_and_account is not None:
+            hub, account = self._hub_and_account
             for url in urls:
                 hub.endpoint(account, url).detach(self._session)
 
@@ -451,16 +451,16 @@ class Webhooks:
         if (account.id, url) in self._endpoints:
             return None
         named = [one for one in self._endpoints.values() if self._is_named(one)]
-        held = [one for one in named if one.account.id == account.id and one.holder == caller]
-        if len(held) < MAX_URLS_PER_KEY and len(named) < self.settings.urls:
+        of_caller = [one for one in named if one.account.id == account.id and one.named_by == caller]
+        if len(of_caller) < MAX_URLS_PER_KEY and len(named) < self.settings.urls:
             return None
         # A caller that has all of its places makes room itself.
-        among = held if len(held) >= MAX_URLS_PER_KEY else named
+        among = of_caller if len(of_caller) >= MAX_URLS_PER_KEY else named
         oldest = next((one for one in among if one.can_make_room), None)
         if oldest is None:
             return _refused("too_many_webhooks", "Too many webhook URLs are in use; try again later.")
         oldest.cancel()
-        oldest.give_up("too_many_webhooks", "it fails, and another webhook URL needs its place")
+        oldest.drop_all("too_many_webhooks", "it fails, and another webhook URL needs its place")
         del self._endpoints[oldest.account.id, oldest.url]
         return None
 
@@ -568,17 +568,17 @@ class Webhooks:
             endpoint.attach(event.session)
             sessions[endpoint, event.session] = None
             fields = (event.number, event.session, event.kind, event.at, event.data)
-            endpoint.put(_Event(*fields, clock + rest_s, bool(event.named), event.dropped), is_kept=True)
+            endpoint.put(_Event(*fields, clock + rest_s, bool(event.named), event.dropped), from_store=True)
         for endpoint, session in sessions:
             endpoint.detach(session)
 
-    def keep(self, endpoint: Endpoint, event: _Event) -> None:
+    def store(self, endpoint: Endpoint, event: _Event) -> None:
         if self._store is not None:
             account, url = endpoint.account.id, endpoint.url
             row = (event.number, account, url, event.session, event.kind, event.at, event.dropped, event.data)
             self._store.add(StoredEvent(*row, event.is_named))
 
-    def forget(self, event: _Event) -> None:
+    def unstore(self, event: _Event) -> None:
         if self._store is not None:
             self._store.remove(event.number)
 
@@ -590,7 +590,7 @@ class Webhooks:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.queued:  # noqa: ASYNC110
-                    await asyncio.sleep(STOPPING_LOOK_S)
+                    await asyncio.sleep(STOPPING_POLL_S)
         self._is_closed = True
         tasks = [task for endpoint in self._endpoints.values() for task in endpoint.cancel()]
         store = self._store
@@ -602,7 +602,7 @@ class Webhooks:
                 log.info("%d webhooks wait in %s for the next start", left, self.settings.folder)
             return
         for endpoint in list(self._endpoints.values()):
-            endpoint.give_up("shutdown")
+            endpoint.drop_all("shutdown")
 
 
 def _refused(code: str, message: str) -> ClientFault:

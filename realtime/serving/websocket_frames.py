@@ -13,7 +13,7 @@ from websockets.frames import (  # type: ignore[attr-defined]
 
 # First two bytes of such a frame: a final text frame; masked, with a length of two bytes.
 _WHOLE_TEXT, _MASKED_MIDDLE_LENGTH = 0x81, 0xFE
-_HEAD_BYTES = 8
+_HEADER_BYTES = 8
 # Shortest payload with a length of two bytes.
 _SHORTEST = 126
 # The parser gets the payload of a frame in fragments of at most this size, because unmasking, copying and decoding more
@@ -25,13 +25,13 @@ _CONTINUED, _FIRST_CONTROL = 0x0, 0x8
 
 def text_of_whole_frame(data: bytes, max_size: int) -> str | None:
     """The text if the data is exactly one final, masked text frame with a two-byte length; else None."""
-    length = len(data) - _HEAD_BYTES
+    length = len(data) - _HEADER_BYTES
     if not _SHORTEST <= length <= max_size or data[0] != _WHOLE_TEXT or data[1] != _MASKED_MIDDLE_LENGTH:
         return None
     if int.from_bytes(data[2:4]) != length:
         return None
     try:
-        return str(apply_mask(data[_HEAD_BYTES:], data[4:_HEAD_BYTES]), "utf-8")
+        return str(apply_mask(data[_HEADER_BYTES:], data[4:_HEADER_BYTES]), "utf-8")
     except UnicodeDecodeError:
         return None
 
@@ -45,10 +45,10 @@ class FrameSplitter:
 
     def __init__(self, max_size: int) -> None:
         self._max_size = max_size
-        self._head = b""
+        self._header = b""
         # Payload bytes left in the current fragment, and in the frame after it.
-        self._left = 0
-        self._later = 0
+        self._fragment_left = 0
+        self._frame_left = 0
         # FIN bit of the frame that is being split.
         self._final = 0
         self._mask = b""
@@ -57,49 +57,49 @@ class FrameSplitter:
     @property
     def at_start(self) -> bool:
         """Whether the next byte is the first byte of a frame."""
-        return not self._left and not self._later and not self._head
+        return not self._fragment_left and not self._frame_left and not self._header
 
     def split(self, data: bytes) -> bytes:
         """The bytes to give to the parser in place of `data`."""
-        if len(data) <= self._left:
-            self._left -= len(data)
+        if len(data) <= self._fragment_left:
+            self._fragment_left -= len(data)
             return data
-        seen, place = [], 0
-        while place < len(data):
-            if not self._left and self._later:
-                seen.append(self._fragment(_CONTINUED))
-            if self._left:
-                step = min(self._left, len(data) - place)
-                self._left -= step
-                seen.append(data[place : place + step])
+        output, position = [], 0
+        while position < len(data):
+            if not self._fragment_left and self._frame_left:
+                output.append(self._fragment(_CONTINUED))
+            if self._fragment_left:
+                step = min(self._fragment_left, len(data) - position)
+                self._fragment_left -= step
+                output.append(data[position : position + step])
             else:
-                step = min(_missing(self._head), len(data) - place)
-                self._head += data[place : place + step]
-                if not _missing(self._head):
-                    head, self._head = self._head, b""
-                    seen.append(self._begin(head))
-            place += step
-        return b"".join(seen)
+                step = min(_missing(self._header), len(data) - position)
+                self._header += data[position : position + step]
+                if not _missing(self._header):
+                    header, self._header = self._header, b""
+                    output.append(self._begin(header))
+            position += step
+        return b"".join(output)
 
-    def _begin(self, head: bytes) -> bytes:
+    def _begin(self, header: bytes) -> bytes:
         """The header to give to the parser: of the whole frame, or of its first fragment."""
-        opcode, length = head[0] & _OPCODE, _length(head)
+        opcode, length = header[0] & _OPCODE, _length(header)
         if opcode < _FIRST_CONTROL:
             self._message_size = length + (self._message_size if opcode == _CONTINUED else 0)
-        masked = head[1] & _MASKED
+        masked = header[1] & _MASKED
         if length <= PART_BYTES or not masked or self._message_size > self._max_size:
-            self._left = length
-            return head
-        self._later, self._final, self._mask = length, head[0] & _FINAL, head[-4:]
-        return self._fragment(head[0] & ~_FINAL)
+            self._fragment_left = length
+            return header
+        self._frame_left, self._final, self._mask = length, header[0] & _FINAL, header[-4:]
+        return self._fragment(header[0] & ~_FINAL)
 
     def _fragment(self, first_byte: int) -> bytes:
         """The header of the next fragment; the last one has the FIN bit of the frame."""
-        self._left = min(PART_BYTES, self._later)
-        self._later -= self._left
-        if not self._later:
+        self._fragment_left = min(PART_BYTES, self._frame_left)
+        self._frame_left -= self._fragment_left
+        if not self._frame_left:
             first_byte |= self._final
-        return bytes((first_byte,)) + _masked_length(self._left) + self._mask
+        return bytes((first_byte,)) + _masked_length(self._fragment_left) + self._mask
 
 
 def _masked_length(length: int) -> bytes:
@@ -110,18 +110,18 @@ def _masked_length(length: int) -> bytes:
     )
 
 
-def _missing(head: bytes) -> int:
+def _missing(header: bytes) -> int:
     """Bytes that are still missing to complete the header of a frame, or to know its length."""
-    if len(head) < 2:
-        return 2 - len(head)
-    mask_bytes = 4 if head[1] & 0x80 else 0
-    return 2 + _length_bytes(head) + mask_bytes - len(head)
+    if len(header) < 2:
+        return 2 - len(header)
+    mask_bytes = 4 if header[1] & 0x80 else 0
+    return 2 + _length_bytes(header) + mask_bytes - len(header)
 
 
-def _length_bytes(head: bytes) -> int:
-    return {126: 2, 127: 8}.get(head[1] & 0x7F, 0)
+def _length_bytes(header: bytes) -> int:
+    return {126: 2, 127: 8}.get(header[1] & 0x7F, 0)
 
 
-def _length(head: bytes) -> int:
-    size = _length_bytes(head)
-    return int.from_bytes(head[2 : 2 + size]) if size else head[1] & 0x7F
+def _length(header: bytes) -> int:
+    size = _length_bytes(header)
+    return int.from_bytes(header[2 : 2 + size]) if size else header[1] & 0x7F

@@ -477,7 +477,7 @@ async def test_one_write_to_a_reader_is_bounded_in_bytes() -> None:
     stream.events.close()
     context: Any = SimpleNamespace(draining=False)
     streams: Any = None
-    writes = [write async for write in StreamRoutes(context, streams)._tell(stream, 0)][1:]
+    writes = [write async for write in StreamRoutes(context, streams)._event_stream(stream, 0)][1:]
     whole = "".join(f"id: {number}\ndata: {frame}\n\n" for number, frame in enumerate(sent, 1))
     assert b"".join(writes).decode() == whole
     # An event that is larger itself is written alone.

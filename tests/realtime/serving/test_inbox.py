@@ -60,7 +60,7 @@ async def heard_after_each(sent: list[list[int | str]], pace: Pace | None = None
     """Samples that were sent, and those that the session has counted, after each batch."""
     sessions = Sessions(FakeEngine(), Config(), lambda: 0.0, lambda: 0.0)
     settings = Settings(format=AudioFormat("audio/pcm", 16_000), turn_detection=None)
-    entry = sessions._maker.make(Caller("somebody"), settings, OpenAIDialect)
+    entry = sessions._factory.make(Caller("somebody"), settings, OpenAIDialect)
     waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def send(message: Any) -> None:

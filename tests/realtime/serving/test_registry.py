@@ -78,7 +78,7 @@ async def test_a_session_whose_last_save_fails_is_released_and_its_client_hears_
         entries.attach((entry,), socket)
         entry.live.handoff = BrokenHandoff()  # type: ignore[assignment]
         entries._save_and_release(entry, TAKEN_OVER)
-        await asyncio.gather(*entries._leaving)
+        await asyncio.gather(*entries._releases)
         assert socket.hangup == TAKEN_OVER and len(entries) == 0
         assert entries.quota.counts.total() == 0  # type: ignore[attr-defined]
     assert [record.message for record in caplog.records] == [

@@ -219,7 +219,7 @@ async def test_urls_that_fail_make_room_for_others_when_their_sessions_have_ende
             assert session.change(url) is None
             session.on_event(final(1), Settings())
         # All but the one that hangs: those of the clients, and the one of the operator.
-        await until(lambda: sum(one._fails for one in of._endpoints.values()) == MAX_URLS_PER_KEY)
+        await until(lambda: sum(one._is_failing for one in of._endpoints.values()) == MAX_URLS_PER_KEY)
         late = of.of_session("address x", "sess_late", 16_000)
         refused = late.change(good.url())
         assert refused is not None and refused.code == "too_many_webhooks", "all places have sessions"

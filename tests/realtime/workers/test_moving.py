@@ -322,7 +322,7 @@ async def test_options_that_change_while_a_session_moves_are_in_force_behind_it(
         finish, submit = stream.finish, runner._submit
 
         def give_up() -> None:
-            first.gateway.sessions._wanted(live.id, live.handoff.number)
+            first.gateway.sessions._on_claim(live.id, live.handoff.number)
 
         async def finish_and_give_up() -> None:
             await finish()
