@@ -27,7 +27,7 @@ from realtime.errors import Refusal
 from realtime.http.route_helpers import refusal_response
 from realtime.serving.metrics import Metrics
 
-# Enough for all keywords that a stream may have, and all other parameters.
+# Parameters of one query: enough for all keywords that a stream may have, and all other parameters.
 MAX_QUERY_PARAMETERS = 600
 DEFAULT_PORTS = {"http": "80", "ws": "80", "https": "443", "wss": "443"}
 ANY = "*"

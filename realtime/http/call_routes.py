@@ -28,7 +28,7 @@ from realtime.session.settings import Settings
 
 WHIP = "/v1/whip"
 SDP, FORM = "application/sdp", "multipart/form-data"
-# A form is parsed in pieces of this size, with turns for others between them.
+# A form is parsed in pieces of this size in bytes; between them the event loop runs.
 PIECE_BYTES = 8 * 1024
 
 Description = Annotated[str, Meta(description="A session description, SDP.")]
@@ -120,7 +120,7 @@ class CallRoutes:
         )
     )
     async def trickle(self, request: Request) -> Response:
-        """RFC 9725 wants 405 of a server without trickle ICE and ICE restarts."""
+        """Refuse with 405, as RFC 9725 requires of a server without trickle ICE and ICE restarts."""
         self._find(request)
         text = "Candidates are not taken: the server answers from wherever the client checks; there is no ICE restart."
         response = refusal_response(request.url.path, Refusal(405, "trickle_not_needed", text))

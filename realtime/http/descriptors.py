@@ -32,7 +32,7 @@ MAX_RESERVED = 128
 RETRY_AFTER_S = 5
 # Seconds before the warning is logged again.
 WARN_INTERVAL_S = 600.0
-# Paths for monitoring, answered in the reserve too.
+# Paths for monitoring, which are answered on connections in the reserve too.
 MONITORING_PATHS = frozenset({"/health", "/ready", "/capacity", "/metrics"})
 
 

@@ -33,7 +33,8 @@ from realtime.session.words import (
 )
 
 PLAIN = "text/plain; charset=utf-8"
-# Fewer than other entries, because a segment has many words and its text is compressed for `compression_ratio`.
+# Segments in one piece of a response: fewer than other entries, because a segment has many words and its text is
+# compressed for `compression_ratio`.
 SEGMENTS_AT_ONCE = 16
 
 

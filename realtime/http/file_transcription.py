@@ -49,11 +49,13 @@ DIARIZED = "diarized_json"
 # OpenAI's name of a model that says who speaks.
 DIARIZING_MODEL = "gpt-4o-transcribe-diarize"
 FORMATS = ("json", "verbose_json", "text", "srt", "vtt", DIARIZED)
+# Bytes of a file that are read at once.
 READ_BYTES = 256 * 1024
+# The longest value of a field, in characters, unless the field has a limit of its own.
 MAX_VALUE_CHARACTERS = 256
 # The longest `format` in characters; its lists have bounds of their own.
 MAX_FORMAT_CHARACTERS = 32 * 1024
-# Places in a file that are listed for one search term.
+# Hits in a file that are listed for one search term.
 MAX_HITS = 1000
 # OpenAI's field for the names of known speakers; `REFERENCES` is the one for their recordings, as data URLs.
 SPEAKER_NAMES = "known_speaker_names"
@@ -84,7 +86,7 @@ class Transcript:
     words: list[TimedWord] = field(default_factory=list)
     samples: int = 0
     tokens: int = 0
-    # Number of tokens with a log-probability.
+    # Number of tokens that have a log-probability.
     chances: int = 0
     # Number and sum of the confidences of words, and the language codes of words in order of appearance.
     confidences: int = 0

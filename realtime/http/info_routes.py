@@ -48,7 +48,7 @@ def fleet_figures(path: str | None) -> dict[str, Any] | None:
     return {**found, "age_s": round(max(0.0, time.time() - written), 1)} if isinstance(found, dict) else None
 
 
-# A scrape is reused for this many times as long as it took to make.
+# A scrape is reused for this many times the duration of making it.
 KEPT_TIMES = 10
 
 

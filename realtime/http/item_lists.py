@@ -15,8 +15,9 @@ from engine.messages import Item
 from realtime.dialects.base import decode_body
 from realtime.errors import Refusal
 
-# Bytes of items that are decoded in one call, apart from a longer item; the bounds of an item; items of a long body.
+# Bytes of items that are decoded in one call; a longer item is decoded alone.
 PIECE_BYTES = 64 * 1024
+# The longest item, in bytes and in JSON values, and the number of items in a long body.
 MAX_ITEM_BYTES = 2 * 1024 * 1024
 MAX_ITEM_VALUES = 20_000
 MAX_ITEMS = 100_000

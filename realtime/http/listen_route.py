@@ -66,8 +66,9 @@ from realtime.text_values import now_text
 
 # WAV format number and bytes per sample of the raw formats.
 WAV_FORMATS = {"audio/pcm": (1, 2), "audio/pcmu": (7, 1), "audio/pcma": (6, 1)}
+# The length in a WAV header of a stream whose length is not known.
 UNKNOWN_LENGTH = 0xFFFF_FFFF
-# A paragraph may have two hundred words.
+# Paragraphs in one piece of a response; a paragraph may have two hundred words.
 PARAGRAPHS_AT_ONCE = 4
 
 

@@ -26,9 +26,9 @@ MAX_FIELD_BYTES = 64 * 1024
 # A field with the recording of a speaker: ten seconds at 48 kHz in stereo, as base64.
 REFERENCE_FIELDS = frozenset({b"known_speaker_references", b"known_speaker_references[]"})
 MAX_REFERENCE_BYTES = 2_600_000
-# RFC 2046 allows 70.
+# The longest boundary. RFC 2046 allows 70 bytes.
 MAX_BOUNDARY_BYTES = 200
-# The headers of one part.
+# The longest headers of one part, in bytes.
 MAX_PART_HEAD_BYTES = 8 * 1024
 # Parameters of a header, and semicolons in their values. The time to parse a header grows with them.
 MAX_PARAMETERS = 32
@@ -65,8 +65,8 @@ class FormParser:
     """Parses a multipart body into a `Form`, piece by piece."""
 
     def __init__(self, content_type: str, hold: Callable[[int, bool], None]) -> None:
-        """`hold` is called with the bytes of memory that the form takes, and whether they are of a speaker's recording;
-        it may raise Refusal. Raises Refusal."""
+        """`hold` is called with each number of bytes that the form takes in memory, and whether they belong to a
+        speaker's recording; it may raise Refusal. Raises Refusal."""
         if content_type.count(";") > MAX_PARAMETERS:
             raise bad_form(f"its Content-Type has more than {MAX_PARAMETERS} parameters")
         _, parameters = parse_options_header(content_type)
@@ -81,7 +81,8 @@ class FormParser:
         # The header of the current part.
         self._head_bytes = 0
         self._name, self._value, self._disposition = bytearray(), bytearray(), b""
-        # The current part: a text, or the file; neither between two parts and in a header.
+        # The current part is a text (`_text`) or the file (`_in_file`); between two parts and in a header it is
+        # neither.
         self._text: bytearray | None = None
         self._in_reference = False
         self._in_file = False

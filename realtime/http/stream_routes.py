@@ -25,12 +25,13 @@ from realtime.serving.quota import Caller
 from realtime.text_values import whole_number
 
 STREAMS = "/v1/streams"
+# Readers of one stream at once.
 MAX_READERS = 100
 MAX_EVENT_NUMBER = 10**15
-# Events in one write, and their bytes; an event that is larger itself is written alone.
+# Events in one write, and their bytes; a larger event is written alone.
 EVENTS_AT_ONCE = 64
 MAX_WRITE_BYTES = 64 * 1024
-# Seconds between comments that keep a quiet connection open, and between looks at a server that stops.
+# Seconds between comments that keep a connection without events open, and between checks whether the server stops.
 KEEPALIVE_S, POLL_S = 15.0, 1.0
 FIELDS = ("url", "language")
 

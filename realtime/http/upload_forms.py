@@ -33,8 +33,9 @@ MAX_FORMS_BYTES = 4 * 1024 * 1024
 # The same for recordings of speakers.
 MAX_REFERENCES_BYTES = 12 * 1024 * 1024
 MAX_ALL_REFERENCES_BYTES = 48 * 1024 * 1024
+# Seconds after which a refused client should try again.
 RETRY_AFTER_S = 30
-# Larger files are written to disk.
+# Files with more bytes than this are written to disk.
 IN_MEMORY_BYTES = 1024 * 1024
 # A form is parsed in pieces of this size, and after this many seconds the parser yields to the event loop.
 PIECE_BYTES = 8 * 1024
@@ -50,7 +51,7 @@ class Spool:
     """
 
     def __init__(self, config: Config) -> None:
-        # Called with the seconds that an upload took, when it has left.
+        # Called with the duration of an upload in seconds when it has ended.
         self.on_left: Callable[[float], None] = lambda seconds: None
         limits = config.limits
 
@@ -203,7 +204,7 @@ class FormReader:
         self._context = context
         self._limits = context.limits
         self._warned_at: float | None = None
-        # Choose the folder now: if the disk is full later, the library would choose another one.
+        # Choose the folder for temporary files now: if the disk is full later, the library would choose another one.
         gettempdir()
 
     async def open(self, request: Request, caller: Caller) -> Upload:

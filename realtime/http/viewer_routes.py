@@ -45,7 +45,7 @@ STREAM_HEADERS = [
     # For nginx, which otherwise collects a response before it passes it on.
     (b"x-accel-buffering", b"no"),
 ]
-# Seconds that a viewer has to read the end of its stream before its connection is aborted.
+# Seconds in which a viewer must read the end of its stream; then its connection is aborted.
 CLOSE_GRACE_S = 5.0
 SEGMENT_NUMBER = re.compile("[0-9]{1,12}")
 READ_ONLY = "this socket is read-only"

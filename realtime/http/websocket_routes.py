@@ -66,13 +66,13 @@ log = logging.getLogger("tickertape.server")
 
 # The path of Twilio Media Streams.
 TWILIO = "/v1/twilio"
-# Messages until a call has started: `connected` and `start`.
+# The messages of Twilio that start a call: `connected` and `start`.
 MESSAGES_TO_START = 2
 # Seconds for the last words of a call whose socket is closed.
 FINISH_S = 15.0
 # The longest reason in a close frame, in bytes.
 REASON_BYTES = 123
-# More events than a session can send.
+# The largest `after` of a resume request: more events than a session can send.
 MAX_SEQUENCE = 10**15
 # A resume request that has waited in a socket for longer (seconds) is refused: its client may have resumed elsewhere
 # without this process knowing.

@@ -23,7 +23,7 @@ from prometheus_client.registry import Collector
 
 from realtime.session.events import MEASURES
 
-# Around the 80 ms step of live models, up to a minute.
+# Bucket bounds of histograms, in seconds. Those of the lag lie around the 80 ms step of live models.
 LAG_BUCKETS = (0.02, 0.04, 0.08, 0.12, 0.16, 0.24, 0.32, 0.5, 0.8, 1.2, 2.0, 4.0, 8.0, 30.0, 60.0)
 FINAL_BUCKETS = (0.025, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.6, 0.8, 1.2, 2.0, 4.0, 8.0, 15.0, 30.0, 60.0)
 UPLOAD_BUCKETS = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 900.0, 3600.0)

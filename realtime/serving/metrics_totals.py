@@ -87,7 +87,7 @@ class Totals:
         return len(self._ended) + len(self._highest) + sum(map(len, self._living.values()))
 
     def add_report(self, process: int, reported: msgspec.Raw) -> None:
-        """Take the newest report of a process."""
+        """Replace the report of a process by a newer one."""
         values: dict[str, float] = {}
         for family in _decoder.decode(reported):
             self._families[family.name] = msgspec.structs.replace(family, samples=[])

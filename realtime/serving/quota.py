@@ -30,8 +30,9 @@ class Caller:
         return self.settings is not None
 
 
+# Seconds over which new sessions are counted.
 RATE_WINDOW_S = 60.0
-# Callers whose new sessions are counted; beyond this number the oldest caller's count is dropped.
+# Callers whose new sessions are counted; beyond this number the count of the oldest caller is dropped.
 MAX_COUNTED_CALLERS = 10_000
 
 

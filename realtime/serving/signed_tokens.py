@@ -16,6 +16,7 @@ import secrets
 from engine.fleet_secret import derive, read_secret
 from realtime.config import Config, ConfigError
 
+# Bytes of the HMAC in a token.
 MAC_BYTES = 18
 RESUME_PREFIX = "rt_"
 

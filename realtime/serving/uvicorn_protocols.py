@@ -46,7 +46,7 @@ from realtime.serving.websocket_frames import PART_BYTES, FrameSplitter, text_of
 MAX_HEADER_CHARACTERS = 500
 
 _CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
-# The target of a request that is a whole URL: its host, and its path and query.
+# A request target that is a whole URL (absolute form): its host, and its path and query.
 _ABSOLUTE_FORM = re.compile(rb"(?i:https?|wss?)://([^/?@]+)((?:[/?].*)?)")
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
@@ -73,8 +73,8 @@ def _escaped(value: bytes) -> bytes:
 # WebSocket frames. Nearly every append is one frame that arrives in one read; it is decoded here, without the parser.
 
 
-# Messages and bytes that may wait for the application before reading pauses. uvicorn pauses after every message, at the
-# cost of two system calls each.
+# Messages and bytes that may be queued for the application before reading pauses. uvicorn itself pauses after every
+# message, which costs two system calls each time.
 MAX_WAITING = 32
 MAX_WAITING_BYTES = 256 * 1024
 # WebSocket bytes are parsed in pieces of this size, for at most this time in seconds before yielding: they may contain
@@ -95,7 +95,7 @@ MIN_HTTP_PIECE_BYTES = 256
 MAX_HTTP_PIECE_BYTES = 64 * 1024
 # Minimum rate of a request body in bytes per second.
 MIN_BODY_RATE = 1024
-# A response that the client does not read is cut off after this many times `handshake_s`.
+# A response that the client does not read is cut off after this many times `handshake_s` (seconds).
 UNREAD_TIMES = 6
 
 
@@ -143,13 +143,13 @@ def _size(message: Any) -> int:
 
 
 class _Incoming:
-    """A message whose last fragment has not arrived."""
+    """A WebSocket message whose last fragment has not arrived."""
 
     def __init__(self, is_text: bool) -> None:
         self.is_text = is_text
         # Bytes not passed on yet; one buffer, so that thousands of tiny fragments take no more than their bytes.
         self.buffer = bytearray()
-        # Longer than `whole_bytes`: it is passed on in parts.
+        # The message is longer than `whole_bytes`: it is passed on in parts.
         self.is_long = False
         self._decoder: codecs.IncrementalDecoder | None = None
 

@@ -20,13 +20,14 @@ import msgspec
 from realtime.serving.signed_tokens import Signer
 
 LINK_PREFIX = "vl_"
+# What the signature of a link is bound to.
 LINK_PURPOSE = "viewer link"
 MAX_TOKEN_CHARACTERS = 1000
 # Lifetime of a link in seconds.
 MIN_LINK_S, DEFAULT_LINK_S, MAX_LINK_S = 10, 24 * 3600, 30 * 24 * 3600
 # Revocations that are kept for one owner. One more revokes all links of its name, or of the owner.
 MAX_REVOKED = 1000
-# An id: the expiry time in hexadecimal digits, and random ones.
+# The id of a link: its expiry time in hexadecimal digits, a hyphen, and random digits.
 _ID = re.compile(r"([0-9a-f]{8,10})-[0-9a-f]{16}", re.ASCII)
 
 
