@@ -114,7 +114,7 @@ async def test_a_frame_of_many_channels_is_dealt_out_in_pieces(serve: Serve, dec
 def held_bytes(socket: RealtimeWebSocket) -> int:
     """What the server side of a socket keeps of messages that are not complete, or not handled."""
     incoming = socket._incoming
-    unfinished = 0 if incoming is None else len(incoming.held)
+    unfinished = 0 if incoming is None else len(incoming.buffer)
     return len(socket.conn.reader.buffer) + unfinished + socket._mailbox.bytes + len(socket._unparsed)
 
 
