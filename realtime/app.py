@@ -29,22 +29,15 @@ from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EnginePr
 from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
 from realtime.config import Changes, Config, ModelConfig, take_over
-from realtime.http.descriptors import Descriptors, sparing_http
+from realtime.http.descriptors import Descriptors, http_with_reserve
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.listeners import listening_sockets, raise_file_limit
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.engine_metrics import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.serving.fleet_publishing import FleetNames
-from realtime.serving.metrics import (
-    COUNTED_BY_EACH_GATEWAY,
-    PROCESS_SUMS,
-    Metrics,
-    build_collector,
-    engine_collector,
-    name_collector,
-    process_collector,
-    report,
-)
+from realtime.serving.metrics import PROCESS_SUMS, Metrics, build_collector, name_collector, process_collector
+from realtime.serving.metrics_totals import report
 from realtime.serving.publishing import Publisher
 from realtime.serving.quota import SessionQuota
 from realtime.serving.session_factory import GatewayServices
@@ -203,7 +196,7 @@ def build_server(engine: EngineApi, config: Config, services: GatewayServices | 
         host=settings.host,
         port=settings.port,
         loop="uvloop",
-        http=sparing_http(settings.handshake_s, descriptors),
+        http=http_with_reserve(settings.handshake_s, descriptors),
         ws=realtime_websocket(config.limits.control_bytes),
         ws_max_size=config.limits.message_bytes,
         ws_ping_interval=settings.ping_interval_s or None,

@@ -31,13 +31,16 @@ from realtime.serving.signed_tokens import Signer
 from realtime.session.settings import Settings
 
 SECRET_PREFIX = "ek_"
+# What the signature of a client secret is bound to.
 PURPOSE = "client secret"
+# Random bytes of a client secret.
 SALT_LENGTH = 9
-# A secret has to fit into a header of a request.
+# The longest client secret: it has to fit into a request header.
 MAX_SECRET_CHARACTERS = 6000
 KEY_PROTOCOL_PREFIX = "openai-insecure-api-key."
 BETA_PROTOCOL = "openai-beta.realtime-v1"
-# Subprotocols that the server may select. Deepgram's browser clients send the key as the entry after these.
+# Deepgram's browser clients send the key as the subprotocol after one of `KEY_FOLLOWS`. The server may select the
+# subprotocols in `SELECTABLE`.
 KEY_FOLLOWS = ("token", "bearer")
 SELECTABLE = ("realtime", *KEY_FOLLOWS)
 

@@ -18,10 +18,9 @@ from realtime.dialects.event_schema import SessionOptions, Shape
 from realtime.dialects.openai import MAX_NAME, merge_beta, merge_ga
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
-from realtime.http.info_routes import MAX_JSON_BODY, read_body
+from realtime.http.multipart_forms import FormParser
 from realtime.http.openapi import JSON, Operation, Parameter, described
-from realtime.http.upload_forms import FormParser
-from realtime.http.websocket_routes import check_once, refusal_response
+from realtime.http.route_helpers import MAX_JSON_BODY, check_once, read_body, refusal_response
 from realtime.serving.media_processes import MAX_OFFER_BYTES
 from realtime.serving.quota import Caller
 from realtime.serving.webrtc_calls import Call, Calls
@@ -29,7 +28,7 @@ from realtime.session.settings import Settings
 
 WHIP = "/v1/whip"
 SDP, FORM = "application/sdp", "multipart/form-data"
-# A form is parsed in pieces of this size, with turns for others between them.
+# A form is parsed in pieces of this size in bytes; between them the event loop runs.
 PIECE_BYTES = 8 * 1024
 
 Description = Annotated[str, Meta(description="A session description, SDP.")]
@@ -121,7 +120,7 @@ class CallRoutes:
         )
     )
     async def trickle(self, request: Request) -> Response:
-        """RFC 9725 wants 405 of a server without trickle ICE and ICE restarts."""
+        """Refuse with 405, as RFC 9725 requires of a server without trickle ICE and ICE restarts."""
         self._find(request)
         text = "Candidates are not taken: the server answers from wherever the client checks; there is no ICE restart."
         response = refusal_response(request.url.path, Refusal(405, "trickle_not_needed", text))

@@ -21,19 +21,19 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realtime.errors import Refusal
-from realtime.http.websocket_routes import refusal_response
+from realtime.http.route_helpers import refusal_response
 from realtime.serving.uvicorn_protocols import HttpWithDeadlines
 
 log = logging.getLogger("tickertape.server")
 
 # The reserve is a quarter of all descriptors and at most this many: for files of uploads, links to engines, and
 # connections that are about to be refused.
-MOST_RESERVED = 128
+MAX_RESERVED = 128
 RETRY_AFTER_S = 5
-# Seconds until the warning is logged again.
-SAY_AGAIN_S = 600.0
-# Paths for monitoring, answered in the reserve too.
-WATCHED = frozenset({"/health", "/ready", "/capacity", "/metrics"})
+# Seconds before the warning is logged again.
+WARN_INTERVAL_S = 600.0
+# Paths for monitoring, which are answered on connections in the reserve too.
+MONITORING_PATHS = frozenset({"/health", "/ready", "/capacity", "/metrics"})
 
 
 class Descriptors:
@@ -43,7 +43,7 @@ class Descriptors:
         self.on_refused = on_refused
         # Connections in the last half of the reserve that have not sent a request yet, the oldest first.
         self.silent: dict[DescriptorAwareHttp | TlsHandshake, None] = {}
-        self._say_again_at = 0.0
+        self._warn_again_at = 0.0
 
     def limit(self) -> int:
         return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
@@ -69,8 +69,8 @@ class Descriptors:
 
     def _warn(self, taken: int, limit: int) -> None:
         now = asyncio.get_running_loop().time()
-        if now >= self._say_again_at:
-            self._say_again_at = now + SAY_AGAIN_S
+        if now >= self._warn_again_at:
+            self._warn_again_at = now + WARN_INTERVAL_S
             log.warning(
                 "file descriptors run out: %d of %d are in use, and new connections are refused; raise the limit "
                 "(LimitNOFILE= of the systemd unit, ulimits of docker-compose.yml, or `ulimit -n`)",
@@ -80,7 +80,7 @@ class Descriptors:
 
 
 def reserve_of(limit: int) -> int:
-    return min(MOST_RESERVED, limit // 4)
+    return min(MAX_RESERVED, limit // 4)
 
 
 class DescriptorAwareHttp(HttpWithDeadlines):
@@ -169,7 +169,7 @@ class TlsHandshake(asyncio.Protocol):
         self._is_lost = True
 
 
-def sparing_http(handshake_s: float, descriptors: Descriptors) -> type[DescriptorAwareHttp]:
+def http_with_reserve(handshake_s: float, descriptors: Descriptors) -> type[DescriptorAwareHttp]:
     """The HTTP protocol class for uvicorn, with this deadline and this reserve."""
     return type("DescriptorAwareHttp", (DescriptorAwareHttp,), {"handshake_s": handshake_s, "descriptors": descriptors})
 
@@ -189,7 +189,7 @@ class _FromReserve:
             await send(message)
 
         app: Any = self._app
-        if scope["path"] not in WATCHED:
+        if scope["path"] not in MONITORING_PATHS:
             self._on_refused()
             text = "The server has no file descriptors left for another connection; try again."
             app = refusal_response(

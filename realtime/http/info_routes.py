@@ -1,8 +1,7 @@
 """The routes with short JSON answers: models, client secrets, webhooks, health, readiness, capacity; and `/metrics`.
 
 `Answers` has an endpoint for each path, and `WebhookRoutes` that of `/v1/webhooks`. They read state of the gateway and
-own none, except for `Scrapes`, which caches the answer of `/metrics`. `read_body` and `json_body` serve other routes
-too.
+own none, except for `Scrapes`, which caches the answer of `/metrics`.
 """
 
 from __future__ import annotations
@@ -20,28 +19,16 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.client.pool import EngineShare
-from realtime.dialects.base import decode_body
 from realtime.dialects.event_schema import BetaSession, BetaSessionOptions, Session, SessionOptions
 from realtime.dialects.openai import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.openapi import JSON, JSON_BODY, Operation, described
+from realtime.http.route_helpers import json_body
 from realtime.serving.webhooks import Webhooks
 from realtime.session.settings import Settings
 
 WEBHOOKS = "/v1/webhooks"
-
-
-async def read_body(request: Request, most_bytes: int) -> bytes:
-    """The whole body. Raises a 413 Refusal as soon as it is larger than `most_bytes`."""
-    chunks: list[bytes] = []
-    size = 0
-    async for chunk in request.stream():
-        chunks.append(chunk)
-        size += len(chunk)
-        if size > most_bytes:
-            raise Refusal(413, "body_too_large", f"The body is larger than {most_bytes} bytes.")
-    return b"".join(chunks)
 
 
 def fleet_figures(path: str | None) -> dict[str, Any] | None:
@@ -61,7 +48,7 @@ def fleet_figures(path: str | None) -> dict[str, Any] | None:
     return {**found, "age_s": round(max(0.0, time.time() - written), 1)} if isinstance(found, dict) else None
 
 
-# A scrape is reused for this many times as long as it took to make.
+# A scrape is reused for this many times the duration of making it.
 KEPT_TIMES = 10
 
 
@@ -98,7 +85,6 @@ class Scrapes:
 
 # Lifetime of a client secret in seconds.
 MIN_SECRET_S, DEFAULT_SECRET_S, MAX_SECRET_S = 10, 600, 7200
-MAX_JSON_BODY = 64 * 1024
 
 
 class Model(Struct, forbid_unknown_fields=True):
@@ -407,11 +393,6 @@ class WebhookRoutes:
             },
             headers={"Cache-Control": "no-store"},
         )
-
-
-async def json_body(request: Request) -> dict[str, Any]:
-    body = await read_body(request, MAX_JSON_BODY)
-    return decode_body(body) if body.strip() else {}
 
 
 def _secret_seconds(expires_after: Any) -> int:

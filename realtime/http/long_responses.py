@@ -19,9 +19,9 @@ from starlette.types import Receive, Scope, Send
 # Entries of a list, and characters of a text, in one piece.
 ENTRIES_AT_ONCE = 64
 CHARACTERS_AT_ONCE = 16 * 1024
-# After this many seconds of work the event loop gets a turn.
+# After this many seconds of work the response yields to the event loop.
 MAKING_S = 0.001
-# A response up to this length is sent whole with a Content-Length; a longer one in parts of this size.
+# A response of up to this many bytes is sent whole with a Content-Length; a longer one in parts of this size.
 PART_BYTES = 32 * 1024
 
 _encode = msgspec.json.Encoder().encode
@@ -29,7 +29,7 @@ _encode = msgspec.json.Encoder().encode
 
 @dataclass(frozen=True, slots=True)
 class Entries:
-    """A list whose entries are made while it is written. None is not written, but counts as work.
+    """A list whose entries are made while the response is encoded. None is left out, but counts as work.
 
     With `nested`, entries may contain `Entries` and `TextParts` themselves, and are written one by one.
     """
@@ -41,14 +41,14 @@ class Entries:
 
 @dataclass(frozen=True, slots=True)
 class TextParts:
-    """A text whose parts are made while it is written. An empty part counts as work."""
+    """A text whose parts are made while the response is encoded. An empty part counts as work."""
 
     parts: Iterable[str]
 
 
 @dataclass(frozen=True, slots=True)
 class LazyValue:
-    """A value that is computed when everything before it has been written."""
+    """A value that is computed when everything before it in the response has been encoded."""
 
     value: Callable[[], Any]
 

@@ -18,20 +18,21 @@ from realtime.dialects.base import decode_body, encode_json
 from realtime.dialects.event_schema import Shape
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
-from realtime.http.info_routes import MAX_JSON_BODY, read_body
 from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Operation, Parameter, described
+from realtime.http.route_helpers import MAX_JSON_BODY, read_body
 from realtime.serving.pulled_streams import PulledStream, PulledStreams, stream_settings
 from realtime.serving.quota import Caller
 from realtime.text_values import whole_number
 
 STREAMS = "/v1/streams"
+# Readers of one stream at once.
 MAX_READERS = 100
 MAX_EVENT_NUMBER = 10**15
-# Events in one write, and their bytes; an event that is larger itself is written alone.
+# Events in one write, and their bytes; a larger event is written alone.
 EVENTS_AT_ONCE = 64
 MAX_WRITE_BYTES = 64 * 1024
-# Seconds between comments that keep a quiet connection open, and between looks at a server that stops.
-QUIET_S, LOOK_S = 15.0, 1.0
+# Seconds between comments that keep a connection without events open, and between checks whether the server stops.
+KEEPALIVE_S, POLL_S = 15.0, 1.0
 FIELDS = ("url", "language")
 
 
@@ -116,16 +117,16 @@ class StreamRoutes:
             raise Refusal(400, "invalid_value", "'url' must be a string, and 'language' too.", param="url")
         asked, engine = stream_settings(language), self._context.engine
         stream = self._streams.begin(url, caller, asked.in_force(engine.spec) if engine.ready else asked)
-        return _json(stream.described(), 201)
+        return _json(stream.to_json(), 201)
 
     @described(Operation("The streams of the key", PULLED, {200: {JSON: StreamList}}, refusals=(OFF,)))
     async def all(self, request: Request) -> Response:
         caller = self._caller(request)
-        return _json({"object": "list", "data": [stream.described() for stream in self._streams.of(caller)]})
+        return _json({"object": "list", "data": [stream.to_json() for stream in self._streams.of(caller)]})
 
     @described(Operation("One stream", PULLED, {200: {JSON: Stream}}, refusals=(OFF, UNKNOWN)))
     async def one(self, request: Request) -> Response:
-        return _json(self._find(request).described())
+        return _json(self._find(request).to_json())
 
     @described(Operation("End a stream", PULLED, {200: {JSON: DeletedStream}}, refusals=(OFF, UNKNOWN)))
     async def delete(self, request: Request) -> Response:
@@ -157,12 +158,14 @@ class StreamRoutes:
             text = f"A stream has at most {MAX_READERS} readers at once."
             raise Refusal(503, "too_many_readers", text, retry_after_s=10)
         headers = {"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
-        return _EventResponse(stream, self._tell(stream, after), media_type="text/event-stream", headers=headers)
+        return _EventResponse(
+            stream, self._event_stream(stream, after), media_type="text/event-stream", headers=headers
+        )
 
-    async def _tell(self, stream: PulledStream, after: int) -> AsyncIterator[bytes]:
+    async def _event_stream(self, stream: PulledStream, after: int) -> AsyncIterator[bytes]:
         log, clock = stream.events, asyncio.get_running_loop().time
         yield b": events of a stream\n\n"
-        told_at = clock()
+        written_at = clock()
         while not self._context.draining:
             # No await between these two: an event that comes later wakes the wait below.
             found = log.after(after, EVENTS_AT_ONCE)
@@ -170,13 +173,13 @@ class StreamRoutes:
                 return
             if found:
                 after, write = _write_of(found)
-                told_at = clock()
+                written_at = clock()
                 yield write
                 continue
-            if clock() - told_at >= QUIET_S:
-                told_at = clock()
+            if clock() - written_at >= KEEPALIVE_S:
+                written_at = clock()
                 yield b": quiet\n\n"
-            await log.wait(LOOK_S)
+            await log.wait(POLL_S)
 
     def _find(self, request: Request) -> PulledStream:
         return self._streams.find(request.path_params["id"], self._caller(request))

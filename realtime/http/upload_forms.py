@@ -1,25 +1,19 @@
-"""Receives uploads: parses multipart forms as they arrive, stores the file, and enforces the limits for uploads.
+"""Receives uploads: stores the file and the form, and enforces the limits for uploads.
 
 All routes that take a file share one `FormReader`. Its `Spool` counts all uploads and their bytes from the first byte
-to the end of the response, and refuses more than the limits allow. Text fields are kept as bytes and counted while they
-grow; a text is decoded only when it is needed and not too long, so a client cannot make the server use much more memory
-than it sends.
+to the end of the response, and refuses more than the limits allow. Forms are parsed by `multipart_forms.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from tempfile import SpooledTemporaryFile, gettempdir
 from typing import BinaryIO, cast
 
-from python_multipart.exceptions import FormParserError
-from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.datastructures import UploadFile
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import Message, Receive
@@ -27,171 +21,9 @@ from starlette.types import Message, Receive
 from realtime.config import Config
 from realtime.errors import Refusal, storage_refusal
 from realtime.http.authentication import Context
-from realtime.serving.quota import Caller, SharedCount, places_of_one_key
-
-# Enough for all keywords that a stream may have, and all other fields.
-MAX_FIELDS = 600
-MAX_FIELD_BYTES = 64 * 1024
-# A field with the recording of a speaker: ten seconds at 48 kHz in stereo, as base64.
-REFERENCE_FIELDS = frozenset({b"known_speaker_references", b"known_speaker_references[]"})
-MAX_REFERENCE_BYTES = 2_600_000
-# RFC 2046 allows 70.
-MAX_BOUNDARY_BYTES = 200
-# The headers of one part.
-MAX_PART_HEAD_BYTES = 8 * 1024
-# Parameters of a header, and semicolons in their values. The time to parse a header grows with them.
-MAX_PARAMETERS = 32
-# Accepted charsets. Some other codecs of Python take quadratic time.
-CHARSETS = frozenset({"utf-8", "utf8", "us-ascii", "ascii", "iso-8859-1", "latin-1"})
-# Bytes of the longest character.
-LETTER_BYTES = 4
-
-# The parser logs each invalid form; the client gets the error instead.
-logging.getLogger("python_multipart.multipart").setLevel(logging.CRITICAL)
-
-
-@dataclass(slots=True)
-class Form:
-    """The text fields of a form in order, and the name of the file's field (None if there is no file)."""
-
-    charset: str = "utf-8"
-    fields: list[tuple[bytes, bytearray]] = field(default_factory=list)
-    file_field: bytes | None = None
-
-    def texts(self, name: str, most: int) -> list[str]:
-        """The texts of all fields with this name. Raises Refusal for a text of more than `most` characters."""
-        found = [value for known, value in self.fields if known == name.encode()]
-        texts = [self._decode(value) for value in found if len(value) <= LETTER_BYTES * most]
-        if len(texts) < len(found) or any(len(text) > most for text in texts):
-            raise Refusal(400, "invalid_value", f"'{name}' must be text of at most {most} characters.", param=name)
-        return texts
-
-    def _decode(self, value: bytearray) -> str:
-        try:
-            return value.decode(self.charset)
-        except UnicodeDecodeError:
-            return value.decode("latin-1")
-
-
-class FormParser:
-    """Parses a multipart body into a `Form`, piece by piece."""
-
-    def __init__(self, content_type: str, hold: Callable[[int, bool], None]) -> None:
-        """`hold` is called with the bytes of memory that the form takes, and whether they are of a speaker's recording;
-        it may raise Refusal. Raises Refusal."""
-        if content_type.count(";") > MAX_PARAMETERS:
-            raise bad_form(f"its Content-Type has more than {MAX_PARAMETERS} parameters")
-        _, parameters = parse_options_header(content_type)
-        charset = parameters.get(b"charset", b"utf-8").decode("latin-1").lower()
-        if charset not in CHARSETS:
-            raise Refusal(400, "invalid_form", "Send the texts of the form as UTF-8.")
-        boundary = parameters.get(b"boundary", b"")
-        if not 0 < len(boundary) <= MAX_BOUNDARY_BYTES:
-            raise bad_form(f"its Content-Type must name a boundary of at most {MAX_BOUNDARY_BYTES} bytes")
-        self.form = Form(charset)
-        self._hold = hold
-        # The header of the current part.
-        self._head_bytes = 0
-        self._name, self._value, self._disposition = bytearray(), bytearray(), b""
-        # The current part: a text, or the file; neither between two parts and in a header.
-        self._text: bytearray | None = None
-        self._in_reference = False
-        self._in_file = False
-        self._file_bytes: list[bytes] = []
-        self._parser = MultipartParser(
-            boundary,
-            {
-                "on_part_begin": self._on_part,
-                "on_header_field": self._on_header_name,
-                "on_header_value": self._on_header_value,
-                "on_header_end": self._on_header_end,
-                "on_headers_finished": self._on_head,
-                "on_part_data": self._on_data,
-                "on_part_end": self._on_part_end,
-            },
-        )
-
-    def feed(self, data: bytes) -> bytes:
-        """Parse a piece of the body; returns the bytes of the file in it. Raises Refusal."""
-        try:
-            self._parser.write(data)
-        except FormParserError as error:
-            raise bad_form("it is not multipart/form-data") from error
-        found, self._file_bytes = self._file_bytes, []
-        return found[0] if len(found) == 1 else b"".join(found)
-
-    def finish(self) -> None:
-        """Called at the end of the body. Raises Refusal if the form is incomplete."""
-        if self._text is not None or self._in_file:
-            raise bad_form("it ends in the middle of a part")
-
-    def close(self) -> None:
-        """Release the parser, whose callbacks refer to this object: otherwise both, and the form, would stay in memory
-        until a garbage collection."""
-        del self._parser
-
-    def _on_part(self) -> None:
-        self._disposition, self._head_bytes = b"", 0
-        self._name, self._value = bytearray(), bytearray()
-
-    def _on_header_name(self, data: bytes, start: int, end: int) -> None:
-        self._name += self._of_head(data, start, end)
-
-    def _on_header_value(self, data: bytes, start: int, end: int) -> None:
-        self._value += self._of_head(data, start, end)
-
-    def _of_head(self, data: bytes, start: int, end: int) -> bytes:
-        self._head_bytes += end - start
-        if self._head_bytes > MAX_PART_HEAD_BYTES:
-            raise bad_form(f"the headers of a part take more than {MAX_PART_HEAD_BYTES} bytes")
-        return data[start:end]
-
-    def _on_header_end(self) -> None:
-        if self._name.lower() == b"content-disposition":
-            self._disposition = bytes(self._value)
-        self._name, self._value = bytearray(), bytearray()
-
-    def _on_head(self) -> None:
-        if self._disposition.count(b";") > MAX_PARAMETERS:
-            raise bad_form(f"the header of a part has more than {MAX_PARAMETERS} parameters")
-        _, options = parse_options_header(self._disposition)
-        name = options.get(b"name")
-        if name is None:
-            raise bad_form("a part has no name")
-        self._in_file = b"filename" in options
-        if self._in_file:
-            if self.form.file_field is not None:
-                raise bad_form("it has more than one file")
-            self.form.file_field = name
-            return
-        if len(self.form.fields) == MAX_FIELDS:
-            raise bad_form(f"it has more than {MAX_FIELDS} fields")
-        self._text = bytearray()
-        self._in_reference = name in REFERENCE_FIELDS
-        entry = (name, self._text)
-        self._hold(sum(map(sys.getsizeof, (entry, *entry))), False)
-        self.form.fields.append(entry)
-
-    def _on_data(self, data: bytes, start: int, end: int) -> None:
-        if self._in_file:
-            self._file_bytes.append(data[start:end])
-            return
-        text = self._text
-        assert text is not None, "data comes after a header"
-        most = MAX_REFERENCE_BYTES if self._in_reference else MAX_FIELD_BYTES
-        if len(text) + end - start > most:
-            raise bad_form(f"a field takes more than {most} bytes")
-        before = sys.getsizeof(text)
-        text += data[start:end]
-        self._hold(sys.getsizeof(text) - before, self._in_reference)
-
-    def _on_part_end(self) -> None:
-        self._text, self._in_file = None, False
-
-
-def bad_form(reason: str) -> Refusal:
-    return Refusal(400, "invalid_form", f"The form cannot be read: {reason}.")
-
+from realtime.http.multipart_forms import Form, FormParser
+from realtime.serving.quota import Caller
+from realtime.serving.shared_places import SharedCount, places_of_one_key
 
 log = logging.getLogger("tickertape.uploads")
 
@@ -201,15 +33,15 @@ MAX_FORMS_BYTES = 4 * 1024 * 1024
 # The same for recordings of speakers.
 MAX_REFERENCES_BYTES = 12 * 1024 * 1024
 MAX_ALL_REFERENCES_BYTES = 48 * 1024 * 1024
+# Seconds after which a refused client should try again.
 RETRY_AFTER_S = 30
-# Larger files are written to disk.
+# Files with more bytes than this are written to disk.
 IN_MEMORY_BYTES = 1024 * 1024
 # A form is parsed in pieces of this size, and after this many seconds the parser yields to the event loop.
 PIECE_BYTES = 8 * 1024
 PARSING_S = 0.001
-# Errors of the system: no space for the file; too many open files.
 # Shortest time in seconds between two warnings that files cannot be stored.
-SAID_AGAIN_S = 60.0
+WARN_INTERVAL_S = 60.0
 
 
 class Spool:
@@ -219,7 +51,7 @@ class Spool:
     """
 
     def __init__(self, config: Config) -> None:
-        # Called with the seconds that an upload took, when it has left.
+        # Called with the duration of an upload in seconds when it has ended.
         self.on_left: Callable[[float], None] = lambda seconds: None
         limits = config.limits
 
@@ -235,39 +67,39 @@ class Spool:
 
     @property
     def uploads(self) -> int:
-        return self._uploads.taken.total()
+        return self._uploads.used.total()
 
     @property
     def bytes(self) -> int:
-        return self._bytes.taken.total()
+        return self._bytes.used.total()
 
     @property
     def text_bytes(self) -> int:
-        return self._text_bytes.taken.total()
+        return self._text_bytes.used.total()
 
     @property
     def reference_bytes(self) -> int:
-        return self._reference_bytes.taken.total()
+        return self._reference_bytes.used.total()
 
     def enter(self, caller: str) -> None:
-        _check(self._uploads.take(caller))
+        _check(self._uploads.reserve(caller))
 
     def reserve(self, caller: str, size: int) -> None:
-        _check(self._bytes.take(caller, size))
+        _check(self._bytes.reserve(caller, size))
 
-    def take_text(self, caller: str, size: int) -> None:
-        _check(self._text_bytes.take(caller, size))
+    def reserve_text(self, caller: str, size: int) -> None:
+        _check(self._text_bytes.reserve(caller, size))
 
-    def take_reference(self, caller: str, size: int) -> None:
-        _check(self._reference_bytes.take(caller, size))
+    def reserve_reference(self, caller: str, size: int) -> None:
+        _check(self._reference_bytes.reserve(caller, size))
 
-    def give_back(self, caller: str, size: int, text_size: int, reference_size: int) -> None:
-        self._bytes.give_back(caller, size)
-        self._text_bytes.give_back(caller, text_size)
-        self._reference_bytes.give_back(caller, reference_size)
+    def release(self, caller: str, size: int, text_size: int, reference_size: int) -> None:
+        self._bytes.release(caller, size)
+        self._text_bytes.release(caller, text_size)
+        self._reference_bytes.release(caller, reference_size)
 
     def leave(self, caller: str, seconds: float) -> None:
-        self._uploads.give_back(caller)
+        self._uploads.release(caller)
         self.on_left(seconds)
 
 
@@ -279,7 +111,7 @@ def _check(reason: str | None) -> None:
 class Upload:
     """One upload: its form, its file (on disk if it is large), and its share of the spool. Close it after use."""
 
-    def __init__(self, spool: Spool, most_bytes: int, caller: str) -> None:
+    def __init__(self, spool: Spool, max_bytes: int, caller: str) -> None:
         spool.enter(caller)
         self.caller = caller
         self._began = time.monotonic()
@@ -289,7 +121,7 @@ class Upload:
         self._bytes = 0
         self._text_bytes = 0
         self._reference_bytes = 0
-        self._most_bytes = most_bytes
+        self._max_bytes = max_bytes
 
     @property
     def file(self) -> BinaryIO:
@@ -304,8 +136,8 @@ class Upload:
         async def counting() -> Message:
             message = await receive()
             size = len(message.get("body", b""))
-            if self._bytes + size > self._most_bytes:
-                raise too_large(self._most_bytes)
+            if self._bytes + size > self._max_bytes:
+                raise too_large(self._max_bytes)
             if self._spool is not None:
                 self._spool.reserve(self.caller, size)
                 self._bytes += size
@@ -322,7 +154,7 @@ class Upload:
             text = f"The form's text fields take more than {MAX_FORM_BYTES} bytes; send fewer fields, or shorter ones."
             raise Refusal(413, "form_too_large", text)
         if self._spool is not None:
-            self._spool.take_text(self.caller, size)
+            self._spool.reserve_text(self.caller, size)
             self._text_bytes += size
 
     def _hold_reference(self, size: int) -> None:
@@ -330,7 +162,7 @@ class Upload:
             text = f"The recordings of speakers take more than {MAX_REFERENCES_BYTES} bytes; send shorter ones."
             raise Refusal(413, "form_too_large", text)
         if self._spool is not None:
-            self._spool.take_reference(self.caller, size)
+            self._spool.reserve_reference(self.caller, size)
             self._reference_bytes += size
 
     async def write(self, data: bytes) -> None:
@@ -341,20 +173,20 @@ class Upload:
         """Flush the file and go to its beginning. Raises OSError."""
         await self._file.seek(0)
 
-    async def let_file_go(self) -> None:
+    async def release_file(self) -> None:
         """Release the file and the form, which are not needed any more; the upload itself stays counted."""
         if self._spool is not None:
-            await self._let_go(self._spool)
+            await self._release(self._spool)
 
     async def close(self) -> None:
         """Release everything; the counts before the first await. May be called twice."""
         spool, self._spool = self._spool, None
         if spool is not None:
             spool.leave(self.caller, time.monotonic() - self._began)
-            await self._let_go(spool)
+            await self._release(spool)
 
-    async def _let_go(self, spool: Spool) -> None:
-        spool.give_back(self.caller, self._bytes, self._text_bytes, self._reference_bytes)
+    async def _release(self, spool: Spool) -> None:
+        spool.release(self.caller, self._bytes, self._text_bytes, self._reference_bytes)
         self._bytes = self._text_bytes = self._reference_bytes = 0
         self.form = Form()
         # On a full disk the last flush fails; the file is deleted nevertheless.
@@ -371,8 +203,8 @@ class FormReader:
         context.metrics.uploads_in_progress.set_function(lambda: self.spool.uploads)
         self._context = context
         self._limits = context.limits
-        self._said_at: float | None = None
-        # Choose the folder now: if the disk is full later, the library would choose another one.
+        self._warned_at: float | None = None
+        # Choose the folder for temporary files now: if the disk is full later, the library would choose another one.
         gettempdir()
 
     async def open(self, request: Request, caller: Caller) -> Upload:
@@ -445,8 +277,8 @@ class FormReader:
 
     def _warn(self, text: str) -> None:
         now = asyncio.get_running_loop().time()
-        if self._said_at is None or now - self._said_at >= SAID_AGAIN_S:
-            self._said_at = now
+        if self._warned_at is None or now - self._warned_at >= WARN_INTERVAL_S:
+            self._warned_at = now
             log.warning("%s", text)
 
 
@@ -456,13 +288,13 @@ async def _read_form(request: Request, parser: FormParser, upload: Upload) -> No
     clock = asyncio.get_running_loop().time
     try:
         async for chunk in request.stream():
-            began, of_file = clock(), []
+            began, file_parts = clock(), []
             for start in range(0, len(chunk), PIECE_BYTES):
-                of_file.append(parser.feed(chunk[start : start + PIECE_BYTES]))
+                file_parts.append(parser.feed(chunk[start : start + PIECE_BYTES]))
                 if clock() - began > PARSING_S:
                     await asyncio.sleep(0)
                     began = clock()
-            if data := b"".join(of_file):
+            if data := b"".join(file_parts):
                 await upload.write(data)
         parser.finish()
     finally:
@@ -473,8 +305,8 @@ async def _read_form(request: Request, parser: FormParser, upload: Upload) -> No
 GONE = "client_gone"
 
 
-def too_large(most_bytes: int) -> Refusal:
-    return Refusal(413, "file_too_large", f"The file is larger than {most_bytes} bytes.", param="file")
+def too_large(max_bytes: int) -> Refusal:
+    return Refusal(413, "file_too_large", f"The file is larger than {max_bytes} bytes.", param="file")
 
 
 def client_gone() -> Refusal:

@@ -22,13 +22,11 @@ from uuid import uuid4
 from anyio import open_file
 from msgspec import Meta
 from starlette.applications import Starlette
-from starlette.datastructures import QueryParams
-from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketState
 
 from realtime.dialects.base import SessionFacts, decode_json, encode_json
-from realtime.dialects.deepgram import DeepgramDialect, Listening, error_body
+from realtime.dialects.deepgram import DeepgramDialect, Listening
 from realtime.dialects.deepgram_flux import FLUX_READ_ONCE, FluxDialect, read_flux_query
 from realtime.dialects.deepgram_query import CONTAINERS, MAX_CHANNELS, MAX_PAUSE_MS, RAW, READ_ONCE, read_socket_query
 from realtime.dialects.event_schema import EagerThreshold, EotThreshold, EotTimeout, PublishedName, WebhookUrl, one_of
@@ -37,13 +35,16 @@ from realtime.dialects.twilio import CallStart, TwilioDialect, read_start
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
-from realtime.serving.connection import CLOSE_GRACE_S, ChannelGroup, ChannelInbox, Connection
+from realtime.http.route_helpers import check_once, refusal_response
+from realtime.serving.channels import ChannelGroup, ChannelInbox
+from realtime.serving.connection import CLOSE_GRACE_S, Connection
+from realtime.serving.fair_turns import FairTurns, Pace
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_streams import PulledStreams
-from realtime.serving.quota import Caller, FairTurns, Pace
+from realtime.serving.quota import Caller
 from realtime.serving.session_factory import OpenSession
-from realtime.serving.uvicorn_protocols import EXTENSION, PART, SocketExtras, header_text
+from realtime.serving.socket_extras import EXTENSION, PART, SocketExtras
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
 from realtime.serving.webrtc_calls import CallInbox, CallLine, Calls
@@ -53,19 +54,15 @@ from realtime.text_values import whole_number
 
 log = logging.getLogger("tickertape.server")
 
-# The path of Deepgram's clients, for sockets and files.
-LISTEN = "/v1/listen"
-# The path of the clients of Deepgram Flux.
-FLUX = "/v2/listen"
 # The path of Twilio Media Streams.
 TWILIO = "/v1/twilio"
-# Messages until a call has started: `connected` and `start`.
+# The messages of Twilio that start a call: `connected` and `start`.
 MESSAGES_TO_START = 2
 # Seconds for the last words of a call whose socket is closed.
 FINISH_S = 15.0
 # The longest reason in a close frame, in bytes.
 REASON_BYTES = 123
-# More events than a session can send.
+# The largest `after` of a resume request: more events than a session can send.
 MAX_SEQUENCE = 10**15
 # A resume request that has waited in a socket for longer (seconds) is refused: its client may have resumed elsewhere
 # without this process knowing.
@@ -271,8 +268,8 @@ class WebSocketRoutes:
     ) -> None:
         """Serve sessions over `line`: the socket of a client, or that to the process of a WebRTC call."""
         receive, send, _ = line
-        if self.sessions.standstill is not None:
-            line = self.sessions.standstill.guard(
+        if self.sessions.pause_detector is not None:
+            line = self.sessions.pause_detector.guard(
                 *line, lambda: not any(entry.is_released for entry in admitted.entries)
             )
         connection = Connection(live, inbox, *line, self._fair_turns)
@@ -481,15 +478,6 @@ class WebSocketRoutes:
             await asyncio.gather(*tickers, return_exceptions=True)
 
 
-def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
-    """Raise Refusal for a repeated parameter, because one of its values would be ignored silently."""
-    for name in names:
-        if len(query.getlist(name)) > 1:
-            raise Refusal(
-                400, "invalid_query_parameter", f"'{name}' was sent more than once; send it once.", param=name
-            )
-
-
 def _extras(scope: Scope) -> SocketExtras:
     return scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
 
@@ -532,14 +520,3 @@ def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGrou
     inboxes = [entry.inbox for entry in entries]
     inbox = ChannelInbox(inboxes, SAMPLE_BYTES[audio_format.type], interleaved=audio_format.binary)
     return ChannelGroup([entry.live for entry in entries]), inbox
-
-
-def refusal_response(path: str, error: Refusal | ClientFault) -> Response:
-    """A refusal as an HTTP response, in the format that clients of this path expect."""
-    if isinstance(error, ClientFault):
-        error = Refusal(400, error.code, error.message, error.param)
-    if path not in (LISTEN, FLUX):
-        return JSONResponse(error.body(), error.status, error.headers())
-    request_id = str(uuid4())
-    headers = {"dg-request-id": request_id, "dg-error": header_text(error.message)}
-    return JSONResponse(error_body(error, request_id), error.status, error.headers() | headers)

@@ -25,7 +25,8 @@ from realtime.text_values import WEB_PORTS, OtherScheme, listed_host, web_url
 PLAYLIST = b"#EXTM3U"
 ANY_HOST = "*"
 MAX_REDIRECTS = 5
-# A playlist, and a segment of one. The body of a file or of a live stream has no bound: it is decoded as it comes.
+# The longest playlist and the longest segment. The body of a file or of a live stream has no bound, because it is
+# decoded as it arrives.
 MAX_PLAYLIST_BYTES = 1024 * 1024
 MAX_SEGMENT_BYTES = 64 * 1024 * 1024
 REDIRECTS = (301, 302, 303, 307, 308)
@@ -41,8 +42,8 @@ NOT_PUBLIC = tuple(
 STREAM_HOSTS = "server.stream_hosts"
 
 Address = IPv4Address | IPv6Address
-# An address as `socket.getaddrinfo` gives it.
-Found = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
+# An address as `socket.getaddrinfo` returns it.
+ResolvedAddress = tuple[socket.AddressFamily, socket.SocketKind, int, str, Any]
 
 
 class NotAllowed(UnsupportedFormat):
@@ -88,8 +89,8 @@ def _matches(host: str, listed: str) -> bool:
 
 
 def _has_port(port: int, listed: str) -> bool:
-    told = listed_host(listed)[1]
-    return told in ("*", str(port)) or (not told and port in WEB_PORTS.values())
+    listed_port = listed_host(listed)[1]
+    return listed_port in ("*", str(port)) or (not listed_port and port in WEB_PORTS.values())
 
 
 def _as_address(host: str) -> Address | None:
@@ -109,18 +110,18 @@ def _is_in(address: Address, listed: str) -> bool:
 def check_address(text: str, hosts: Sequence[str], setting: str = STREAM_HOSTS, port: int | None = None) -> None:
     """Raise NotAllowed unless the address is public or listed itself, as an address or in a network. With `port`,
     entries with another port do not count; entries without a port do."""
-    address = _embedded(ip_address(text.partition("%")[0]))
+    address = _embedded_ipv4(ip_address(text.partition("%")[0]))
     if _is_public(address):
         return
     ports = ("", "*", str(port))
     if not any(_is_in(address, entry) and (port is None or listed_host(entry)[1] in ports) for entry in hosts):
-        beside = "" if port is None else f" with port {port}"
-        raise NotAllowed(f"the host has the address {address}, which is not public and not in {setting}{beside}")
+        with_port = "" if port is None else f" with port {port}"
+        raise NotAllowed(f"the host has the address {address}, which is not public and not in {setting}{with_port}")
 
 
-def check_addresses(found: Sequence[Found], hosts: Sequence[str], setting: str = STREAM_HOSTS) -> None:
+def check_addresses(resolved: Sequence[ResolvedAddress], hosts: Sequence[str], setting: str = STREAM_HOSTS) -> None:
     """Check all addresses of a name before the first connection. Raises NotAllowed if any of them is not allowed."""
-    for entry in found:
+    for entry in resolved:
         address, port = entry[4][:2]
         check_address(str(address), hosts, setting, None if setting == STREAM_HOSTS else port)
 
@@ -131,7 +132,7 @@ def _is_public(address: Address) -> bool:
     return address.is_global and not address.is_multicast and not any(address in network for network in NOT_PUBLIC)
 
 
-def _embedded(address: Address) -> Address:
+def _embedded_ipv4(address: Address) -> Address:
     """The IPv4 address that a mapped or NAT64 address stands for. 6to4 and Teredo are not public themselves."""
     if isinstance(address, IPv4Address):
         return address
@@ -150,35 +151,39 @@ class _Connection(http.client.HTTPConnection):
         self._hosts = hosts
 
     def connect(self) -> None:
-        found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+        resolved = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
         failure: OSError = OSError("the host has no address")
-        check_addresses(found, self._hosts)
-        for family, kind, protocol, _, address in found:
-            line = socket.socket(family, kind, protocol)
+        check_addresses(resolved, self._hosts)
+        for family, kind, protocol, _, address in resolved:
+            raw_socket = socket.socket(family, kind, protocol)
             try:
-                line.settimeout(self.timeout)
-                line.connect(address)
-                self.sock = self._secured(line)
+                raw_socket.settimeout(self.timeout)
+                raw_socket.connect(address)
+                self.sock = self._wrap_tls(raw_socket)
                 return
             except OSError as error:
-                line.close()
+                raw_socket.close()
                 failure = error
         raise failure
 
-    def _secured(self, line: socket.socket) -> socket.socket:
-        return ssl.create_default_context().wrap_socket(line, server_hostname=self.host) if self._secure else line
+    def _wrap_tls(self, raw_socket: socket.socket) -> socket.socket:
+        return (
+            ssl.create_default_context().wrap_socket(raw_socket, server_hostname=self.host)
+            if self._secure
+            else raw_socket
+        )
 
 
 class Body(io.RawIOBase):
     """The body of a response as a file that cannot be seeked. `name` is its URL, to which a playlist refers."""
 
-    def __init__(self, url: str, response: http.client.HTTPResponse, most_bytes: int | None) -> None:
+    def __init__(self, url: str, response: http.client.HTTPResponse, max_bytes: int | None) -> None:
         self.name = url
         self.length = response.length
         # Why the body ended too early; libav does not expect an exception from `read`.
         self.fault: OSError | None = None
         self._response = response
-        self._most = most_bytes
+        self._max_bytes = max_bytes
         self._count = 0
         self._head = b""
 
@@ -186,7 +191,7 @@ class Body(io.RawIOBase):
         while len(self._head) < size and (data := self._response.read1(size)):
             self._head += data
         if self._head.startswith(PLAYLIST):
-            self._most = MAX_PLAYLIST_BYTES
+            self._max_bytes = MAX_PLAYLIST_BYTES
         return self._head[:size]
 
     def read(self, size: int = -1) -> bytes:
@@ -199,8 +204,8 @@ class Body(io.RawIOBase):
             self._count += len(data)
             if not data and self.length is not None and self._count < self.length:
                 raise OSError("the connection was closed within the response")
-            if self._most is not None and self._count > self._most:
-                raise OSError(f"the response has more than {self._most} bytes")
+            if self._max_bytes is not None and self._count > self._max_bytes:
+                raise OSError(f"the response has more than {self._max_bytes} bytes")
         except (OSError, http.client.HTTPException) as error:
             self.fault = error if isinstance(error, OSError) else OSError(str(error))
             return b""
@@ -228,7 +233,7 @@ class CheckedFetch:
         self.first = self.first or body
         return body
 
-    def _open(self, url: str, most_bytes: int | None) -> Body:
+    def _open(self, url: str, max_bytes: int | None) -> Body:
         for _ in range(MAX_REDIRECTS + 1):
             split = check_url(url, self._hosts)
             connection = _Connection(split, self._hosts, self._timeout_s)
@@ -246,5 +251,5 @@ class CheckedFetch:
             if response.status != http.client.OK:
                 response.close()
                 raise OSError(f"the server answered with {response.status}")
-            return Body(url, response, most_bytes)
+            return Body(url, response, max_bytes)
         raise OSError(f"the server redirects more than {MAX_REDIRECTS} times")

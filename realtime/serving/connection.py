@@ -1,45 +1,35 @@
 """Serves one client's socket: a reader task passes messages to the session, a writer task sends the session's events.
 
 It serves WebSockets and WebRTC calls alike. It moves messages only; the session decides what they mean. A resumable
-session outlives its connection and gets another one.
+session outlives its connection and gets another one. Sockets with several audio channels are in `channels.py`.
 
 - The reader takes the next message only when the session has room, so TCP slows down a client that sends too fast.
-- The writer's queue is the session's outbox. If its limits are exceeded, the socket is closed with 1008, and aborted if
-  the client does not read the close frame either.
-- A typical append is given to the session where its frame is parsed, without the reader task (`_take_now`).
-- `Pace` limits how many messages a second a client may send.
+- The writer's queue is the session's outbox. If the limits of the outbox are exceeded, the socket is closed with 1008,
+  and aborted if the client does not read the close frame either.
+- A typical append is given to the session where its frame is parsed, without the reader task (`_handle_now`).
+- `Pace` (`fair_turns.py`) limits how many messages a second a client may send.
 - The reader never sends and the writer never reads, so a client that does not read cannot block its own audio.
-
-A socket may carry several audio channels, each a session with its own engine stream: Deepgram's multichannel audio, and
-the two tracks of a Twilio call. `ChannelInbox` takes the client's messages in place of a single `Inbox`: it
-de-interleaves the samples, or passes every message to all channels where messages name their channel (Twilio).
-`ChannelGroup` takes the place of a single live session: it merges the events of all channels for the connection's
-writer. Admission and limits count every channel as a session.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import Awaitable, Callable, MutableMapping
 from contextlib import suppress
 from functools import partial
 from typing import Any, Protocol
 
-import numpy as np
-
 from realtime.errors import CloseCode
-from realtime.serving.inbox import FED_BYTES, Inbox
-from realtime.serving.live_session import LiveSession, fail
-from realtime.serving.outbox import Outbox
-from realtime.serving.quota import SHARE_S, FairTurns, Pace
-from realtime.serving.uvicorn_protocols import PART, Part, SocketExtras
+from realtime.serving.channels import ChannelGroup
+from realtime.serving.fair_turns import SHARE_S, FairTurns, Pace
+from realtime.serving.live_session import LiveSession
+from realtime.serving.socket_extras import PART, Part, SocketExtras
+from realtime.serving.stream_runner import fail
 from realtime.session.events import Hangup
 
 log = logging.getLogger("tickertape.connection")
 
-# Causes of a hang-up that end one channel only; any other cause closes the socket.
-ORDERLY = ("finished", "drain")
 AsgiMessage = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[AsgiMessage]]
 SendMessage = Callable[[AsgiMessage], Awaitable[None]]
@@ -50,133 +40,18 @@ CLOSE_GRACE_S = 5.0
 GONE_CHECK_S = 1.0
 
 
-class ChannelInbox:
-    """Distributes the client's messages: each channel gets its own samples, and all channels get control messages."""
+class MessageHandler(Protocol):
+    """The methods of an inbox that the reader calls: those of `Inbox`, `ChannelInbox` and `CallInbox`."""
 
-    def __init__(self, inboxes: Sequence[Inbox], sample_bytes: int, *, interleaved: bool = True) -> None:
-        self._inboxes = inboxes
-        # Binary frames have samples of all channels; otherwise they are JSON, as text frames are.
-        self._interleaved = interleaved
-        self._frame_bytes = sample_bytes * len(inboxes)
-        self._sample_bytes = sample_bytes
-        # Bytes of an incomplete frame (one sample of every channel).
-        self._rest = b""
+    def submit_pending(self) -> None: ...
 
-    def settle(self) -> None:
-        for inbox in self._inboxes:
-            inbox.settle()
+    def handle_now(self, text: str) -> bool: ...
 
-    def take_now(self, text: str) -> bool:
-        """Always False: the audio has to be given to its channel."""
-        return False
-
-    async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
-        """Handle one message; returns whether it was a mistake of the client, as `Inbox.take` does."""
-        if data and self._interleaved:
-            return await self.take_part(Part(data, is_text=False, is_last=True), gone)
-        for inbox in self._inboxes:
-            # Stop at the first channel that reports a mistake, so that the client gets one answer.
-            if await inbox.take(text, data, gone, more=more):
-                return True
-        return False
-
-    async def end(self, gone: Callable[[], bool]) -> None:
-        """End the audio of all channels."""
-        for inbox in self._inboxes:
-            await inbox.end(gone)
-
-    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
-        """Handle the next part of a long message, as `Inbox.take_part` does."""
-        if part.is_text or not self._interleaved:
-            return await self._inboxes[0].take_part(part, gone)
-        for start in range(0, len(part.data), FED_BYTES):
-            for inbox, samples in zip(self._inboxes, self._deal(part.data[start : start + FED_BYTES]), strict=True):
-                await inbox.take_part(Part(samples, is_text=False, is_last=part.is_last), gone)
-            if start + FED_BYTES < len(part.data):
-                await asyncio.sleep(0)
-        return False
-
-    def _deal(self, data: bytes) -> list[bytes]:
-        joined = self._rest + data
-        whole = len(joined) // self._frame_bytes * self._frame_bytes
-        self._rest = joined[whole:]
-        frames = np.frombuffer(joined, np.uint8, whole).reshape(-1, len(self._inboxes), self._sample_bytes)
-        return [frames[:, channel].tobytes() for channel in range(len(self._inboxes))]
-
-
-class ChannelGroup:
-    """The sessions of all channels, with the interface that the connection uses for a single session."""
-
-    def __init__(self, lives: Sequence[LiveSession]) -> None:
-        self.id = lives[0].id
-        self.clock = lives[0].clock
-        self.outbox = _Outboxes([live.outbox for live in lives])
-        self._lives = lives
-        # Channel number -> its hang-up, for channels whose last event was sent.
-        self._ended: dict[int, Hangup] = {}
-
-    @property
-    def full(self) -> bool:
-        return any(live.full for live in self._lives)
-
-    async def room(self) -> None:
-        for live in self._lives:
-            await live.room()
-
-    async def next_frames(self) -> list[str] | Hangup:
-        """The next frames of any channel. Returns a Hangup when all channels have ended or one has failed."""
-        while True:
-            for channel, live in enumerate(self._lives):
-                if channel in self._ended or not live.outbox.has_next:
-                    continue
-                frames = await live.next_frames()
-                if not isinstance(frames, Hangup):
-                    return frames
-                self._ended[channel] = frames
-                if frames.cause not in ORDERLY or len(self._ended) == len(self._lives):
-                    return frames
-            await self.outbox.wait()
-
-
-class _Outboxes:
-    """The outboxes of all channels. They share one wake event, so the single writer wakes for any of them."""
-
-    def __init__(self, outboxes: Sequence[Outbox]) -> None:
-        self._outboxes = outboxes
-        self._wake = asyncio.Event()
-        for outbox in outboxes:
-            outbox.wake = self._wake
-
-    def __len__(self) -> int:
-        return sum(len(outbox) for outbox in self._outboxes)
-
-    @property
-    def on_overrun(self) -> Callable[[], None] | None:
-        return self._outboxes[0].on_overrun
-
-    @on_overrun.setter
-    def on_overrun(self, told: Callable[[], None] | None) -> None:
-        for outbox in self._outboxes:
-            outbox.on_overrun = told
-
-    async def wait(self) -> None:
-        """Wait until an event is put into one of the outboxes."""
-        self._wake.clear()
-        await self._wake.wait()
-
-
-class MessageTaker(Protocol):
-    """The interface of an inbox as the reader uses it: `Inbox`, `ChannelInbox` and `CallInbox` have it."""
-
-    def settle(self) -> None: ...
-
-    def take_now(self, text: str) -> bool: ...
-
-    async def take(
-        self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False
+    async def handle(
+        self, text: str | None, data: bytes | None, has_left: Callable[[], bool], *, more: bool = False
     ) -> bool: ...
 
-    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool: ...
+    async def handle_part(self, part: Part, has_left: Callable[[], bool]) -> bool: ...
 
 
 class Connection:
@@ -185,16 +60,17 @@ class Connection:
     def __init__(
         self,
         live: LiveSession | ChannelGroup,
-        inbox: MessageTaker,
+        inbox: MessageHandler,
         receive: Receive,
         send: SendMessage,
         extras: SocketExtras,
         fair_turns: FairTurns,
     ) -> None:
         self.live = live
+        # When the client's last message arrived.
         self.last_message_at = live.clock()
         # The client closed with 1000, so it will not resume the session.
-        self.said_goodbye = False
+        self.closed_normally = False
         self._inbox = inbox
         self._receive = receive
         self._send = send
@@ -202,24 +78,25 @@ class Connection:
         self._fair_turns = fair_turns
         self._reader: asyncio.Task[None] | None = None
         self._writer: asyncio.Task[None] | None = None
+        # Why the server closes the socket.
         self.hangup: Hangup | None = None
         self._pace: Pace | None = None
-        self._pace_of_mistakes: Pace | None = None
+        self._fault_pace: Pace | None = None
 
     async def run(
-        self, first_frames: list[str], pace: Pace | None = None, pace_of_mistakes: Pace | None = None
+        self, first_frames: list[str], pace: Pace | None = None, fault_pace: Pace | None = None
     ) -> Hangup | None:
         """Serve the socket until it closes. Returns the Hangup if the server closed it, None if the client left.
 
-        `pace` limits the rate of messages and `pace_of_mistakes` the rate of messages that were answered with an error.
+        `pace` limits the rate of messages and `fault_pace` the rate of messages that were answered with an error.
         """
-        self._pace, self._pace_of_mistakes = pace, pace_of_mistakes
+        self._pace, self._fault_pace = pace, fault_pace
         if self.hangup is None:
             self.live.outbox.on_overrun = self._overrun
         left = False
         try:
             async with asyncio.TaskGroup() as group:
-                self._extras.offer_to(partial(self._take_now, group))
+                self._extras.offer_to(partial(self._handle_now, group))
                 self._writer = group.create_task(self._write(first_frames), name=f"writer {self.live.id}")
                 self._reader = reader = group.create_task(self._read(), name=f"reader {self.live.id}")
                 # `hang_up` may have been called before the tasks existed.
@@ -261,14 +138,16 @@ class Connection:
             if starts_slice:
                 slice_began = now
             more = not self._extras.nothing_waits()
-            part, gone = message.get(PART), self._extras.gone
+            part, has_left = message.get(PART), self._extras.has_left
             if part is not None:
-                mistaken = await self._inbox.take_part(part, gone)
+                was_faulty = await self._inbox.handle_part(part, has_left)
             else:
                 # With a pace the next message may be delayed, so audio is not held back to be joined with it.
                 may_hold_back = more and self._pace is None
-                mistaken = await self._inbox.take(message.get("text"), message.get("bytes"), gone, more=may_hold_back)
-            if self.live.full and not await self._room():
+                was_faulty = await self._inbox.handle(
+                    message.get("text"), message.get("bytes"), has_left, more=may_hold_back
+                )
+            if self.live.full and not await self._wait_for_room():
                 # The session has no room for what the client sent before it left. Its last message says how it left.
                 while message["type"] == "websocket.receive":
                     message = await self._receive()
@@ -276,26 +155,26 @@ class Connection:
                 return
             if self._pace is not None and (part is None or part.is_last):
                 await self._pace.wait()
-            if mistaken and self._pace_of_mistakes is not None:
-                await self._pace_of_mistakes.wait()
+            if was_faulty and self._fault_pace is not None:
+                await self._fault_pace.wait()
             starts_slice = not more
             if part is not None or (more and now - slice_began >= SHARE_S):
                 await self._fair_turns.wait()
                 starts_slice = True
 
     def _leave(self, message: AsgiMessage) -> None:
-        self._inbox.settle()
-        self.said_goodbye = message.get("code") == CloseCode.NORMAL
+        self._inbox.submit_pending()
+        self.closed_normally = message.get("code") == CloseCode.NORMAL
 
-    async def _room(self) -> bool:
+    async def _wait_for_room(self) -> bool:
         """Wait until the session has room for more audio; returns False if the client leaves before."""
-        while self.live.full and not self._extras.gone():
+        while self.live.full and not self._extras.has_left():
             with suppress(TimeoutError):
                 async with asyncio.timeout(GONE_CHECK_S):
-                    await self.live.room()
+                    await self.live.wait_for_room()
         return not self.live.full
 
-    def _take_now(self, group: asyncio.TaskGroup, text: str) -> bool:
+    def _handle_now(self, group: asyncio.TaskGroup, text: str) -> bool:
         """Fast path for a message that arrives while the reader waits: handle it without waking the reader task.
 
         Returns False, with nothing done, unless it is plain audio and neither the session nor the pace has to wait.
@@ -303,7 +182,7 @@ class Connection:
         if self.hangup is not None or self.live.full or (self._pace is not None and not self._pace.may_pass()):
             return False
         try:
-            taken = self._inbox.take_now(text)
+            taken = self._inbox.handle_now(text)
         except Exception as error:
             # Same result as an error in the reader: this connection ends, others are not affected.
             fail(group, error)
@@ -331,7 +210,7 @@ class Connection:
                     # This has yielded to the event loop, so a new slice begins.
                     slice_began = self.live.clock()
         except OSError:
-            # The client is gone; the reader notices it and ends the connection.
+            # The client has left; the reader notices it and ends the connection.
             return
         self.hangup = frames
 
@@ -344,5 +223,5 @@ class Connection:
         except TimeoutError:
             self._extras.abort()
         except Exception as error:
-            # The socket is already gone. Which exception says so depends on the ASGI server.
+            # The socket is closed already. Which exception says so depends on the ASGI server.
             log.debug("session %s: the close frame could not be sent: %s", self.live.id, error)

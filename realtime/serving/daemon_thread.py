@@ -1,7 +1,7 @@
 """Runs a blocking function in a daemon thread, and returns its result as an asyncio future.
 
-Webhooks and the file of pulled streams use it for DNS lookups and disk writes, which may hang: unlike a thread of
-asyncio's executor, a daemon thread does not keep the process from ending.
+Webhooks and pulled streams use it for DNS lookups and disk writes, which may hang: unlike a thread of asyncio's
+executor, a daemon thread does not keep the process from ending.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Speaker enrolment: computes voice embeddings from names and reference recordings, for uploads and for sockets.
 
 Recordings are data URLs. Each is decoded in a process of its own and run through an engine stream with speaker labels;
-the voice embedding of its only speaker is taken from the labels. Only the embedding is kept.
+the voice embedding of its only speaker is taken from the labels. Only the embedding is current.
 `realtime/http/file_transcription.py` enrols before it transcribes a file, and `realtime/serving/inbox.py` when a client
 sends `known_speakers`.
 """
@@ -31,11 +31,11 @@ from realtime.serving.isolated_decoder import decoded_file
 
 REFERENCES = "known_speaker_references"
 MIN_SECONDS, MAX_SECONDS = 2.0, 10.0
-# Least speech in a reference, and the most that may be of a second voice, as a share.
+# The shortest speech in a reference, and the largest share of it that may be of a second voice.
 MIN_SPEECH_SECONDS = 1.0
 OTHER_SHARE = 0.25
 
-# Characters of base64 that are decoded at once: decoding does not let other threads run. A multiple of four.
+# Characters of base64 that are decoded in one call, because decoding does not let other threads run. A multiple of 4.
 PIECE_CHARACTERS = 128 * 1024
 
 # Clients of sockets whose voices are enrolled at the same time, and the longest wait for that.
@@ -68,16 +68,16 @@ class SocketEnrolment:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def enrol(
-        self, caller: str, asked: Sequence[tuple[str, str | None]], known: Sequence[Enrolled]
+        self, caller: str, requested: Sequence[tuple[str, str | None]], known: Sequence[Enrolled]
     ) -> tuple[Enrolled, ...]:
         """The voices for these names and data URLs; a name without one keeps the voice that it has. Raises Refusal."""
-        kept = dict(known)
-        check_speaker_names([name for name, _ in asked], "known_speakers")
-        for name, url in asked:
-            if url is None and name not in kept:
+        current = dict(known)
+        check_speaker_names([name for name, _ in requested], "known_speakers")
+        for name, url in requested:
+            if url is None and name not in current:
                 needed = f"a data URL with {MIN_SECONDS:g} to {MAX_SECONDS:g} s of this voice"
                 raise refused(f"{name!r} needs a 'reference', {needed}.", REFERENCES)
-        references = [(name, base64_of(name, url)) for name, url in asked if url is not None]
+        references = [(name, base64_of(name, url)) for name, url in requested if url is not None]
         try:
             turn = self._turns.setdefault(caller, asyncio.Lock())
             async with asyncio.timeout(MAX_ENROL_SECONDS), turn, self._places:
@@ -85,7 +85,7 @@ class SocketEnrolment:
         except TimeoutError:
             text = "The server enrols too many voices at the moment; try again."
             raise Refusal(503, "server_busy", text, retry_after_s=30, kind="server_error") from None
-        return tuple((name, voices.get(name) or kept[name]) for name, _ in asked)
+        return tuple((name, voices.get(name) or current[name]) for name, _ in requested)
 
 
 def check_speaker_names(names: Sequence[str], param: str) -> None:
@@ -107,10 +107,10 @@ async def enrolled(engine: EngineApi, references: Sequence[Reference]) -> tuple[
 
 
 async def _samples(name: str, encoded: str, rate: int) -> NDArray[np.float32]:
-    """The recording, decoded no further than it may last."""
+    """The samples of the recording; decoding stops when it is longer than allowed."""
     parts: list[NDArray[np.float32]] = []
     length = 0
-    file = await asyncio.to_thread(_stored, name, encoded)
+    file = await asyncio.to_thread(_write_file, name, encoded)
     try:
         async with aclosing(decoded_file(file)) as steps:
             async for part in steps:
@@ -131,14 +131,14 @@ async def _samples(name: str, encoded: str, rate: int) -> NDArray[np.float32]:
     return np.concatenate(parts)
 
 
-def _stored(name: str, encoded: str) -> BinaryIO:
+def _write_file(name: str, encoded: str) -> BinaryIO:
     """A temporary file with the recording, because decoders read a real file. Raises Refusal."""
     try:
         file = TemporaryFile()
         try:
             for start in range(0, len(encoded), PIECE_CHARACTERS):
                 file.write(
-                    _decoded(encoded[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(encoded))
+                    _decode_base64(encoded[start : start + PIECE_CHARACTERS], start + PIECE_CHARACTERS >= len(encoded))
                 )
             file.seek(0)
         except BaseException:
@@ -152,7 +152,7 @@ def _stored(name: str, encoded: str) -> BinaryIO:
     return cast(BinaryIO, file)
 
 
-def _decoded(piece: str, last: bool) -> bytes:
+def _decode_base64(piece: str, last: bool) -> bytes:
     """A piece of base64; only the last one may end with padding. Raises ValueError."""
     data = a2b_base64(piece, strict_mode=True)
     if not last and len(data) * 4 != len(piece) * 3:
@@ -188,16 +188,16 @@ async def _labels_of(engine: EngineApi, samples: NDArray[np.float32]) -> message
 
 def _voice(name: str, labels: messages.Labels, rate: int) -> bytes:
     """The embedding of the only voice of a recording, as `engine.options.Enrolled` has it. Raises Refusal."""
-    heard: dict[int, int] = {}
+    samples_of: dict[int, int] = {}
     for start, end, speaker, _ in labels.decided:
-        heard[speaker] = heard.get(speaker, 0) + end - start
-    spoken = sum(heard.values())
+        samples_of[speaker] = samples_of.get(speaker, 0) + end - start
+    spoken = sum(samples_of.values())
     if spoken < MIN_SPEECH_SECONDS * rate or labels.state is None:
         has = f"The recording of {name!r} has {spoken / rate:.1f} s of speech"
         raise refused(f"{has}; at least {MIN_SPEECH_SECONDS:g} s is needed.", REFERENCES)
     # A voice that is not in the state was merged with another.
-    voices = sorted(labels.state["labels"]["voices"], key=lambda voice: -heard.get(voice["number"], 0))
-    if len(voices) > 1 and heard.get(voices[1]["number"], 0) > OTHER_SHARE * spoken:
+    voices = sorted(labels.state["labels"]["voices"], key=lambda voice: -samples_of.get(voice["number"], 0))
+    if len(voices) > 1 and samples_of.get(voices[1]["number"], 0) > OTHER_SHARE * spoken:
         text = f"The recording of {name!r} has more than one voice; send one in which only they speak."
         raise refused(text, REFERENCES)
     total = np.frombuffer(voices[0]["total"], "<i4").astype(np.float64)

@@ -28,8 +28,8 @@ from engine.boundary.sockets import CannotListen, GatewayListener, GatewaySocket
 from engine.client.fleet_table import TABLE_POLL_SECONDS, GatewayEntry, TableFile
 from engine.fleet_secret import derive
 from realtime.config import Config
+from realtime.serving.published_transcript import Begun, PublishedTranscript, State, Update
 from realtime.serving.publishing import (
-    Begun,
     Coordinator,
     Current,
     Follow,
@@ -40,15 +40,13 @@ from realtime.serving.publishing import (
     Post,
     Publish,
     Published,
-    PublishedTranscript,
     Publisher,
     Revoke,
-    State,
     ToCoordinator,
     Unpublish,
-    Update,
 )
-from realtime.serving.signed_tokens import Revocation, Revocations, fleet_secret
+from realtime.serving.signed_tokens import fleet_secret
+from realtime.serving.viewer_links import Revocation, Revocations
 
 log = logging.getLogger("tickertape.viewers")
 
@@ -59,13 +57,13 @@ SILENT_S = 5.0
 FIRST_WAIT_S, MAX_WAIT_S = 0.25, 10.0
 # A link that no name needs is closed after this many seconds.
 IDLE_S = 30.0
-# Seconds after which a name is granted although its home does not answer: sessions do not wait for a lost machine. The
-# home is told when it is back, or when the table has another home. Less than `ANSWER_S`.
-MEANWHILE_S = 1.0
-# Messages to a home that may be unanswered; a home that takes no more has its link broken.
+# Seconds after which a name is granted although its home does not answer, so that sessions do not wait for a lost
+# machine. The claim is repeated when the home is back, or when the table has another home. Less than `ANSWER_S`.
+GRANT_AFTER_S = 1.0
+# Messages to a home that may be unanswered; beyond it the link is closed and opened again.
 MAX_UNANSWERED = 20_000
-# Names that are sent to homes in one iteration of the event loop; each one may have a long transcript.
-NAMES_A_TURN = 20
+# Names that are sent to homes in one iteration of the event loop; each name may have a long transcript.
+NAMES_PER_BATCH = 20
 # This gateway's own number among the members of its coordinator; other gateways have numbers from 1.
 SELF = 0
 
@@ -122,19 +120,20 @@ class _Name:
     session: str = ""
     # The process that has the session, if it is one of this gateway and the home has granted the name.
     holder: int | None = None
-    # Claims that the home has not answered: by our number, the process and its request.
-    asked: dict[int, tuple[int, Publish]] = field(default_factory=dict)
-    # Number of the last claim that told a home of a grant made before. Its answer says whether the home agrees.
-    told_again: int = 0
+    # Claims that the home has not answered: our number of the claim -> the process and its request.
+    pending_claims: dict[int, tuple[int, Publish]] = field(default_factory=dict)
+    # Number of the last claim that was repeated to a home for a name that was granted before. The answer says whether
+    # the home agrees. 0: no answer is expected.
+    repeated_claim: int = 0
     followers: set[int] = field(default_factory=set)
-    # Whether the home has told the words so far.
+    # Whether the words so far have arrived from the home.
     is_current: bool = False
-    # The gateway that was told last.
+    # The gateway to which the claims were sent last.
     home: str = ""
 
     @property
     def is_used(self) -> bool:
-        return self.holder is not None or bool(self.asked) or bool(self.followers)
+        return self.holder is not None or bool(self.pending_claims) or bool(self.followers)
 
 
 class _Link:
@@ -147,15 +146,15 @@ class _Link:
         self._names = names
         self._keys = keys
         self._socket: GatewaySocket | None = None
-        self._heard_at = 0.0
+        self._last_message_at = 0.0
         self._sent = self._answered = 0
-        self._again: asyncio.TimerHandle | None = None
+        self._retry: asyncio.TimerHandle | None = None
         self._wait_s = FIRST_WAIT_S
         self._open()
 
     def _open(self) -> None:
         loop = asyncio.get_running_loop()
-        self._again, self._heard_at = None, loop.time()
+        self._retry, self._last_message_at = None, loop.time()
         self._sent = self._answered = 0
         socket = self._socket = GatewaySocket(
             link_context(), self.entry.address, self._on_frames, self._on_loss, self._on_refused, self._keys
@@ -163,7 +162,7 @@ class _Link:
         socket.send([encoder.encode(self._names.hello(self.entry.name))])
 
     def send(self, message: Message) -> None:
-        """Nothing is sent while the link is down: when it is up again, everything is told anew."""
+        """Send a message. While the link is down messages are dropped: when it is up again, all claims are repeated."""
         if self.is_up and self._socket is not None:
             self._sent += 1
             self._socket.send([encoder.encode(message)])
@@ -171,13 +170,13 @@ class _Link:
     def tick(self, now: float) -> None:
         if self._socket is None:
             return
-        if now - self._heard_at > SILENT_S or self._sent - self._answered > MAX_UNANSWERED:
+        if now - self._last_message_at > SILENT_S or self._sent - self._answered > MAX_UNANSWERED:
             self._on_loss()
         else:
             self.send(Beat(self._sent + 1))
 
     def _on_frames(self, frames: Frames) -> None:
-        self._heard_at = asyncio.get_running_loop().time()
+        self._last_message_at = asyncio.get_running_loop().time()
         try:
             message = decoder.decode(frames[0])
         except msgspec.DecodeError as error:
@@ -206,7 +205,7 @@ class _Link:
         self._drop()
         wait_s = random.uniform(0.5, 1.5) * self._wait_s
         self._wait_s = min(2 * self._wait_s, MAX_WAIT_S)
-        self._again = asyncio.get_running_loop().call_later(wait_s, self._open)
+        self._retry = asyncio.get_running_loop().call_later(wait_s, self._open)
 
     def _drop(self) -> None:
         self.is_up = False
@@ -215,8 +214,8 @@ class _Link:
             self._socket = None
 
     def close(self) -> None:
-        if self._again is not None:
-            self._again.cancel()
+        if self._retry is not None:
+            self._retry.cancel()
         self._drop()
 
 
@@ -225,7 +224,7 @@ class _Caller:
     """Another gateway that is linked to the coordinator here."""
 
     member: int
-    heard_at: float
+    last_message_at: float
 
 
 class FleetNames:
@@ -236,7 +235,7 @@ class FleetNames:
         self.names: dict[Key, _Name] = {}
         self.links: dict[str, _Link] = {}
         # The coordinator of the names whose home is here. Its members are gateways.
-        self.coordinator = Coordinator(keep_s, tells_state=True)
+        self.coordinator = Coordinator(keep_s, answers_with_state=True)
         self.coordinator.add(SELF, lambda message: self.on_answer(self.gateway, message))
         self.revocations = Revocations()
         self.revocations.links_from_ms = round(clock() * 1000)
@@ -253,8 +252,8 @@ class FleetNames:
         self._number = 0
         self._claims: dict[int, Key] = {}
         self._is_closed = False
-        # Gateways that know what this one knows of revoked links.
-        self._told: set[str] = set()
+        # Gateways that have all revocations of this one.
+        self._synced_gateways: set[str] = set()
 
     @classmethod
     def of(cls, config: Config) -> FleetNames | None:
@@ -270,7 +269,7 @@ class FleetNames:
         self.add(SELF, publisher.on_message)
         return publisher
 
-    # What the processes of this gateway ask for
+    # Requests of the processes of this gateway
 
     def add(self, member: int, deliver: Callable[[FromCoordinator], None]) -> None:
         self._members[member] = deliver
@@ -292,7 +291,7 @@ class FleetNames:
             return
         match message:
             case Publish():
-                self._ask(member, message)
+                self._claim(member, message)
             case Post(owner, key_name, session, update):
                 self._post(member, (owner, key_name), session, update)
             case Unpublish(owner, key_name, session, moves):
@@ -304,31 +303,31 @@ class FleetNames:
                 self._follow(member, (owner, key_name), wanted)
             case Revoke(revocation):
                 self._revoke(revocation)
-                self._tell_everyone(message)
+                self._send_revocation(message)
 
-    def _ask(self, member: int, message: Publish) -> None:
+    def _claim(self, member: int, message: Publish) -> None:
         key = (message.owner, message.name)
         name = self._name(key)
         self._number += 1
-        name.asked[self._number] = (member, message)
+        name.pending_claims[self._number] = (member, message)
         self._claims[self._number] = key
         self._to_home(key, Publish(self._number, *key, message.session))
-        if self._number in name.asked:
-            asyncio.get_running_loop().call_later(MEANWHILE_S, self._grant_meanwhile, key, self._number)
+        if self._number in name.pending_claims:
+            asyncio.get_running_loop().call_later(GRANT_AFTER_S, self._grant_without_home, key, self._number)
 
-    def _grant_meanwhile(self, key: Key, number: int) -> None:
+    def _grant_without_home(self, key: Key, number: int) -> None:
         """The home has not answered: grant the name, unless another session of this gateway has it."""
         name = self.names.get(key)
-        if name is None or number not in name.asked:
+        if name is None or number not in name.pending_claims:
             return
-        member, request = name.asked.pop(number)
+        member, request = name.pending_claims.pop(number)
         del self._claims[number]
         is_taken = name.holder is not None and name.session != request.session
         if not is_taken and member in self._members:
             if name.session != request.session or not name.transcript.is_live:
                 name.transcript.apply(Begun())
             name.holder, name.session, name.is_current = member, request.session, True
-            self._expect_told_again(key, name, number)
+            self._expect_repeated_claim(key, name, number)
             self._deliver(name, Current(*key, name.transcript.save(), name.session))
         if member in self._members:
             self._members[member](Published(request.number, not is_taken))
@@ -374,14 +373,16 @@ class FleetNames:
         for deliver in self._members.values():
             deliver(Revoke(revocation))
 
-    def _tell_everyone(self, message: Revoke) -> None:
-        """All gateways have to know a revocation. One without a link gets it with the greeting of a new link."""
-        self._told = {name for name in self._told if name in self.links and self.links[name].is_up}
-        for name in self._told:
+    def _send_revocation(self, message: Revoke) -> None:
+        """Send a revocation to all gateways. A gateway without a link gets it with the `Hello` of a new link."""
+        self._synced_gateways = {
+            name for name in self._synced_gateways if name in self.links and self.links[name].is_up
+        }
+        for name in self._synced_gateways:
             self.links[name].send(message)
-        self._settle_links()
+        self._update_links()
 
-    # What the homes answer
+    # Answers of the homes
 
     def on_answer(self, gateway: str, message: Any) -> None:
         """A message of the coordinator of another gateway, or of our own."""
@@ -405,12 +406,12 @@ class FleetNames:
         name = None if key is None else self.names.get(key)
         if key is None or name is None:
             return
-        if number == name.told_again:
-            self._on_told_again(key, name, is_granted)
+        if number == name.repeated_claim:
+            self._on_repeated_claim(key, name, is_granted)
             return
-        if number not in name.asked:
+        if number not in name.pending_claims:
             return
-        member, request = name.asked.pop(number)
+        member, request = name.pending_claims.pop(number)
         if is_granted and name.home == gateway:
             if name.followers and name.holder is None:
                 self._to_home(key, Follow(*key, wanted=False))
@@ -424,8 +425,8 @@ class FleetNames:
             self._release(key, name, moves=True)
         self._drop_unused(key)
 
-    def _on_told_again(self, key: Key, name: _Name, is_granted: bool) -> None:
-        name.told_again = 0
+    def _on_repeated_claim(self, key: Key, name: _Name, is_granted: bool) -> None:
+        name.repeated_claim = 0
         if is_granted or name.holder is None:
             return
         # Two sessions had the name while gateways could not reach each other.
@@ -462,7 +463,7 @@ class FleetNames:
         name = self.names.get(key)
         if name is not None and not name.is_used:
             del self.names[key]
-            self._claims.pop(name.told_again, None)
+            self._claims.pop(name.repeated_claim, None)
 
     def _to_home(self, key: Key, message: ToCoordinator) -> None:
         name = self.names[key]
@@ -482,52 +483,52 @@ class FleetNames:
         link.needed_at = asyncio.get_running_loop().time()
         return link
 
-    def _tell_again(self, key: Key, name: _Name) -> None:
-        """Tell a home everything about a name: it is new, or the link to it is."""
+    def _repeat_claims(self, key: Key, name: _Name) -> None:
+        """Send the claims and the follow request of a name to its home: the home is new, or the link to it is."""
         if name.holder is not None:
             self._number += 1
-            self._expect_told_again(key, name, self._number)
+            self._expect_repeated_claim(key, name, self._number)
             self._to_home(key, Publish(self._number, *key, name.session, name.transcript.save()))
-        for number, (_, request) in list(name.asked.items()):
+        for number, (_, request) in list(name.pending_claims.items()):
             self._claims[number] = key
             self._to_home(key, Publish(number, *key, request.session))
         if name.followers and name.holder is None:
-            self._to_home(key, self._follow_again(key, name))
+            self._to_home(key, self._follow_with_state(key, name))
 
-    def _expect_told_again(self, key: Key, name: _Name, number: int) -> None:
+    def _expect_repeated_claim(self, key: Key, name: _Name, number: int) -> None:
         """Wait for the answer to the claim with this number, which says whether the home agrees with the holder.
         Answers to earlier claims are ignored."""
-        self._claims.pop(name.told_again, None)
-        self._claims[number], name.told_again = key, number
+        self._claims.pop(name.repeated_claim, None)
+        self._claims[number], name.repeated_claim = key, number
 
-    def _follow_again(self, key: Key, name: _Name) -> Follow:
+    def _follow_with_state(self, key: Key, name: _Name) -> Follow:
         known = name.transcript.save() if name.transcript.is_live else None
         return Follow(*key, session=name.session, state=known)
 
-    def take_table(self, gateways: Sequence[GatewayEntry]) -> None:
+    def update_gateways(self, gateways: Sequence[GatewayEntry]) -> None:
         """The gateways of the fleet, from a new table. A gateway that drains is no home."""
         self._entries = {entry.name: entry for entry in gateways if entry.name != self.gateway}
         for gateway, link in list(self.links.items()):
             if self._entries.get(gateway) != link.entry:
                 link.close()
                 del self.links[gateway]
-        self._told &= self._entries.keys()
+        self._synced_gateways &= self._entries.keys()
         own = next((entry for entry in gateways if entry.name == self.gateway), None)
         self._listen("" if own is None else own.address)
         self._homes = sorted(entry.name for entry in gateways if entry.state == "serving") or [self.gateway]
-        self._in_turns(list(self.names), self._move)
-        self._settle_links()
+        self._in_batches(list(self.names), self._move)
+        self._update_links()
 
-    def _in_turns(self, keys: list[Key], tell: Callable[[Key, _Name], None]) -> None:
-        """Call `tell` for each of these names that is still there, a few in each turn of the event loop."""
+    def _in_batches(self, keys: list[Key], tell: Callable[[Key, _Name], None]) -> None:
+        """Call `tell` for each of these names that still exists, a few in each iteration of the event loop."""
         if self._is_closed:
             return
-        for key in keys[:NAMES_A_TURN]:
+        for key in keys[:NAMES_PER_BATCH]:
             name = self.names.get(key)
             if name is not None:
                 tell(key, name)
-        if len(keys) > NAMES_A_TURN:
-            asyncio.get_running_loop().call_soon(self._in_turns, keys[NAMES_A_TURN:], tell)
+        if len(keys) > NAMES_PER_BATCH:
+            asyncio.get_running_loop().call_soon(self._in_batches, keys[NAMES_PER_BATCH:], tell)
 
     def _move(self, key: Key, name: _Name) -> None:
         """Tell the home of a name, if it is another one than before."""
@@ -539,12 +540,12 @@ class FleetNames:
         elif name.followers:
             self._to_home(key, Follow(*key, wanted=False))
         name.home = home
-        self._tell_again(key, name)
+        self._repeat_claims(key, name)
 
-    def _settle_links(self) -> None:
+    def _update_links(self) -> None:
         """Open the links to gateways that do not know our revocations yet, and close those that nothing needs."""
         now = asyncio.get_running_loop().time()
-        needed = {name.home for name in self.names.values()} | (self._entries.keys() - self._told)
+        needed = {name.home for name in self.names.values()} | (self._entries.keys() - self._synced_gateways)
         for gateway in needed - {self.gateway}:
             self._link(gateway)
         for gateway, link in list(self.links.items()):
@@ -556,12 +557,12 @@ class FleetNames:
         return Hello(self.gateway, called, self.revocations.links_from_ms, self.revocations.all())
 
     def on_welcome(self, gateway: str, message: Welcome) -> None:
-        self._told.add(gateway)
-        self._learn(message.links_from_ms, message.revocations)
-        self._in_turns([key for key, name in self.names.items() if name.home == gateway], self._tell_again)
+        self._synced_gateways.add(gateway)
+        self._merge_revocations(message.links_from_ms, message.revocations)
+        self._in_batches([key for key, name in self.names.items() if name.home == gateway], self._repeat_claims)
 
-    def _learn(self, links_from_ms: int, revocations: list[Revocation]) -> None:
-        """Take what another gateway knows of viewer links: first the revocations, then the time from which links are
+    def _merge_revocations(self, links_from_ms: int, revocations: list[Revocation]) -> None:
+        """Merge what another gateway knows of viewer links: first the revocations, then the time from which links are
         valid."""
         known = set(self.revocations.all())
         for revocation in revocations:
@@ -605,7 +606,7 @@ class FleetNames:
         elif known is None:
             self._answer(caller, Goodbye())
         else:
-            known.heard_at = asyncio.get_running_loop().time()
+            known.last_message_at = asyncio.get_running_loop().time()
             if isinstance(message, Beat):
                 self._answer(caller, message)
             elif isinstance(message, Revoke):
@@ -617,7 +618,7 @@ class FleetNames:
         if message.called != self.gateway:
             self._answer(caller, Goodbye())
             return
-        self._learn(message.links_from_ms, message.revocations)
+        self._merge_revocations(message.links_from_ms, message.revocations)
         self._last_caller += 1
         self._callers[caller] = _Caller(self._last_caller, asyncio.get_running_loop().time())
         self._answer(caller, Welcome(self.revocations.links_from_ms, self.revocations.all()))
@@ -639,9 +640,9 @@ class FleetNames:
         for link in self.links.values():
             link.tick(now)
         for caller, known in list(self._callers.items()):
-            if now - known.heard_at > SILENT_S:
+            if now - known.last_message_at > SILENT_S:
                 self._forget(caller)
-        self._settle_links()
+        self._update_links()
 
     async def run(self, table: str) -> None:
         """Read the table when it changes, and keep the links up, until cancelled."""
@@ -651,7 +652,7 @@ class FleetNames:
             while True:
                 found = await asyncio.to_thread(file.poll)
                 if found is not None:
-                    self.take_table(found.gateways)
+                    self.update_gateways(found.gateways)
                 now = asyncio.get_running_loop().time()
                 if now - ticked >= BEAT_S:
                     ticked = now

@@ -1,9 +1,8 @@
-"""Saves the state of sessions with the engines, so that another gateway can adopt a session.
+"""Saves a session with the engine that runs its stream, so that another gateway can adopt the session.
 
-If there are several gateways, each resumable session has a `SessionHandoff`, which sends its state to the engine that
-runs its stream: a full copy now and then (`SavedLive`), and each event since. The functions here encode and decode
-both. The engine stores the bytes without reading them (`engine/server/handoff.py`); `session_factory.py` rebuilds an
-adopted session from them.
+If there are several gateways, each resumable session has a `SessionHandoff`. It sends to the engine a full copy of the
+session now and then, and each event since. `saved_session.py` encodes both; the engine stores the bytes without reading
+them (`engine/server/handoff.py`), and `session_factory.py` rebuilds an adopted session from them.
 """
 
 from __future__ import annotations
@@ -11,163 +10,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
-
-import msgspec
+from typing import Protocol
 
 from engine import messages
 from engine.client.handoff import AdoptedSession, HandoffClient, OwnedSession
 from engine.client.link import EngineLink
 from engine.client.stream import EngineStream, HandoffTarget
-from realtime.errors import UnreadableValue
-from realtime.session import events
-from realtime.session.core import SavedSession
+from realtime.serving.saved_session import RECORDED, WROTE, encode_entry
 from realtime.session.events import Append, Effect, Event, Gap, Measured, Tick
-from realtime.session.settings import Settings
-
-# A live session as a value. Sent frames are encoded separately, in chunks. Bytes of an incomplete sample are not saved:
-# the client sends them again. Samples in the resampler are flushed before the last save.
-
-# Increase it whenever an older process could misread a value.
-LIVE_VERSION = 10
-
-# Events that become entries of a handoff. After any other event a new base is saved.
-NOTED = (
-    events.Gap,
-    messages.Text,
-    messages.Speech,
-    messages.Labels,
-    messages.Opened,
-    messages.Flushed,
-    messages.Revised,
-    messages.Closed,
-    messages.Failed,
-    messages.Refused,
-    events.Tick,
-)
-# Events that may wait in the outbox.
-_SAID = (
-    events.SessionUpdated,
-    events.SpeechStarted,
-    events.EagerTurnEnd,
-    events.TurnResumed,
-    events.PauseScored,
-    events.SpeechStopped,
-    events.TimedOut,
-    events.Committed,
-    events.Cleared,
-    events.Delta,
-    events.Completed,
-    events.WordsLabelled,
-    events.ItemFailed,
-    events.Problem,
-    events.Acknowledged,
-    events.Answered,
-    events.Injected,
-    events.Ended,
-    events.Closing,
-)
-_TYPES: dict[str, type] = {kind.__name__: kind for kind in (*NOTED, *_SAID)}
-# Name of the entry that says: the next event of the outbox was written as frames.
-WROTE = "wrote"
-
-Named = tuple[str, Any]
-
-
-class SavedLive(msgspec.Struct, array_like=True):
-    """A live session as a value: the session core, and the state that the serving layer adds to it.
-
-    Times are on the clock of the process that saved it.
-    """
-
-    version: int
-    session: SavedSession
-    caller: str
-    created: int
-    started_at: float
-    may_inject: bool
-    dialect: str
-    dialect_state: dict[str, Any]
-    dialect_fixed: bool
-    item_ids: tuple[str, int]
-    outbox: list[Named]
-    # Sequence number of the last sent frame.
-    sequence: int
-    engine_settings: Settings
-    streams_opened: int
-    # The session's sample up to which audio was fed; used if there is no stream that knows it.
-    fed: int
-    # Decided and not carried out yet: begin a new stream at (session sample, samples since then).
-    reanchor: tuple[int, int] | None
-    # Decided and not carried out yet: change the stream's options.
-    reopen: bool
-    now: float
-    # float32 audio that was fed and not sent to the engine yet, including the audio that must precede it.
-    rest: bytes = b""
-    # The stream with the old options was told to end; audio from here on belongs to a stream with the new options.
-    runs_out: bool = False
-
-
-_encoder = msgspec.msgpack.Encoder()
-_decoder = msgspec.msgpack.Decoder(SavedLive)
-_entry_decoder = msgspec.msgpack.Decoder(tuple[float, str, Any])
-_frames_decoder = msgspec.msgpack.Decoder(tuple[int, list[str]])
-
-
-def encode_live(saved: SavedLive) -> bytes:
-    return _encoder.encode(saved)
-
-
-def decode_live(value: bytes) -> SavedLive:
-    """Raises UnreadableValue."""
-    try:
-        saved = _decoder.decode(value)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise UnreadableValue(f"the saved session cannot be decoded: {error}") from None
-    if saved.version != LIVE_VERSION:
-        raise UnreadableValue(
-            f"the saved session has version {saved.version}, and this server reads version {LIVE_VERSION}"
-        )
-    return saved
-
-
-def named(event: Any) -> Named:
-    return type(event).__name__, event
-
-
-def plain(name: str, fields: Any) -> Any:
-    """The event with this class name and these fields. Raises UnreadableValue."""
-    try:
-        return msgspec.convert(fields, _TYPES[name])
-    except (msgspec.ValidationError, KeyError) as error:
-        raise UnreadableValue(f"an event of the saved session cannot be decoded: {error}") from None
-
-
-def encode_entry(now: float, name: str, event: Any) -> bytes:
-    return _encoder.encode((now, name, event))
-
-
-def decode_entry(entry: bytes) -> tuple[float, Any]:
-    """The time and the event of an entry; the event is None for `WROTE`. Raises UnreadableValue."""
-    try:
-        now, name, fields = _entry_decoder.decode(entry)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise UnreadableValue(f"an entry of the saved session cannot be decoded: {error}") from None
-    return now, None if name == WROTE else plain(name, fields)
-
-
-def encode_frames(first: int, frames: list[str]) -> bytes:
-    """A chunk of sent frames; `first` is the sequence number of the first one."""
-    return _encoder.encode((first, frames)) if frames else b""
-
-
-def decode_frames(chunk: bytes) -> tuple[int, list[str]]:
-    """The sequence number of the first frame, and the frames. Raises UnreadableValue."""
-    try:
-        return _frames_decoder.decode(chunk)
-    except (msgspec.DecodeError, ValueError, RecursionError) as error:
-        raise UnreadableValue(f"the sent frames of the saved session cannot be decoded: {error}") from None
-
 
 # A new base is saved after this many entries; it bounds the time an adopter needs to handle them again.
 ENTRIES_TO_A_BASE = 256
@@ -200,8 +50,8 @@ class SessionHandoff:
     same frames with the same numbers. A frame is sent to the client only after its entries have left for the engine, so
     a client never knows more of its session than the handoff does.
 
-    `base(last, whole)` returns the encoded session and a chunk of sent frames: those since the last call, or with
-    `whole` all that are kept. With `last`, the session includes audio that was not sent to the engine yet.
+    `base(last, whole)` returns the encoded session, and a chunk of sent frames: the frames since the last call, or with
+    `whole` all frames in the log. With `last`, the session includes audio that was not sent to the engine yet.
     """
 
     def __init__(
@@ -222,61 +72,61 @@ class SessionHandoff:
         self._stream = stream
         self._base = base
         self._entries: list[bytes] = []
-        self._since_base = 0
-        # The state changed in a way that no entry describes: the next save is a base.
-        self._stale = True
+        self._entries_since_base = 0
+        # The next save is a base: the state has changed in a way that no entry describes.
+        self._needs_base = True
         # The engine that the last save was sent to.
         self._link: EngineLink | None = None
-        # The engine that has confirmed a save; a save that was only sent may be lost on the way.
-        self._taken_by: EngineLink | None = None
+        # The engine that has confirmed a save. A save that was only sent may be lost.
+        self._confirmed_by: EngineLink | None = None
         # Whether a save was ever sent to an engine.
-        self._was_placed = False
+        self._was_sent = False
         # Tasks that wait to make a former engine drop its copy.
-        self._moving: set[asyncio.Task[None]] = set()
-        # The link that will call `_send_if_due` when it makes its next batch.
-        self._due: EngineLink | None = None
-        # Whether an engine that was lost may still have a copy.
-        self._left_copy = False
-        # The stream in the last save of this process.
-        self.given_stream: EngineStream | None = None
+        self._move_tasks: set[asyncio.Task[None]] = set()
+        # The link that will call `_send_if_scheduled` when it makes its next batch.
+        self._scheduled: EngineLink | None = None
+        # Whether an engine that was lost may still have an outdated copy.
+        self._has_outdated_copy = False
+        # The engine stream at the time of the last save of this process.
+        self.last_saved_stream: EngineStream | None = None
         # Nothing is saved any more: the session has ended, or another process owns it.
         self._is_closed = False
 
-    def note(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
+    def record(self, event: Event, now: float, effects: Sequence[Effect]) -> None:
         """Record an event that the session has handled."""
         if isinstance(event, Tick) and not effects:
             return
         if isinstance(event, Append):
             # The engine has the samples; the entry needs only their number.
             event = Gap(len(event.samples), event.source_samples, event.source_ms)
-        if not isinstance(event, NOTED):
-            self.begin_anew()
+        if not isinstance(event, RECORDED):
+            self.save_base()
             return
         self._entries.append(encode_entry(now, type(event).__name__, event))
-        self._since_base += 1
+        self._entries_since_base += 1
         if isinstance(event, Gap) or not all(isinstance(effect, Measured) for effect in effects):
             self._send_soon()
         # Else an engine output without visible effect: the engine keeps it until a later save acknowledges it.
 
-    def wrote(self, now: float) -> None:
-        """Record that the next event of the outbox was written as frames."""
+    def record_written(self, now: float) -> None:
+        """Record that the next event of the outbox was encoded as frames."""
         self._entries.append(encode_entry(now, WROTE, None))
-        self._since_base += 1
+        self._entries_since_base += 1
         self._send_soon()
 
-    def begin_anew(self) -> None:
+    def save_base(self) -> None:
         """Save a new base: the state changed in a way that no entry describes."""
-        self._stale = True
+        self._needs_base = True
         self._send_soon()
 
-    async def left(self) -> None:
-        """Wait until everything recorded has left this process; the first time, until an engine has confirmed it.
+    async def wait_until_sent(self) -> None:
+        """Wait until all recorded entries are sent to the engine; the first time, until an engine has confirmed them.
 
         The first frame gives the client its resume token, and from then on any gateway must find the session.
         """
-        if self._taken_by is None and self._due is not None:
-            await self._due.wait_acknowledged()
-        link = self._due or self._link
+        if self._confirmed_by is None and self._scheduled is not None:
+            await self._scheduled.wait_acknowledged()
+        link = self._scheduled or self._link
         if link is not None:
             await link.wait_sent()
         if self._link is not None and self._link is not link:
@@ -286,18 +136,18 @@ class SessionHandoff:
     @property
     def owned(self) -> OwnedSession | None:
         """Key, owner number and engine of the handoff; None if it was never sent to an engine."""
-        link = self._taken_by
-        is_there = link is not None and link is self._link and link.lost is None
-        return OwnedSession(self._key, self.number, link if is_there else None) if self._was_placed else None
+        link = self._confirmed_by
+        is_reachable = link is not None and link is self._link and link.lost is None
+        return OwnedSession(self._key, self.number, link if is_reachable else None) if self._was_sent else None
 
     @property
-    def has_place(self) -> bool:
+    def can_be_saved(self) -> bool:
         return self._engine.handoff_target(self._stream()) is not None
 
     def was_adopted(self, link: EngineLink | None) -> None:
         """The session was adopted: this engine has its handoff, with our owner number."""
-        self._link = self._taken_by = link
-        self._was_placed = True
+        self._link = self._confirmed_by = link
+        self._was_sent = True
 
     async def renew(self) -> bool:
         """Raise the owner number, because the client has come back to this process: earlier claims become invalid.
@@ -319,19 +169,19 @@ class SessionHandoff:
             # The session has moved meanwhile, with a number below the one that the former engine has just got. The
             # higher number says so to the former engine: until the new one has the save, the session is not gone.
             link.send(messages.DropHandoff("", self._key, self.number))
-            self.begin_anew()
+            self.save_base()
         return True
 
-    def review(self) -> None:
+    def check_engine(self) -> None:
         """Called by the ticker: save a base if the session's stream is on another engine than the last save."""
         target = self._engine.handoff_target(self._stream())
-        if target is not None and target.link is not self._link and self._was_placed:
-            self.begin_anew()
+        if target is not None and target.link is not self._link and self._was_sent:
+            self.save_base()
 
-    def give_up(self) -> None:
-        """Send the last save of this process: from now on the session waits to be adopted."""
-        self._stale = True
-        self.given_stream = self._stream()
+    def send_last_save(self) -> None:
+        """Send the last save of this process. From then on the session waits in the engine to be adopted."""
+        self._needs_base = True
+        self.last_saved_stream = self._stream()
         self._send(last=True)
 
     def end(self) -> None:
@@ -341,9 +191,9 @@ class SessionHandoff:
 
     def close(self) -> None:
         """Drop the handoff because the session cannot be resumed at present."""
-        self._due = None
+        self._scheduled = None
         self._entries = []
-        if self._left_copy or (self._link is not None and self._link.lost is not None):
+        if self._has_outdated_copy or (self._link is not None and self._link.lost is not None):
             self._engine.handoffs.note_ended(self._key, self.number)
         if self._link is not None:
             self._link.send(messages.DropHandoff("", self._key, self.number))
@@ -353,50 +203,50 @@ class SessionHandoff:
         """Send a save with the link's next batch; entries recorded until then go into the same message."""
         if self._is_closed:
             return
-        if self._due is not None and self._due.lost is None:
+        if self._scheduled is not None and self._scheduled.lost is None:
             return
         target = self._engine.handoff_target(self._stream())
         link = None if target is None else target.link
-        if link is not self._due:
-            self._due = link
+        if link is not self._scheduled:
+            self._scheduled = link
             if link is not None:
-                link.collect(self._send_if_due)
+                link.collect(self._send_if_scheduled)
         if link is None:
             self._lose_engine()
 
-    def _send_if_due(self) -> None:
-        if self._due is not None:
+    def _send_if_scheduled(self) -> None:
+        if self._scheduled is not None:
             self._send()
 
     def _lose_engine(self) -> None:
         """No engine is reachable: the saved state is lost, and the next engine gets a base."""
-        self._left_copy = self._left_copy or self._link is not None
-        self._entries, self._link, self._stale = [], None, True
+        self._has_outdated_copy = self._has_outdated_copy or self._link is not None
+        self._entries, self._link, self._needs_base = [], None, True
 
     def _send(self, last: bool = False) -> None:
-        self._due = None
+        self._scheduled = None
         stream = self._stream()
         target = self._engine.handoff_target(stream)
         if target is None:
             self._lose_engine()
             return
         entries, self._entries = self._entries, []
-        if not (self._stale or entries):
+        if not (self._needs_base or entries):
             return
         former, self._link = self._link, target.link
         moves = target.link is not former
-        self._left_copy = self._left_copy or (former is not None and former.lost is not None)
-        if moves and self._was_placed:
+        self._has_outdated_copy = self._has_outdated_copy or (former is not None and former.lost is not None)
+        if moves and self._was_sent:
             # If two engines have a copy of the session, the one with the higher number is valid.
             self.number += 1
-        self._was_placed = True
+        self._was_sent = True
         name = "" if stream is None else stream.id
-        word = messages.SaveHandoff(name, self._key, self.number, target.read_count, entries)
-        if self._stale or moves or self._since_base > ENTRIES_TO_A_BASE:
-            self._make_base(word, target, last, moves)
+        save = messages.SaveHandoff(name, self._key, self.number, target.read_count, entries)
+        if self._needs_base or moves or self._entries_since_base > ENTRIES_TO_A_BASE:
+            self._add_base(save, target, last, moves)
         if stream is not None:
             stream.previous_engine.has_handoff = True
-        target.link.send(word)
+        target.link.send(save)
         if moves:
             self._move(former, target.link, stream)
 
@@ -408,22 +258,22 @@ class SessionHandoff:
             await link.wait_acknowledged()
             if link.lost is not None:
                 return
-            self._taken_by = link
+            self._confirmed_by = link
             if former is not None:
                 former.send(messages.DropHandoff("", self._key, number))
-            if self._left_copy:
+            if self._has_outdated_copy:
                 # The gateway tells the lost engine to drop its outdated copy as soon as that engine is back.
                 self._engine.handoffs.note_ended(self._key, number - 1)
             if stream is not None:
                 stream.previous_engine.release()
 
         moving = asyncio.create_task(move(), name=f"move session {self._key}")
-        self._moving.add(moving)
-        moving.add_done_callback(self._moving.discard)
+        self._move_tasks.add(moving)
+        moving.add_done_callback(self._move_tasks.discard)
 
-    def _make_base(self, word: messages.SaveHandoff, target: HandoffTarget, last: bool, moves: bool) -> None:
-        word.base, word.chunk = self._base(last, moves)
-        word.entries, word.last = [], last
-        word.keep_s, word.keep_bytes = self._settings.keep_s, self._settings.keep_bytes
-        word.position_offset, word.sample_offset = target.offsets
-        self._stale, self._since_base = False, 0
+    def _add_base(self, save: messages.SaveHandoff, target: HandoffTarget, last: bool, moves: bool) -> None:
+        save.base, save.chunk = self._base(last, moves)
+        save.entries, save.last = [], last
+        save.keep_s, save.keep_bytes = self._settings.keep_s, self._settings.keep_bytes
+        save.position_offset, save.sample_offset = target.offsets
+        self._needs_base, self._entries_since_base = False, 0

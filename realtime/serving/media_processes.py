@@ -1,14 +1,14 @@
-"""The processes of a gateway for untrusted media (decoders, pulled streams, WebRTC calls): fork server and messages.
+"""The fork server of a gateway's processes for untrusted media (decoders, pulled streams, calls), and their messages.
 
-Two programs read untrusted input: the decoder program (`decoder_process.py`) and that of WebRTC calls
-(`realtime/webrtc/call_process.py`). Each loads its libraries once, and forks a process for each file, stream or call
-within milliseconds; a fork that crashes or hangs affects no other.
+Two programs read untrusted input: the decoder program (`decoder_process.py`) and the program of WebRTC calls
+(`realtime/webrtc/call_process.py`). Each program loads its libraries once, and forks a process for each file, stream or
+call within milliseconds. A fork that crashes or hangs affects no other fork.
 
 - `ForkServerClient` runs in the gateway. It owns one program: starts it at first use, starts it again if it has died,
   and sends it the orders for new processes.
-- `ForkServer` is the main loop of the programs, and never runs in the gateway. It takes the orders and forks.
-  `set_bounds` limits the memory and the open files of a fork.
-- The constants before them are the messages between the gateway and a fork: kinds, layouts and limits.
+- `ForkServer` is the main loop of the programs, and never runs in the gateway. It executes the orders. `set_bounds`
+  limits the memory and the open files of a fork.
+- The constants at the head of the file define the messages between the gateway and a fork: kinds, layouts and limits.
 
 Engines have another fork server: `engine/client/fork_server.py`.
 """
@@ -37,33 +37,33 @@ from typing import BinaryIO, NoReturn
 DECODER_PROGRAM = "realtime.serving.decoder_process"
 CALL_PROGRAM = "realtime.webrtc.call_process"
 
-# Orders of the gateway to a fork server: kind, and number of the process. END kills a process. Every other kind begins
-# one, and comes with file descriptors: the socket of the new process, and for an upload the file. BEGIN: a decoder;
-# PULL: a process that pulls a stream from the network; CALL: a WebRTC call.
+# An order of the gateway to a fork server: its kind, and the number of a process. END kills the process. Every other
+# kind starts it, and comes with file descriptors: the socket of the new process, and for an upload the file. BEGIN
+# starts a decoder, PULL a process that pulls a stream from the network, CALL the process of a WebRTC call.
 ORDER = struct.Struct("<cQ")
 END, BEGIN, PULL, CALL = b"e", b"b", b"p", b"c"
 
-# The head of a message: kind, length in bytes of the content that follows.
+# The header of a message: its kind, and the length in bytes of the content that follows.
 FRAME = struct.Struct("<cI")
 # The longest content of a message of a call or a pulled stream, in either direction.
 MAX_FRAME_BYTES = 4 * 1024 * 1024
 # Messages of all processes: FAULT is an error, DONE the end.
 FAULT, DONE = b"f", b"d"
 
-# Gateway (`isolated_decoder.py`) to decoder (`decoder_process.py`): the number of bytes that follow. 0 asks for the
-# next samples, NO_MORE says that the stream ends.
+# Gateway (`isolated_decoder.py`) to decoder (`decoder_process.py`), a piece of the audio: the number of bytes that
+# follow, and the bytes. 0 asks for the next samples; NO_MORE means that the stream has ended.
 PIECE = struct.Struct("<I")
 NO_MORE = 0xFFFF_FFFF
-# Decoder to gateway, one frame for each piece: FAULT, or float32 samples, and MORE can be decoded without new bytes,
-# HUNGRY needs new bytes, DONE is the end.
+# Decoder to gateway, one frame as the answer to each piece. A FAULT has a text. The others have float32 samples: after
+# MORE the decoder has further samples without new bytes, after HUNGRY it needs new bytes, and DONE is the end.
 MORE, HUNGRY = b"m", b"h"
 
 # To a pulling process (`decoder_process.py`): the job, one line of JSON with `url`, `open_s` and `read_s`, the longest
 # waits for the network; and `hosts`, the allowed hosts, or null for the command of a user, who may contact any host.
 MAX_JOB_BYTES = 64 * 1024
-# From it (to `isolated_decoder.py`), as frames. OPENED: JSON with `seconds` and `keeps_time` of `StreamKind`. BLOCK:
-# START (`start` and `clock_shift` of `Block`), then float32 samples. FAULT: JSON with `text`, and `final` if another
-# attempt is useless. DONE has no content.
+# From a pulling process (to `isolated_decoder.py`), as frames. OPENED: JSON with `seconds` and `keeps_time` of
+# `StreamKind`. BLOCK: START (`start` and `clock_shift` of `Block`), then float32 samples. FAULT: JSON with `text`, and
+# `final` if another attempt is useless. DONE has no content.
 OPENED, BLOCK = b"o", b"b"
 START = struct.Struct("<dd")
 
@@ -80,13 +80,14 @@ SAMPLES = struct.Struct("<I")
 # The longest offer. A browser's offer of audio and a data channel has 2 to 6 KB.
 MAX_OFFER_BYTES = 64 * 1024
 
-# Seconds in which the program must end when the gateway stops.
+# Seconds in which the program must end when the gateway stops; after them it is killed.
 STOP_S = 2.0
+# Seconds between two checks of a fork server for processes that have ended.
 REAP_S = 1.0
 
 # The function that a fork runs until it ends. Arguments: the kind of its order, its socket to the gateway, and the file
 # that came with the order.
-Live = Callable[[bytes, socket.socket, BinaryIO | None], None]
+RunFork = Callable[[bytes, socket.socket, BinaryIO | None], None]
 
 
 class ForkServerClient:
@@ -98,8 +99,10 @@ class ForkServerClient:
         self._lock = Lock()
         self._numbers = itertools.count()
         self._process: subprocess.Popen[bytes] | None = None
+        # The socket on which the fork server receives orders.
         self._orders: socket.socket | None = None
-        self._owner = 0
+        # The process that has started the fork server: a worker that was forked later must not use it.
+        self._owner_pid = 0
         atexit.register(self.stop)
 
     def begin(self, descriptors: list[int], kind: bytes) -> int:
@@ -108,7 +111,7 @@ class ForkServerClient:
             number = next(self._numbers)
             order = ORDER.pack(kind, number)
             with suppress(ConnectionError):
-                if self._orders is not None and self._owner == os.getpid():
+                if self._orders is not None and self._owner_pid == os.getpid():
                     socket.send_fds(self._orders, [order], descriptors)
                     return number
             self._start()
@@ -117,13 +120,13 @@ class ForkServerClient:
             return number
 
     async def connect(self, kind: bytes) -> tuple[socket.socket, int]:
-        """Start a process; returns the socket to it and its number. A process whose caller is cancelled meanwhile is
-        killed. Raises OSError."""
+        """Start a process; returns the socket to it and its number. If this call is cancelled, the process is killed.
+        Raises OSError."""
         starting = asyncio.ensure_future(asyncio.to_thread(self._connect, kind))
         try:
             return await asyncio.shield(starting)
         except asyncio.CancelledError:
-            starting.add_done_callback(self._give_up)
+            starting.add_done_callback(self._discard)
             raise
 
     def _connect(self, kind: bytes) -> tuple[socket.socket, int]:
@@ -136,24 +139,25 @@ class ForkServerClient:
                 ours.close()
                 raise
 
-    def _give_up(self, started: asyncio.Future[tuple[socket.socket, int]]) -> None:
+    def _discard(self, started: asyncio.Future[tuple[socket.socket, int]]) -> None:
         if not started.cancelled() and started.exception() is None:
             line, number = started.result()
             line.close()
             self.end(number)
 
     def end(self, number: int) -> None:
-        """Kill that process; does nothing if it has ended."""
+        """Kill the process with this number; does nothing if it has ended."""
         with suppress(OSError):
-            if self._orders is not None and self._owner == os.getpid():
+            if self._orders is not None and self._owner_pid == os.getpid():
                 self._orders.send(ORDER.pack(END, number))
 
     def stop(self) -> None:
-        if self._owner == os.getpid():
+        """Stop the fork server and all its processes."""
+        if self._owner_pid == os.getpid():
             self._stop()
 
     def _start(self) -> None:
-        if self._owner == os.getpid():
+        if self._owner_pid == os.getpid():
             self._stop()
         ours, theirs = socket.socketpair()
         # Do not pass the gateway's secrets to the program.
@@ -174,7 +178,7 @@ class ForkServerClient:
                 raise
         # Orders are short and the program reads them at once, so a send never has to wait.
         ours.setblocking(False)
-        self._orders, self._owner = ours, os.getpid()
+        self._orders, self._owner_pid = ours, os.getpid()
 
     def _stop(self) -> None:
         orders, self._orders = self._orders, None
@@ -190,12 +194,12 @@ class ForkServerClient:
 
 
 class ForkServer:
-    """Executes the gateway's orders: forks processes, which run `live`, and kills them."""
+    """Executes the gateway's orders: forks processes, which run `run_fork`, and kills them."""
 
-    def __init__(self, orders: socket.socket, live: Live) -> None:
+    def __init__(self, orders: socket.socket, run_fork: RunFork) -> None:
         self._orders = orders
-        self._live = live
-        # Number -> process id.
+        self._run_fork = run_fork
+        # Number of a process -> its process id.
         self._children: dict[int, int] = {}
 
     def serve(self) -> None:
@@ -209,12 +213,13 @@ class ForkServer:
         while True:
             ready, _, _ = select.select([self._orders], [], [], REAP_S if self._children else None)
             self._reap()
-            if ready and not self._take_order():
+            if ready and not self._execute_order():
                 break
         for pid in self._children.values():
             os.kill(pid, signal.SIGKILL)
 
-    def _take_order(self) -> bool:
+    def _execute_order(self) -> bool:
+        """Receive an order and execute it; returns False if the gateway has closed the socket."""
         order, descriptors, _, _ = socket.recv_fds(self._orders, ORDER.size, 2)
         if len(order) < ORDER.size:
             return False
@@ -246,7 +251,7 @@ class ForkServer:
 
     def _run(self, kind: bytes, line: socket.socket, file: BinaryIO | None) -> NoReturn:
         try:
-            self._live(kind, line, file)
+            self._run_fork(kind, line, file)
         except (OSError, EOFError):
             pass  # the gateway has closed the socket
         except Exception:
@@ -257,15 +262,15 @@ class ForkServer:
 
 
 def set_bounds(more_bytes: int, files: int) -> None:
-    """Limit this process: address space beyond the shared part, open files, no written files, no core dumps."""
-    for kind, most in (
+    """Limit this process: address space beyond what it has now, and open files; no written files, no core dumps."""
+    for limit, maximum in (
         (resource.RLIMIT_AS, _address_bytes(more_bytes) + more_bytes),
         (resource.RLIMIT_NOFILE, files),
         (resource.RLIMIT_FSIZE, 0),
         (resource.RLIMIT_CORE, 0),
     ):
         with suppress(ValueError, OSError):
-            resource.setrlimit(kind, (most, most))
+            resource.setrlimit(limit, (maximum, maximum))
 
 
 def _address_bytes(more_bytes: int) -> int:

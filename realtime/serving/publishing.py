@@ -18,188 +18,40 @@ from typing import Protocol
 import msgspec
 
 from realtime.errors import ClientFault
-from realtime.serving.signed_tokens import Revocation, Revocations
+from realtime.serving.published_transcript import (
+    MAX_TURN_WORDS,
+    Added,
+    Begun,
+    Ended,
+    Finished,
+    Line,
+    PublishedTranscript,
+    Removed,
+    State,
+    Update,
+    Word,
+    cut_text,
+    newest_words,
+)
+from realtime.serving.viewer_links import Revocation, Revocations
 from realtime.session.events import Cleared, Committed, Completed, Delta, ItemFailed, ServerEvent, TimedWord
 from realtime.session.formatting import FinalFormatter
 from realtime.session.formatting_options import NO_FORMATTING, Formatting
 
 log = logging.getLogger("tickertape.viewers")
 
-# Finished turns that a new viewer gets, and the characters of all of them together.
-MAX_LINES = 200
-MAX_CHARACTERS = 32_000
-# Longest text of one turn; of a longer one the end is shown.
-MAX_LINE_CHARACTERS = 4_000
-# Turns that are not finished, in one session.
-MAX_OPEN_TURNS = 32
-# Words with times that are kept of one turn, for caption segments.
-MAX_TURN_WORDS = 1_000
-# Updates of a session that wait until its name is granted.
-MAX_HELD = 256
+# Updates of a session that wait until its name is granted; further ones are dropped.
+MAX_PENDING_UPDATES = 256
 # Seconds to wait for an answer of the coordinator.
 ANSWER_S = 5.0
-
-# (text, start, end) of a word, in seconds of the session's audio.
-Word = tuple[str, float, float]
-
-
-class Line(msgspec.Struct, array_like=True):
-    """A turn: its text, and its start and end in seconds of the session's audio. An open turn has no end."""
-
-    id: str
-    text: str
-    start: float = 0.0
-    end: float = 0.0
-    words: list[Word] = []
-
-
-# Updates of a published session
-
-
-class Begun(msgspec.Struct, tag="begun", array_like=True):
-    """The session is published now."""
-
-
-class Added(msgspec.Struct, tag="added", array_like=True):
-    """Text was added to an open turn."""
-
-    id: str
-    text: str
-    words: list[Word] = []
-
-
-class Finished(msgspec.Struct, tag="finished", array_like=True):
-    """A turn has its final text, which may differ from what was added to it."""
-
-    line: Line
-
-
-class Removed(msgspec.Struct, tag="removed", array_like=True):
-    """An open turn is dropped: it has no words, or its audio was cleared."""
-
-    id: str
-
-
-class Ended(msgspec.Struct, tag="ended", array_like=True):
-    """The session is not published any more."""
-
-
-Update = Begun | Added | Finished | Removed | Ended
-
-
-class State(msgspec.Struct, array_like=True):
-    """A `PublishedTranscript` as a value, which messages carry to another process."""
-
-    number: int
-    is_live: bool
-    lines: list[Line]
-    open: list[Line]
-
-
-class PublishedTranscript:
-    """The newest words of one published session; its size is bounded. `number` grows with each update."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self.is_live = False
-        self.lines: dict[str, Line] = {}
-        self.open: dict[str, Line] = {}
-        self._characters = 0
-
-    def save(self) -> State:
-        # Open turns change, so they are copied.
-        copies = [Line(line.id, line.text, line.start, line.end, line.words) for line in self.open.values()]
-        return State(self.number, self.is_live, list(self.lines.values()), copies)
-
-    def load(self, state: State) -> None:
-        self.number, self.is_live = state.number, state.is_live
-        self.lines = {line.id: line for line in state.lines}
-        self.open = {line.id: line for line in state.open}
-        self._characters = sum(_size(line) for line in self.lines.values())
-
-    def add_earlier(self, state: State) -> bool:
-        """Put finished turns that are missing here before ours. Returns whether there were any."""
-        missing = {line.id: line for line in state.lines if line.id not in self.lines}
-        if not missing:
-            return False
-        for item in missing:
-            self.open.pop(item, None)
-        self.lines = missing | self.lines
-        self._characters = sum(_size(line) for line in self.lines.values())
-        self._trim()
-        self.number = max(self.number, state.number) + 1
-        return True
-
-    def apply(self, update: Update) -> bool:
-        """Take an update. Returns False, with nothing changed, for text of a turn that is finished: a process that
-        adopts a session may process again what the process before it has processed."""
-        if isinstance(update, Added) and update.id in self.lines:
-            return False
-        self.number += 1
-        self._apply(update)
-        return True
-
-    def _apply(self, update: Update) -> None:
-        match update:
-            case Begun():
-                self.lines.clear()
-                self.open.clear()
-                self._characters, self.is_live = 0, True
-            case Added(item, text, words):
-                line = self.open.setdefault(item, Line(item, "", words[0][1] if words else 0.0))
-                line.text = _cut(line.text + text)
-                line.words = _newest([*line.words, *words])
-                if len(self.open) > MAX_OPEN_TURNS:
-                    del self.open[next(iter(self.open))]
-            case Finished(line):
-                self.open.pop(line.id, None)
-                self._append(line)
-            case Removed(item):
-                self.open.pop(item, None)
-            case Ended():
-                self.open.clear()
-                self.is_live = False
-
-    def _append(self, line: Line) -> None:
-        known = self.lines.get(line.id)
-        self._characters += _size(line) - (0 if known is None else _size(known))
-        self.lines[line.id] = line
-        self._trim()
-
-    def _trim(self) -> None:
-        while len(self.lines) > MAX_LINES or self._characters > MAX_CHARACTERS:
-            self._characters -= _size(self.lines.pop(next(iter(self.lines))))
-
-
-def _cut(text: str) -> str:
-    return text[-MAX_LINE_CHARACTERS:]
-
-
-def _newest(words: list[Word]) -> list[Word]:
-    """The last words of a turn: bounded in number, and in characters like its text. A client that replaces words can
-    make each of them long."""
-    kept: list[Word] = []
-    room = MAX_LINE_CHARACTERS
-    for text, start, end in reversed(words[-MAX_TURN_WORDS:]):
-        text = _cut(text)
-        room -= len(text)
-        if room < 0:
-            break
-        kept.append((text, start, end))
-    return kept[::-1]
-
-
-def _size(line: Line) -> int:
-    """Characters that a turn counts: of its text, or of its words if these have more."""
-    return max(len(line.text), sum(max(1, len(text)) for text, _, _ in line.words))
 
 
 # Messages between a gateway process and the coordinator. `owner` and `name` together identify a published session.
 
 
 class Publish(msgspec.Struct, tag="publish"):
-    """Request to publish a session under a name, answered by `Published`. `state`: the session has the name already,
-    with these words, and the coordinator may not know them."""
+    """A claim: the request to publish a session under a name, answered by `Published`. With `state`, the session has
+    the name already and these are its words; the coordinator may be new and not know them."""
 
     number: int
     owner: str
@@ -209,7 +61,7 @@ class Publish(msgspec.Struct, tag="publish"):
 
 
 class Published(msgspec.Struct, tag="published"):
-    """The answer; `state` has the words of the session so far."""
+    """The answer to `Publish`; `state` has the words of the session so far."""
 
     number: int
     is_granted: bool
@@ -235,8 +87,8 @@ class Unpublish(msgspec.Struct, tag="unpublish"):
 
 
 class Follow(msgspec.Struct, tag="follow"):
-    """Send this process the words of a name, answered by `Current`; or stop that. `state` has the words that this
-    process knows already of `session`, and the coordinator may not know."""
+    """Send this process the words of a name, answered by `Current`; without `wanted`, stop sending them. `state` has
+    words of `session` that this process has already; the coordinator may be new and not know them."""
 
     owner: str
     name: str
@@ -282,7 +134,7 @@ Key = tuple[str, str]
 
 @dataclass(slots=True)
 class _Channel:
-    """A name that a session is published under, or that viewers wait for."""
+    """A name under which a session is published, or for which viewers wait."""
 
     transcript: PublishedTranscript = field(default_factory=PublishedTranscript)
     session: str = ""
@@ -299,12 +151,12 @@ class Coordinator:
     claims it, and viewers notice nothing. Until then any other session of the same owner may claim it too.
     """
 
-    def __init__(self, keep_s: float, tells_state: bool = False) -> None:
+    def __init__(self, keep_s: float, answers_with_state: bool = False) -> None:
         self.channels: dict[Key, _Channel] = {}
         self.revocations = Revocations()
         self._keep_s = keep_s
-        # Whether the words so far are told to the process that claims a name.
-        self._tells_state = tells_state
+        # Whether the answer to a claim contains the words so far.
+        self._answers_with_state = answers_with_state
         self._members: dict[int, Callable[[FromCoordinator], None]] = {}
 
     def add(self, member: int, deliver: Callable[[FromCoordinator], None]) -> None:
@@ -318,28 +170,30 @@ class Coordinator:
         for key, channel in list(self.channels.items()):
             channel.followers.discard(member)
             if channel.member == member:
-                self._expect_again(key, channel)
+                self._keep_name(key, channel)
             self._drop_unused(key)
 
     def on_message(self, member: int, message: ToCoordinator) -> None:
-        """Take a message of a process; ignored if the process was removed."""
+        """Handle a message of a process; ignored if the process was removed."""
         if member not in self._members:
             return
         match message:
             case Publish(number, owner, name, session, state):
                 is_granted = self._claim(member, (owner, name), session, state)
-                so_far = self.channels[owner, name].transcript.save() if is_granted and self._tells_state else None
-                self._members[member](Published(number, is_granted, so_far))
+                state_so_far = (
+                    self.channels[owner, name].transcript.save() if is_granted and self._answers_with_state else None
+                )
+                self._members[member](Published(number, is_granted, state_so_far))
             case Post(owner, name, session, update):
                 channel = self.channels.get((owner, name))
                 if channel is not None and (channel.member, channel.session) == (member, session):
-                    self._spread((owner, name), channel, update)
+                    self._publish_update((owner, name), channel, update)
             case Unpublish(owner, name, session, moves):
                 self._unpublish(member, (owner, name), session, moves)
             case Follow(owner, name, wanted, session, state):
                 self._follow(member, (owner, name), wanted)
                 if wanted and state is not None:
-                    self._learn((owner, name), session, state)
+                    self._merge_state((owner, name), session, state)
             case Revoke(revocation):
                 self.revocations.add(revocation)
                 for deliver in self._members.values():
@@ -351,8 +205,8 @@ class Coordinator:
         if live and channel.session != session:
             if channel.member is not None:
                 return False
-            self._spread(key, channel, Ended())
-        self._forget_expiry(channel)
+            self._publish_update(key, channel, Ended())
+        self._cancel_expiry(channel)
         continues = live and channel.session == session
         channel.member, channel.session = member, session
         if state is not None:
@@ -360,22 +214,22 @@ class Coordinator:
             channel.transcript.load(state)
             if continues:
                 channel.transcript.add_earlier(known)
-            self._tell_all(key, channel)
+            self._send_current(key, channel)
         elif not continues:
-            self._spread(key, channel, Begun())
+            self._publish_update(key, channel, Begun())
         return True
 
-    def _learn(self, key: Key, session: str, state: State) -> None:
-        """Take words that a follower knows and this coordinator does not, because it is new. Their session is expected
-        to claim the name, if it has not done so."""
+    def _merge_state(self, key: Key, session: str, state: State) -> None:
+        """Merge words that a follower has and this new coordinator has not. Their session is expected to claim the name
+        soon, if it has not claimed it."""
         channel = self.channels[key]
         if not channel.transcript.number and state.is_live:
             channel.session = session
             channel.transcript.load(state)
-            self._expect_again(key, channel)
-            self._tell_all(key, channel)
+            self._keep_name(key, channel)
+            self._send_current(key, channel)
         elif channel.session == session and channel.transcript.is_live and channel.transcript.add_earlier(state):
-            self._tell_all(key, channel)
+            self._send_current(key, channel)
             if channel.member is not None and channel.member not in channel.followers:
                 self._members[channel.member](self._current(key, channel))
 
@@ -384,10 +238,10 @@ class Coordinator:
         if channel is None or (channel.member, channel.session) != (member, session):
             return
         if moves:
-            self._expect_again(key, channel)
+            self._keep_name(key, channel)
         else:
             channel.member = None
-            self._spread(key, channel, Ended())
+            self._publish_update(key, channel, Ended())
             self._drop_unused(key)
 
     def _follow(self, member: int, key: Key, wanted: bool) -> None:
@@ -399,14 +253,14 @@ class Coordinator:
             channel.followers.discard(member)
             self._drop_unused(key)
 
-    def _spread(self, key: Key, channel: _Channel, update: Update) -> None:
+    def _publish_update(self, key: Key, channel: _Channel, update: Update) -> None:
         if not channel.transcript.apply(update):
             return
         news = News(*key, update, channel.session if isinstance(update, Begun) else "")
         for follower in tuple(channel.followers):
             self._members[follower](news)
 
-    def _tell_all(self, key: Key, channel: _Channel) -> None:
+    def _send_current(self, key: Key, channel: _Channel) -> None:
         current = self._current(key, channel)
         for follower in tuple(channel.followers):
             self._members[follower](current)
@@ -414,18 +268,18 @@ class Coordinator:
     def _current(self, key: Key, channel: _Channel) -> Current:
         return Current(*key, channel.transcript.save(), channel.session)
 
-    def _expect_again(self, key: Key, channel: _Channel) -> None:
+    def _keep_name(self, key: Key, channel: _Channel) -> None:
         channel.member = None
-        self._forget_expiry(channel)
-        channel.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._give_up, key)
+        self._cancel_expiry(channel)
+        channel.expiry = asyncio.get_running_loop().call_later(self._keep_s, self._expire, key)
 
-    def _give_up(self, key: Key) -> None:
+    def _expire(self, key: Key) -> None:
         channel = self.channels.get(key)
         if channel is not None and channel.member is None and channel.transcript.is_live:
-            self._spread(key, channel, Ended())
+            self._publish_update(key, channel, Ended())
             self._drop_unused(key)
 
-    def _forget_expiry(self, channel: _Channel) -> None:
+    def _cancel_expiry(self, channel: _Channel) -> None:
         if channel.expiry is not None:
             channel.expiry.cancel()
             channel.expiry = None
@@ -433,12 +287,12 @@ class Coordinator:
     def _drop_unused(self, key: Key) -> None:
         channel = self.channels.get(key)
         if channel is not None and not channel.followers and not channel.transcript.is_live:
-            self._forget_expiry(channel)
+            self._cancel_expiry(channel)
             del self.channels[key]
 
 
 class UpdateReader(Protocol):
-    """Takes the words of followed names."""
+    """Receives the words of followed names."""
 
     def on_current(self, key: Key, state: State) -> None: ...
 
@@ -446,7 +300,7 @@ class UpdateReader(Protocol):
 
 
 class Publisher:
-    """The gateway process's side: claims names, posts updates, and follows names. `send` gives a message to the
+    """The side of a gateway process: claims names, posts updates, and follows names. `send` sends a message to the
     coordinator."""
 
     def __init__(self, send: Callable[[ToCoordinator], None]) -> None:
@@ -454,7 +308,7 @@ class Publisher:
         # Set by the part of this process that serves viewers.
         self.reader: UpdateReader | None = None
         self._send = send
-        self._asked: dict[int, tuple[asyncio.Future[bool], Key, str]] = {}
+        self._claims: dict[int, tuple[asyncio.Future[bool], Key, str]] = {}
         self._number = 0
 
     @classmethod
@@ -469,7 +323,7 @@ class Publisher:
         """Whether the session has the name now. None: the coordinator does not answer."""
         self._number = number = self._number + 1
         answer: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._asked[number] = (answer, key, session)
+        self._claims[number] = (answer, key, session)
         self._send(Publish(number, *key, session))
         try:
             async with asyncio.timeout(ANSWER_S):
@@ -503,7 +357,7 @@ class Publisher:
             case LinksFrom(issued_ms):
                 self.revocations.links_from_ms = issued_ms
             case Published(number, is_granted):
-                answer, key, session = self._asked.pop(number)
+                answer, key, session = self._claims.pop(number)
                 if not answer.done():
                     answer.set_result(is_granted)
                 elif is_granted:
@@ -545,11 +399,11 @@ class SessionPublication:
         self._rate = sample_rate
         self._finals = finals or FinalFormatter()
         self._key: Key | None = None
-        self._is_over = False
+        self._is_closed = False
         # Open turns, and whether the client or the server has ended them; clearing the audio drops the others.
         self._open: dict[str, bool] = {}
         # Updates that wait until the name is granted: an adopted session may have words before that.
-        self._held: list[Update] | None = None
+        self._pending: list[Update] | None = None
 
     async def change(self, name: str | None) -> ClientFault | None:
         """Publish under this name, or under none. Returns the fault for the client if that is not possible; then the
@@ -562,39 +416,39 @@ class SessionPublication:
         key = (self._owner, name)
         if key == self._key:
             return None
-        self._held = []
+        self._pending = []
         try:
             answer = await self._publisher.claim(key, self._session)
         finally:
-            held, self._held = self._held, None
+            pending, self._pending = self._pending, None
         if answer is None:
             return _refused("server_busy", "The server is too busy to publish the session; try again.")
         if not answer:
             return _refused("name_taken", f"Another session is published as '{name}'; choose another name.")
-        if self._is_over:
+        if self._is_closed:
             self._publisher.unpublish(key, self._session)
             return None
         self.end()
         self._key = key
-        for update in held:
+        for update in pending:
             self._publisher.post(key, self._session, update)
         return None
 
-    def tell(self, event: ServerEvent, formatting: Formatting = NO_FORMATTING) -> None:
+    def on_event(self, event: ServerEvent, formatting: Formatting = NO_FORMATTING) -> None:
         """An event was sent to the client; viewers get its words, written as the client asked for."""
-        if self._publisher is None or (self._key is None and self._held is None):
+        if self._publisher is None or (self._key is None and self._pending is None):
             return
         for update in self.updates(event, formatting):
             if self._key is not None:
                 self._publisher.post(self._key, self._session, update)
-            if self._held is not None and len(self._held) < MAX_HELD:
-                self._held.append(update)
+            if self._pending is not None and len(self._pending) < MAX_PENDING_UPDATES:
+                self._pending.append(update)
 
     def updates(self, event: ServerEvent, formatting: Formatting) -> Iterator[Update]:
         match event:
             case Delta():
                 self._open.setdefault(event.item_id, False)
-                yield Added(event.item_id, _cut(event.text), self._words(event.words))
+                yield Added(event.item_id, cut_text(event.text), self._words(event.words))
             case Committed():
                 if event.item_id in self._open:
                     self._open[event.item_id] = True
@@ -612,11 +466,11 @@ class SessionPublication:
     def _line(self, event: Completed, formatting: Formatting) -> Line:
         start, end = round(event.start / self._rate, 2), round(event.end / self._rate, 2)
         final = self._finals.format(event.transcript, event.words, formatting)
-        return Line(event.item_id, _cut(final.text), start, end, self._words(final.words))
+        return Line(event.item_id, cut_text(final.text), start, end, self._words(final.words))
 
     def _words(self, words: tuple[TimedWord, ...]) -> list[Word]:
         rate = self._rate
-        return _newest(
+        return newest_words(
             [
                 (word.text.strip(), round(word.start / rate, 2), round(word.end / rate, 2))
                 for word in words[-MAX_TURN_WORDS:]
@@ -632,7 +486,7 @@ class SessionPublication:
 
     def close(self, moves: bool = False) -> None:
         """The session has ended here; it is not published again."""
-        self._is_over = True
+        self._is_closed = True
         self.end(moves)
 
 

@@ -30,11 +30,12 @@ from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import Refusal
 from realtime.serving.checked_fetch import NotAllowed, check_url
 from realtime.serving.daemon_thread import in_thread
-from realtime.serving.isolated_decoder import PulledAudio, PullFailed
+from realtime.serving.event_logs import EventLog
 from realtime.serving.live_session import LiveSession
-from realtime.serving.outbox import EventLog
-from realtime.serving.quota import Caller, places_of_one_key
+from realtime.serving.pulled_audio import PulledAudio, PullFailed
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
+from realtime.serving.shared_places import places_of_one_key
 from realtime.session.events import Append, End, Gap, Hangup, Samples
 from realtime.session.settings import INCLUDE_WORDS, AudioFormat, Settings
 
@@ -48,10 +49,10 @@ MAX_URL_CHARACTERS = 2000
 MAX_ENDED_STREAMS = 32
 # Seconds before a session is opened again; doubles with each attempt.
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 60.0
-# Seconds by which words come later than the engine hears their audio.
+# Seconds by which words arrive later than the engine processes their audio.
 WORDS_S = 2.0
-# Numbers that are left out after a restart, for events that were told after the file was written.
-EVENTS_NOT_KEPT = 1000
+# Event numbers that are skipped after a restart: the process before may have sent events after the file was written.
+EVENT_NUMBER_GAP = 1000
 KEY_REMOVED = "the key that began the stream was removed"
 
 CONNECTING, LIVE, WAITING, ENDED, FAILED = "connecting", "live", "waiting", "ended", "failed"
@@ -65,10 +66,10 @@ class PulledStream:
     """One stream: its state, its events, and the task that runs it."""
 
     def __init__(
-        self, url: str, caller: Caller, settings: Settings, created: int, kept: KeptStream | None = None
+        self, url: str, caller: Caller, settings: Settings, created: int, saved: SavedStream | None = None
     ) -> None:
-        """`kept`: the stream as an earlier process has left it."""
-        self.id = f"stream_{secrets.token_hex(12)}" if kept is None else kept.id
+        """`saved`: the stream as an earlier process has saved it."""
+        self.id = f"stream_{secrets.token_hex(12)}" if saved is None else saved.id
         self.url = url
         self.caller = caller
         self.settings = settings
@@ -76,11 +77,11 @@ class PulledStream:
         self.status = CONNECTING
         # Why the stream waits or has failed.
         self.message: str | None = None
-        self.seconds = 0.0 if kept is None else kept.seconds
-        self.missing_seconds = 0.0 if kept is None else kept.missing_seconds
+        self.seconds = 0.0 if saved is None else saved.seconds
+        self.missing_seconds = 0.0 if saved is None else saved.missing_seconds
         self.events = EventLog(MAX_KEPT_EVENTS, MAX_KEPT_BYTES)
-        if kept is not None:
-            self.events.last = kept.last_event + EVENTS_NOT_KEPT
+        if saved is not None:
+            self.events.last = saved.last_event + EVENT_NUMBER_GAP
         self.readers = 0
         self.task: asyncio.Task[None] | None = None
         self._live: LiveSession | None = None
@@ -88,33 +89,33 @@ class PulledStream:
         self._reading: asyncio.Task[None] | None = None
         self._is_fed = False
         self._has_lost_key = False
-        self._place = None if kept is None else kept.place
+        self._place = None if saved is None else saved.place
         self._pulled: PulledAudio | None = None
 
-    def kept(self, wall_clock: float) -> KeptStream:
+    def saved(self, wall_clock: float) -> SavedStream:
         """The stream as the next process needs it to continue."""
-        place = None if self._pulled is None else self._pulled.place
+        place = None if self._pulled is None else self._pulled.position
         # Words come some time after their audio. Audio without words yet is pulled again, or counts as missing.
-        untold = 0.0
+        without_words = 0.0
         if self._live is not None:
             fed = self._live.session.source_ms / 1000
-            untold = min(fed, fed - self._live.session.covered_seconds + WORDS_S)
+            without_words = min(fed, fed - self._live.session.covered_seconds + WORDS_S)
         if place is not None:
             end, came_at = place
-            place = end - untold, wall_clock - (asyncio.get_running_loop().time() - came_at) - untold
-        return KeptStream(
+            place = end - without_words, wall_clock - (asyncio.get_running_loop().time() - came_at) - without_words
+        return SavedStream(
             self.id,
             self.url,
             self.caller.name,
             self.settings.language,
             self.created,
-            self.seconds - untold,
+            self.seconds - without_words,
             self.missing_seconds,
             self.events.last,
             place if place is not None else self._place,
         )
 
-    def described(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, Any]:
         """The stream as the API shows it."""
         return {
             "id": self.id,
@@ -131,9 +132,9 @@ class PulledStream:
     def set_status(self, status: str, message: str | None = None) -> None:
         if (status, message) != (self.status, self.message):
             self.status, self.message = status, message
-            self.tell("stream.status", status=status, message=message)
+            self.add_event("stream.status", status=status, message=message)
 
-    def tell(self, kind: str, **fields: Any) -> None:
+    def add_event(self, kind: str, **fields: Any) -> None:
         self.events.add(encode_json({"type": kind, "stream_id": self.id, **fields}))
 
     def end_without_key(self) -> None:
@@ -176,10 +177,10 @@ class PulledStream:
 
     async def _feed(self, hosts: tuple[str, ...], wall_clock: Callable[[], float]) -> PullFailed | None:
         """Give the session the audio, until it ends or fails."""
-        pulled = PulledAudio(self.url, hosts=hosts, on_line=self._on_line)
+        pulled = PulledAudio(self.url, hosts=hosts, on_status=self._on_connection)
         if self._place is not None:
             end, came_at = self._place
-            pulled.go_on(end, asyncio.get_running_loop().time() - max(0.0, wall_clock() - came_at))
+            pulled.resume_at(end, asyncio.get_running_loop().time() - max(0.0, wall_clock() - came_at))
         self._pulled = pulled
         try:
             async with aclosing(pulled.audio()) as audio:
@@ -187,19 +188,19 @@ class PulledStream:
                     await self._has_session.wait()
                     assert self._live is not None
                     self.set_status(LIVE)
-                    self._take(part, self._live)
-                    await self._live.room()
+                    self._submit(part, self._live)
+                    await self._live.wait_for_room()
         except PullFailed as error:
             return error
         return None
 
-    def _take(self, part: Samples | int, live: LiveSession) -> None:
+    def _submit(self, part: Samples | int, live: LiveSession) -> None:
         samples = part if isinstance(part, int) else len(part)
         milliseconds = samples * 1000 / MODEL_RATE
         if isinstance(part, int):
             start = live.session.source_ms
             self.missing_seconds += samples / MODEL_RATE
-            self.tell("stream.gap", audio_start_ms=round(start), audio_end_ms=round(start + milliseconds))
+            self.add_event("stream.gap", audio_start_ms=round(start), audio_end_ms=round(start + milliseconds))
             live.submit(Gap(samples, samples, milliseconds))
         else:
             live.submit(Append(part, samples, milliseconds))
@@ -208,7 +209,7 @@ class PulledStream:
             # The registry has ended the session without a word to its reader.
             self._reading.cancel()
 
-    def _on_line(self, text: str) -> None:
+    def _on_connection(self, text: str) -> None:
         self.set_status(WAITING, text) if text else self.set_status(LIVE)
 
     async def _keep_a_session(self, sessions: Sessions, vouches_for: Callable[[str], bool]) -> None:
@@ -221,7 +222,7 @@ class PulledStream:
             try:
                 async with sessions.open(self.caller, self.settings, [OpenAIDialect]) as (entry,):
                     wait_s = FIRST_WAIT_S
-                    self.tell("stream.session", session_id=entry.live.id, stream_seconds=round(self.seconds, 3))
+                    self.add_event("stream.session", session_id=entry.live.id, stream_seconds=round(self.seconds, 3))
                     self._live = entry.live
                     self._has_session.set()
                     self._reading = asyncio.create_task(self._read(entry.live), name=f"events of {self.id}")
@@ -269,23 +270,23 @@ class PulledStreams:
         self._wall_clock = wall_clock
         self.by_id: dict[str, PulledStream] = {}
         path = config.server.stream_file if is_alone and config.server.stream_hosts else None
-        self._file = None if path is None else StreamFile(path, self._kept)
+        self._file = None if path is None else StreamFile(path, self._saved_streams)
 
     async def open(self) -> None:
-        """Go on with the streams of the process before this one."""
-        left = [] if self._file is None else await self._file.open()
-        for kept in left:
-            caller, settings = Caller(kept.caller), stream_settings(kept.language)
+        """Continue the streams that the process before this one has saved."""
+        saved_streams = [] if self._file is None else await self._file.open()
+        for saved in saved_streams:
+            caller, settings = Caller(saved.caller), stream_settings(saved.language)
             try:
-                check_url(kept.url, self._config.server.stream_hosts)
+                check_url(saved.url, self._config.server.stream_hosts)
                 self._check_room(caller)
             except NotAllowed as error:
-                log.warning("pulled stream %s is not continued after the restart: %s", kept.id, error)
+                log.warning("pulled stream %s is not continued after the restart: %s", saved.id, error)
                 continue
             except Refusal as refusal:
-                log.warning("pulled stream %s is not continued after the restart: %s", kept.id, refusal.message)
+                log.warning("pulled stream %s is not continued after the restart: %s", saved.id, refusal.message)
                 continue
-            self._start(PulledStream(kept.url, caller, settings, kept.created, kept))
+            self._start(PulledStream(saved.url, caller, settings, saved.created, saved))
         if self.by_id:
             log.info("%d pulled streams continue after the restart", len(self.by_id))
 
@@ -309,9 +310,9 @@ class PulledStreams:
     def _check_room(self, caller: Caller) -> None:
         """Raises Refusal if the server, or this caller, has as many streams as it may have."""
         callers = self._callers()
-        most, per_key = self._config.limits.streams, self._config.limits.sessions_per_key
-        if len(callers) >= most:
-            text = f"The server pulls at most {most} streams at once (limits.streams); delete one."
+        limit, per_key = self._config.limits.streams, self._config.limits.sessions_per_key
+        if len(callers) >= limit:
+            text = f"The server pulls at most {limit} streams at once (limits.streams); delete one."
             raise Refusal(429, "too_many_streams", text, retry_after_s=60)
         # Further streams would get no session, and keep the places of others while they wait for one.
         if per_key and callers.count(caller.name) >= per_key:
@@ -331,7 +332,7 @@ class PulledStreams:
         return [stream.caller.name for stream in self.by_id.values() if not stream.events.is_closed]
 
     def _forget_ended(self) -> None:
-        """Keep a bounded number of ended streams. The caller that has the most of them loses its oldest."""
+        """Keep a bounded number of ended streams. The caller with most of them loses its oldest."""
         ended: dict[str, list[PulledStream]] = {}
         for stream in self.by_id.values():
             if stream.events.is_closed:
@@ -376,9 +377,9 @@ class PulledStreams:
         if self._file is not None:
             self._file.changed()
 
-    def _kept(self) -> list[KeptStream]:
+    def _saved_streams(self) -> list[SavedStream]:
         now = self._wall_clock()
-        return [stream.kept(now) for stream in self.by_id.values() if not stream.events.is_closed]
+        return [stream.saved(now) for stream in self.by_id.values() if not stream.events.is_closed]
 
     async def _stop(self, stream: PulledStream) -> None:
         if stream.task is not None:
@@ -386,7 +387,7 @@ class PulledStreams:
             await asyncio.gather(stream.task, return_exceptions=True)
 
 
-class KeptStream(msgspec.Struct, frozen=True):
+class SavedStream(msgspec.Struct, frozen=True):
     """A stream as it was when the file was written."""
 
     id: str
@@ -406,7 +407,7 @@ class KeptStream(msgspec.Struct, frozen=True):
 class StreamFile:
     """`current` returns the streams to keep. The event loop never waits for the disk."""
 
-    def __init__(self, path: str, current: Callable[[], list[KeptStream]]) -> None:
+    def __init__(self, path: str, current: Callable[[], list[SavedStream]]) -> None:
         self._path = Path(path)
         self._current = current
         self._written = b""
@@ -414,16 +415,16 @@ class StreamFile:
         self._changed = asyncio.Event()
         self._writing: asyncio.Task[None] | None = None
 
-    async def open(self) -> list[KeptStream]:
-        """The streams that an earlier process has left; from now on the current ones are written."""
-        found: list[KeptStream] = []
+    async def open(self) -> list[SavedStream]:
+        """The streams that an earlier process has saved; from now on the current ones are written."""
+        found: list[SavedStream] = []
         try:
             found = await in_thread(self._read, "streams file")
         except FileNotFoundError:
             pass
         except (OSError, msgspec.MsgspecError) as error:
             log.error(
-                "server.stream_file: cannot read %s (%s); its streams do not go on, and it is kept as %s",
+                "server.stream_file: cannot read %s (%s); its streams do not go on, and it is saved as %s",
                 *(self._path, error, self._unreadable),
             )
             await in_thread(self._set_aside, "streams file")
@@ -468,12 +469,12 @@ class StreamFile:
 
     # In a thread
 
-    def _read(self) -> list[KeptStream]:
+    def _read(self) -> list[SavedStream]:
         with open(self._path, "rb") as file:
             content = file.read(MAX_FILE_BYTES + 1)
         if len(content) > MAX_FILE_BYTES:
             raise OSError(f"it has more than {MAX_FILE_BYTES} bytes")
-        return msgspec.json.decode(content, type=list[KeptStream])
+        return msgspec.json.decode(content, type=list[SavedStream])
 
     @property
     def _unreadable(self) -> Path:

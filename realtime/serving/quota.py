@@ -1,33 +1,20 @@
-"""Limits on what callers use: sessions (`SessionQuota`), places (`SharedCount`), messages (`Pace`), time (`FairTurns`).
+"""Limits on the sessions of callers: how many a caller may have open, and how many it may open in a minute.
 
 A caller is an API key, or a client address on a server without keys. The registry asks a `SessionQuota` before it opens
-sessions, and each session holds an `Admission` until it ends. `LocalQuota` counts for a server with a single gateway
+sessions, and each session has an `Admission` until it ends. `LocalQuota` counts for a server with a single gateway
 process; with several workers the parent counts (`realtime/workers/worker_link.py`). Room in the engines is checked by
 the registry, not here.
-
-Where several API keys share a server, one of them has at most half of its places (`places_of_one_key`): of uploads
-(`SharedCount`, and `FairPlaces` for those that run), of viewers, of pulled streams and of WebRTC calls.
-
-The connections of a gateway use `Pace` and `FairTurns`. A client that sends too many messages is slowed by its pace and
-not refused. A client whose messages arrive faster than they are handled would occupy the event loop without end, so
-after `SHARE_S` it waits in `FairTurns`, which lets one client continue in each iteration of the loop. A client that
-sends rarely then waits for one share at most.
 """
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
 from realtime.config import LimitsConfig
 from realtime.session.settings import Settings
-
-# Seconds for which one client's messages are handled without yielding.
-SHARE_S = 0.0002
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,95 +30,9 @@ class Caller:
         return self.settings is not None
 
 
-def places_of_one_key(places: int, keys: int) -> int:
-    """How many of the server's places one key may take: where several keys share them, half, rounded up."""
-    return places if keys < 2 else -(-places // 2)
-
-
-class SharedCount:
-    """Places, or bytes, that callers share. `taken` has those of each caller."""
-
-    def __init__(self, most: Callable[[], int], share: Callable[[], int], what: str) -> None:
-        """`most` is for all callers, `share` for one; both may change with a reload. `what` names them in a refusal."""
-        self._most = most
-        self._share = share
-        self._what = what
-        self.taken: Counter[str] = Counter()
-
-    def take(self, caller: str, size: int = 1) -> str | None:
-        """Count what a caller takes; or return why it may not, and count nothing."""
-        most, share = self._most(), self._share()
-        if self.taken.total() + size > most:
-            return f"The server has no room for more than {most} {self._what}"
-        if self.taken[caller] + size > share:
-            return f"One of several keys may have {share} {self._what}"
-        self.taken[caller] += size
-        return None
-
-    def give_back(self, caller: str, size: int = 1) -> None:
-        self.taken[caller] -= size
-        if self.taken[caller] <= 0:
-            del self.taken[caller]
-
-
-class FairPlaces:
-    """Places for work that waits. A free place goes to the waiting callers in turn, and one of several keys has at most
-    its share: another key waits for one piece of work, not for all that came before."""
-
-    def __init__(self, places: int, keys: Callable[[], int]) -> None:
-        self._places = places
-        self._keys = keys
-        self._taken: Counter[str] = Counter()
-        # By caller; the one that was served longest ago comes first.
-        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-
-    @asynccontextmanager
-    async def place(self, caller: str) -> AsyncIterator[None]:
-        """Wait for a place, and hold it for the length of the block."""
-        mine: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(caller, deque()).append(mine)
-        self._give_places()
-        try:
-            await mine
-            yield
-        finally:
-            self._leave(caller, mine)
-
-    @property
-    def callers(self) -> int:
-        """The callers that hold a place or wait for one."""
-        return len(self._taken.keys() | self._waiting.keys())
-
-    def _leave(self, caller: str, mine: asyncio.Future[None]) -> None:
-        queue = self._waiting.get(caller, deque())
-        if not mine.cancelled():
-            self._taken[caller] -= 1
-            if not self._taken[caller]:
-                del self._taken[caller]
-        elif mine in queue:
-            queue.remove(mine)
-            if not queue:
-                del self._waiting[caller]
-        self._give_places()
-
-    def _give_places(self) -> None:
-        share = places_of_one_key(self._places, self._keys())
-        while self._taken.total() < self._places:
-            caller = next((caller for caller in self._waiting if self._taken[caller] < share), None)
-            if caller is None:
-                return
-            queue = self._waiting.pop(caller)
-            first = queue.popleft()
-            if queue:
-                self._waiting[caller] = queue
-            # A caller that was cancelled meanwhile does not take the place.
-            if not first.cancelled():
-                first.set_result(None)
-                self._taken[caller] += 1
-
-
+# Seconds over which new sessions are counted.
 RATE_WINDOW_S = 60.0
-# Callers whose new sessions are counted; beyond this number the oldest caller's count is dropped.
+# Callers whose new sessions are counted; beyond this number the count of the oldest caller is dropped.
 MAX_COUNTED_CALLERS = 10_000
 
 
@@ -305,55 +206,3 @@ class LocalQuota:
 
     def tick(self, own: Figures) -> None:
         self.counts.tick()
-
-
-class Pace:
-    """A token bucket: `per_second` messages on average, with bursts of one second's worth."""
-
-    def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
-        self._per_second = per_second
-        self._clock = clock
-        self._tokens = max(1.0, per_second)
-        self._filled_at = clock()
-
-    def delay(self) -> float:
-        """Take one token; returns the seconds to wait."""
-        now = self._clock()
-        self._tokens = min(max(1.0, self._per_second), self._tokens + (now - self._filled_at) * self._per_second)
-        self._filled_at = now
-        self._tokens -= 1
-        return max(0.0, -self._tokens / self._per_second)
-
-    def may_pass(self) -> bool:
-        """Whether a token is available now; takes none."""
-        return self._tokens + (self._clock() - self._filled_at) * self._per_second >= 1
-
-    async def wait(self) -> None:
-        delay = self.delay()
-        if delay:
-            await asyncio.sleep(delay)
-
-
-class FairTurns:
-    """A queue of busy clients, shared by all sockets of a gateway."""
-
-    def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-
-    async def wait(self) -> None:
-        """Wait until every client that called this before has continued."""
-        loop = asyncio.get_running_loop()
-        mine: asyncio.Future[None] = loop.create_future()
-        self._waiting.append(mine)
-        if len(self._waiting) == 1:
-            loop.call_soon(self._let_one_by, loop)
-        await mine
-
-    def _let_one_by(self, loop: asyncio.AbstractEventLoop) -> None:
-        while self._waiting:
-            first = self._waiting.popleft()
-            if not first.done():
-                first.set_result(None)
-                break
-        if self._waiting:
-            loop.call_soon(self._let_one_by, loop)

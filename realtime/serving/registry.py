@@ -2,14 +2,8 @@
 
 A gateway process has one `Sessions`; every route that opens a session asks it. Admission is decided before a socket is
 accepted, so a refusal is an HTTP response. One periodic task, the ticker, serves all sessions. What a single session
-does is in `live_session.py`.
-
-If there are several gateways, `PauseDetector` detects that this one was frozen, and holds its sockets until the engines
-say which sessions it still owns. A process that was stopped (SIGSTOP), or got no CPU time, does not notice that time
-has passed. Meanwhile its clients may have resumed at another gateway: an engine gives a session away if its owner does
-not answer for `RELEASE_SECONDS`. So after a standstill of nearly that length the gateway asks the engines which
-sessions it still owns. Until they answer, it reads nothing from clients, sends them nothing and resumes no session.
-Every read and send is checked, because after a standstill any of them may run before a timer does.
+does is in `live_session.py`. If there are several gateways, `pause_detector.py` tells the registry when this process
+may have lost sessions to another one.
 """
 
 from __future__ import annotations
@@ -17,12 +11,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import random
-from collections.abc import AsyncIterator, Awaitable, Callable, MutableMapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
-from typing import Any
 
-from engine.client.handoff import OwnedSession
 from engine.errors import AdoptionFailed, EngineUnavailable
 from engine.options import COUNTED_SECONDS
 from realtime.config import Config
@@ -30,26 +22,20 @@ from realtime.dialects.base import Dialect, SessionFacts
 from realtime.errors import CloseCode, IllegalEvent, Refusal, UnreadableValue
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
+from realtime.serving.pause_detector import PauseDetector
 from realtime.serving.quota import Admission, Caller, Figures, LocalQuota, SessionQuota
 from realtime.serving.session_factory import GatewayServices, OpenSession, SessionFactory
-from realtime.serving.uvicorn_protocols import SocketExtras, Taker
 from realtime.session.events import Configure, Hangup
 from realtime.session.settings import Settings
 
 log = logging.getLogger("tickertape.sessions")
 
+# Seconds between two ticks.
 TICK_S = 0.25
-# Longest pause between two handoffs of a drain, so that a server with few sessions does not drain slowly.
-FEW_SPREAD_S = 0.02
+# Longest pause in seconds between two handoffs of a drain, so that a server with few sessions does not drain slowly.
+HANDOFF_PAUSE_S = 0.02
 TAKEN_OVER = Hangup(CloseCode.TAKEN_OVER, "resumed on another connection", "taken_over")
 RESTARTING = Hangup(CloseCode.RESTART, "the server is restarting", "drain")
-# Seconds between two ticks that count as a standstill: less than the time after which engines take a session from an
-# owner that does not answer, and more than the lag of a busy event loop.
-STANDSTILL_S = 0.75
-
-Message = MutableMapping[str, Any]
-Receive = Callable[[], Awaitable[Message]]
-Send = Callable[[Message], Awaitable[None]]
 
 
 @dataclass(slots=True)
@@ -80,23 +66,23 @@ class Sessions:
         self._metrics = services.metrics
         self._clock = clock
         self._signer = services.signer
-        self._maker = SessionFactory(engine, config, clock, wall_clock, services)
+        self._factory = SessionFactory(engine, config, clock, wall_clock, services)
         self._handoff_store = services.handoff_store
         self.entries: dict[str, OpenSession] = {}
-        # Adoptions in progress by session id, and tasks that end sessions which other processes adopt.
-        self._coming: dict[str, _Adoption] = {}
-        self._leaving: set[asyncio.Task[None]] = set()
+        # Adoptions in progress by session id, and tasks that finish the release of sessions to other processes.
+        self._adoptions: dict[str, _Adoption] = {}
+        self._releases: set[asyncio.Task[None]] = set()
         self.quota: SessionQuota = services.quota or LocalQuota(config.limits, clock)
         # Whether a drain leaves resumable sessions to other processes.
         self.hands_over = False
-        self.standstill: PauseDetector | None = None
+        self.pause_detector: PauseDetector | None = None
         if self._handoff_store is not None:
-            self.standstill = PauseDetector(clock, self._handoff_store.confirm)
+            self.pause_detector = PauseDetector(clock, self._handoff_store.confirm)
             handoff_client = self._handoff_store.handoffs
             handoff_client.on_wanted, handoff_client.on_fenced, handoff_client.sessions = (
-                self._wanted,
-                self._fenced,
-                self._owned,
+                self._on_claim,
+                self._on_fenced,
+                self._owned_handoffs,
             )
 
     def __len__(self) -> int:
@@ -111,14 +97,14 @@ class Sessions:
         return sum(entry.live.session.speaking for entry in self.entries.values())
 
     def models(self) -> list[str]:
-        return self._maker.models()
+        return self._factory.models()
 
     def listed_models(self) -> list[str]:
-        return self._maker.listed_models()
+        return self._factory.listed_models()
 
     def facts(self) -> SessionFacts:
         """The facts for answers about a session that is not open yet."""
-        return self._maker.facts()
+        return self._factory.facts()
 
     # Admission
 
@@ -137,7 +123,7 @@ class Sessions:
         try:
             await self._admit(admission, len(dialects))
             for make_dialect in dialects:
-                entry = self._maker.make(caller, settings, make_dialect)
+                entry = self._factory.make(caller, settings, make_dialect)
                 self._metrics.opened.labels(entry.live.dialect.name).inc()
                 entry.admission = admission.part()
                 self.entries[entry.live.id] = entry
@@ -268,18 +254,18 @@ class Sessions:
 
     async def detach(self, entries: Sequence[OpenSession], connection: Connection) -> None:
         """The socket is closed. A resumable session waits for its client unless that closed with 1000; others end."""
-        over = []
+        ended = []
         for entry in entries:
             if entry.connection is not connection:
                 continue
             entry.connection = None
-            may_return = entry.live.resumable and not connection.said_goodbye
+            may_return = entry.live.resumable and not connection.closed_normally
             # During a drain a session waits only if it can be handed off.
             if may_return and self._config.session.resume_s and (not self.draining or self.hands_over):
                 entry.left_at = self._clock()
             else:
-                over.append(entry)
-        await self.end(*over)
+                ended.append(entry)
+        await self.end(*ended)
 
     async def end(self, *entries: OpenSession) -> None:
         """End sessions. All of them are removed and stopped before the first await, so that a cancellation cannot leave
@@ -309,42 +295,42 @@ class Sessions:
         """The session of this process if it still owns it; else the session is adopted. Raises EngineUnavailable."""
         if self._handoff_store is None or self.draining:
             return self.entries.get(session_id)
-        assert self.standstill is not None
-        await self.standstill.wait_until_sure()
+        assert self.pause_detector is not None
+        await self.pause_detector.wait_for_ownership()
         entry = self.entries.get(session_id)
         if entry is not None and entry.live.resumable and (handoff := entry.live.handoff) is not None:
             # Another gateway may have adopted it without our knowing yet, or may claim it at this moment.
             if not await handoff.renew():
-                self._fenced(session_id, handoff.number + 1)
+                self._on_fenced(session_id, handoff.number + 1)
         entry = self.entries.get(session_id)
         return entry if entry is not None else await self._adopt_saved(session_id, caller, has_left)
 
     async def _adopt_saved(self, session_id: str, caller: str, has_left: Callable[[], bool]) -> OpenSession | None:
         """Adopt a session of another process. Concurrent requests for the same session share one adoption."""
-        coming = self._coming.get(session_id)
-        if coming is None:
-            self._coming[session_id] = coming = _Adoption([has_left])
-            coming.task = asyncio.create_task(self._adopt(session_id, caller, coming), name=f"adopt {session_id}")
-            coming.task.add_done_callback(lambda _: self._coming.pop(session_id, None))
+        adoption = self._adoptions.get(session_id)
+        if adoption is None:
+            self._adoptions[session_id] = adoption = _Adoption([has_left])
+            adoption.task = asyncio.create_task(self._adopt(session_id, caller, adoption), name=f"adopt {session_id}")
+            adoption.task.add_done_callback(lambda _: self._adoptions.pop(session_id, None))
         else:
-            coming.waiting.append(has_left)
-        assert coming.task is not None
-        return await asyncio.shield(coming.task)
+            adoption.waiting.append(has_left)
+        assert adoption.task is not None
+        return await asyncio.shield(adoption.task)
 
-    async def _adopt(self, session_id: str, caller: str, coming: _Adoption) -> OpenSession | None:
+    async def _adopt(self, session_id: str, caller: str, adoption: _Adoption) -> OpenSession | None:
         assert self._handoff_store is not None
         adopted = await self._handoff_store.adopt(
-            session_id, lambda: not all(has_left() for has_left in coming.waiting)
+            session_id, lambda: not all(has_left() for has_left in adoption.waiting)
         )
         if adopted is None:
             return None
-        if coming.fenced > adopted.owner_number:
+        if adoption.fenced > adopted.owner_number:
             # This process was stopped between the two messages of the engine.
             if adopted.stream is not None:
                 adopted.stream.abort_everywhere()
             raise AdoptionFailed("another gateway has just adopted the session; try again in a few seconds")
         try:
-            entry = self._maker.adopt(session_id, caller, adopted)
+            entry = self._factory.adopt(session_id, caller, adopted)
         except Exception as error:
             if adopted.stream is not None:
                 await adopted.stream.abort()
@@ -378,12 +364,12 @@ class Sessions:
             log.warning("session %s has no webhook any more: %s", live.id, fault.message)
             live.submit(Configure(replace(live.session.settings, on_final=None)))
 
-    def _owned(self) -> list[OwnedSession]:
+    def _owned_handoffs(self) -> list[OwnedSession]:
         """The handoffs that engines have from this process."""
         handoffs = [entry.live.handoff for entry in self.entries.values() if entry.live.resumable]
         return [owned for handoff in handoffs if handoff is not None and (owned := handoff.owned) is not None]
 
-    def _wanted(self, session_id: str, number: int) -> bool:
+    def _on_claim(self, session_id: str, number: int) -> bool:
         """Another process claims a session, because its client resumes there. Returns whether the claim is for an
         outdated copy.
 
@@ -391,11 +377,15 @@ class Sessions:
         that is lost by now, and the last save would be lost too. The engine uses the copy it has, or asks again.
         """
         entry = self.entries.get(session_id)
-        if entry is None or entry.live.handoff is None or (self.standstill is not None and self.standstill.is_unsure):
+        if (
+            entry is None
+            or entry.live.handoff is None
+            or (self.pause_detector is not None and self.pause_detector.ownership_is_unknown)
+        ):
             return False
         if entry.live.handoff.number > number:
             return True
-        if _has_place(entry):
+        if _can_be_saved(entry):
             self._save_and_release(entry, TAKEN_OVER)
         return False
 
@@ -403,15 +393,15 @@ class Sessions:
         """Save a session for the last time and release it. Without an await: it must not change after the last save."""
         handoff = entry.live.handoff
         assert handoff is not None
-        entry.inbox.settle_all()
-        handoff.give_up()
+        entry.inbox.submit_all_pending()
+        handoff.send_last_save()
         self._release(entry, hangup)
 
-    def _fenced(self, session_id: str, number: int) -> None:
+    def _on_fenced(self, session_id: str, number: int) -> None:
         """Another process owns a session with this number: if it is higher than ours, the session ends here."""
-        entry, coming = self.entries.get(session_id), self._coming.get(session_id)
-        if coming is not None:
-            coming.fenced = max(coming.fenced, number)
+        entry, adoption = self.entries.get(session_id), self._adoptions.get(session_id)
+        if adoption is not None:
+            adoption.fenced = max(adoption.fenced, number)
         if entry is not None and entry.live.handoff is not None and entry.live.handoff.number < number:
             log.warning("session %s was taken over by another process; it ends here", session_id)
             entry.live.handoff.end()
@@ -423,15 +413,15 @@ class Sessions:
         self._remove(entry)
         entry.is_released = True
         entry.live.release(is_fenced)
-        leaving = asyncio.create_task(self._finish_release(entry, hangup), name=f"leave {entry.live.id}")
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
+        releasing = asyncio.create_task(self._finish_release(entry, hangup), name=f"leave {entry.live.id}")
+        self._releases.add(releasing)
+        releasing.add_done_callback(self._releases.discard)
 
     async def _finish_release(self, entry: OpenSession, hangup: Hangup) -> None:
         # The last save leaves before the client is disconnected and resumes elsewhere.
         assert entry.live.handoff is not None
         try:
-            await entry.live.handoff.left()
+            await entry.live.handoff.wait_until_sent()
         except Exception:
             log.exception("the last save of session %s failed; the session is released nevertheless", entry.live.id)
         finally:
@@ -449,16 +439,16 @@ class Sessions:
             await asyncio.sleep(TICK_S)
             self._metrics.loop_lag.observe(max(0.0, self._clock() - due))
             try:
-                if self.standstill is not None:
-                    self.standstill.tick()
+                if self.pause_detector is not None:
+                    self.pause_detector.tick()
                 await self.tick()
             except Exception:
                 log.exception("a tick of the session registry failed; the ticker continues")
 
     async def tick(self) -> None:
         now = self._clock()
-        is_unsure = self.standstill is not None and self.standstill.is_unsure
-        for entry in [] if is_unsure else list(self.entries.values()):
+        ownership_is_unknown = self.pause_detector is not None and self.pause_detector.ownership_is_unknown
+        for entry in [] if ownership_is_unknown else list(self.entries.values()):
             await self._tick_live(entry)
             if entry.connection is None and entry.left_at is not None:
                 if not entry.live.resumable or now - entry.left_at >= self._config.session.resume_s:
@@ -515,7 +505,7 @@ class Sessions:
                 entry.live.drain(deadline)
         # 2. The others are handed off.
         await self._hand_over(movable, deadline)
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._releases, return_exceptions=True)
         # 3. Wait for the turns; those cut off at the deadline get 2 s for their last text.
         while self.entries and self._clock() < deadline + 2.0:
             await asyncio.sleep(0.05)
@@ -530,14 +520,14 @@ class Sessions:
             if entry.connection is not None:
                 entry.connection.hang_up(RESTARTING)
             await self.end(entry)
-        await asyncio.gather(*self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._releases, return_exceptions=True)
 
     async def _hand_over(self, entries: list[OpenSession], deadline: float) -> None:
         """Hand off sessions one after the other, so that their clients do not all reconnect at once. A session that is
         migrating between engines is waited for."""
-        pause_s = min(self._config.server.drain_spread_s / max(1, len(entries)), FEW_SPREAD_S)
+        pause_s = min(self._config.server.drain_spread_s / max(1, len(entries)), HANDOFF_PAUSE_S)
         for entry in entries:
-            while _can_move(entry) and not _has_place(entry) and self._clock() < deadline:  # noqa: ASYNC110
+            while _can_move(entry) and not _can_be_saved(entry) and self._clock() < deadline:  # noqa: ASYNC110
                 await asyncio.sleep(0.05)
             if entry.live.id in self.entries and _can_move(entry):
                 self._save_and_release(entry, RESTARTING)
@@ -548,90 +538,5 @@ def _can_move(entry: OpenSession) -> bool:
     return entry.live.resumable and entry.live.handoff is not None
 
 
-def _has_place(entry: OpenSession) -> bool:
-    return entry.live.handoff is not None and entry.live.handoff.has_place
-
-
-class PauseDetector:
-    """Notices a standstill by the time between two ticks of the ticker, from the first tick on. `confirm` asks the
-    engines which sessions are still ours."""
-
-    def __init__(self, clock: Callable[[], float], confirm: Callable[[], Awaitable[None]]) -> None:
-        self._clock = clock
-        self._confirm = confirm
-        self._ticked_at: float | None = None
-        # Whether there was a standstill since the engines were last asked.
-        self._unasked = False
-        self._asking: asyncio.Task[None] | None = None
-        self._over = asyncio.Event()
-
-    @property
-    def is_unsure(self) -> bool:
-        """Whether another process may own some of our sessions by now."""
-        return self._asking is not None or self._is_late(self._clock())
-
-    async def wait_until_sure(self) -> None:
-        """Wait until it is known which sessions are still ours."""
-        while self.is_unsure:
-            self._over.clear()
-            await self._over.wait()
-
-    def tick(self) -> None:
-        """Called by the ticker; starts to ask the engines if the last call was too long ago."""
-        now = self._clock()
-        if self._is_late(now):
-            assert self._ticked_at is not None
-            log.warning(
-                "this process stood still for %.1f s; asking the engines which sessions it still owns",
-                now - self._ticked_at,
-            )
-            self._unasked = True
-            if self._asking is None:
-                self._asking = asyncio.create_task(self._ask(), name="whose sessions")
-        self._ticked_at = now
-
-    def guard(
-        self, receive: Receive, send: Send, extras: SocketExtras, is_ours: Callable[[], bool]
-    ) -> tuple[Receive, Send, SocketExtras]:
-        """Wrap a socket so that it is held while the owner of its session is not known; closing is not held.
-
-        Messages of a session that is not ours any more are dropped: the new owner sends them.
-        """
-
-        async def receive_surely() -> Message:
-            message = await receive()
-            if self.is_unsure:
-                await self.wait_until_sure()
-            return message
-
-        async def send_surely(message: Message) -> None:
-            if message["type"] == "websocket.send":
-                if self.is_unsure:
-                    await self.wait_until_sure()
-                if not is_ours():
-                    return
-            await send(message)
-
-        def send_now(text: str) -> bool:
-            return not self.is_unsure and is_ours() and extras.send_now(text)
-
-        def offer_to(taker: Taker) -> None:
-            extras.offer_to(lambda text: not self.is_unsure and taker(text))
-
-        return receive_surely, send_surely, replace(extras, send_now=send_now, offer_to=offer_to)
-
-    def _is_late(self, now: float) -> bool:
-        return self._ticked_at is not None and now - self._ticked_at > STANDSTILL_S
-
-    async def _ask(self) -> None:
-        try:
-            while self._unasked:
-                self._unasked = False
-                await self._confirm()
-                # Another standstill after the engines answered makes their answers worthless.
-                self._unasked = self._unasked or self._is_late(self._clock())
-        except Exception:
-            log.exception("the engines could not be asked which sessions this process still owns")
-        finally:
-            self._asking = None
-            self._over.set()
+def _can_be_saved(entry: OpenSession) -> bool:
+    return entry.live.handoff is not None and entry.live.handoff.can_be_saved

@@ -24,12 +24,15 @@ from realtime.errors import UnreadableValue
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.enrolment import SocketEnrolment
-from realtime.serving.handoff import (
+from realtime.serving.handoff import HandoffSettings, HandoffStore, SessionHandoff
+from realtime.serving.inbox import Inbox
+from realtime.serving.live_session import LiveSession
+from realtime.serving.metrics import Metrics
+from realtime.serving.publishing import Publisher, SessionPublication
+from realtime.serving.quota import Admission, Caller, SessionQuota
+from realtime.serving.saved_session import (
     LIVE_VERSION,
-    HandoffSettings,
-    HandoffStore,
     SavedLive,
-    SessionHandoff,
     decode_entry,
     decode_frames,
     decode_live,
@@ -38,12 +41,8 @@ from realtime.serving.handoff import (
     named,
     plain,
 )
-from realtime.serving.inbox import Inbox
-from realtime.serving.live_session import LiveLimits, LiveSession
-from realtime.serving.metrics import Metrics
-from realtime.serving.publishing import Publisher, SessionPublication
-from realtime.serving.quota import Admission, Caller, SessionQuota
 from realtime.serving.signed_tokens import Signer
+from realtime.serving.stream_runner import LiveLimits
 from realtime.serving.webhooks import Webhooks
 from realtime.session.core import Session, SessionLimits
 from realtime.session.settings import Settings
@@ -75,7 +74,7 @@ class Ids:
     number: int = 0
 
     @classmethod
-    def anew(cls, name: str) -> Ids:
+    def new(cls, name: str) -> Ids:
         """Ids with a new random prefix."""
         return cls(f"{name}_{secrets.token_hex(6)}")
 
@@ -110,9 +109,9 @@ class OpenSession:
     # Seconds of audio received and heard by the model that the metrics have counted.
     received_s: float = 0.0
     heard_s: float = 0.0
-    # Sequence number of the last frame in the saved handoff.
+    # Sequence number of the last frame that was saved with the handoff.
     handed_off: int = 0
-    # The session was left to another process: this one sends nothing of it any more.
+    # Another process continues the session: this one sends no more frames of it.
     is_released: bool = False
 
     def count_audio(self, metrics: Metrics) -> None:
@@ -174,7 +173,7 @@ class SessionFactory:
             model=models[0],
             models=frozenset(models),
             # For events without a sequence number: each process that owns the session has its own prefix.
-            new_event_id=Ids.anew("event"),
+            new_event_id=Ids.new("event"),
             resume_token=self._signer.resume_token(session_id, caller) if resume_s else "",
             resume_seconds=int(resume_s),
             gap_seconds=self._config.limits.gap_s,
@@ -185,7 +184,7 @@ class SessionFactory:
         dialect = make_dialect(facts)
         may_inject = self._config.server.inject and not caller.is_secret
         start = dialect.start_settings(settings)
-        entry = self._entry(facts, dialect, start, caller.name, may_inject, Ids.anew("item"), 1)
+        entry = self._entry(facts, dialect, start, caller.name, may_inject, Ids.new("item"), 1)
         entry.live.publication.may_change = entry.live.webhooks.may_change = not caller.is_secret
         return entry
 
@@ -204,7 +203,7 @@ class SessionFactory:
             entry.live.handoff.was_adopted(adopted.link)
         entry.inbox.dialect_fixed = saved.dialect_fixed
         try:
-            self._reenact(entry, saved, adopted)
+            self._restore(entry, saved, adopted)
         except BaseException:
             entry.live.webhooks.close(0.0, moves=True)
             raise
@@ -244,7 +243,7 @@ class SessionFactory:
                 self._handoff_store,
                 keep,
                 lambda: live.runner.engine_stream,
-                lambda last, whole: self._value(entry, last, whole),
+                lambda last, all_frames: self._encode_session(entry, last, all_frames),
             )
         return entry
 
@@ -262,9 +261,9 @@ class SessionFactory:
 
     # Saving and loading a session
 
-    def _value(self, entry: OpenSession, last: bool, whole: bool) -> tuple[bytes, bytes]:
-        """The encoded session, and the encoded frames sent since the last call; with `whole`, all frames kept."""
-        live, engine_side = entry.live, entry.live.runner.save(last)
+    def _encode_session(self, entry: OpenSession, last: bool, all_frames: bool) -> tuple[bytes, bytes]:
+        """The encoded session, and the encoded frames sent since the last call; with `all_frames`, all frames kept."""
+        live, stream_fields = entry.live, entry.live.runner.save(last)
         state = {name: value for name, value in vars(live.dialect).items() if name != "facts"}
         saved = SavedLive(
             version=LIVE_VERSION,
@@ -277,16 +276,16 @@ class SessionFactory:
             dialect_state=state,
             dialect_fixed=entry.inbox.dialect_fixed,
             item_ids=(entry.item_ids.prefix, entry.item_ids.number),
-            outbox=[named(event) for event in live.outbox.waiting()],
+            outbox=[named(event) for event in live.outbox.events()],
             sequence=live.sent.last,
             now=self._clock(),
-            **engine_side,
+            **stream_fields,
         )
-        frames = live.sent.newest(live.sent.last - (0 if whole else entry.handed_off))
+        frames = live.sent.newest(live.sent.last - (0 if all_frames else entry.handed_off))
         entry.handed_off = live.sent.last
         return encode_live(saved), encode_frames(live.sent.last - len(frames) + 1, frames)
 
-    def _reenact(self, entry: OpenSession, saved: SavedLive, adopted: AdoptedSession) -> None:
+    def _restore(self, entry: OpenSession, saved: SavedLive, adopted: AdoptedSession) -> None:
         """Bring the session to the state that the other process left."""
         # 1. Load the base and the sent frames.
         live, now = entry.live, saved.now

@@ -1,20 +1,13 @@
-"""uvicorn's HTTP and WebSocket protocol classes with limits and deadlines for clients, and our ASGI extension.
+"""uvicorn's HTTP and WebSocket protocol classes with limits and deadlines for clients.
 
 `realtime/app.py` gives these classes to uvicorn, `HttpWithDeadlines` as its subclass in `realtime/http/descriptors.py`;
 uvicorn makes one object for each TCP connection. `tests/realtime/serving/test_uvicorn_protocols_internals.py` checks
-the internals of uvicorn that they use.
+the internals of uvicorn that they use. Both classes give the application the operations of `socket_extras.py`.
 
 - `HttpWithDeadlines`: deadlines for slow requests and for responses that the client does not read.
 - `RealtimeWebSocket`: a liveness check that spares clients which send without reading, long messages in parts, and
   limits on the memory and the CPU time that one client can use without a pause.
-- `text_of_whole_frame` decodes a typical frame without the parser, and `FrameSplitter` cuts long frames into fragments.
 - `clean_headers`: response headers without control characters.
-
-The extension (`SocketExtras`) has what ASGI lacks, and is in the scope of each request and socket: with it the
-application aborts a socket, sends without waiting, takes an append without waking its reader task, receives a long
-message in parts, bounds what waits for a viewer, and sees whether the peer has left. The classes here provide it, and
-so does `webrtc_calls.py` for WebRTC calls; with another ASGI server the defaults apply, which do nothing. `ViewerLine`
-is for viewers of published sessions: bytes that are the same for many of them are written directly to each connection.
 """
 
 from __future__ import annotations
@@ -22,12 +15,8 @@ from __future__ import annotations
 import asyncio
 import codecs
 import re
-import select
-import socket
-import struct
 from collections import deque
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from enum import Enum, auto
 from typing import Any
 
@@ -37,102 +26,30 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.protocols.utils import ClientDisconnected
 from uvicorn.protocols.websockets.websockets_sansio_impl import WebSocketsSansIOProtocol
 from websockets.exceptions import InvalidState
-from websockets.frames import (  # type: ignore[attr-defined]
-    Frame,
-    apply_mask,
-)
+from websockets.frames import Frame
 from websockets.protocol import State
 
-# Key of the `SocketExtras` in the extensions of an ASGI scope.
-EXTENSION = "tickertape.socket"
+from realtime.serving.socket_extras import (
+    EXTENSION,
+    PART,
+    Part,
+    SocketExtras,
+    TextHandler,
+    is_reset,
+    peer_has_closed,
+    seconds_since_data,
+    viewer_line,
+)
+from realtime.serving.websocket_frames import PART_BYTES, FrameSplitter, text_of_whole_frame
 
-# Key of a `Part` in a received message, in place of `text` or `bytes`.
-PART = "tickertape.part"
-
-# Handles a text message at once, or returns False: then the reader has to read it.
-Taker = Callable[[str], bool]
 # Proxies refuse responses with large headers.
 MAX_HEADER_CHARACTERS = 500
 
 _CONTROL = re.compile(rb"[\x00-\x1f\x7f]")
-# The target of a request that is a whole URL: its host, and its path and query.
+# A request target that is a whole URL (absolute form): its host, and its path and query.
 _ABSOLUTE_FORM = re.compile(rb"(?i:https?|wss?)://([^/?@]+)((?:[/?].*)?)")
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
-
-
-def _no_abort() -> None:
-    """The socket cannot be aborted."""
-
-
-def _unknown() -> bool:
-    """It is not known whether messages wait."""
-    return True
-
-
-def _not_known_to_be_gone() -> bool:
-    """It is not known that the client has left; the reader finds out after the messages before it."""
-    return False
-
-
-def _no_wait() -> float:
-    """It is not known when the last bytes arrived."""
-    return 0.0
-
-
-def _no_hurry(text: str) -> bool:
-    """Not sent: every message goes through the ASGI `send`."""
-    return False
-
-
-def _no_write(data: bytes) -> bool:
-    """Not written."""
-    return False
-
-
-def _no_offers(taker: Taker) -> None:
-    """The taker is never called: every message goes through the ASGI `receive`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Part:
-    """The next bytes of a message that is too long to be handled as a whole. Parts come in order."""
-
-    data: bytes
-    is_text: bool
-    is_last: bool
-
-
-@dataclass(frozen=True, slots=True)
-class ViewerLine:
-    """The connection of a viewer, to which bytes are written that were framed for many viewers at once."""
-
-    # Write bytes if hardly anything waits to be sent; returns whether they were written.
-    write: Callable[[bytes], bool] = _no_write
-    # Close the connection at once.
-    abort: Callable[[], None] = _no_abort
-
-
-@dataclass(frozen=True, slots=True)
-class SocketExtras:
-    """Operations of a socket that ASGI does not have."""
-
-    # Close the socket without a close frame.
-    abort: Callable[[], None] = _no_abort
-    # Whether no further message has arrived.
-    nothing_waits: Callable[[], bool] = _unknown
-    # Whether the client has left.
-    gone: Callable[[], bool] = _not_known_to_be_gone
-    # The same, but True even while bytes that the client sent before it closed are unread.
-    has_closed: Callable[[], bool] = _not_known_to_be_gone
-    # Seconds since the last bytes arrived, read or not.
-    waited_s: Callable[[], float] = _no_wait
-    # Send a text if that needs no waiting; returns whether it was sent.
-    send_now: Callable[[str], bool] = _no_hurry
-    # The connection as a viewer's; None if the server cannot write bytes that were framed before.
-    as_viewer: Callable[[], ViewerLine] | None = None
-    # Register the taker that is offered a text message when the reader is waiting for one.
-    offer_to: Callable[[Taker], None] = _no_offers
 
 
 def header_text(text: str) -> str:
@@ -152,164 +69,12 @@ def _escaped(value: bytes) -> bytes:
 # Socket state from the kernel. After a standstill of this process a request may wait in a socket that its client has
 # closed since; the kernel knows that even while bytes are unread.
 
-# `tcpi_last_data_recv` of Linux's `struct tcp_info`: milliseconds since the last data, after 8 bytes and 11 integers.
-_LAST_DATA = struct.Struct("8x44xI")
-
-
-def peer_has_closed(transport: asyncio.BaseTransport) -> bool:
-    """Whether the peer has closed the connection, or its sending half. False where the system cannot tell."""
-    return bool(_events(transport))
-
-
-def is_reset(transport: asyncio.BaseTransport) -> bool:
-    """Whether the connection is lost in both directions. False where the system cannot tell."""
-    return bool(_events(transport) & (select.POLLERR | select.POLLHUP))
-
-
-def _events(transport: asyncio.BaseTransport) -> int:
-    found = transport.get_extra_info("socket")
-    if found is None or not hasattr(select, "POLLRDHUP"):
-        return 0
-    if found.fileno() < 0:
-        return select.POLLHUP
-    poll = select.poll()
-    poll.register(found.fileno(), select.POLLRDHUP)
-    seen = poll.poll(0)
-    return seen[0][1] if seen else 0
-
-
-def seconds_since_data(transport: asyncio.BaseTransport) -> float:
-    """Seconds since the last bytes arrived, read or not. 0 where the system cannot tell."""
-    found = transport.get_extra_info("socket")
-    if found is None or found.fileno() < 0 or not hasattr(socket, "TCP_INFO"):
-        return 0.0
-    try:
-        info = found.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _LAST_DATA.size)
-    except OSError:
-        return 0.0
-    return float(_LAST_DATA.unpack(info)[0]) / 1000 if len(info) == _LAST_DATA.size else 0.0
-
 
 # WebSocket frames. Nearly every append is one frame that arrives in one read; it is decoded here, without the parser.
 
-# First two bytes of such a frame: a final text frame; masked, with a length of two bytes.
-_WHOLE_TEXT, _MASKED_MIDDLE_LENGTH = 0x81, 0xFE
-_HEAD_BYTES = 8
-# Shortest payload with a length of two bytes.
-_SHORTEST = 126
-# The parser gets the payload of a frame in fragments of at most this size, because unmasking, copying and decoding more
-# at once would delay other clients. A multiple of the mask's length (4).
-PART_BYTES = 64 * 1024
-_FINAL, _OPCODE, _MASKED = 0x80, 0x0F, 0x80
-_CONTINUED, _FIRST_CONTROL = 0x0, 0x8
 
-
-def text_of_whole_frame(data: bytes, max_size: int) -> str | None:
-    """The text if the data is exactly one final, masked text frame with a two-byte length; else None."""
-    length = len(data) - _HEAD_BYTES
-    if not _SHORTEST <= length <= max_size or data[0] != _WHOLE_TEXT or data[1] != _MASKED_MIDDLE_LENGTH:
-        return None
-    if int.from_bytes(data[2:4]) != length:
-        return None
-    try:
-        return str(apply_mask(data[_HEAD_BYTES:], data[4:_HEAD_BYTES]), "utf-8")
-    except UnicodeDecodeError:
-        return None
-
-
-class FrameSplitter:
-    """Rewrites a client's byte stream so that long frames reach the parser as fragments of `PART_BYTES`.
-
-    RFC 6455 allows intermediaries to fragment messages, so the result is valid. A frame that makes its message longer
-    than `max_size` is passed on unchanged: the parser refuses it by its header.
-    """
-
-    def __init__(self, max_size: int) -> None:
-        self._max_size = max_size
-        self._head = b""
-        # Payload bytes left in the current fragment, and in the frame after it.
-        self._left = 0
-        self._later = 0
-        # FIN bit of the frame that is being split.
-        self._final = 0
-        self._mask = b""
-        self._message_size = 0
-
-    @property
-    def at_start(self) -> bool:
-        """Whether the next byte is the first byte of a frame."""
-        return not self._left and not self._later and not self._head
-
-    def split(self, data: bytes) -> bytes:
-        """The bytes to give to the parser in place of `data`."""
-        if len(data) <= self._left:
-            self._left -= len(data)
-            return data
-        seen, place = [], 0
-        while place < len(data):
-            if not self._left and self._later:
-                seen.append(self._fragment(_CONTINUED))
-            if self._left:
-                step = min(self._left, len(data) - place)
-                self._left -= step
-                seen.append(data[place : place + step])
-            else:
-                step = min(_missing(self._head), len(data) - place)
-                self._head += data[place : place + step]
-                if not _missing(self._head):
-                    head, self._head = self._head, b""
-                    seen.append(self._begin(head))
-            place += step
-        return b"".join(seen)
-
-    def _begin(self, head: bytes) -> bytes:
-        """The header to give to the parser: of the whole frame, or of its first fragment."""
-        opcode, length = head[0] & _OPCODE, _length(head)
-        if opcode < _FIRST_CONTROL:
-            self._message_size = length + (self._message_size if opcode == _CONTINUED else 0)
-        masked = head[1] & _MASKED
-        if length <= PART_BYTES or not masked or self._message_size > self._max_size:
-            self._left = length
-            return head
-        self._later, self._final, self._mask = length, head[0] & _FINAL, head[-4:]
-        return self._fragment(head[0] & ~_FINAL)
-
-    def _fragment(self, first_byte: int) -> bytes:
-        """The header of the next fragment; the last one has the FIN bit of the frame."""
-        self._left = min(PART_BYTES, self._later)
-        self._later -= self._left
-        if not self._later:
-            first_byte |= self._final
-        return bytes((first_byte,)) + _masked_length(self._left) + self._mask
-
-
-def _masked_length(length: int) -> bytes:
-    if length < 126:
-        return bytes((_MASKED | length,))
-    return (
-        bytes((_MASKED | 126,)) + length.to_bytes(2) if length < 2**16 else bytes((_MASKED | 127,)) + length.to_bytes(8)
-    )
-
-
-def _missing(head: bytes) -> int:
-    """Bytes that are still missing to complete the header of a frame, or to know its length."""
-    if len(head) < 2:
-        return 2 - len(head)
-    mask_bytes = 4 if head[1] & 0x80 else 0
-    return 2 + _length_bytes(head) + mask_bytes - len(head)
-
-
-def _length_bytes(head: bytes) -> int:
-    return {126: 2, 127: 8}.get(head[1] & 0x7F, 0)
-
-
-def _length(head: bytes) -> int:
-    size = _length_bytes(head)
-    return int.from_bytes(head[2 : 2 + size]) if size else head[1] & 0x7F
-
-
-# Messages and bytes that may wait for the application before reading pauses. uvicorn pauses after every message, at the
-# cost of two system calls each.
+# Messages and bytes that may be queued for the application before reading pauses. uvicorn itself pauses after every
+# message, which costs two system calls each time.
 MAX_WAITING = 32
 MAX_WAITING_BYTES = 256 * 1024
 # WebSocket bytes are parsed in pieces of this size, for at most this time in seconds before yielding: they may contain
@@ -330,29 +95,8 @@ MIN_HTTP_PIECE_BYTES = 256
 MAX_HTTP_PIECE_BYTES = 64 * 1024
 # Minimum rate of a request body in bytes per second.
 MIN_BODY_RATE = 1024
-# A response that the client does not read is cut off after this many times `handshake_s`.
+# A response that the client does not read is cut off after this many times `handshake_s` (seconds).
 UNREAD_TIMES = 6
-
-
-# A viewer is written to while no more than this waits in its connection. The send buffer of the system is small,
-# because what is in it cannot be replaced by newer words.
-VIEWER_WAITING_BYTES = 16 * 1024
-VIEWER_SEND_BUFFER_BYTES = 32 * 1024
-
-
-def viewer_line(transport: asyncio.Transport, may_write: Callable[[], bool]) -> ViewerLine:
-    """The connection of a viewer, written to only while `may_write`."""
-    found = transport.get_extra_info("socket")
-    if found is not None and found.fileno() >= 0:
-        found.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, VIEWER_SEND_BUFFER_BYTES)
-
-    def write(data: bytes) -> bool:
-        if not may_write() or transport.get_write_buffer_size() > VIEWER_WAITING_BYTES:
-            return False
-        transport.write(data)
-        return True
-
-    return ViewerLine(write, transport.abort)
 
 
 class _Mailbox:
@@ -399,13 +143,13 @@ def _size(message: Any) -> int:
 
 
 class _Incoming:
-    """A message whose last fragment has not arrived."""
+    """A WebSocket message whose last fragment has not arrived."""
 
     def __init__(self, is_text: bool) -> None:
         self.is_text = is_text
         # Bytes not passed on yet; one buffer, so that thousands of tiny fragments take no more than their bytes.
-        self.held = bytearray()
-        # Longer than `whole_bytes`: it is passed on in parts.
+        self.buffer = bytearray()
+        # The message is longer than `whole_bytes`: it is passed on in parts.
         self.is_long = False
         self._decoder: codecs.IncrementalDecoder | None = None
 
@@ -435,15 +179,16 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._heard_at = 0.0
+        self._last_data_at = 0.0
         self._mailbox = _Mailbox()
         self.queue = self._mailbox  # type: ignore[assignment]
         self._unparsed = b""
         self._parsing_later: asyncio.Handle | None = None
         self._unsent_pong = b""
-        self._taker: Taker | None = None
-        # Only the first message of each read may be offered to the taker; the others wait for the reader and its share.
-        self._may_be_taken = False
+        self._text_handler: TextHandler | None = None
+        # Only the first message of each read may be offered to the handler; the others wait for the reader and its
+        # share.
+        self._may_be_offered = False
         self._max_size = self.config.ws_max_size
         self._splitter = FrameSplitter(self._max_size)
         self._incoming: _Incoming | None = None
@@ -453,12 +198,12 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         self._peer_check: asyncio.TimerHandle | None = None
 
     def data_received(self, data: bytes) -> None:
-        self._heard_at = self.loop.time()
+        self._last_data_at = self.loop.time()
         if self.handshake_initiated and not self.handshake_complete:
             # RFC 6455 (4.1): a client sends nothing before the handshake is complete. The parser cannot refuse it yet.
             return
-        self._may_be_taken = True
-        if self.handshake_initiated and self._taken_whole(data):
+        self._may_be_offered = True
+        if self.handshake_initiated and self._handled_whole_frame(data):
             return
         self._message_bytes += len(data)
         self._unparsed = self._unparsed + data if self._unparsed else data
@@ -468,26 +213,26 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
     def _parse(self) -> None:
         """Parse the bytes that were read, until the mailbox is full or `PARSING_S` has passed."""
         self._parsing_later = None
-        started, taken = self.loop.time(), 0
+        started, parsed = self.loop.time(), 0
         data = self._unparsed
-        while taken < len(data) and self._takes_more:
-            if taken and self.loop.time() - started > PARSING_S:
+        while parsed < len(data) and self._accepts_more:
+            if parsed and self.loop.time() - started > PARSING_S:
                 self._parsing_later = self.loop.call_soon(self._parse)
                 break
-            piece = data[taken : taken + PIECE_BYTES]
+            piece = data[parsed : parsed + PIECE_BYTES]
             super().data_received(self._splitter.split(piece) if self.handshake_initiated else piece)
-            taken += PIECE_BYTES
+            parsed += PIECE_BYTES
         if self.conn.handshake_exc is not None and not self.handshake_initiated:
             # A header that h11 accepts and `websockets` refuses: uvicorn would never answer it.
             self.transport.write(UNREADABLE_HEAD)
             self.transport.close()
-        self._unparsed = data[taken:]
+        self._unparsed = data[parsed:]
         if self.transport.is_closing():
             self._unparsed = b""
-        elif self._takes_more and not self._unparsed:
-            self._read_on()
+        elif self._accepts_more and not self._unparsed:
+            self._resume_reading()
         else:
-            self._read_no_further()
+            self._pause_reading()
         self._watch_message()
 
     def _watch_message(self) -> None:
@@ -520,16 +265,16 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         super().connection_lost(exc)
 
     @property
-    def _takes_more(self) -> bool:
+    def _accepts_more(self) -> bool:
         # After our close frame messages are discarded, and reading continues until the peer's close frame.
         return (self.close_sent or not self._mailbox.full) and not self.transport.is_closing()
 
-    def _read_on(self) -> None:
+    def _resume_reading(self) -> None:
         if self.read_paused:
             self.read_paused = False
             self.transport.resume_reading()
 
-    def _read_no_further(self) -> None:
+    def _pause_reading(self) -> None:
         if not self.read_paused:
             self.read_paused = True
             self.transport.pause_reading()
@@ -565,50 +310,50 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
 
     def handle_text(self, event: Frame) -> None:
         self._incoming = _Incoming(is_text=True)
-        self._take_fragment(self._incoming, event)
+        self._add_fragment(self._incoming, event)
 
     def handle_bytes(self, event: Frame) -> None:
         self._incoming = _Incoming(is_text=False)
-        self._take_fragment(self._incoming, event)
+        self._add_fragment(self._incoming, event)
 
     def handle_cont(self, event: Frame) -> None:
         # The parser refuses a continuation without a first frame.
         assert self._incoming is not None
-        self._take_fragment(self._incoming, event)
+        self._add_fragment(self._incoming, event)
 
-    def _take_fragment(self, message: _Incoming, fragment: Frame) -> None:
+    def _add_fragment(self, message: _Incoming, fragment: Frame) -> None:
         if fragment.fin:
             self._incoming = None
         if self.close_sent:
             return
-        message.held += fragment.data
-        message.is_long = message.is_long or len(message.held) > self.whole_bytes
+        message.buffer += fragment.data
+        message.is_long = message.is_long or len(message.buffer) > self.whole_bytes
         try:
             if message.is_long:
-                self._hand_on_parts(message, fragment.fin)
+                self._deliver_parts(message, fragment.fin)
             elif fragment.fin:
-                self._hand_on(message)
+                self._deliver(message)
         except UnicodeDecodeError:
             self.conn.fail(1007, "text frames must be UTF-8")
             self.handle_parser_exception()
             return
         if self._mailbox.full:
-            self._read_no_further()
+            self._pause_reading()
 
-    def _hand_on(self, message: _Incoming) -> None:
+    def _deliver(self, message: _Incoming) -> None:
         if not message.is_text:
-            self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(message.held)})
+            self._mailbox.put_nowait({"type": "websocket.receive", "bytes": bytes(message.buffer)})
             return
-        text = str(message.held, "utf-8")
-        if not self._is_taken(text):
+        text = str(message.buffer, "utf-8")
+        if not self._handled_now(text):
             self._mailbox.put_nowait({"type": "websocket.receive", "text": text})
 
-    def _hand_on_parts(self, message: _Incoming, is_complete: bool) -> None:
-        held = message.held
-        while len(held) >= PART_BYTES or is_complete:
-            data = bytes(held[:PART_BYTES])
-            del held[:PART_BYTES]
-            is_last = is_complete and not held
+    def _deliver_parts(self, message: _Incoming, is_complete: bool) -> None:
+        buffer = message.buffer
+        while len(buffer) >= PART_BYTES or is_complete:
+            data = bytes(buffer[:PART_BYTES])
+            del buffer[:PART_BYTES]
+            is_last = is_complete and not buffer
             message.check(data, final=is_last)
             self._mailbox.put_nowait({"type": "websocket.receive", PART: Part(data, message.is_text, is_last)})
             if is_last:
@@ -627,24 +372,29 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
             self.transport.write(self._unsent_pong)
             self._unsent_pong = b""
 
-    def _taken_whole(self, data: bytes) -> bool:
-        """Fast path: whether the data was exactly one text frame and the taker handled it. The parser is bypassed,
+    def _handled_whole_frame(self, data: bytes) -> bool:
+        """Fast path: whether the data was exactly one text frame and the handler handled it. The parser is bypassed,
         which is possible only between two frames."""
         if not self._splitter.at_start or self._unparsed or self._incoming or self.conn.state is not State.OPEN:
             return False
         text = None if self.close_sent or self.read_paused else text_of_whole_frame(data, self._max_size)
-        return text is not None and self._is_taken(text)
+        return text is not None and self._handled_now(text)
 
-    def _is_taken(self, text: str) -> bool:
-        """Offer a text to the taker; returns whether it was handled without waking the reader."""
-        may_be_taken, self._may_be_taken = self._may_be_taken, False
-        return may_be_taken and self._taker is not None and self._mailbox.is_waited_for and self._taker(text)
+    def _handled_now(self, text: str) -> bool:
+        """Offer a text to the handler; returns whether it was handled without waking the reader."""
+        may_be_offered, self._may_be_offered = self._may_be_offered, False
+        return (
+            may_be_offered
+            and self._text_handler is not None
+            and self._mailbox.is_waited_for
+            and self._text_handler(text)
+        )
 
-    def _offer_to(self, taker: Taker) -> None:
-        self._taker = taker
+    def _offer_to(self, handler: TextHandler) -> None:
+        self._text_handler = handler
 
     def keepalive_timeout(self) -> None:
-        silent_for = self.loop.time() - self._heard_at
+        silent_for = self.loop.time() - self._last_data_at
         timeout = self.ping_timeout
         if timeout is not None and silent_for < timeout or self.read_paused:
             # The client sent something lately, or reading is paused and its silence says nothing.
@@ -684,7 +434,7 @@ class RealtimeWebSocket(WebSocketsSansIOProtocol):
         extensions[EXTENSION] = SocketExtras(
             abort=self.transport.abort,
             nothing_waits=self._mailbox.empty,
-            gone=self.transport.is_closing,
+            has_left=self.transport.is_closing,
             has_closed=lambda: self.transport.is_closing() or peer_has_closed(self.transport),
             waited_s=lambda: seconds_since_data(self.transport),
             send_now=self._send_now,
@@ -806,22 +556,22 @@ class HttpWithDeadlines(H11Protocol):
     def _parse(self) -> None:
         """Parse the bytes that were read, for at most `PARSING_S`."""
         self._parsing_later = None
-        data, taken = self._unparsed, 0
+        data, parsed = self._unparsed, 0
         began = started = self.loop.time()
-        while taken < len(data) and not self._no_longer_http and not self.transport.is_closing():
-            if taken and started - began > PARSING_S:
+        while parsed < len(data) and not self._no_longer_http and not self.transport.is_closing():
+            if parsed and started - began > PARSING_S:
                 self._parsing_later = self.loop.call_soon(self._parse)
                 break
-            piece = data[taken : taken + self._piece_bytes]
+            piece = data[parsed : parsed + self._piece_bytes]
             super().data_received(piece)
-            taken += len(piece)
+            parsed += len(piece)
             took, started = self.loop.time() - started, self.loop.time()
             if took > PARSING_S:
                 self._piece_bytes = max(MIN_HTTP_PIECE_BYTES, self._piece_bytes // 2)
             elif took < PARSING_S / 4:
                 self._piece_bytes = min(MAX_HTTP_PIECE_BYTES, self._piece_bytes * 2)
         # Bytes after an upgrade request are dropped, as `RealtimeWebSocket` drops those that arrive later.
-        self._unparsed = data[taken:] if self._parsing_later is not None else b""
+        self._unparsed = data[parsed:] if self._parsing_later is not None else b""
         if not self._no_longer_http and not self.transport.is_closing():
             self._held_flow.hold(bool(self._unparsed))
         self._watch()

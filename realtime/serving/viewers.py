@@ -3,216 +3,49 @@
 `Audience` owns the viewers of this gateway process, by the names that they read; `publishing.py` brings it the words. A
 viewer has no queue. If its connection does not take an event at once, the viewer gets no further events until its
 connection is empty again, and then a snapshot with the newest words. So a slow viewer costs no memory and no time, and
-the speaker never waits. The routes and the admission of viewers are in `realtime/http/viewer_routes.py`.
-
-HLS players read captions instead: a playlist of WebVTT segments, and the text of each segment. `Audience` keeps one
-`CaptionSegments` for a name while players ask for it. A segment covers `SEGMENT_S` of the server's clock. The playlist
-has the date of each segment, so a player can show the captions with the video stream of another server. A word belongs
-to the segment in which it begins. Words arrive after they are spoken, and finals later still, so a segment is listed
-only `HOLD_S` after its end.
+the speaker never waits. HLS players read captions instead (`caption_segments.py`). The routes and the admission of
+viewers are in `realtime/http/viewer_routes.py`.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from enum import Enum, auto
 from typing import Any
 
 import msgspec
 
+from realtime.serving.caption_segments import CaptionSegments
 from realtime.serving.metrics import Metrics
-from realtime.serving.publishing import (
-    MAX_OPEN_TURNS,
+from realtime.serving.published_transcript import (
     Added,
     Begun,
     Ended,
     Finished,
-    Key,
     Line,
     PublishedTranscript,
-    Publisher,
     Removed,
     State,
     Update,
-    Word,
 )
-from realtime.session.subtitles import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
-from realtime.text_values import date_text
-
-# Captions for HLS players: seconds of a segment.
-SEGMENT_S = 6.0
-# Seconds after its end at which a segment is listed.
-HOLD_S = 6.0
-# Segments in a playlist, and segments that can still be read.
-LISTED = 5
-KEPT_S = 10 * SEGMENT_S
-# Words that are kept; beyond it the oldest are dropped.
-MAX_SEGMENT_WORDS = 2000
-# A session's audio counts as live while the first words of a turn come at most this long after they are spoken. If they
-# come later, the client has paused or sends a recording, and the turn is placed at the time at which it comes.
-LATE_S = 10.0
-# Words that would be shown later than this many seconds from now are dropped: a recording that is sent faster than it
-# was spoken must not delay what comes after it.
-AHEAD_S = 10.0
-# A clock that goes back by less is being corrected, as NTP does; nothing begins anew.
-CORRECTED_S = 1.0
-# 90,000 ticks a second, as in the video's clock.
-TICKS = 90_000
-
-
-@dataclass(frozen=True, slots=True)
-class _Placed:
-    """A word at its place on the clock of the server."""
-
-    turn: str
-    text: str
-    start: float
-    end: float
-
-
-class CaptionSegments:
-    """The words of one published session by the time at which they were spoken."""
-
-    def __init__(self) -> None:
-        self._words: deque[_Placed] = deque()
-        # The time of the session's first sample, estimated from when its words arrive; and the same for each open turn,
-        # so that the words of a turn stay together.
-        self._began: float | None = None
-        self._turns: dict[str, float] = {}
-        # Segments that were given out stay as they are.
-        self._made: dict[int, str] = {}
-        # The newest time that was seen.
-        self._now = 0.0
-
-    def update(self, update: Update, now: float) -> None:
-        """Take an update of the session; `now` is the time of day."""
-        self._follow_clock(now)
-        match update:
-            case Begun():
-                self._began = None
-                self._turns.clear()
-            case Added(item, _, words):
-                self._place(item, words, now)
-            case Finished(line):
-                self._finish(line, now)
-            case _:
-                pass
-
-    def _follow_clock(self, now: float) -> None:
-        """Begin anew if the clock was set back: the words so far would lie in the future, and new ones behind them."""
-        if now >= self._now - CORRECTED_S:
-            self._now = max(self._now, now)
-        else:
-            self._words.clear()
-            self._turns.clear()
-            self._made.clear()
-            self._began = None
-            self._now = now
-
-    def _finish(self, line: Line, now: float) -> None:
-        """Replace the words of a turn by its final ones, except in segments that were given out."""
-        self._words = deque(word for word in self._words if word.turn != line.id)
-        self._place(line.id, line.words, now)
-        self._turns.pop(line.id, None)
-
-    def _place(self, item: str, words: list[Word], now: float) -> None:
-        if not words:
-            return
-        if item not in self._turns:
-            self._turns[item] = self._began = self._place_turn(words, now)
-            if len(self._turns) > MAX_OPEN_TURNS:
-                del self._turns[next(iter(self._turns))]
-        began = self._turns[item]
-        placed = (_Placed(item, text, began + start, began + end) for text, start, end in words)
-        self._words.extend(word for word in placed if word.end <= now + AHEAD_S)
-        while len(self._words) > MAX_SEGMENT_WORDS or (self._words and self._words[0].end < now - 2 * KEPT_S):
-            self._words.popleft()
-
-    def _place_turn(self, words: list[Word], now: float) -> float:
-        """Where the session began, for a turn with these first words; no turn begins before the last one has ended."""
-        last = words[-1][2]
-        late_s = math.inf if self._began is None else now - (self._began + last)
-        began = self._began if self._began is not None and 0 <= late_s <= LATE_S else now - last
-        return max(began, max((word.end for word in self._words), default=0.0) - words[0][1])
-
-    def newest(self, now: float) -> int:
-        """The number of the newest segment that is listed."""
-        return math.floor((now - HOLD_S) / SEGMENT_S) - 1
-
-    def playlist(self, now: float, query: str = "") -> str:
-        """The media playlist; `query` is added to the address of each segment."""
-        newest = self.newest(now)
-        first = newest - LISTED + 1
-        lines = [
-            "#EXTM3U",
-            "#EXT-X-VERSION:3",
-            f"#EXT-X-TARGETDURATION:{math.ceil(SEGMENT_S)}",
-            f"#EXT-X-MEDIA-SEQUENCE:{first}",
-        ]
-        for number in range(first, newest + 1):
-            lines += [
-                f"#EXT-X-PROGRAM-DATE-TIME:{date_text(number * SEGMENT_S)}",
-                f"#EXTINF:{SEGMENT_S:.3f},",
-                f"captions/{number}.vtt{query}",
-            ]
-        return "\n".join(lines) + "\n"
-
-    def segment(self, number: int, now: float) -> str | None:
-        """The captions of a segment; None if it is not listed yet, or not kept any more."""
-        self._follow_clock(now)
-        newest = self.newest(now)
-        if not newest - KEPT_S / SEGMENT_S < number <= newest:
-            return None
-        if number not in self._made:
-            self._made = {key: text for key, text in self._made.items() if key > newest - KEPT_S / SEGMENT_S}
-            self._made[number] = self._make(number)
-        return self._made[number]
-
-    def _make(self, number: int) -> str:
-        begins, ends = number * SEGMENT_S, (number + 1) * SEGMENT_S
-        words = [word for word in self._words if begins <= word.start < ends]
-        # Times in the file begin at 0; the map says where that is on the clock of the stream.
-        ticks = round(begins * TICKS) % 2**33
-        blocks = [f"WEBVTT\nX-TIMESTAMP-MAP=MPEGTS:{ticks},LOCAL:00:00:00.000\n"]
-        for cue in _cues(words):
-            start, end = cue[0].start - begins, min(max(word.end for word in cue), ends) - begins
-            text = escaped_cue(" ".join(word.text for word in cue))
-            blocks.append(f"{vtt_time(start)} --> {vtt_time(max(end, start + 0.1))}\n{text}\n")
-        return "\n".join(blocks)
-
-
-def _cues(words: list[_Placed]) -> list[list[_Placed]]:
-    """Words of one turn in each cue, as many as fit into two lines, in the order in which the cues begin."""
-    cues: list[list[_Placed]] = []
-    length = 0
-    turns = list(dict.fromkeys(word.turn for word in words))
-    for word in sorted(words, key=lambda word: (turns.index(word.turn), word.start)):
-        if not cues or cues[-1][-1].turn != word.turn or length + len(word.text) + 1 > MAX_SUBTITLE_CHARACTERS:
-            cues.append([])
-            length = 0
-        cues[-1].append(word)
-        length += len(word.text) + 1
-    return sorted(cues, key=lambda cue: cue[0].start)
-
+from realtime.serving.publishing import Key, Publisher
 
 log = logging.getLogger("tickertape.viewers")
 
-# Events that wait while a round of writing runs; beyond it, viewers get a snapshot instead.
+# Events that may wait while a round of writing runs; if there are more, viewers get a snapshot instead.
 MAX_PENDING = 256
 # Finished turns in the snapshot for a viewer that was behind.
 NEWEST_LINES = 3
 # After writing to this many viewers, other clients get their turn.
 WRITTEN_AT_ONCE = 50
-# A round of writing is followed by a pause of this many times its length, so that viewers leave the event loop to
-# speakers. What happens meanwhile is written together in the next round.
-PAUSE_TIMES = 2
+# A round of writing is followed by a pause of this many times its duration, at most `MAX_PAUSE_S`, so that viewers
+# leave the event loop to speakers. Updates that arrive during the pause are written together in the next round.
+PAUSE_FACTOR = 2
 MAX_PAUSE_S = 0.15
 TICK_S = 0.25
 # Interval in seconds of comments on event streams, which keep proxies from closing them.
@@ -320,10 +153,10 @@ def _shown(line: Line) -> dict[str, Any]:
     return {"id": line.id, "text": line.text}
 
 
-def snapshot_fields(name: str, transcript: PublishedTranscript, most_lines: int | None = None) -> dict[str, Any]:
-    """The event with the words of a session so far: its open turns, and at most `most_lines` finished ones."""
+def snapshot_fields(name: str, transcript: PublishedTranscript, max_lines: int | None = None) -> dict[str, Any]:
+    """The event with the words of a session so far: its open turns, and at most `max_lines` finished ones."""
     lines = list(transcript.lines.values())
-    lines = lines if most_lines is None else lines[-most_lines:]
+    lines = lines if max_lines is None else lines[-max_lines:]
     return {
         "type": "snapshot",
         "seq": transcript.number,
@@ -354,7 +187,7 @@ class Viewer:
         self.write = write
         self.abort = abort
         self.is_allowed = is_allowed
-        # The last update that the viewer has; -1: none, it needs a snapshot.
+        # Number of the last update that the viewer has; -1: it needs a snapshot first.
         self.number = -1
         self.behind_since: float | None = None
         # Done with the reason when the server ends the connection.
@@ -376,22 +209,22 @@ class Channel:
         # Captions for HLS players, once one has asked for them; and until when they are wanted without viewers, by the
         # clock of the event loop.
         self.segments: CaptionSegments | None = None
-        self.wanted_until = 0.0
+        self.captions_until = 0.0
         self._metrics = metrics
         self._pending: list[Message] = []
-        # The words at the moment when they were replaced as a whole, for all viewers; None: they are written.
+        # A snapshot for all viewers, taken when the words were replaced as a whole; None if there is none to write.
         self._replaced: Message | None = None
-        self._spreading: asyncio.Task[None] | None = None
+        self._writing: asyncio.Task[None] | None = None
         # The last snapshots for new viewers and for viewers that were behind.
         self._snapshots: dict[int | None, Message] = {}
 
     def add(self, viewer: Viewer) -> None:
         self.viewers[viewer] = None
         if self.is_current:
-            self._show(viewer, self._snapshot(None))
+            self._send_snapshot(viewer, self._snapshot(None))
 
     def load(self, state: State) -> None:
-        """Take the words so far; all viewers get a snapshot."""
+        """Load the words so far; all viewers get a snapshot."""
         self.transcript.load(state)
         self.is_current = True
         self._pending.clear()
@@ -401,7 +234,7 @@ class Channel:
         if self.viewers:
             # Made now: what follows, such as the end of the session, is told as events, also to the last viewer.
             self._replaced = self._snapshot(None)
-            self._begin_spreading()
+            self._start_writing()
 
     def update(self, update: Update) -> None:
         if not self.is_current:
@@ -419,25 +252,25 @@ class Channel:
             for viewer in self.viewers:
                 self._fall_behind(viewer, now)
         else:
-            self._begin_spreading()
+            self._start_writing()
 
     def captions(self) -> CaptionSegments:
         """The caption segments, which are made from now on, for as long as players ask for them."""
-        self.wanted_until = asyncio.get_running_loop().time() + PLAYER_S
+        self.captions_until = asyncio.get_running_loop().time() + PLAYER_S
         if self.segments is None:
             self.segments = CaptionSegments()
         return self.segments
 
     async def close(self) -> None:
-        if self._spreading is not None:
-            self._spreading.cancel()
-            await asyncio.gather(self._spreading, return_exceptions=True)
+        if self._writing is not None:
+            self._writing.cancel()
+            await asyncio.gather(self._writing, return_exceptions=True)
 
-    def _begin_spreading(self) -> None:
-        if self._spreading is None:
-            self._spreading = asyncio.create_task(self._spread(), name=f"viewers of {self.key[1]}")
+    def _start_writing(self) -> None:
+        if self._writing is None:
+            self._writing = asyncio.create_task(self._write_pending(), name=f"viewers of {self.key[1]}")
 
-    async def _spread(self) -> None:
+    async def _write_pending(self) -> None:
         """Write what is pending to all viewers, some at a time, until nothing is pending. Words that were replaced as a
         whole come first, in a round of their own."""
         clock = asyncio.get_running_loop().time
@@ -450,24 +283,24 @@ class Channel:
                 began = clock()
                 for count, viewer in enumerate(tuple(self.viewers), start=1):
                     if batch is not None:
-                        self._give(viewer, batch, began)
-                    elif replaced is not None and viewer in self.viewers and self._waits(viewer):
-                        self._show(viewer, replaced)
+                        self._send_batch(viewer, batch, began)
+                    elif replaced is not None and viewer in self.viewers and self._needs_snapshot(viewer):
+                        self._send_snapshot(viewer, replaced)
                     if count % WRITTEN_AT_ONCE == 0:
                         # The loop sends at the end of each of its rounds.
                         await asyncio.sleep(0)
                         if self._replaced is not None:
                             break  # what this round writes is out of date
-                await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_TIMES * (clock() - began)))
+                await asyncio.sleep(min(MAX_PAUSE_S, PAUSE_FACTOR * (clock() - began)))
         finally:
-            self._spreading = None
+            self._writing = None
 
     @staticmethod
-    def _waits(viewer: Viewer) -> bool:
+    def _needs_snapshot(viewer: Viewer) -> bool:
         """Whether a viewer has nothing yet. One that is behind gets a newer snapshot from the next tick."""
         return viewer.number < 0 and viewer.behind_since is None
 
-    def _give(self, viewer: Viewer, batch: _Batch, now: float) -> None:
+    def _send_batch(self, viewer: Viewer, batch: _Batch, now: float) -> None:
         if viewer not in self.viewers:
             return  # it left during this round
         if viewer.number < batch.before or viewer.behind_since is not None:
@@ -487,19 +320,19 @@ class Channel:
 
     def _catch_up(self, viewer: Viewer) -> None:
         """Give a viewer a snapshot, if its connection takes it: the first has all words, a later one the newest."""
-        self._show(viewer, self._snapshot(NEWEST_LINES if viewer.number >= 0 else None))
+        self._send_snapshot(viewer, self._snapshot(NEWEST_LINES if viewer.number >= 0 else None))
 
-    def _show(self, viewer: Viewer, snapshot: Message) -> None:
+    def _send_snapshot(self, viewer: Viewer, snapshot: Message) -> None:
         if not viewer.write(snapshot.frame(viewer.framing)):
             self._fall_behind(viewer, asyncio.get_running_loop().time())
             return
         viewer.number, viewer.behind_since = snapshot.number, None
 
-    def _snapshot(self, most_lines: int | None) -> Message:
-        made = self._snapshots.get(most_lines)
+    def _snapshot(self, max_lines: int | None) -> Message:
+        made = self._snapshots.get(max_lines)
         if made is None or made.number != self.transcript.number:
-            fields = snapshot_fields(self.key[1], self.transcript, most_lines)
-            made = self._snapshots[most_lines] = Message(self.transcript.number, fields)
+            fields = snapshot_fields(self.key[1], self.transcript, max_lines)
+            made = self._snapshots[max_lines] = Message(self.transcript.number, fields)
         return made
 
     def tick(self, viewer: Viewer, now: float, keeps_alive: bool) -> None:
@@ -587,15 +420,15 @@ class Audience:
                 for other in self.channels.values()
                 if other.key[0] == key[0] and not other.viewers and not other.transcript.is_live
             ]
-            awaited.sort(key=lambda other: other.wanted_until)
+            awaited.sort(key=lambda other: other.captions_until)
             for other in awaited[: max(0, len(awaited) - MAX_AWAITED_NAMES)]:
-                other.wanted_until = 0.0
+                other.captions_until = 0.0
                 self._drop_unused(other)
         return segments
 
     def _drop_unused(self, channel: Channel) -> None:
         now = asyncio.get_running_loop().time()
-        if not channel.viewers and channel.wanted_until <= now and self.channels.get(channel.key) is channel:
+        if not channel.viewers and channel.captions_until <= now and self.channels.get(channel.key) is channel:
             del self.channels[channel.key]
             self.publisher.unfollow(channel.key)
 
@@ -622,7 +455,7 @@ class Audience:
             self.players = Counter(
                 channel.key[0]
                 for channel in self.channels.values()
-                if channel.wanted_until > now and channel.transcript.is_live
+                if channel.captions_until > now and channel.transcript.is_live
             )
             await self._tick(now, keeps_alive)
 

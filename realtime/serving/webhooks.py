@@ -4,48 +4,31 @@
 events of a session are delivered in order, and retried with growing pauses until they are too old; sessions do not wait
 for each other, nor do URLs. When a queue is full, its oldest event is dropped and counted, and the next event of the
 same session says how many are missing. A session only puts events into queues (`SessionWebhooks`), so a receiver cannot
-slow it.
-
-`WebhookSender` sends one webhook: a signed POST to a checked address, without redirects, within a deadline. The
-signature is that of the Standard Webhooks scheme. The URL may come from a client, so host and address are checked by
-the rules of `checked_fetch.py`, and the connection is made to the address that was checked. Of the response only the
-status counts; a bounded part of the rest is read and dropped.
-
-`WebhookStore` keeps webhooks that wait for delivery in an SQLite file, if `webhooks.folder` is set, so that they
-survive a restart of the gateway. Every gateway process has a file of its own in that folder: the first one that it can
-lock. At its start it also takes over the webhooks in files whose processes have ended. The event loop never waits for
-the disk: changes are collected, and a thread writes them in batches. What is written survives the end of the process,
-but not a power failure.
+slow it. `webhook_sender.py` sends one webhook, and `webhook_store.py` keeps waiting webhooks in a file.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import hashlib
 import hmac
 import logging
 import random
-import socket
-import sqlite3
-import ssl
-import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import closing, suppress
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
-from urllib.parse import SplitResult, urlsplit
+from urllib.parse import urlsplit
 
 import msgspec
 
 from realtime.config import Config, hook_of
 from realtime.errors import ClientFault
-from realtime.serving.checked_fetch import Found, NotAllowed, check_addresses, check_url, port_of, request_target
-from realtime.serving.daemon_thread import in_thread
+from realtime.serving.checked_fetch import NotAllowed, check_url, port_of
 from realtime.serving.metrics import Metrics
+from realtime.serving.webhook_sender import HOSTS_SETTING, WebhookSender, shown_secret, signature, signing_secret
+from realtime.serving.webhook_store import StoredEvent, WebhookStore
 from realtime.session.events import Completed, ServerEvent
 from realtime.session.formatting import FinalFormatter
 from realtime.session.settings import Settings
@@ -64,37 +47,16 @@ MAX_REQUESTS_AT_ONCE = 4
 # URLs that the sessions of one key, or of one address on a server without keys, may name at a time; `webhooks.urls` is
 # the limit of all.
 MAX_URLS_PER_KEY = 16
-# Bytes that an event counts beside its data.
+# Bytes that an event counts in a queue in addition to its data.
 EVENT_BYTES = 500
-# The last second that the calendar of Python has.
+# The last second of the year 9999, the latest that `datetime` can represent.
 LAST_SECOND = 253402300799
 GONE = 410
-# Seconds between looks at the queues of a server that stops, and to write the last webhooks into the file.
-STOPPING_LOOK_S = 0.02
+# While the server stops: seconds between two checks of the queues, and for writing the last webhooks into the file.
+STOPPING_POLL_S = 0.02
 CLOSE_STORE_S = 2.0
 
 _encode = msgspec.json.Encoder().encode
-HOSTS_SETTING = "webhooks.hosts"
-SECRET_PREFIX = "whsec_"
-# A line of an answer, and answers (100 to 199) before the real one.
-MAX_LINE_BYTES = 16 * 1024
-MAX_INTERIM_ANSWERS = 5
-MAX_HEADER_LINES = 100
-# Bytes of the body of an answer that are read, so that the receiver can finish it, and the seconds for that.
-MAX_BODY_BYTES = 64 * 1024
-BODY_S = 1.0
-# Addresses of a name that are tried.
-MAX_ADDRESSES = 4
-# Files of one folder, each of one gateway process.
-MAX_FILES = 256
-# Seconds after which a failed write is tried again.
-RETRY_S = 5.0
-_TABLE = (
-    "create table if not exists events (number integer primary key, account text, url text, session text, kind text, "
-    "at real, dropped integer, data blob, named integer)"
-)
-# For a file of an older server, which had no such column: its URLs are checked like those that clients name.
-_ADDED_COLUMN = "alter table events add column named integer default 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +95,8 @@ class _Event:
 
 @dataclass(slots=True, eq=False)
 class _Lane:
-    """The events of one session for one URL, in order. `lost`: events that were dropped after the last one in
-    `events`."""
+    """The events of one session for one URL, in order. `lost`: number of events that were dropped after the last one
+    in `events`. `is_open`: the session may have more events."""
 
     events: deque[_Event] = field(default_factory=deque)
     lost: int = 0
@@ -145,11 +107,11 @@ class _Lane:
 class Endpoint:
     """One URL of one key: its queue, and the tasks that deliver it."""
 
-    def __init__(self, hub: Webhooks, account: Account, url: str, holder: str = "") -> None:
-        """`holder` is the caller who has named the URL first."""
+    def __init__(self, hub: Webhooks, account: Account, url: str, named_by: str = "") -> None:
+        """`named_by` is the caller that was the first to name the URL."""
         self.account = account
         self.url = url
-        self.holder = holder
+        self.named_by = named_by
         self.bytes = 0
         # Without path and query, which may contain a token.
         self.shown = f"{urlsplit(url).scheme}://{urlsplit(url).netloc}"
@@ -159,8 +121,8 @@ class Endpoint:
         self._waiting: dict[int, _Event] = {}
         self._in_flight: set[int] = set()
         self._slots = asyncio.Semaphore(MAX_REQUESTS_AT_ONCE)
-        # Since the last delivery: whether an attempt failed, and events that were dropped.
-        self._fails = False
+        # Since the last delivery: whether an attempt has failed, and the number of events that were dropped.
+        self._is_failing = False
         self._dropped = 0
 
     def __len__(self) -> int:
@@ -180,14 +142,14 @@ class Endpoint:
             lane.is_open = False
             self._drop_unused(session, lane)
 
-    def put(self, event: _Event, is_kept: bool = False) -> None:
-        """Queue an event. If the queue is full, the oldest is dropped. `is_kept`: it comes from the file, where the
+    def put(self, event: _Event, from_store: bool = False) -> None:
+        """Queue an event. If the queue is full, the oldest is dropped. `from_store`: it comes from the file, where the
         queues of several processes may have waited; then none is dropped until there is a new one."""
         lane = self._lanes.setdefault(event.session, _Lane())
         settings = self._hub.settings
         if event.size > settings.queue_bytes:
             lane.lost += event.dropped + 1
-            self._hub.forget(event)
+            self._hub.unstore(event)
             self._count_drop("too_large")
             self._drop_unused(event.session, lane)
             return
@@ -196,8 +158,8 @@ class Endpoint:
         lane.events.append(event)
         self._waiting[event.number] = event
         self.bytes += event.size
-        self._hub.keep(self, event)
-        while not is_kept and (len(self._waiting) > settings.queue_events or self.bytes > settings.queue_bytes):
+        self._hub.store(self, event)
+        while not from_store and (len(self._waiting) > settings.queue_events or self.bytes > settings.queue_bytes):
             # The event that was just put is never being sent, so there is one to drop.
             oldest = next(other for other in self._waiting.values() if other.number not in self._in_flight)
             self._drop(oldest, "queue_full")
@@ -207,9 +169,9 @@ class Endpoint:
     @property
     def can_make_room(self) -> bool:
         """Whether another URL may take its place: its receiver fails, and no open session uses it."""
-        return self._fails and not any(lane.is_open for lane in self._lanes.values())
+        return self._is_failing and not any(lane.is_open for lane in self._lanes.values())
 
-    def give_up(self, reason: str, problem: str = "") -> None:
+    def drop_all(self, reason: str, problem: str = "") -> None:
         """Drop all events: the server stops, or the place is needed."""
         for event in list(self._waiting.values()):
             self._drop(event, reason, problem)
@@ -272,14 +234,14 @@ class Endpoint:
     def _delivered(self, event: _Event) -> None:
         self._remove(event)
         self._hub.metrics.webhook_delivered.inc()
-        if self._fails or self._dropped:
+        if self._is_failing or self._dropped:
             log.warning("webhook to %s works again; %d events were dropped", self.shown, self._dropped)
-        self._fails, self._dropped = False, 0
+        self._is_failing, self._dropped = False, 0
 
     def _failed(self, problem: str) -> None:
         self._hub.metrics.webhook_failures.inc()
-        if not self._fails:
-            self._fails = True
+        if not self._is_failing:
+            self._is_failing = True
             log.warning("webhook to %s fails and is tried again: %s", self.shown, problem)
 
     def _drop(self, event: _Event, reason: str, problem: str = "") -> None:
@@ -288,7 +250,7 @@ class Endpoint:
         following = lane.events.index(event) + 1
         if following < len(lane.events):
             lane.events[following].dropped += event.dropped + 1
-            self._hub.keep(self, lane.events[following])
+            self._hub.store(self, lane.events[following])
         else:
             lane.lost += event.dropped + 1
         self._remove(event)
@@ -305,7 +267,7 @@ class Endpoint:
         self._lanes[event.session].events.remove(event)
         del self._waiting[event.number]
         self.bytes -= event.size
-        self._hub.forget(event)
+        self._hub.unstore(event)
 
     def _drop_unused(self, session: str, lane: _Lane) -> None:
         if not lane.is_open and not lane.events and lane.task is None and self._lanes.get(session) is lane:
@@ -328,13 +290,13 @@ class SessionWebhooks:
         # Whether the client may change the URL; one with a client secret has the URL of its secret.
         self.may_change = True
         # None: webhooks are off.
-        self._place = None if hub is None or account is None else (hub, account)
+        self._hub_and_account = None if hub is None or account is None else (hub, account)
         self._session = session
         self._rate = sample_rate
         self._caller = caller
         self._finals = finals or FinalFormatter()
         # The URLs of the key, and the one of the client.
-        self._urls = () if self._place is None else self._place[1].urls
+        self._urls = () if self._hub_and_account is None else self._hub_and_account[1].urls
         self._url: str | None = None
         self._is_closed = False
         self._attach(*self._urls)
@@ -345,18 +307,18 @@ class SessionWebhooks:
         if url == self._url or self._is_closed:
             return None
         if url is not None:
-            if self._place is None or not self._place[0].settings.per_session:
+            if self._hub_and_account is None or not self._hub_and_account[0].settings.per_session:
                 text = "Webhooks of sessions are off on this server; its operator can set webhooks.per_session."
                 return _refused("webhooks_off", text)
-            hub, account = self._place
+            hub, account = self._hub_and_account
             if (fault := hub.check(account, url, self._caller)) is not None:
                 return fault
             self._attach(url)
-        self._leave()
+        self._detach_client_url()
         self._url = url
         return None
 
-    def tell(self, event: ServerEvent, settings: Settings) -> None:
+    def on_event(self, event: ServerEvent, settings: Settings) -> None:
         """An event was sent to the client; its final text is sent, as the client has asked for it."""
         if not isinstance(event, Completed) or not self._all or not event.transcript.strip():
             return
@@ -379,7 +341,7 @@ class SessionWebhooks:
         self._is_closed = True
         if seconds and not moves:
             self._post(ENDED, {"session_id": self._session, "seconds": round(seconds, 2)})
-        self._leave()
+        self._detach_client_url()
         self._detach(*self._urls)
 
     @property
@@ -388,25 +350,25 @@ class SessionWebhooks:
         return dict.fromkeys(self._urls, False) | ({} if self._url is None else {self._url: True})
 
     def _post(self, kind: str, data: dict[str, Any]) -> None:
-        if self._place is not None and self._all:
-            hub, account = self._place
+        if self._hub_and_account is not None and self._all:
+            hub, account = self._hub_and_account
             hub.post(account, self._all, self._session, kind, _encode(data))
 
-    def _leave(self) -> None:
+    def _detach_client_url(self) -> None:
         """Leave the URL of the client."""
         if self._url is not None and self._url not in self._urls:
             self._detach(self._url)
         self._url = None
 
     def _attach(self, *urls: str) -> None:
-        if self._place is not None:
-            hub, account = self._place
+        if self._hub_and_account is not None:
+            hub, account = self._hub_and_account
             for url in urls:
                 hub.endpoint(account, url, self._caller).attach(self._session)
 
     def _detach(self, *urls: str) -> None:
-        if self._place is not None:
-            hub, account = self._place
+        if self._hub_and_account is not None:
+            hub, account = self._hub_and_account
             for url in urls:
                 hub.endpoint(account, url).detach(self._session)
 
@@ -489,16 +451,16 @@ class Webhooks:
         if (account.id, url) in self._endpoints:
             return None
         named = [one for one in self._endpoints.values() if self._is_named(one)]
-        held = [one for one in named if one.account.id == account.id and one.holder == caller]
-        if len(held) < MAX_URLS_PER_KEY and len(named) < self.settings.urls:
+        of_caller = [one for one in named if one.account.id == account.id and one.named_by == caller]
+        if len(of_caller) < MAX_URLS_PER_KEY and len(named) < self.settings.urls:
             return None
         # A caller that has all of its places makes room itself.
-        among = held if len(held) >= MAX_URLS_PER_KEY else named
+        among = of_caller if len(of_caller) >= MAX_URLS_PER_KEY else named
         oldest = next((one for one in among if one.can_make_room), None)
         if oldest is None:
             return _refused("too_many_webhooks", "Too many webhook URLs are in use; try again later.")
         oldest.cancel()
-        oldest.give_up("too_many_webhooks", "it fails, and another webhook URL needs its place")
+        oldest.drop_all("too_many_webhooks", "it fails, and another webhook URL needs its place")
         del self._endpoints[oldest.account.id, oldest.url]
         return None
 
@@ -606,17 +568,17 @@ class Webhooks:
             endpoint.attach(event.session)
             sessions[endpoint, event.session] = None
             fields = (event.number, event.session, event.kind, event.at, event.data)
-            endpoint.put(_Event(*fields, clock + rest_s, bool(event.named), event.dropped), is_kept=True)
+            endpoint.put(_Event(*fields, clock + rest_s, bool(event.named), event.dropped), from_store=True)
         for endpoint, session in sessions:
             endpoint.detach(session)
 
-    def keep(self, endpoint: Endpoint, event: _Event) -> None:
+    def store(self, endpoint: Endpoint, event: _Event) -> None:
         if self._store is not None:
             account, url = endpoint.account.id, endpoint.url
             row = (event.number, account, url, event.session, event.kind, event.at, event.dropped, event.data)
             self._store.add(StoredEvent(*row, event.is_named))
 
-    def forget(self, event: _Event) -> None:
+    def unstore(self, event: _Event) -> None:
         if self._store is not None:
             self._store.remove(event.number)
 
@@ -628,7 +590,7 @@ class Webhooks:
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while self.queued:  # noqa: ASYNC110
-                    await asyncio.sleep(STOPPING_LOOK_S)
+                    await asyncio.sleep(STOPPING_POLL_S)
         self._is_closed = True
         tasks = [task for endpoint in self._endpoints.values() for task in endpoint.cancel()]
         store = self._store
@@ -640,333 +602,8 @@ class Webhooks:
                 log.info("%d webhooks wait in %s for the next start", left, self.settings.folder)
             return
         for endpoint in list(self._endpoints.values()):
-            endpoint.give_up("shutdown")
+            endpoint.drop_all("shutdown")
 
 
 def _refused(code: str, message: str) -> ClientFault:
     return ClientFault(code, message, param="session.on_final")
-
-
-def signing_secret(secret: str, key: str) -> bytes:
-    """The secret that webhooks of one API key are signed with; an empty key stands for a server without keys. It is
-    derived, so that a receiver of one key cannot sign for another."""
-    return hmac.digest(secret.encode(), b"tickertape webhook\0" + key.encode("utf-8", "surrogateescape"), "sha256")
-
-
-def shown_secret(secret: bytes) -> str:
-    """The secret as libraries for Standard Webhooks read it."""
-    return SECRET_PREFIX + base64.b64encode(secret).decode()
-
-
-def signature(secret: bytes, message_id: str, timestamp: int, body: bytes) -> str:
-    signed = f"{message_id}.{timestamp}.".encode() + body
-    return "v1," + base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode()
-
-
-class WebhookSender:
-    """Sends to any number of URLs. A name is looked up once at a time, in a thread of its own: a name whose lookup
-    hangs delays only its own webhooks."""
-
-    def __init__(self) -> None:
-        self._tls: ssl.SSLContext | None = None
-        self._lookups: dict[tuple[str, int], asyncio.Future[list[Found]]] = {}
-
-    async def send(self, url: str, hosts: Sequence[str], headers: dict[str, str], body: bytes, seconds: float) -> int:
-        """The status of the answer. Raises NotAllowed, OSError and TimeoutError."""
-        writer: asyncio.StreamWriter | None = None
-        try:
-            async with asyncio.timeout(seconds):
-                split = check_url(url, hosts, HOSTS_SETTING)
-                found = await self._addresses(split)
-                check_addresses(found, hosts, HOSTS_SETTING)
-                reader, writer = await self._connect(split, found[:MAX_ADDRESSES], seconds)
-                writer.write(_head(split, headers, len(body)) + body)
-                await writer.drain()
-                status = await _status(reader)
-            await _finish(reader)
-            return status
-        finally:
-            if writer is not None:
-                writer.transport.abort()
-
-    async def _addresses(self, split: SplitResult) -> list[Found]:
-        assert split.hostname is not None
-        place = (split.hostname, port_of(split))
-        lookup = self._lookups.get(place)
-        if lookup is None:
-            lookup = in_thread(lambda: _look_up(*place), f"lookup of {place[0]}")
-            self._lookups[place] = lookup
-            lookup.add_done_callback(lambda done: self._forget(place, done))
-        return await asyncio.shield(lookup)
-
-    def _forget(self, place: tuple[str, int], lookup: asyncio.Future[list[Found]]) -> None:
-        del self._lookups[place]
-        if not lookup.cancelled():
-            lookup.exception()  # it may be that all that waited for it have given up
-
-    async def _connect(
-        self, split: SplitResult, found: Sequence[Found], seconds: float
-    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-        context = await self._context() if split.scheme == "https" else None
-        failure: OSError = OSError("the host has no address")
-        for *_, address in found:
-            try:
-                # An address that does not answer leaves time for the next one.
-                async with asyncio.timeout(seconds / len(found)):
-                    return await asyncio.open_connection(
-                        str(address[0]),
-                        address[1],
-                        ssl=context,
-                        server_hostname=split.hostname if context is not None else None,
-                        limit=MAX_LINE_BYTES,
-                    )
-            except OSError as error:  # TimeoutError is one
-                failure = error
-        raise failure
-
-    async def _context(self) -> ssl.SSLContext:
-        if self._tls is None:
-            # Reads the system's certificates.
-            self._tls = await in_thread(ssl.create_default_context, "certificates")
-        return self._tls
-
-
-def _look_up(host: str, port: int) -> list[Found]:
-    return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
-
-
-def _head(split: SplitResult, headers: dict[str, str], length: int) -> bytes:
-    """The head of the request. `check_url` has refused URLs with line ends and spaces."""
-    host = split.netloc.rpartition("@")[2]
-    lines = [
-        f"POST {request_target(split)} HTTP/1.1",
-        f"Host: {host}",
-        "User-Agent: tickertape",
-        "Content-Type: application/json",
-        f"Content-Length: {length}",
-        "Connection: close",
-        *(f"{name}: {value}" for name, value in headers.items()),
-    ]
-    return "\r\n".join((*lines, "", "")).encode()
-
-
-async def _status(reader: asyncio.StreamReader) -> int:
-    for _ in range(MAX_INTERIM_ANSWERS + 1):
-        version, _, rest = (await _line(reader)).partition(b" ")
-        code = rest[:3]
-        if not version.startswith(b"HTTP/1.") or not code.isdigit() or len(code) != 3:
-            raise OSError("the answer is not HTTP")
-        if not 100 <= int(code) < 200:
-            return int(code)
-        for _ in range(MAX_HEADER_LINES):
-            if not (await _line(reader)).strip():
-                break
-    raise OSError("the answer has no end")
-
-
-async def _line(reader: asyncio.StreamReader) -> bytes:
-    try:
-        return await reader.readuntil(b"\n")
-    except asyncio.IncompleteReadError:
-        raise OSError("the connection was closed before the answer") from None
-    except asyncio.LimitOverrunError:
-        raise OSError("the answer has a line that is too long") from None
-
-
-async def _finish(reader: asyncio.StreamReader) -> None:
-    """Read the rest of the answer, within bounds, so that the receiver does not see a reset."""
-    count = 0
-    with suppress(TimeoutError, OSError):
-        async with asyncio.timeout(BODY_S):
-            while count < MAX_BODY_BYTES and (data := await reader.read(MAX_LINE_BYTES)):
-                count += len(data)
-
-
-@dataclass(slots=True)
-class StoredEvent:
-    """An event that waits, with the number of its row and the time (of day) at which it happened. `named`: a client has
-    named its URL."""
-
-    number: int
-    account: str
-    url: str
-    session: str
-    kind: str
-    at: float
-    dropped: int
-    data: bytes
-    named: bool = False
-
-
-class WebhookStore:
-    """The file of this process. Opened by `open`; `add` and `remove` return at once."""
-
-    def __init__(self, folder: str) -> None:
-        self._folder = Path(folder)
-        self._file: sqlite3.Connection | None = None
-        # A connection that is closed while another thread writes with it ends the process.
-        self._use = threading.Lock()
-        self.unwritten: dict[int, StoredEvent] = {}
-        # Events that the file has, or may get from the write that runs; and those of them that it has to lose.
-        self._stored: set[int] = set()
-        self._removed: set[int] = set()
-        self._wanted = asyncio.Event()
-        self._writing: asyncio.Task[None] | None = None
-        self._has_failed = False
-
-    async def open(self) -> list[StoredEvent]:
-        """Lock a file for this process. Returns its events, and those of processes that have ended. Raises OSError."""
-        kept = await in_thread(self._take_files, "webhook store")
-        self._stored = {event.number for event in kept}
-        self._writing = asyncio.create_task(self._write_all(), name="webhook store")
-        return kept
-
-    def add(self, event: StoredEvent) -> None:
-        self.unwritten[event.number] = event
-        self._wanted.set()
-
-    def remove(self, number: int) -> None:
-        # Also what was added and not yet written: an older row of the event may be in the file. Without one there is
-        # nothing to remember: a disk may be full for days.
-        self.unwritten.pop(number, None)
-        if number in self._stored:
-            self._removed.add(number)
-            self._wanted.set()
-
-    async def close(self, seconds: float) -> bool:
-        """Write what is left, for at most this time. Returns whether all of it was written."""
-        if self._writing is None:
-            return False
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while (self.unwritten or self._removed) and not self._has_failed:  # noqa: ASYNC110
-                    await asyncio.sleep(0.01)
-        self._writing.cancel()
-        await asyncio.gather(self._writing, return_exceptions=True)
-        self._writing = None
-        await asyncio.wait((in_thread(self._close, "webhook store"),), timeout=seconds)
-        return not self.unwritten and not self._removed
-
-    async def _write_all(self) -> None:
-        while True:
-            await self._wanted.wait()
-            self._wanted.clear()
-            # Copies: what changes during the write is in the next batch.
-            added, removed = list(self.unwritten.values()), set(self._removed)
-            if not added and not removed:
-                continue
-            new = {event.number for event in added} - self._stored
-            self._stored |= new
-            try:
-                await in_thread(lambda a=added, r=removed: self._write(a, r), "webhook store")  # type: ignore[misc]
-            except (sqlite3.Error, OSError) as error:
-                self._has_failed = True
-                # A write is done whole or not at all.
-                self._stored -= new
-                self._removed -= new
-                log.error("webhooks.folder: cannot write (%s); waiting webhooks are in memory only", error)
-                await asyncio.sleep(RETRY_S)
-                self._wanted.set()
-                continue
-            self._has_failed = False
-            self._stored -= removed - {event.number for event in added}
-            self._removed -= removed
-            for event in added:
-                # Else it was changed or removed while it was written.
-                if self.unwritten.get(event.number) is event:
-                    del self.unwritten[event.number]
-
-    # In a thread
-
-    def _close(self) -> None:
-        with self._use:
-            if self._file is not None:
-                self._file.close()
-
-    def _write(self, added: Iterable[StoredEvent], removed: Iterable[int]) -> None:
-        assert self._file is not None
-        with self._use, self._file as file:
-            file.executemany("delete from events where number = ?", [(number,) for number in removed])
-            file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
-
-    def _take_files(self) -> list[StoredEvent]:
-        problem = f"{MAX_FILES} processes use it"
-        try:
-            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            kept, unreadable = self._take_all()
-            if self._file is not None:
-                return kept
-            problem = unreadable or problem
-        except (OSError, sqlite3.Error) as error:
-            if self._file is not None:
-                self._file.close()
-            problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise OSError(f"webhooks.folder: cannot use {str(self._folder)!r}: {problem}")
-
-    def _take_all(self) -> tuple[list[StoredEvent], str]:
-        """The events of all files that no other process has, and why a file cannot be read (empty if all can)."""
-        kept: list[StoredEvent] = []
-        problem = ""
-        for number in range(MAX_FILES):
-            path = self._folder / f"webhooks-{number}.sqlite"
-            if self._file is not None and not path.exists():
-                continue
-            try:
-                file = _locked(path)
-                if file is None:
-                    continue
-                rows = [StoredEvent(*row) for row in file.execute("select * from events order by number")]
-            except sqlite3.DatabaseError as error:
-                log.error("webhooks.folder: cannot read %s (%s); it is left as it is", path, error)
-                problem = str(error)
-                continue
-            if self._file is None:
-                self._file = file
-                kept = rows
-                continue
-            # Copied before it is deleted: an end of this process between the two delivers some events twice.
-            first = max((event.number for event in kept), default=0) + 1
-            for place, event in enumerate(rows):
-                event.number = first + place
-            with closing(file):
-                self._write(rows, ())
-                with file:
-                    file.execute("delete from events")
-            kept += rows
-        return kept, problem
-
-
-def _row(event: StoredEvent) -> tuple[object, ...]:
-    return (
-        event.number,
-        event.account,
-        event.url,
-        event.session,
-        event.kind,
-        event.at,
-        event.dropped,
-        event.data,
-        int(event.named),
-    )
-
-
-def _locked(path: Path) -> sqlite3.Connection | None:
-    """The file, locked for this process as long as it is open; None if another process has it. A file is never removed,
-    because another process may be about to lock it."""
-    path.touch(mode=0o600)
-    file = sqlite3.connect(path, timeout=0, check_same_thread=False)
-    try:
-        file.execute("pragma locking_mode = exclusive")
-        file.execute("pragma journal_mode = truncate")
-        file.execute("pragma synchronous = off")
-        file.execute("begin exclusive")
-        file.execute(_TABLE)
-        if "named" not in [column[1] for column in file.execute("pragma table_info(events)")]:
-            file.execute(_ADDED_COLUMN)
-        file.commit()
-    except sqlite3.OperationalError as error:
-        file.close()
-        if "locked" in str(error) or "busy" in str(error):
-            return None
-        raise
-    return file

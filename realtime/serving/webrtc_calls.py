@@ -45,10 +45,11 @@ from realtime.serving.media_processes import (
     ForkServerClient,
 )
 from realtime.serving.metrics import Metrics
-from realtime.serving.quota import Caller, places_of_one_key
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import OpenSession
-from realtime.serving.uvicorn_protocols import Part, SocketExtras
+from realtime.serving.shared_places import places_of_one_key
+from realtime.serving.socket_extras import Part, SocketExtras
 from realtime.session.events import Answered
 from realtime.session.settings import Settings
 
@@ -80,16 +81,16 @@ class CallLine:
         self._number = number
         self._loop = asyncio.get_running_loop()
         self._bytes = bytearray()
-        self._sending = asyncio.Lock()
-        # A frame was sent in part only, so that no other can follow it.
+        self._send_lock = asyncio.Lock()
+        # A frame was sent only in part, so no other can follow it.
         self._is_broken = False
 
     async def begin(self, job: Mapping[str, Any]) -> str:
         """Have the process answer an offer; returns the answer. Raises Refusal."""
         try:
             async with asyncio.timeout(ANSWER_S):
-                await self._tell(JOB, json.dumps(job).encode())
-                kind, content = await self._read()
+                await self._send_frame(JOB, json.dumps(job).encode())
+                kind, content = await self._read_frame()
         except TimeoutError:
             raise _failed("The call could not be answered in time; try again.") from None
         except (OSError, EOFError):
@@ -102,7 +103,7 @@ class CallLine:
 
     async def receive(self) -> AsgiMessage:
         try:
-            kind, content = await self._read()
+            kind, content = await self._read_frame()
         except (OSError, EOFError):
             log.info("a WebRTC call ended: its process stopped without giving a reason")
             return {"type": "websocket.disconnect", "code": 1006}
@@ -116,25 +117,25 @@ class CallLine:
     async def send(self, message: AsgiMessage) -> None:
         """Raises OSError if the process has ended."""
         if message["type"] == "websocket.send":
-            await self._tell(EVENT, message["text"].encode())
+            await self._send_frame(EVENT, message["text"].encode())
         elif message["type"] == "websocket.close":
             if self.dialect is not None:
                 ended = self.dialect.ended(message["code"], message["reason"])
-                await self._tell(EVENT, encode_json(ended).encode())
+                await self._send_frame(EVENT, encode_json(ended).encode())
             await self.hang_up()
 
     async def hang_up(self) -> None:
         """Have the process end the call when it has sent the client all events so far."""
         with suppress(OSError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
-                await self._tell(CLOSE, b"")
+                await self._send_frame(CLOSE, b"")
 
     async def wait_for_end(self) -> None:
         """Wait until the process has ended, but not for long."""
         with suppress(OSError, EOFError, TimeoutError):
             async with asyncio.timeout(LEAVE_S):
                 while True:
-                    await self._read()
+                    await self._read_frame()
 
     def kill(self) -> None:
         """End the process at once. May be called twice."""
@@ -148,15 +149,15 @@ class CallLine:
         self.kill()
         self._line.close()
 
-    async def _tell(self, kind: bytes, content: bytes) -> None:
-        async with self._sending:
+    async def _send_frame(self, kind: bytes, content: bytes) -> None:
+        async with self._send_lock:
             if self._is_broken:
                 raise OSError("a frame was sent in part")
             self._is_broken = True
             await self._loop.sock_sendall(self._line, FRAME.pack(kind, len(content)) + content)
             self._is_broken = False
 
-    async def _read(self) -> tuple[bytes, bytes]:
+    async def _read_frame(self) -> tuple[bytes, bytes]:
         """The next frame. Raises EOFError and OSError."""
         while not self._has_frame():
             data = await self._loop.sock_recv(self._line, READ_BYTES)
@@ -185,19 +186,21 @@ class CallInbox:
         self._live = live
         self._dialect = dialect
 
-    def settle(self) -> None:
-        self._inbox.settle()
+    def submit_pending(self) -> None:
+        self._inbox.submit_pending()
 
-    def take_now(self, text: str) -> bool:
+    def handle_now(self, text: str) -> bool:
         """Always False: a call has no appends."""
         return False
 
-    async def take(self, text: str | None, data: bytes | None, gone: Callable[[], bool], *, more: bool = False) -> bool:
-        """Handle one message; returns whether it was a mistake of the client, as `Inbox.take` does."""
+    async def handle(
+        self, text: str | None, data: bytes | None, has_left: Callable[[], bool], *, more: bool = False
+    ) -> bool:
+        """Handle one message; returns whether it was a mistake of the client, as `Inbox.handle` does."""
         if data is None:
-            return await self._inbox.take(text, None, gone, more=more)
+            return await self._inbox.handle(text, None, has_left, more=more)
         if data[:1] == AUDIO:
-            return await self._inbox.take(None, data[1:], gone, more=more)
+            return await self._inbox.handle(None, data[1:], has_left, more=more)
         (samples,) = SAMPLES.unpack_from(data, 1)
         if data[:1] == LOST:
             start = self._live.session.source_ms
@@ -205,11 +208,11 @@ class CallInbox:
         self._inbox.miss(samples)
         return False
 
-    async def take_part(self, part: Part, gone: Callable[[], bool]) -> bool:
-        return await self._inbox.take_part(part, gone)
+    async def handle_part(self, part: Part, has_left: Callable[[], bool]) -> bool:
+        return await self._inbox.handle_part(part, has_left)
 
-    async def end(self, gone: Callable[[], bool]) -> None:
-        await self._inbox.end(gone)
+    async def end(self, has_left: Callable[[], bool]) -> None:
+        await self._inbox.end(has_left)
 
 
 class Call:
@@ -238,10 +241,12 @@ class Calls:
         self._serve = serve
         self.by_id: dict[str, Call] = {}
 
-    async def begin(self, caller: Caller, settings: Settings, offer: str, reached: str | None) -> tuple[str, str]:
-        """Answer an offer; returns the id of the call and the answer. `reached` is the address of this server that the
-        request has come to. Raises Refusal."""
-        job = self._job(offer, reached)
+    async def begin(
+        self, caller: Caller, settings: Settings, offer: str, server_address: str | None
+    ) -> tuple[str, str]:
+        """Answer an offer; returns the id of the call and the answer. `server_address` is the address of this server
+        to which the request was sent. Raises Refusal."""
+        job = self._job(offer, server_address)
         self._check_room(caller)
         call = Call(caller)
         self.by_id[call.id] = call
@@ -254,10 +259,10 @@ class Calls:
 
     def _check_room(self, caller: Caller) -> None:
         """Raises Refusal if the server, or this caller, has as many calls as it may have."""
-        most = self._config.webrtc.calls
-        share = places_of_one_key(most, len(self._config.auth.keys))
-        if len(self.by_id) >= most:
-            text = f"The server has {most} calls, and takes no more (webrtc.calls)."
+        limit = self._config.webrtc.calls
+        share = places_of_one_key(limit, len(self._config.auth.keys))
+        if len(self.by_id) >= limit:
+            text = f"The server has {limit} calls, and takes no more (webrtc.calls)."
         elif sum(call.caller.name == caller.name for call in self.by_id.values()) >= share:
             text = f"One of several keys may have {share} calls, half of webrtc.calls."
         else:
@@ -286,7 +291,7 @@ class Calls:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _job(self, offer: str, reached: str | None) -> dict[str, Any]:
+    def _job(self, offer: str, server_address: str | None) -> dict[str, Any]:
         webrtc = self._config.webrtc
         if not webrtc.calls:
             raise Refusal(403, "calls_off", "This server takes no calls; its operator can allow them (webrtc.calls).")
@@ -294,7 +299,7 @@ class Calls:
             raise Refusal(
                 501, "webrtc_not_installed", f"Calls need an extra of this server: {INSTALL}", kind="server_error"
             )
-        bind = _address(reached)
+        bind = _address(server_address)
         if webrtc.addresses:
             bind = "::" if ":" in webrtc.addresses[0] else "0.0.0.0"
         if bind is None:
@@ -352,10 +357,10 @@ def _failed(text: str) -> Refusal:
     return Refusal(503, "call_failed", text, retry_after_s=RETRY_AFTER_S, kind="server_error")
 
 
-def _address(reached: str | None) -> str | None:
+def _address(server_address: str | None) -> str | None:
     """An address that can be told to clients; None if it is none."""
     try:
-        address = ip_address(reached or "")
+        address = ip_address(server_address or "")
     except ValueError:
         return None
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None

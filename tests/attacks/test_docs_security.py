@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.attacks.all_attacks import ATTACKS
+from tests.attacks.target import ATTACKS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "security.md").read_text()
 ROW = re.compile(r"^\| `(\w+)` \| (.*) \|$", re.MULTILINE)

@@ -9,15 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks.recordings import (
-    BadManifest,
-    Clip,
-    Session,
-    joined_sessions,
-    load_audio,
-    one_session_per_clip,
-    read_manifest,
-)
+from benchmarks.recordings import Clip, Session, joined_sessions, load_audio, one_session_per_clip, read_manifest
+from realtime.bench.recordings import BadManifest
 
 
 def write_wav(path: Path, seconds: float, value: int = 1000) -> Path:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from benchmarks.playing import Played
-from benchmarks.recordings import BadManifest, sound_session
+from benchmarks.recordings import sound_session
 from benchmarks.scoring import Word
 from benchmarks.turns import (
     MOMENTS_S,
@@ -27,6 +27,7 @@ from benchmarks.turns import (
     wrong_share,
 )
 from engine.end_of_turn import EAGERNESS
+from realtime.bench.recordings import BadManifest
 
 FRAME_S = 0.032
 

@@ -22,9 +22,10 @@ from starlette.routing import Route, WebSocketRoute
 from realtime.config import Config
 from realtime.dialects import deepgram_flux, deepgram_query, event_schema
 from realtime.http import upload_forms
+from realtime.http.listen_route import PARAMETERS
 from realtime.http.openapi import codes_of, document, operations, path_of
 from realtime.http.routes import build_app, page_routes
-from realtime.http.transcription_routes import PARAMETERS, UploadForm
+from realtime.http.transcription_routes import UploadForm
 from realtime.http.websocket_routes import FLUX_PARAMETERS, REALTIME_PARAMETERS, SOCKET_PARAMETERS
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.event_checks import check_event

@@ -30,8 +30,8 @@ async def test_what_is_heard_does_not_depend_on_what_arrives_together(
     serve: Serve, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_once: list[bool] = []
-    take_now = Inbox.take_now
-    monkeypatch.setattr(Inbox, "take_now", lambda inbox, text: at_once.append(take_now(inbox, text)) or at_once[-1])
+    handle_now = Inbox.handle_now
+    monkeypatch.setattr(Inbox, "handle_now", lambda inbox, text: at_once.append(handle_now(inbox, text)) or at_once[-1])
     chance = random.Random(seed)
     audio = np.arange(40 * SAMPLES, dtype=np.int16)
     pieces = [append(piece) for piece in np.split(audio, 40)]

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from audio.containers import read_file
-from engine.weights.store import cache_folder
+from engine.options import cache_folder
 from tests.cached_models import skip_unless_cached
 from tests.e2e.raw_client import COMPLETED, greeted_client
 from tests.e2e.serve_process import NO_LOAD, Served, serving

@@ -16,8 +16,9 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from realtime.serving import uvicorn_protocols
-from realtime.serving.inbox import AudioIntake
-from realtime.serving.uvicorn_protocols import MAX_WAITING_BYTES, PART_BYTES, RealtimeWebSocket
+from realtime.serving.audio_intake import AudioIntake
+from realtime.serving.uvicorn_protocols import MAX_WAITING_BYTES, RealtimeWebSocket
+from realtime.serving.websocket_frames import PART_BYTES
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_flooding import CONTINUED, TEXT, bare_socket, frame, server_side
@@ -113,7 +114,7 @@ async def test_a_frame_of_many_channels_is_dealt_out_in_pieces(serve: Serve, dec
 def held_bytes(socket: RealtimeWebSocket) -> int:
     """What the server side of a socket keeps of messages that are not complete, or not handled."""
     incoming = socket._incoming
-    unfinished = 0 if incoming is None else len(incoming.held)
+    unfinished = 0 if incoming is None else len(incoming.buffer)
     return len(socket.conn.reader.buffer) + unfinished + socket._mailbox.bytes + len(socket._unparsed)
 
 

@@ -11,8 +11,9 @@ import pytest
 
 from realtime.dialects.deepgram import plain, plain_parts
 from realtime.dialects.deepgram_query import read_file_query
-from realtime.http import transcription_routes
-from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
+from realtime.http import listen_route
+from realtime.http.file_answers import sse_done, write_answer
+from realtime.http.file_transcription import Transcript, UploadRequest
 from realtime.http.long_responses import (
     CHARACTERS_AT_ONCE,
     ENTRIES_AT_ONCE,
@@ -64,7 +65,7 @@ def openai(response_format: str, logprobs: bool = False, formatting: Formatting 
 
 
 def deepgram(**query: str) -> Any:
-    return lambda made: transcription_routes.write_listen_answer(
+    return lambda made: listen_route.write_listen_answer(
         made, read_file_query({"utt_split": "1000", **query}), "m", "id", "0"
     )
 
@@ -107,7 +108,7 @@ def test_deepgrams_answer_in_pieces_is_what_it_was_as_a_whole(punctuate: str) ->
     words = [("Hello,", 0, 800, 0.9), ("-", 800, 900, None), ("there.", 900, 1600, 0.6), ("Good", 40_000, 41_000, 0.8)]
     made.add_words([TimedWord(text, start, end, (), sure, "en") for text, start, end, sure in words])
     query = read_file_query({"utterances": "true", "punctuate": punctuate})
-    results = json.loads(b"".join(transcription_routes.write_listen_answer(made, query, "m", "id", "0")))["results"]
+    results = json.loads(b"".join(listen_route.write_listen_answer(made, query, "m", "id", "0")))["results"]
     best = results["channels"][0]["alternatives"][0]
     first, second = results["utterances"]
     marks = punctuate == "true"

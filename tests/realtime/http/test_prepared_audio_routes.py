@@ -15,8 +15,8 @@ from engine.boundary.items import hash_payload
 from engine.client.item_checks import ItemRefused
 from realtime.dialects.base import decode_body
 from realtime.errors import ClientFault, Refusal
-from realtime.http import prepared_audio_routes
-from realtime.http.prepared_audio_routes import MAX_ITEM_BYTES, PIECE_BYTES, _items_of
+from realtime.http import item_lists
+from realtime.http.item_lists import MAX_ITEM_BYTES, PIECE_BYTES, items_of
 
 SOUND = np.linspace(-0.5, 0.5, 1280, dtype=np.float32)
 ITEM = {
@@ -35,7 +35,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(len(data))
         return decode_body(data)
 
-    monkeypatch.setattr(prepared_audio_routes, "decode_body", noted)
+    monkeypatch.setattr(item_lists, "decode_body", noted)
     return lengths
 
 
@@ -43,7 +43,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_long_body_is_decoded_in_pieces(decoded: list[int], indent: int | None) -> None:
     items = [ITEM, None] * 500
     body = json.dumps({"model": "m", "items": items, "more": {"items": [1, "]"]}}, indent=indent).encode()
-    found = _items_of(body)
+    found = items_of(body)
     assert len(found) == 1000 and len(decoded) > 50 and max(decoded) < PIECE_BYTES + 2 * len(json.dumps(ITEM, indent=2))
     assert all(item is None for item in found[1::2])
     for item in found[::2]:
@@ -60,13 +60,13 @@ def test_no_call_of_the_decoder_gets_more_than_a_piece_or_one_item(
 ) -> None:
     """Many times the longest item of anything: the decoder keeps the interpreter's lock for as long as a call lasts."""
     piece, item = 4 * 1024, 32 * 1024
-    monkeypatch.setattr(prepared_audio_routes, "PIECE_BYTES", piece)
-    monkeypatch.setattr(prepared_audio_routes, "MAX_ITEM_BYTES", item)
+    monkeypatch.setattr(item_lists, "PIECE_BYTES", piece)
+    monkeypatch.setattr(item_lists, "MAX_ITEM_BYTES", item)
     count = 8 * item // len(inner)
     for separator, most in ((b",", piece), (b"", item)):
         body = b'{"items":[' + separator.join([inner] * count) + b"]}"
         try:
-            _items_of(body)
+            items_of(body)
         except (ItemRefused, Refusal, ClientFault):
             pass
         assert max(decoded, default=0) < most + 100
@@ -93,13 +93,13 @@ def test_no_call_of_the_decoder_gets_more_than_a_piece_or_one_item(
 def test_a_long_body_that_is_wrong_is_refused(wrong: bytes) -> None:
     long = b",".join([b"null"] * 50_000)
     with pytest.raises((Refusal, ClientFault)):
-        _items_of(wrong % long)
+        items_of(wrong % long)
 
 
 def test_an_item_longer_than_any_model_has_is_refused() -> None:
     for item in (b'"%s"' % (b"x" * MAX_ITEM_BYTES), b"[%s]" % b",".join([b"{}"] * 50_000)):
         with pytest.raises(Refusal, match="An item has at most"):
-            _items_of(b'{"items":[{"data":%s}]}' % item)
+            items_of(b'{"items":[{"data":%s}]}' % item)
 
 
 JSON = st.recursive(
@@ -115,9 +115,9 @@ def test_pieces_and_the_whole_have_the_same_result(body: dict[str, Any]) -> None
 
     def result(piece_bytes: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(prepared_audio_routes, "PIECE_BYTES", piece_bytes)
+            patch.setattr(item_lists, "PIECE_BYTES", piece_bytes)
             try:
-                return [None if item is None else (item.offset, item.key) for item in _items_of(data)]
+                return [None if item is None else (item.offset, item.key) for item in items_of(data)]
             except (ItemRefused, Refusal, ClientFault):
                 return "refused"
 

@@ -15,18 +15,10 @@ from engine.boundary.sockets import GatewaySocket, LinkKeys
 from engine.client.fleet_table import GatewayEntry
 from realtime.serving import fleet_publishing
 from realtime.serving.fleet_publishing import FleetNames, home_of
-from realtime.serving.publishing import (
-    Added,
-    Finished,
-    Follow,
-    Key,
-    Line,
-    PublishedTranscript,
-    Publisher,
-    State,
-    Update,
-)
-from realtime.serving.signed_tokens import Signer, ViewerLinks
+from realtime.serving.published_transcript import Added, Finished, Line, PublishedTranscript, State, Update
+from realtime.serving.publishing import Follow, Key, Publisher
+from realtime.serving.signed_tokens import Signer
+from realtime.serving.viewer_links import ViewerLinks
 from tests.engine import fakes
 
 SECRET = b"the secret of a fleet in a test"
@@ -91,7 +83,7 @@ class Fleet:
 
     def put(self) -> None:
         for gateway in self.gateways:
-            gateway.names.take_table([one.entry for one in self.gateways])
+            gateway.names.update_gateways([one.entry for one in self.gateways])
 
     def lose(self, gateway: Gateway) -> None:
         """The process is gone; then the table is without it."""
@@ -224,7 +216,7 @@ async def test_a_home_that_starts_again_is_told_everything(monkeypatch: pytest.M
         again = Gateway("a")
         again.entry = home.entry
         fleet.gateways[0] = again
-        again.names.take_table([one.entry for one in fleet.gateways])
+        again.names.update_gateways([one.entry for one in fleet.gateways])
         await fakes.until(lambda: viewer.reader.lines(key) == ["line 1", "line 2"])
         again.names.close()
 
@@ -245,7 +237,7 @@ async def test_a_process_that_dies_leaves_its_session_to_the_next_one() -> None:
 
 async def test_a_session_does_not_wait_for_a_home_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has its name meanwhile, and its viewers go on. Of two sessions that had a name so, the first one keeps it."""
-    monkeypatch.setattr(fleet_publishing, "MEANWHILE_S", 0.1)
+    monkeypatch.setattr(fleet_publishing, "GRANT_AFTER_S", 0.1)
     async with fleet_of(*(Gateway(name) for name in "abc")) as fleet:
         speaker, rival, gone = fleet.gateways
         key = fleet.key_at(gone)
@@ -272,7 +264,7 @@ async def test_a_session_does_not_wait_for_a_home_that_is_lost(monkeypatch: pyte
 
 
 async def test_claims_leave_nothing_behind_while_the_home_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_publishing, "MEANWHILE_S", 0.1)
+    monkeypatch.setattr(fleet_publishing, "GRANT_AFTER_S", 0.1)
     async with fleet_of(Gateway("a", processes=2), Gateway("b")) as fleet:
         speaker, gone = fleet.gateways
         key = fleet.key_at(gone)
@@ -284,20 +276,20 @@ async def test_claims_leave_nothing_behind_while_the_home_does_not_answer(monkey
         assert set(await asyncio.gather(*(speaker.publisher.claim(key, "s") for _ in range(10)))) == {True}
         waiting = [asyncio.create_task(speaker.publishers[1].claim(key, f"ended{n}")) for n in range(10)]
         name = speaker.names.names[key]
-        await fakes.until(lambda: len(name.asked) == len(waiting))
+        await fakes.until(lambda: len(name.pending_claims) == len(waiting))
         speaker.names.remove(1)
-        await fakes.until(lambda: not name.asked)
+        await fakes.until(lambda: not name.pending_claims)
         for claim in waiting:
             claim.cancel()
         # Tables that move the name to this gateway and back tell it again.
         for _ in range(10):
-            speaker.names.take_table([speaker.entry])
-            speaker.names.take_table([speaker.entry, gone.entry])
-        assert list(speaker.names._claims) == [name.told_again]
+            speaker.names.update_gateways([speaker.entry])
+            speaker.names.update_gateways([speaker.entry, gone.entry])
+        assert list(speaker.names._claims) == [name.repeated_claim]
 
 
 async def test_many_names_that_move_leave_turns_to_the_rest_of_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fleet_publishing, "NAMES_A_TURN", 2)
+    monkeypatch.setattr(fleet_publishing, "NAMES_PER_BATCH", 2)
     async with fleet_of(Gateway("a"), Gateway("b")) as fleet:
         speaker, home = fleet.gateways
         keys = [("owner", f"name{n}") for n in range(40)]
@@ -305,27 +297,27 @@ async def test_many_names_that_move_leave_turns_to_the_rest_of_the_event_loop(mo
             assert await speaker.publisher.claim(key, f"s{key}")
             speaker.publisher.post(key, f"s{key}", line(1))
         told: list[Key] = []
-        tell_again = speaker.names._tell_again
+        tell_again = speaker.names._repeat_claims
 
         def tell(key: Key, name: fleet_publishing._Name) -> None:
             told.append(key)
             tell_again(key, name)
 
-        monkeypatch.setattr(speaker.names, "_tell_again", tell)
+        monkeypatch.setattr(speaker.names, "_repeat_claims", tell)
         moving = [key for key in keys if home_of(key, ["a", "b"]) == "b"]
-        speaker.names.take_table([speaker.entry])
+        speaker.names.update_gateways([speaker.entry])
         assert len(told) <= 2 < len(moving)
         await fakes.until(lambda: len(told) == len(moving))
         # Another table before all names were told of this one.
-        speaker.names.take_table([speaker.entry, home.entry])
-        speaker.names.take_table([speaker.entry])
+        speaker.names.update_gateways([speaker.entry, home.entry])
+        speaker.names.update_gateways([speaker.entry])
         fleet.put()
         for key in keys:
             home.publisher.follow(key)
             await fakes.until(lambda: home.reader.lines(key) == ["line 1"])  # noqa: B023
         assert all(speaker.names.names[key].holder is not None for key in keys)
         # Nothing is opened again after the end.
-        speaker.names.take_table([speaker.entry])
+        speaker.names.update_gateways([speaker.entry])
         speaker.names.close()
         count = len(told)
         for _ in range(len(keys)):
@@ -430,7 +422,7 @@ async def test_links_are_opened_when_they_are_needed_and_closed_when_not(monkeyp
 
         def links() -> int:
             for gateway in fleet.gateways:
-                gateway.names._settle_links()
+                gateway.names._update_links()
             return sum(len(gateway.names.links) for gateway in fleet.gateways)
 
         await fakes.until(lambda: links() == 0)

@@ -10,7 +10,8 @@ import pytest
 
 from engine import messages
 from engine.client.stream import HandoffTarget
-from realtime.serving.handoff import HandoffSettings, SessionHandoff, decode_entry
+from realtime.serving.handoff import HandoffSettings, SessionHandoff
+from realtime.serving.saved_session import decode_entry
 from realtime.session.events import Acknowledged, Append, Gap, Measured, Send, Tick
 
 SPEECH = messages.Speech("s", 0, 512, [0.5])
@@ -52,7 +53,7 @@ class Desk:
 
 
 def append(handoff: SessionHandoff) -> None:
-    handoff.note(Append(np.zeros(10, np.float32), 10, 1.0), 1.0, [])
+    handoff.record(Append(np.zeros(10, np.float32), 10, 1.0), 1.0, [])
 
 
 def names(word: Any) -> list[str]:
@@ -77,8 +78,8 @@ async def handoff(desk: Desk) -> SessionHandoff:
 
 async def test_all_that_happened_since_the_last_batch_is_one_word(desk: Desk, handoff: SessionHandoff) -> None:
     append(handoff)
-    handoff.note(SPEECH, 2.0, [Send(Acknowledged(7))])
-    handoff.wrote(2.0)
+    handoff.record(SPEECH, 2.0, [Send(Acknowledged(7))])
+    handoff.record_written(2.0)
     assert desk.link is not None and len(desk.link.collectors) == 1
     (word,) = desk.flush()
     assert word.base is None and names(word) == ["Gap", "Speech", "NoneType"]
@@ -86,8 +87,8 @@ async def test_all_that_happened_since_the_last_batch_is_one_word(desk: Desk, ha
 
 
 async def test_an_output_that_nobody_has_heard_of_waits_for_the_next_word(desk: Desk, handoff: SessionHandoff) -> None:
-    handoff.note(SPEECH, 1.0, [Measured("lag_seconds", 0.1)])
-    handoff.note(Tick(), 1.0, [])
+    handoff.record(SPEECH, 1.0, [Measured("lag_seconds", 0.1)])
+    handoff.record(Tick(), 1.0, [])
     assert desk.link is not None and not desk.link.collectors
     append(handoff)
     (word,) = desk.flush()
@@ -103,7 +104,7 @@ async def test_what_was_due_at_an_engine_that_is_lost_begins_anew_at_the_next(
     old.lost, desk.link = "gone", None
     append(handoff)
     desk.link = FakeLink()
-    handoff.note(Gap(10, 10, 1.0), 2.0, [])
+    handoff.record(Gap(10, 10, 1.0), 2.0, [])
     (word,) = desk.flush()
     assert word.base == b"base" and not word.entries
     assert not old.flush()

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from realtime.config import Config
 from realtime.dialects.openai import OpenAIDialect
 from realtime.serving.connection import Connection
-from realtime.serving.quota import Caller, FairTurns, Pace
+from realtime.serving.fair_turns import FairTurns, Pace
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
-from realtime.serving.uvicorn_protocols import SocketExtras
+from realtime.serving.socket_extras import SocketExtras
 from realtime.session.settings import AudioFormat, Settings
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -59,7 +60,7 @@ async def heard_after_each(sent: list[list[int | str]], pace: Pace | None = None
     """Samples that were sent, and those that the session has counted, after each batch."""
     sessions = Sessions(FakeEngine(), Config(), lambda: 0.0, lambda: 0.0)
     settings = Settings(format=AudioFormat("audio/pcm", 16_000), turn_detection=None)
-    entry = sessions._maker.make(Caller("somebody"), settings, OpenAIDialect)
+    entry = sessions._factory.make(Caller("somebody"), settings, OpenAIDialect)
     waiting: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
 
     async def send(message: Any) -> None:

@@ -17,10 +17,11 @@ from engine import messages
 from engine.client.handoff import AdoptedSession
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
-from realtime.serving.handoff import LIVE_VERSION, SavedLive
-from realtime.serving.live_session import LiveLimits, LiveSession
+from realtime.serving.fair_turns import SHARE_S
+from realtime.serving.live_session import LiveSession
 from realtime.serving.metrics import Metrics
-from realtime.serving.quota import SHARE_S
+from realtime.serving.saved_session import LIVE_VERSION, SavedLive
+from realtime.serving.stream_runner import LiveLimits
 from realtime.session.core import Session
 from realtime.session.events import (
     Append,
@@ -87,7 +88,7 @@ async def test_audio_that_nothing_stands_before_is_fed_at_once_and_in_order() ->
     engine.keep_audio = True
     live = live_session(engine)
     live.submit(audio(100, 0.0))
-    await until(lambda: live.runner.rests)
+    await until(lambda: live.runner.is_idle)
     live.submit(audio(100, 1.0))
     assert engine.streams[0].samples == 200, "without a turn of the event loop"
     live.runner.queue.put(FeedGap(100))
@@ -102,7 +103,7 @@ async def test_the_engine_knows_what_ends_a_turn() -> None:
     engine = FakeEngine()
     live = live_session(engine)
     live.submit(audio(100))
-    await until(lambda: live.runner.rests)
+    await until(lambda: live.runner.is_idle)
     assert engine.streams[0].turns is None
     for silence_ms in (500, 1500):
         live.submit(Configure(Settings(turn_detection=TurnDetection(silence_duration_ms=silence_ms))))
@@ -127,7 +128,7 @@ async def test_a_session_that_ends_while_its_options_change_hears_all_of_its_aud
     live.submit(End())
     await until(lambda: live.session.closed)
     assert [stream.samples for stream in engine.streams] == [RATE, RATE]
-    said = [event for event in iter(live.outbox.take, None) if isinstance(event, Completed)]
+    said = [event for event in iter(live.outbox.pop, None) if isinstance(event, Completed)]
     assert len(said) == 1 and said[0].end == 2 * RATE, said
     await live.close()
 
@@ -138,17 +139,17 @@ async def test_a_stream_that_fails_while_its_options_change_takes_nothing_with_i
     engine.output_delay_s = 0.01
     live = live_session(engine)
     live.submit(audio(RATE, 0.5))
-    await until(lambda: live.runner.rests)
+    await until(lambda: live.runner.is_idle)
     engine.streams[0].put(messages.Failed("sess.1", "StreamFailed", "numbers went wrong"))
     live.submit(Configure(replace(live.session.settings, language="de")))
     live.submit(Commit())
     live.submit(audio(RATE, 0.5))
-    await until(lambda: len(engine.streams) == 2 and live.runner.rests)
+    await until(lambda: len(engine.streams) == 2 and live.runner.is_idle)
     assert (engine.streams[1].samples, engine.opened[1]["options"]) == (RATE, {"language": "de"})
     live.submit(Commit())
     live.submit(End())
     await until(lambda: live.session.closed)
-    said = [event for event in iter(live.outbox.take, None) if isinstance(event, Completed | ItemFailed)]
+    said = [event for event in iter(live.outbox.pop, None) if isinstance(event, Completed | ItemFailed)]
     assert [type(event) for event in said] == [ItemFailed, Completed] and len(engine.streams) == 2
     await live.close()
 
@@ -158,7 +159,7 @@ async def test_a_stream_that_hangs_while_its_options_change_is_left() -> None:
     engine.output_delay_s = 60.0
     live = live_session(engine)
     live.submit(audio(RATE))
-    await until(lambda: live.runner.rests)
+    await until(lambda: live.runner.is_idle)
     live.submit(Configure(replace(live.session.settings, language="de")))
     await until(lambda: engine.streams[0].finished)
     live._apply(Reanchor(0, (RATE,)))
@@ -187,7 +188,7 @@ async def answers_to(steps: list[str], delay_s: float) -> tuple[LiveSession, Fak
     live.submit(End())
     await until(lambda: live.session.closed)
     await live.close()
-    return live, engine, list(iter(live.outbox.take, None))
+    return live, engine, list(iter(live.outbox.pop, None))
 
 
 @settings(max_examples=60, deadline=None)
@@ -248,7 +249,7 @@ async def test_a_session_taken_over_before_its_new_stream_was_begun_asks_that_on
         live.submit(Commit())
         await until(lambda: not core.marks)
         assert engine.streams[0].flushes[-1] == samples
-    said = [event for event in iter(live.outbox.take, None) if isinstance(event, Completed)]
+    said = [event for event in iter(live.outbox.pop, None) if isinstance(event, Completed)]
     assert [event.end for event in said] == [RATE, 2 * RATE, 3 * RATE]
     await live.close()
 
@@ -274,7 +275,7 @@ async def test_an_error_over_an_output_ends_this_session_alone(caplog: pytest.Lo
     live, other = live_session(engine), live_session(engine)
     for session in (live, other):
         session.submit(audio(100))
-        await until(lambda session=session: session.runner.rests)  # type: ignore[misc]
+        await until(lambda session=session: session.runner.is_idle)  # type: ignore[misc]
     # The core did not ask for these answers and reports an error.
     for _ in range(3):
         engine.streams[0].put(messages.Flushed("sess", 7, 0))

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 
 from realtime.serving import pulled_streams
-from realtime.serving.pulled_streams import KeptStream, StreamFile
+from realtime.serving.pulled_streams import SavedStream, StreamFile
 
 
-async def opened(path: Path) -> list[KeptStream]:
-    file = StreamFile(str(path), list[KeptStream])
+async def opened(path: Path) -> list[SavedStream]:
+    file = StreamFile(str(path), list[SavedStream])
     found = await file.open()
     await file.close()
     return found

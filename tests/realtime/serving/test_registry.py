@@ -12,9 +12,10 @@ from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode, Refusal
 from realtime.serving import quota
 from realtime.serving.connection import Connection
-from realtime.serving.quota import Caller, FairTurns
+from realtime.serving.fair_turns import FairTurns
+from realtime.serving.quota import Caller
 from realtime.serving.registry import TAKEN_OVER, Sessions
-from realtime.serving.uvicorn_protocols import SocketExtras
+from realtime.serving.socket_extras import SocketExtras
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
 
@@ -53,9 +54,9 @@ async def test_a_session_that_fails_in_a_tick_ends_and_the_others_tick_on(caplog
 class BrokenHandoff:
     """A handoff whose last save fails, as after the loss of its engine."""
 
-    number, owned, has_place, given_stream = 1, None, True, None
+    number, owned, can_be_saved, last_saved_stream = 1, None, True, None
 
-    def give_up(self) -> None:
+    def send_last_save(self) -> None:
         pass
 
     def end(self) -> None:
@@ -64,7 +65,7 @@ class BrokenHandoff:
     def close(self) -> None:
         pass
 
-    async def left(self) -> None:
+    async def wait_until_sent(self) -> None:
         raise EngineUnreachable("the engine is gone")
 
 
@@ -77,7 +78,7 @@ async def test_a_session_whose_last_save_fails_is_released_and_its_client_hears_
         entries.attach((entry,), socket)
         entry.live.handoff = BrokenHandoff()  # type: ignore[assignment]
         entries._save_and_release(entry, TAKEN_OVER)
-        await asyncio.gather(*entries._leaving)
+        await asyncio.gather(*entries._releases)
         assert socket.hangup == TAKEN_OVER and len(entries) == 0
         assert entries.quota.counts.total() == 0  # type: ignore[attr-defined]
     assert [record.message for record in caplog.records] == [

@@ -16,10 +16,11 @@ from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode
 from realtime.serving.connection import Connection
-from realtime.serving.quota import Caller, FairTurns
+from realtime.serving.fair_turns import FairTurns
+from realtime.serving.quota import Caller
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import OpenSession
-from realtime.serving.uvicorn_protocols import SocketExtras
+from realtime.serving.socket_extras import SocketExtras
 from realtime.session.events import Hangup
 from realtime.session.settings import INCLUDE_RESUME, AudioFormat, Settings
 from tests.realtime.gateway_doubles import FakeEngine

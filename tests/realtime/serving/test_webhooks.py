@@ -21,21 +21,16 @@ from realtime.config import AuthConfig, Config, ConfigError, WebhooksConfig, loa
 from realtime.errors import UnreadableValue
 from realtime.serving import webhooks
 from realtime.serving.checked_fetch import NotAllowed
-from realtime.serving.handoff import encode_live
 from realtime.serving.metrics import Metrics
+from realtime.serving.saved_session import encode_live
 from realtime.serving.session_factory import GatewayServices, SessionFactory
-from realtime.serving.webhooks import (
-    FINAL,
-    MAX_REQUESTS_AT_ONCE,
-    MAX_URLS_PER_KEY,
-    Webhooks,
-    WebhookSender,
-    WebhookStore,
-)
+from realtime.serving.webhook_sender import WebhookSender
+from realtime.serving.webhook_store import WebhookStore
+from realtime.serving.webhooks import FINAL, MAX_REQUESTS_AT_ONCE, MAX_URLS_PER_KEY, Webhooks
 from realtime.session.events import Completed, TimedWord
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
-from tests.realtime.serving.test_handoff_saved_live import SAVED
+from tests.realtime.serving.test_saved_session import SAVED
 from tests.waiting import stays, until
 from tests.webhook_receiver import hang, receiver
 
@@ -132,7 +127,7 @@ async def deliver(actions: list[tuple[str, int]], outcomes: list[Any], most: int
         else:
             number += 1
             posted[f"sess_{value}"].append(f"item_{number}")
-            sessions[value].tell(final(number), Settings())
+            sessions[value].on_event(final(number), Settings())
             assert of.queued <= most
     for session in sessions:
         session.close(0.0)
@@ -161,9 +156,9 @@ async def test_memory_is_bounded_by_bytes_and_a_final_that_is_too_large_is_count
     of = hub(Scripted([]), queue_bytes=20_000)
     session = of.of_session("address x", "sess", 16_000)
     for number in range(1000):
-        session.tell(final(number, "x" * 2000), Settings())
+        session.on_event(final(number, "x" * 2000), Settings())
         assert of.queued_bytes <= 20_000
-    session.tell(final(1000, "x" * 30_000), Settings())
+    session.on_event(final(1000, "x" * 30_000), Settings())
     assert count(of, "dropped_total", reason="too_large") == 1
     assert of.queued + dropped(of) == 1001
     assert len(asyncio.all_tasks()) <= 3
@@ -176,7 +171,7 @@ async def test_expired_events_are_dropped_without_an_attempt(monkeypatch: pytest
     of = hub(sender, retry_s=0.0)
     session = of.of_session("address x", "sess", 16_000)
     for number in range(3):
-        session.tell(final(number), Settings())
+        session.on_event(final(number), Settings())
     await until(lambda: count(of, "dropped_total", reason="expired") == 3)
     assert not sender.got and sender.outcomes == [500]
 
@@ -186,12 +181,12 @@ async def test_sessions_do_not_wait_for_each_other_and_a_url_has_few_requests_at
         of = hub(urls=[hook.url()], timeout_s=60.0)
         hook.replies = [hang]
         blocked = of.of_session("address x", "sess_blocked", 16_000)
-        blocked.tell(final(1), Settings())
+        blocked.on_event(final(1), Settings())
         await until(lambda: hook.heads)
         others = [of.of_session("address x", f"sess_{number}", 16_000) for number in range(30)]
         for session in others:
-            session.tell(final(1), Settings())
-            session.tell(final(2), Settings())
+            session.on_event(final(1), Settings())
+            session.on_event(final(2), Settings())
         await until(lambda: len(hook.taken) == 60)
         assert hook.most_at_once <= MAX_REQUESTS_AT_ONCE
         await of.close(0.0)
@@ -222,9 +217,9 @@ async def test_urls_that_fail_make_room_for_others_when_their_sessions_have_ende
         sessions = [of.of_session("address x", f"sess_{number}", 16_000) for number in range(MAX_URLS_PER_KEY)]
         for session, url in zip(sessions, urls, strict=True):
             assert session.change(url) is None
-            session.tell(final(1), Settings())
+            session.on_event(final(1), Settings())
         # All but the one that hangs: those of the clients, and the one of the operator.
-        await until(lambda: sum(one._fails for one in of._endpoints.values()) == MAX_URLS_PER_KEY)
+        await until(lambda: sum(one._is_failing for one in of._endpoints.values()) == MAX_URLS_PER_KEY)
         late = of.of_session("address x", "sess_late", 16_000)
         refused = late.change(good.url())
         assert refused is not None and refused.code == "too_many_webhooks", "all places have sessions"
@@ -235,7 +230,7 @@ async def test_urls_that_fail_make_room_for_others_when_their_sessions_have_ende
         assert count(of, "dropped_total", reason="too_many_webhooks") == dropped(of) == 1
         left = {url for _, url in of._endpoints}
         assert urls[2] not in left and {*urls} - {urls[2]} <= left
-        late.tell(final(1), Settings())
+        late.on_event(final(1), Settings())
         await until(lambda: count(of, "delivered_total") == 1)
         assert len(good.taken) == 1
         waiting = of.queued
@@ -253,7 +248,7 @@ async def test_a_url_that_fails_makes_room_for_another_key_when_all_places_are_t
     one = of.of_session("key a-long-secret-key", "sess_one", 16_000)
     other = of.of_session("key another-secret-key", "sess_other", 16_000)
     assert one.change(URL) is None
-    one.tell(final(1), Settings())
+    one.on_event(final(1), Settings())
     one.close(0.0)
     assert other.change(URL) is not None
     sender.permits.release()
@@ -304,8 +299,8 @@ async def test_a_url_that_was_removed_gets_nothing_more_unless_a_client_has_name
     await of.start()
     silent, naming = (of.of_session("address x", name, 16_000) for name in ("sess_silent", "sess_naming"))
     assert naming.change(URL) is None
-    silent.tell(final(1), Settings())
-    naming.tell(final(1), Settings())
+    silent.on_event(final(1), Settings())
+    naming.on_event(final(1), Settings())
     if restarts:
         await of.close(0.0)
         sender = Scripted([])
@@ -315,8 +310,8 @@ async def test_a_url_that_was_removed_gets_nothing_more_unless_a_client_has_name
         # Before the first attempts: they wait for the next turn of the event loop.
         object.__setattr__(of.settings, "on_final", ())
         of.reloaded()
-        silent.tell(final(2), Settings())
-        naming.tell(final(2), Settings())
+        silent.on_event(final(2), Settings())
+        naming.on_event(final(2), Settings())
     for _ in range(8):
         sender.permits.release()
     await until(lambda: of.queued == 0)
@@ -332,7 +327,7 @@ async def test_events_of_a_key_that_was_removed_are_dropped_for_that_reason(capl
     config = Config(auth=keys, webhooks=WebhooksConfig(on_final=(URL,), secret=SECRET))
     of = Webhooks(config, Metrics(), lambda: 1_700_000_000.0, lambda key: f"key {key}", sender)
     session = of.of_session("key a-long-secret-key", "sess", 16_000)
-    session.tell(final(1), Settings())
+    session.on_event(final(1), Settings())
     object.__setattr__(config.auth, "keys", config.auth.keys[1:])
     of.reloaded()
     await until(lambda: of.queued == 0)
@@ -351,7 +346,7 @@ async def test_pauses_grow_and_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(of, "pause", pause)
     for _ in range(13):
         sender.permits.release()
-    of.of_session("address x", "sess", 16_000).tell(final(1), Settings())
+    of.of_session("address x", "sess", 16_000).on_event(final(1), Settings())
     await until(lambda: sender.acknowledged)
     wanted = [min(2.0**number, 60.0) for number in range(12)]
     assert all(0.5 * most <= waited <= most for waited, most in zip(paused, wanted, strict=True))
@@ -362,7 +357,7 @@ async def test_what_waits_for_a_key_that_is_gone_is_dropped(tmp_path: Path) -> N
     folder = str(tmp_path)
     before = hub(Scripted([]), folder=folder)
     await before.start()
-    before.of_session("address x", "sess", 16_000).tell(final(1), Settings())
+    before.of_session("address x", "sess", 16_000).on_event(final(1), Settings())
     await before.close(0.0)
     assert dropped(before) == 0
     after = hub(Scripted([]), folder=folder, secret="another-secret-of-the-server")
@@ -380,9 +375,9 @@ async def test_the_file_has_what_waits_and_nothing_that_was_dropped(tmp_path: Pa
     await of.start()
     session = of.of_session("address x", "sess", 16_000)
     for number in range(6):
-        session.tell(final(number), Settings())
+        session.on_event(final(number), Settings())
     await until(lambda: of._store is not None and not of._store.unwritten)
-    session.tell(final(6, "x" * 3000), Settings())
+    session.on_event(final(6, "x" * 3000), Settings())
     waiting = of.queued
     assert waiting < 6
     await of.close(0.0)
@@ -397,7 +392,7 @@ async def test_queues_of_several_processes_are_taken_over_whole(tmp_path: Path) 
     for number, of in enumerate(before):
         await of.start()
         for item in range(3):
-            of.of_session("address x", f"sess_{number}", 16_000).tell(final(item), Settings())
+            of.of_session("address x", f"sess_{number}", 16_000).on_event(final(item), Settings())
     for of in before:
         await of.close(0.0)
         assert dropped(of) == 0
@@ -405,7 +400,7 @@ async def test_queues_of_several_processes_are_taken_over_whole(tmp_path: Path) 
     await after.start()
     assert (after.queued, dropped(after)) == (9, 0)
     # The bound holds again with the next event.
-    after.of_session("address x", "sess_new", 16_000).tell(final(1), Settings())
+    after.of_session("address x", "sess_new", 16_000).on_event(final(1), Settings())
     assert (after.queued, dropped(after)) == (3, 7)
     await after.close(0.0)
 
@@ -416,9 +411,9 @@ async def test_a_kept_event_that_is_too_large_now_leaves_the_file_and_is_told(tm
     await before.start()
     for name in ("sess", "other"):
         session = before.of_session("address x", name, 16_000)
-        session.tell(final(1, "x" * 5000), Settings())
+        session.on_event(final(1, "x" * 5000), Settings())
         if name == "sess":
-            session.tell(final(2), Settings())
+            session.on_event(final(2), Settings())
     await before.close(0.0)
     sender = Scripted([])
     after = hub(sender, folder=folder, queue_bytes=4096)
@@ -446,7 +441,7 @@ async def test_a_disk_that_fails_costs_only_the_copy(
     monkeypatch.setattr(WebhookStore, "_write", full)
     session = of.of_session("address x", "sess", 16_000)
     for number in range(3):
-        session.tell(final(number), Settings())
+        session.on_event(final(number), Settings())
     await until(lambda: "in memory only" in caplog.text)
     for _ in range(3):
         sender.permits.release()
@@ -464,9 +459,9 @@ async def test_speaker_is_told_only_if_the_client_asked(monkeypatch: pytest.Monk
     of = hub(sender)
     said = replace(final(1), words=(TimedWord("word", 0, 10, speaker=0), TimedWord(" 1", 10, 20, speaker=0)))
     session = of.of_session("address x", "sess", 16_000)
-    session.tell(said, Settings())
-    session.tell(said, Settings(speakers=True))
-    session.tell(replace(said, transcript=" "), Settings())
+    session.on_event(said, Settings())
+    session.on_event(said, Settings(speakers=True))
+    session.on_event(replace(said, transcript=" "), Settings())
     for _ in range(4):
         sender.permits.release()
     await until(lambda: len(sender.acknowledged) == 2)

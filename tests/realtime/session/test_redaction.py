@@ -18,8 +18,8 @@ from realtime.dialects.deepgram_query import read_socket_query
 from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import SavedSession, Session
 from realtime.session.events import Commit, Completed, Configure, Delta, End, TimedWord
-from realtime.session.formatting_options import make_formatting
-from realtime.session.redaction import MAX_HELD, REDACTED, RedactedStream, Redactor, is_redacted, without_hidden
+from realtime.session.formatting_options import REDACTED, make_formatting
+from realtime.session.redaction import MAX_HELD, RedactedStream, Redactor, is_redacted, without_hidden
 from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
 from tests.realtime.session.test_core import RATE, Driver, append, counter
 

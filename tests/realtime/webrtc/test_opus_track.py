@@ -8,7 +8,7 @@ import av
 import numpy as np
 import pytest
 
-from realtime.webrtc.opus_track import MAX_AHEAD_S, Heard, MissingAudio, OpusTrack, read_packet
+from realtime.webrtc.opus_track import MAX_AHEAD_S, MissingAudio, OpusTrack, TrackAudio, read_packet
 
 KIND = 111
 FRAME = 960
@@ -39,29 +39,29 @@ class Playing:
     def __init__(self) -> None:
         self.now = 100.0
         self.track = OpusTrack(KIND, lambda: self.now)
-        self.heard: list[Heard] = []
+        self.audio: list[TrackAudio] = []
 
-    def take(self, data: bytes, seconds: float = 0.02) -> None:
-        self.heard += self.track.take(data)
+    def receive(self, data: bytes, seconds: float = 0.02) -> None:
+        self.audio += self.track.receive(data)
         self.now += seconds
 
     @property
     def samples(self) -> int:
         """All samples so far: heard, missing, and those in the resampler."""
-        self.heard.append(self.track._resampler.flush())
-        return sum(each.samples if isinstance(each, MissingAudio) else len(each) for each in self.heard)
+        self.audio.append(self.track._resampler.flush())
+        return sum(each.samples if isinstance(each, MissingAudio) else len(each) for each in self.audio)
 
     @property
     def missing(self) -> list[MissingAudio]:
-        return [each for each in self.heard if isinstance(each, MissingAudio)]
+        return [each for each in self.audio if isinstance(each, MissingAudio)]
 
 
 def test_samples_are_those_of_the_packets(opus: list[bytes]) -> None:
     playing = Playing()
     for number, payload in enumerate(opus):
-        playing.take(rtp(number, payload))
+        playing.receive(rtp(number, payload))
     assert playing.samples == 16_000 and not playing.missing
-    sound = np.concatenate([each for each in playing.heard if not isinstance(each, MissingAudio)])
+    sound = np.concatenate([each for each in playing.audio if not isinstance(each, MissingAudio)])
     assert 0.15 < float(np.abs(sound[4000:]).max()) < 0.5
 
 
@@ -69,11 +69,11 @@ def test_lost_packets_are_a_gap_of_their_length_and_times_stay_right(opus: list[
     playing = Playing()
     for number, payload in enumerate(opus):
         if number not in (20, 30, 31, 32):
-            playing.take(rtp(number, payload))
+            playing.receive(rtp(number, payload))
         else:
             playing.now += 0.02
     playing.now += 1.0
-    playing.heard += playing.track.look()
+    playing.audio += playing.track.expired()
     assert playing.missing == [MissingAudio(320, True), MissingAudio(960, True)]
     assert playing.samples == 16_000
 
@@ -82,41 +82,41 @@ def test_a_pause_of_the_sender_is_silence_and_not_lost(opus: list[bytes]) -> Non
     """With DTX no packets are sent in silence: sequence numbers go on, timestamps jump."""
     playing = Playing()
     for number in range(10):
-        playing.take(rtp(number, opus[number]))
+        playing.receive(rtp(number, opus[number]))
     playing.now += 0.4
-    playing.take(rtp(10, opus[10], timestamp=(10 + 20) * FRAME))
+    playing.receive(rtp(10, opus[10], timestamp=(10 + 20) * FRAME))
     assert playing.missing == [MissingAudio(20 * 320, False)]
 
 
 def test_timestamps_that_jump_make_no_time(opus: list[bytes]) -> None:
     playing = Playing()
     for number in range(50):
-        playing.take(rtp(number, opus[number], timestamp=number * 48_000 * 3600))
+        playing.receive(rtp(number, opus[number], timestamp=number * 48_000 * 3600))
     assert playing.samples <= (1.0 + MAX_AHEAD_S + 0.1) * 16_000
 
 
 def test_timestamps_that_go_back_are_no_gap(opus: list[bytes]) -> None:
     playing = Playing()
     for number in range(50):
-        playing.take(rtp(number, opus[number], timestamp=-number * 48_000))
+        playing.receive(rtp(number, opus[number], timestamp=-number * 48_000))
     assert not playing.missing and playing.samples == 16_000
 
 
 def test_sequence_numbers_that_jump_make_no_time(opus: list[bytes]) -> None:
     playing = Playing()
     for number in range(50):
-        playing.take(rtp(number * 30_011, opus[number]))
+        playing.receive(rtp(number * 30_011, opus[number]))
     assert playing.samples <= (1.0 + MAX_AHEAD_S + 0.1) * 16_000
 
 
 def test_audio_faster_than_the_clock_is_dropped(opus: list[bytes]) -> None:
     playing = Playing()
     for number in range(2000):
-        playing.take(rtp(number, opus[number % 50]), seconds=0.0)
+        playing.receive(rtp(number, opus[number % 50]), seconds=0.0)
     assert playing.samples <= (MAX_AHEAD_S + 0.1) * 16_000
     # It goes on when the clock has caught up, and what was dropped is told.
     playing.now += 40
-    playing.take(rtp(2000, opus[0]))
+    playing.receive(rtp(2000, opus[0]))
     assert sum(each.samples for each in playing.missing) > 30 * 16_000
 
 
@@ -124,15 +124,15 @@ def test_foreign_payload_types_and_broken_packets_are_dropped(opus: list[bytes])
     playing = Playing()
     good = rtp(0, opus[0])
     for data in (b"", b"\x80", good[:12], rtp(0, opus[0], kind=0), rtp(0, opus[0], kind=63), b"\x40" + good[1:]):
-        playing.take(data)
+        playing.receive(data)
     # An extension that is longer than the packet, and padding that is longer.
-    playing.take(b"\x90" + good[1:12] + b"\xbe\xde\xff\xff")
-    playing.take(b"\xa0" + good[1:12] + b"\xff")
-    assert not playing.heard
+    playing.receive(b"\x90" + good[1:12] + b"\xbe\xde\xff\xff")
+    playing.receive(b"\xa0" + good[1:12] + b"\xff")
+    assert not playing.audio
     # Not Opus, but of its payload type: no samples, no error.
     for number in range(50):
-        playing.take(rtp(number, b"\xff" * 300))
-    assert not [each for each in playing.heard if not isinstance(each, MissingAudio)]
+        playing.receive(rtp(number, b"\xff" * 300))
+    assert not [each for each in playing.audio if not isinstance(each, MissingAudio)]
 
 
 def test_an_extension_and_padding_are_not_sound(opus: list[bytes]) -> None:
@@ -144,7 +144,7 @@ def test_an_extension_and_padding_are_not_sound(opus: list[bytes]) -> None:
 def test_another_source_goes_on_with_its_own_count(opus: list[bytes]) -> None:
     playing = Playing()
     for number in range(25):
-        playing.take(rtp(number, opus[number]))
+        playing.receive(rtp(number, opus[number]))
     for number in range(25, 50):
-        playing.take(rtp(50_000 + number, opus[number], timestamp=7, source=2) if number == 25 else b"")
+        playing.receive(rtp(50_000 + number, opus[number], timestamp=7, source=2) if number == 25 else b"")
     assert not playing.missing and playing.samples == 26 * 320

@@ -5,14 +5,14 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as some
 
-from realtime.webrtc.opus_track import MAX_HELD_PACKETS, MAX_JUMP, WAIT_S, Arrived, JitterBuffer, Packet
+from realtime.webrtc.opus_track import MAX_JUMP, MAX_WAITING_PACKETS, WAIT_S, JitterBuffer, OrderedPacket, Packet
 
 
 def packet(sequence: int) -> Packet:
     return Packet(sequence % 65536, sequence * 960 % 2**32, b"x")
 
 
-def numbers(arrived: list[Arrived]) -> list[tuple[int, bool]]:
+def numbers(arrived: list[OrderedPacket]) -> list[tuple[int, bool]]:
     return [(each.packet.sequence, each.after_loss) for each in arrived]
 
 
@@ -47,7 +47,7 @@ def test_a_missing_packet_is_waited_for_and_then_told() -> None:
 
 
 def test_so_many_packets_are_held_and_no_more() -> None:
-    sequences = [5, *range(7, 7 + MAX_HELD_PACKETS + 1)]
+    sequences = [5, *range(7, 7 + MAX_WAITING_PACKETS + 1)]
     found = play(sequences, step_s=0.0)
     assert found[:3] == [(5, False), (7, True), (8, False)] and len(found) == len(sequences)
 
@@ -63,7 +63,7 @@ def test_no_sequence_makes_it_hold_more_or_pass_a_packet_twice_in_a_row(sequence
     buffer, found = JitterBuffer(), []
     for sequence in sequences:
         found += list(buffer.add(packet(sequence), 0.0))
-        assert len(buffer._held) <= MAX_HELD_PACKETS
+        assert len(buffer._waiting) <= MAX_WAITING_PACKETS
     found += list(buffer.expired(WAIT_S + 1))
     assert len(found) <= len(sequences)
     assert all(

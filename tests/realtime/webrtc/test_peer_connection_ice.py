@@ -98,9 +98,9 @@ async def test_what_waits_is_bounded(ice: IceLite, wire: Wire) -> None:
     assert ice.datagrams.qsize() == MAX_WAITING_DATAGRAMS
     for port in range(10 * MAX_PEER_ADDRESSES):
         ice.datagram_received(check(ice, nominate=False), ("127.0.0.1", 1000 + port))
-        assert len(ice.known) <= MAX_PEER_ADDRESSES
+        assert len(ice.checked_addresses) <= MAX_PEER_ADDRESSES
     # The one that it uses is never forgotten.
-    assert CLIENT in ice.known
+    assert CLIENT in ice.checked_addresses
 
 
 async def test_so_many_sources_of_rtp_are_heard(ice: IceLite, wire: Wire) -> None:
@@ -155,13 +155,13 @@ async def test_a_flood_makes_the_process_sleep(ice: IceLite, wire: Wire, monkeyp
 
 
 async def test_a_client_that_stops_checking_is_gone(ice: IceLite, wire: Wire, monkeypatch: pytest.MonkeyPatch) -> None:
-    now = ice._checked_at
+    now = ice._last_check_at
     monkeypatch.setattr(peer_connection.time, "monotonic", lambda: now)
-    assert not ice.is_gone
+    assert not ice.client_has_left
     now += peer_connection.CONSENT_S + 1
-    assert ice.is_gone
+    assert ice.client_has_left
     ice.datagram_received(check(ice, nominate=False), CLIENT)
-    assert not ice.is_gone
+    assert not ice.client_has_left
 
 
 @asynccontextmanager

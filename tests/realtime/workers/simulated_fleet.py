@@ -31,9 +31,9 @@ from realtime.http import routes
 from realtime.serving.metrics import Metrics
 from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
-from realtime.serving.uvicorn_protocols import EXTENSION, SocketExtras
+from realtime.serving.socket_extras import EXTENSION, SocketExtras
 from tests.e2e.raw_client import COMPLETED
-from tests.realtime.workers import engines
+from tests.engine.client.test_supervisor_table import engines
 from tests.realtime.workers.clients import VAD
 
 ROUND_S = 0.1
@@ -213,7 +213,7 @@ class Socket:
     async def serve(self, app: Any) -> None:
         self._news = asyncio.Event()
         extras = SocketExtras(
-            gone=lambda: self.is_closed and not self.to_server,
+            has_left=lambda: self.is_closed and not self.to_server,
             has_closed=lambda: self.is_closed,
             waited_s=lambda: self.gateway.clock.now - self.sent_at,
             nothing_waits=lambda: not self.to_server,

@@ -24,7 +24,7 @@ from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
 from tests.engine import fakes
 from tests.engine.client.test_fleet_table import put
-from tests.realtime.workers import engines
+from tests.engine.client.test_supervisor_table import engines
 from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.test_moving import Place, status_of
 from tests.waiting import PATIENCE_S
@@ -210,7 +210,7 @@ async def test_a_stream_that_is_handed_off_is_not_ended_by_what_it_says_before_t
             await fakes.until(lambda: len(moving.events) >= 3 and group.streams(0) + group.streams(1) == 1)
         (entry,) = group.places[0].entries
         assert entry.live.handoff is not None
-        left, may_leave = entry.live.handoff.left, asyncio.Event()
+        left, may_leave = entry.live.handoff.wait_until_sent, asyncio.Event()
 
         async def left_late() -> None:
             await may_leave.wait()

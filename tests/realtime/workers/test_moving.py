@@ -24,7 +24,7 @@ from realtime.serving.signed_tokens import Signer
 from realtime.session.events import Configure, EngineSwitched
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes
-from tests.realtime.workers import engines
+from tests.engine.client.test_supervisor_table import engines
 from tests.realtime.workers.clients import VAD, SpeakingClient
 
 INCLUDE = ["session.resume", "input_audio_buffer.acks"]
@@ -322,7 +322,7 @@ async def test_options_that_change_while_a_session_moves_are_in_force_behind_it(
         finish, submit = stream.finish, runner._submit
 
         def give_up() -> None:
-            first.gateway.sessions._wanted(live.id, live.handoff.number)
+            first.gateway.sessions._on_claim(live.id, live.handoff.number)
 
         async def finish_and_give_up() -> None:
             await finish()

@@ -303,7 +303,7 @@ def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_
         client.is_held, sessions = True, fleet.gateways[0].sessions
         (owned,) = sessions._owned()
         fleet.clock.now += 2.0
-        fleet.gateways[0].loop.call_soon(sessions._wanted, owned.key, owned.owner_number)
+        fleet.gateways[0].loop.call_soon(sessions._on_claim, owned.key, owned.owner_number)
         fleet.gateways[0].loop.turn()
         assert len(sessions) == 1
         client.is_held = False

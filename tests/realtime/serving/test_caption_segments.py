@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from realtime.serving.publishing import Added, Begun, Finished, Line
-from realtime.serving.viewers import HOLD_S, LISTED, MAX_SEGMENT_WORDS, SEGMENT_S, CaptionSegments
+from realtime.serving.caption_segments import HOLD_S, LISTED_SEGMENTS, MAX_SEGMENT_WORDS, SEGMENT_S, CaptionSegments
+from realtime.serving.published_transcript import Added, Begun, Finished, Line
 
 # The beginning of a segment.
 NOON = 1_800_000_000.0
@@ -76,9 +76,9 @@ def test_the_playlist_lists_the_newest_segments_also_without_speech() -> None:
     assert text.startswith("#EXTM3U\n") and "#EXT-X-TARGETDURATION:6\n" in text
     numbers = [int(number) for number in re.findall(r"captions/(\d+)\.vtt\?token=x\n", text)]
     newest = round(NOON / SEGMENT_S)
-    assert numbers == list(range(newest - LISTED + 1, newest + 1))
+    assert numbers == list(range(newest - LISTED_SEGMENTS + 1, newest + 1))
     assert f"#EXT-X-MEDIA-SEQUENCE:{numbers[0]}\n" in text
-    assert text.count("#EXT-X-PROGRAM-DATE-TIME:20") == LISTED
+    assert text.count("#EXT-X-PROGRAM-DATE-TIME:20") == LISTED_SEGMENTS
     assert all(segments.segment(number, NOON + 12) is not None for number in numbers)
 
 
@@ -91,7 +91,7 @@ def test_words_and_segments_are_bounded() -> None:
         )
         newest = segments.newest(NOON + second)
         segments.segment(newest, NOON + second)
-    assert len(segments._words) <= MAX_SEGMENT_WORDS and len(segments._made) <= 11
+    assert len(segments._words) <= MAX_SEGMENT_WORDS and len(segments._served) <= 11
 
 
 def test_captions_go_on_when_the_clock_is_set_back() -> None:

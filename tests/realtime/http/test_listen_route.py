@@ -8,7 +8,7 @@ import pytest
 
 from realtime.dialects.deepgram_query import read_file_query
 from realtime.http.file_transcription import Transcript
-from realtime.http.transcription_routes import write_listen_answer
+from realtime.http.listen_route import write_listen_answer
 from realtime.session.events import TimedWord
 
 

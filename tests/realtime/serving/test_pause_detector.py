@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from realtime.serving.registry import STANDSTILL_S, PauseDetector
-from realtime.serving.uvicorn_protocols import SocketExtras
+from realtime.serving.pause_detector import STANDSTILL_S, PauseDetector
+from realtime.serving.socket_extras import SocketExtras
 
 
 class Line:
@@ -23,10 +23,10 @@ class Line:
         self.told: list[str] = []
         self.taken: list[str] = []
         self.taker: Any = None
-        self.standstill = PauseDetector(lambda: self.now, self._confirm)
-        self.standstill.tick()
+        self.pause_detector = PauseDetector(lambda: self.now, self._confirm)
+        self.pause_detector.tick()
         extras = SocketExtras(send_now=self._send_now, offer_to=self._offer_to)
-        self.receive, self.send, self.extras = self.standstill.guard(
+        self.receive, self.send, self.extras = self.pause_detector.guard(
             self._receive, self._send, extras, lambda: self.is_ours
         )
         self.extras.offer_to(self._take)
@@ -79,9 +79,9 @@ async def test_nothing_passes_before_it_is_known_whose_the_session_is(is_ours: b
     # Before the first tick after it, in any order.
     assert not line.extras.send_now("at once") and not line.taker("offered")
     waiting = [asyncio.create_task(line.send(word("waited"))), asyncio.create_task(line.receive())]
-    line.standstill.tick()
+    line.pause_detector.tick()
     await settled()
-    assert not any(task.done() for task in waiting) and line.standstill.is_unsure
+    assert not any(task.done() for task in waiting) and line.pause_detector.ownership_is_unknown
     # The socket can be closed all the same.
     await line.send({"type": "websocket.close", "code": 4409})
     assert (line.told, line.taken) == (["websocket.close"], [])
@@ -97,10 +97,10 @@ async def test_nothing_passes_before_it_is_known_whose_the_session_is(is_ours: b
 async def test_one_that_stands_still_again_asks_again() -> None:
     line = Line()
     line.stand_still()
-    line.standstill.tick()
+    line.pause_detector.tick()
     await settled()
     line.stand_still()
-    line.standstill.tick()
+    line.pause_detector.tick()
     line.answered.set()
     asked = 0
 
@@ -108,6 +108,6 @@ async def test_one_that_stands_still_again_asks_again() -> None:
         nonlocal asked
         asked += 1
 
-    line.standstill._confirm = confirm
-    await line.standstill.wait_until_sure()
+    line.pause_detector._confirm = confirm
+    await line.pause_detector.wait_for_ownership()
     assert asked == 1

@@ -11,16 +11,8 @@ from hypothesis import strategies as st
 
 from realtime.config import Config
 from realtime.errors import Refusal
-from realtime.http.upload_forms import (
-    MAX_FIELD_BYTES,
-    MAX_FIELDS,
-    MAX_FORM_BYTES,
-    MAX_FORMS_BYTES,
-    MAX_PART_HEAD_BYTES,
-    FormParser,
-    Spool,
-    Upload,
-)
+from realtime.http.multipart_forms import MAX_FIELD_BYTES, MAX_FIELDS, MAX_PART_HEAD_BYTES, FormParser
+from realtime.http.upload_forms import MAX_FORM_BYTES, MAX_FORMS_BYTES, Spool, Upload
 from tests.realtime.http.test_upload_forms import LIMITS
 
 TYPE = "multipart/form-data; boundary=b"
@@ -126,10 +118,10 @@ async def test_texts_of_one_form_and_of_all_forms_are_bounded_and_given_back() -
         for _ in range(2):
             upload.hold_text(MAX_FORM_BYTES // 2 + 1)
     assert refused.value.status == 413 and spool.text_bytes == MAX_FORM_BYTES // 2 + 1
-    await upload.let_file_go()
+    await upload.release_file()
     assert (spool.text_bytes, spool.uploads) == (0, 1), "its answer is on its way"
     await upload.close()
-    spool.take_text("b", MAX_FORMS_BYTES)
+    spool.reserve_text("b", MAX_FORMS_BYTES)
     other = Upload(spool, 100, "a")
     with pytest.raises(Refusal, match=str(MAX_FORMS_BYTES)) as refused:
         other.hold_text(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from realtime.webrtc.peer_connection import MAX_LINES, MAX_SECTIONS, BadOffer, Local, read_offer, write_answer
+from realtime.webrtc.sdp import MAX_LINES, MAX_SECTIONS, BadOffer, LocalDescription, read_offer, write_answer
 
 DIGEST = ":".join(["AB"] * 32)
 COMMON = f"v=0\r\no=- 1 1 IN IP4 0.0.0.0\r\ns=-\r\nt=0 0\r\na=group:BUNDLE 0 1\r\na=fingerprint:sha-256 {DIGEST}\r\n"
@@ -17,7 +17,7 @@ DATA = (
     f"m=application 9 UDP/DTLS/SCTP webrtc-datachannel\r\n{ICE}a=mid:1\r\na=sctp-port:5000\r\na=max-message-size:9\r\n"
 )
 VIDEO = f"m=video 9 UDP/TLS/RTP/SAVPF 96\r\n{ICE}a=mid:2\r\na=rtpmap:96 VP8/90000\r\n"
-LOCAL = Local(["127.0.0.1", "10.0.0.1"], 4000, "ufrag", "password", ("sha-256", DIGEST), 65536)
+LOCAL = LocalDescription(["127.0.0.1", "10.0.0.1"], 4000, "ufrag", "password", ("sha-256", DIGEST), 65536)
 
 
 def test_what_the_server_needs_of_an_offer() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from realtime.serving.uvicorn_protocols import peer_has_closed, seconds_since_data
+from realtime.serving.socket_extras import peer_has_closed, seconds_since_data
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="only Linux says so")
 

@@ -19,9 +19,9 @@ import pytest
 from audio.containers import MAX_PACKET_SAMPLES, STEP_SAMPLES
 from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecoders, UnsupportedFormat
 from realtime.serving import isolated_decoder
+from realtime.serving.audio_intake import ContainerStream
 from realtime.serving.decoder_process import MAX_DECODER_BYTES
-from realtime.serving.inbox import ContainerStream
-from realtime.serving.isolated_decoder import AT_ONCE, IsolatedDecoder, decoded_file
+from realtime.serving.isolated_decoder import DECODERS_AT_ONCE, IsolatedDecoder, decoded_file
 from realtime.session.events import Samples
 from tests.audio.test_containers import KINDS, SECONDS, assert_is_the_tone, write
 from tests.waiting import stays
@@ -156,7 +156,7 @@ async def test_what_came_before_a_fault_is_heard() -> None:
 
 async def test_decoders_that_hang_are_ended_and_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """More of them than places."""
-    streams = [ContainerStream() for _ in range(3 * AT_ONCE)]
+    streams = [ContainerStream() for _ in range(3 * DECODERS_AT_ONCE)]
     for stream in streams:
         async for _ in stream.decode(FLAC[:100]):
             pass
@@ -244,7 +244,7 @@ async def test_a_stream_that_is_closed_while_it_decodes_gives_nothing_more() -> 
 
 
 async def test_a_decoder_whose_beginning_is_not_waited_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    begin, begun = isolated_decoder._begin, []
+    begin, begun = isolated_decoder._start_fork, []
     entered, go_on = threading.Event(), threading.Event()
 
     def seen(file: BinaryIO | None, kind: bytes) -> Any:
@@ -253,7 +253,7 @@ async def test_a_decoder_whose_beginning_is_not_waited_for_ends(monkeypatch: pyt
         begun.append(begin(file, kind))
         return begun[-1]
 
-    monkeypatch.setattr(isolated_decoder, "_begin", seen)
+    monkeypatch.setattr(isolated_decoder, "_start_fork", seen)
     beginning = asyncio.ensure_future(IsolatedDecoder.begin())
     assert await asyncio.to_thread(entered.wait, 60)
     beginning.cancel()

@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from realtime.serving.live_session import EngineQueue
+from realtime.serving.stream_runner import EngineQueue
 from realtime.session.events import Feed, FeedGap, FlushEngine
 
 
@@ -16,9 +16,9 @@ def test_audio_counts_until_the_engine_has_heard_it() -> None:
     queue.put(audio)
     queue.put(FlushEngine())
     assert queue.full and len(queue) == 2
-    assert queue.take() is audio and queue.full
-    queue.heard(101)
-    assert not queue.full and queue.take() == FlushEngine() and len(queue) == 0
+    assert queue.pop() is audio and queue.full
+    queue.consumed(101)
+    assert not queue.full and queue.pop() == FlushEngine() and len(queue) == 0
 
 
 def test_declared_silence_is_audio_too() -> None:
@@ -26,8 +26,8 @@ def test_declared_silence_is_audio_too() -> None:
     for _ in range(11):
         queue.put(FeedGap(10))
     assert queue.full
-    assert queue.take() == FeedGap(10)
-    queue.heard(10)
+    assert queue.pop() == FeedGap(10)
+    queue.consumed(10)
     assert not queue.full
 
 
@@ -42,7 +42,7 @@ def test_commands_are_bounded_too() -> None:
 
 async def test_what_is_put_after_a_rest_wakes_the_taker_and_clearing_makes_room() -> None:
     queue = EngineQueue(max_samples=0, max_commands=0)
-    queue.rest()
+    queue.mark_idle()
     taker, reader = asyncio.create_task(queue.wait()), asyncio.create_task(queue.wait_for_room())
     await asyncio.sleep(0)
     assert not taker.done() and not reader.done()

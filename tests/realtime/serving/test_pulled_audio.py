@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from realtime.serving import isolated_decoder
-from realtime.serving.decoder_process import MAX_SAID_BYTES
-from realtime.serving.isolated_decoder import PulledAudio, PullFailed
+from realtime.serving import pulled_audio
+from realtime.serving.network_reader import MAX_READ_MESSAGE_BYTES
+from realtime.serving.pulled_audio import PulledAudio, PullFailed
 from tests.media_streams import (
     FFMPEG,
     RtspServer,
@@ -53,10 +53,10 @@ def fast(monkeypatch: pytest.MonkeyPatch) -> None:
 class Heard:
     """What a stream has given so far."""
 
-    def __init__(self, url: str, give_up_s: float | None = 20.0) -> None:
+    def __init__(self, url: str, give_up_after_s: float | None = 20.0) -> None:
         self.parts: list[NDArray[np.float32] | int] = []
         self.lines: list[str] = []
-        self._pulled = PulledAudio(url, on_line=self.lines.append, give_up_s=give_up_s)
+        self._pulled = PulledAudio(url, on_status=self.lines.append, give_up_after_s=give_up_after_s)
 
     async def all(self) -> None:
         async with asyncio.timeout(PATIENCE_S), aclosing(self._pulled.audio()) as audio:
@@ -117,10 +117,10 @@ async def test_file_that_begins_much_later_after_a_reconnect_has_another_clock()
     """A gap is at most an hour: a file can name any time, and the gap would be computed and waited for."""
     for begins_s, gaps in ((1e13, []), (4.0 + 3601, []), (6.0, [32_000])):
         pulled = PulledAudio("http://127.0.0.1/talk")
-        pulled.go_on(4.0, asyncio.get_running_loop().time())
-        parts = pulled._placed(isolated_decoder._Kind(10.0, True), begins_s, 0.0, spoken(0.2), True)
+        pulled.resume_at(4.0, asyncio.get_running_loop().time())
+        parts = pulled._parts(pulled_audio._Kind(10.0, True), begins_s, 0.0, spoken(0.2), True)
         assert [part for part in parts if isinstance(part, int)] == gaps, begins_s
-        assert pulled.place is not None and pulled.place[0] == begins_s + 0.2
+        assert pulled.position is not None and pulled.position[0] == begins_s + 0.2
 
 
 @needs_ffmpeg
@@ -205,7 +205,7 @@ async def test_encoder_that_is_started_again_within_a_connection_has_a_gap_by_th
 ) -> None:
     """Its clock begins anew, so the times of the stream do not tell what is missing."""
     # The three segments at the start come at once; only the last of their audio says how early audio usually comes.
-    monkeypatch.setattr(isolated_decoder, "USUAL_S", 0.5)
+    monkeypatch.setattr(pulled_audio, "ESTIMATE_S", 0.5)
     old, new = hls_segments(tmp_path, 6, clock_s=300.0)[:3], hls_segments(tmp_path, 4)[:2]
     async with web_server() as web:
         clock = asyncio.get_running_loop().time
@@ -248,25 +248,25 @@ async def test_encoder_that_is_started_again_between_connections_is_heard_from_i
 
 async def test_clock_that_libav_has_prolonged_is_that_of_the_next_connection() -> None:
     pulled, now = PulledAudio("http://127.0.0.1/live.m3u8"), asyncio.get_running_loop().time()
-    pulled.go_on(2**33 / 90_000 + 160.0, now - 5.0)
-    kind = isolated_decoder._Kind(None, keeps_time=True)
-    assert pulled._after_reconnect(kind, 158.0, 0.2, now) == pytest.approx(-2.0)
+    pulled.resume_at(2**33 / 90_000 + 160.0, now - 5.0)
+    kind = pulled_audio._Kind(None, keeps_time=True)
+    assert pulled._missing_after_reconnect(kind, 158.0, 0.2, now) == pytest.approx(-2.0)
 
 
 async def test_audio_that_comes_late_was_lost_and_uneven_audio_was_not() -> None:
-    earliness = isolated_decoder._Earliness()
-    assert earliness.lost(0.2, 100.0) == 0.0
+    estimate = pulled_audio._LossEstimate()
+    assert estimate.lost(0.2, 100.0) == 0.0
     for second in range(0, 40, 4):  # a segment of four seconds, which comes when it is complete
         for piece in range(20):
-            earliness.came(0.2, 104.0 + second + 0.001 * piece)
+            estimate.add(0.2, 104.0 + second + 0.001 * piece)
     # The next segment would come at 144; ten seconds later ten seconds are lost.
-    earliness.came(0.1, 154.0)
-    assert earliness.lost(0.2, 154.0) == pytest.approx(10.0, abs=0.2)
-    earliness.came(10.0 + 0.2, 154.0)
+    estimate.add(0.1, 154.0)
+    assert estimate.lost(0.2, 154.0) == pytest.approx(10.0, abs=0.2)
+    estimate.add(10.0 + 0.2, 154.0)
     for piece in range(19):
-        earliness.came(0.2, 154.0 + 0.001 * piece)
-    earliness.came(0.1, 158.8)
-    assert earliness.lost(0.2, 158.8) == 0.0
+        estimate.add(0.2, 154.0 + 0.001 * piece)
+    estimate.add(0.1, 158.8)
+    assert estimate.lost(0.2, 158.8) == 0.0
 
 
 @needs_ffmpeg
@@ -340,9 +340,9 @@ def srt_with(script: str, folder: Path) -> str:
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     code = """
-from realtime.serving.decoder_process import _srt
+from realtime.serving.network_reader import read_srt
 try:
-    print("samples", sum(len(part.samples) for part in _srt("srt://studio.example") if hasattr(part, "samples")))
+    print("samples", sum(len(part.samples) for part in read_srt("srt://studio.example") if hasattr(part, "samples")))
 except OSError as error:
     print(error)
 """
@@ -354,7 +354,7 @@ except OSError as error:
 def test_messages_of_ffmpeg_do_not_stop_its_audio_and_are_bounded(tmp_path: Path) -> None:
     flood = "head -c 3000000 /dev/zero | tr '\\0' x >&2"
     assert srt_with(f"{flood}; head -c 32000 /dev/zero", tmp_path) == "samples 16000"
-    assert 0 < len(srt_with(flood, tmp_path)) <= MAX_SAID_BYTES
+    assert 0 < len(srt_with(flood, tmp_path)) <= MAX_READ_MESSAGE_BYTES
     assert srt_with("echo first >&2; echo the last words >&2", tmp_path) == "the last words"
     assert srt_with("true", tmp_path) == "ffmpeg ended without a message"
 
@@ -408,7 +408,7 @@ async def test_what_is_no_stream_is_refused_with_a_reason() -> None:
 
 
 async def test_server_that_says_nothing_or_never_ends_its_playlist_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_decoder, "OPEN_S", 2.0)
+    monkeypatch.setattr(pulled_audio, "OPEN_S", 2.0)
 
     async def silent(writer: asyncio.StreamWriter) -> None:
         await forever()
@@ -433,14 +433,14 @@ async def test_stream_that_stays_away_is_given_up() -> None:
 
     async with web_server() as web:
         web.pages["/talk.wav"] = once
-        heard = Heard(web.url("/talk.wav"), give_up_s=0.5)
+        heard = Heard(web.url("/talk.wav"), give_up_after_s=0.5)
         with pytest.raises(PullFailed, match="404"):
             await heard.all()
     assert heard.seconds > 1
 
 
 async def test_file_comes_at_the_pace_of_speech(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated_decoder, "FILE_AHEAD_S", 1.0)
+    monkeypatch.setattr(pulled_audio, "FILE_BURST_S", 1.0)
     async with web_server() as web:
         web.pages["/talk.wav"] = wav_bytes(spoken(30.0))
         heard = Heard(web.url("/talk.wav"))
