@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
+from engine.client.handoff import OwnedSession
 from engine.errors import AdoptionFailed, EngineUnavailable
 from engine.options import COUNTED_SECONDS
 from realtime.config import Config
