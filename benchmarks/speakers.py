@@ -43,7 +43,7 @@ from engine.server.speaker_labels import Label, SpeakerLabels, rounded
 from engine.server.speech_pieces import CutSettings, Piece, PieceCutter
 from engine.server.speech_track import voiced_frames
 from engine.weights.store import pull
-from realtime.bench.recordings import BadManifest
+from realtime.bench.clients import BadManifest
 
 # A person with less speech than this is left out of conversations.
 LEAST_SECONDS = 8.0

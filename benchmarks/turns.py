@@ -49,7 +49,7 @@ from engine.server.speech_track import SpeechTrack
 from engine.weights.checkpoint import load_turn_detector
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import pull
-from realtime.bench.recordings import BadManifest
+from realtime.bench.clients import BadManifest
 from realtime.bench.words import align
 
 SHORTEST_PAUSE_S = 0.25

@@ -19,11 +19,18 @@ from realtime.session.formatting import (
     paragraph_end,
     redacted_times,
 )
-from realtime.session.formatting_options import Formatting
-from realtime.session.settings import Settings
+from realtime.session.settings import Formatting, Settings
 from realtime.session.speakers import letter_name
-from realtime.session.subtitles import Subtitle, each_subtitle, spoken_lines, srt_blocks, subtitles, vtt_blocks
-from realtime.session.words import token_logprobs, word_fields
+from realtime.session.words import (
+    Subtitle,
+    each_subtitle,
+    spoken_lines,
+    srt_blocks,
+    subtitles,
+    token_logprobs,
+    vtt_blocks,
+    word_fields,
+)
 
 PLAIN = "text/plain; charset=utf-8"
 # Segments in one piece of a response: fewer than other entries, because a segment has many words and its text is

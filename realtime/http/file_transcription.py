@@ -35,9 +35,8 @@ from realtime.session.formatting import (
     search_words,
     sentence_parts,
 )
-from realtime.session.formatting_options import NO_FORMATTING, Formatting
 from realtime.session.redaction import RedactedStream
-from realtime.session.settings import Settings
+from realtime.session.settings import NO_FORMATTING, Formatting, Settings
 from realtime.session.speakers import SpeakerTimeline
 from realtime.session.words import (
     first_word,

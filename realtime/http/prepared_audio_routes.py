@@ -18,7 +18,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.client.item_checks import ItemRefused
+from engine.client.link import ItemRefused
 from engine.client.prepared_audio import Rendered
 from realtime.dialects.base import encode_json
 from realtime.dialects.event_schema import Shape

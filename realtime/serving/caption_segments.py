@@ -13,7 +13,7 @@ from collections import deque
 from dataclasses import dataclass
 
 from realtime.serving.published_transcript import MAX_OPEN_TURNS, Added, Begun, Finished, Line, Update, Word
-from realtime.session.subtitles import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
+from realtime.session.words import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
 from realtime.text_values import date_text
 
 # Seconds of a segment.

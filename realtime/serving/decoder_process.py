@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from audio.byte_readers import ByteReader
+from audio.container_filters import ByteReader
 from audio.containers import STEP_SAMPLES, read_stream, read_upload
 from audio.errors import AudioError, NoAudioTrack, TooLargeToDecode, UnsupportedFormat
 from realtime.serving.checked_fetch import CheckedFetch

@@ -13,7 +13,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
 from dataclasses import replace
 
-from engine.client.item_checks import ItemRefused
+from engine.client.link import ItemRefused
 from engine.client.prepared_audio import parse_items
 from realtime.dialects.base import (
     AUDIO_MESSAGE,
