@@ -24,7 +24,8 @@ import torch
 
 from benchmarks.speakers import Labeller
 from engine.errors import EngineError
-from engine.models.moonshine import Moonshine, StreamingEncoder
+from engine.models.moonshine import Moonshine
+from engine.models.moonshine_streaming import StreamingEncoder
 from engine.weights.checkpoint import load_speech_model, load_streaming_weights
 from engine.weights.store import WeightsError, pull, resolve
 from realtime.bench.words import Normaliser, english_normaliser

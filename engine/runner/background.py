@@ -31,8 +31,9 @@ from torch import nn
 from torch.nn.functional import pad
 
 from engine.core.plan import TimedToken
-from engine.models.campplus import load_campplus, traced
-from engine.models.seq2seq import SpeechModel, make_plans, reader
+from engine.models.campplus import load_campplus, trace_for
+from engine.models.int8 import inference_thread, prepare_kernels
+from engine.models.seq2seq import SpeechModel
 from engine.models.smart_turn import WINDOW_SAMPLES
 from engine.runner.base import Background, Embedder, EndedUtterance, Result, Reviser, Samples, Task, TurnDetector
 from engine.runner.bias import KeywordTrees
@@ -214,7 +215,7 @@ class GraphedModel:
 
 
 class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
-    """CAM++. All pieces have `piece_samples` samples. On a CPU the threads share one traced model."""
+    """CAM++. All pieces have `piece_samples` samples. On a CPU the threads share one trace_for model."""
 
     def __init__(self, weights: Path, piece_samples: int, device: torch.device, threads: int = 1) -> None:
         super().__init__("speakers", device, threads, SPEAKER_BATCHES)
@@ -233,7 +234,7 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
             if self._device.type != "cpu":
                 self._embed = GraphedModel(model, self._piece_samples, self._device, self._batches.sizes)
             else:
-                embed = traced(model, self._piece_samples)
+                embed = trace_for(model, self._piece_samples)
                 self._embed = lambda batch: [embed(torch.from_numpy(piece)[None])[0].numpy() for piece in batch]
 
     def _compute(self, batch: list[Samples]) -> list[Samples]:
@@ -317,8 +318,8 @@ class UtteranceReviser(BackgroundModel[EndedUtterance, list[TimedToken]], Revise
         self.prepare()
 
     def _load(self, number: int) -> None:
-        reader.number = self._readers[number]
-        make_plans(self._model)
+        inference_thread.number = self._readers[number]
+        prepare_kernels(self._model)
 
     def _compute(self, batch: list[EndedUtterance]) -> list[list[TimedToken]]:
         return [self.revise(utterance) for utterance in batch]

@@ -22,8 +22,10 @@ from torch import Tensor, nn
 from engine.core.scheduler import Limits
 from engine.errors import EngineError
 from engine.host_memory import available_memory, needed_memory
-from engine.models.moonshine import Moonshine, StreamingEncoder
-from engine.models.seq2seq import DecoderState, Encoded, allow_reader, copy_weights
+from engine.models.int8 import copy_for_thread
+from engine.models.moonshine import Moonshine
+from engine.models.moonshine_streaming import StreamingEncoder
+from engine.models.seq2seq import DecoderState, Encoded, copy_weights
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
 from engine.options import PIECE_SAMPLES, EngineConfig, cache_folder
@@ -89,8 +91,8 @@ def load_detector(runner: Runner, max_streams: int) -> SpeechDetector | DeviceSp
     if not isinstance(runner, (VoxtralRunner, WindowedRunner)) or runner.device.type != "cuda":
         return SpeechDetector(load_silero(), max_streams)
     if isinstance(runner, WindowedRunner):
-        return SpeechDetector(load_silero(products=True).to(runner.device), max_streams)
-    detector = DeviceSpeechDetector(load_silero(products=True).to(runner.device), max_streams)
+        return SpeechDetector(load_silero(fft_as_matmul=True).to(runner.device), max_streams)
+    detector = DeviceSpeechDetector(load_silero(fft_as_matmul=True).to(runner.device), max_streams)
     detector.warm_up()
     return detector
 
@@ -261,7 +263,7 @@ def _load_in_blocks(
             copy_weights(nn.ModuleList((each.encoder, each.cross_kv)))
     decode = preparing.result()
     for number in range(1, revisers.stop):
-        allow_reader(nn.ModuleList((whole, model)), number)
+        copy_for_thread(nn.ModuleList((whole, model)), number)
     stream_encoder = BlockEncoder(model, StreamingEncoder(model.encoder, trained_for, BLOCK_FRAMES))
     spec = windowed_spec(path.name, WINDOW_POSITIONS, stream_encoder.first_stride, FILE_WINDOW_POSITIONS)
     spec = replace(spec, options=replace(model.options, keywords=spec.options.keywords, revises=True))
@@ -293,11 +295,11 @@ def windowed_on_cpu(
     # short window, Whisper repeats its sentence. The copies share the weights.
     whole, to_end = copy(model), copy(model)
     model.set_live_padding(full_padding)
-    to_end.set_live_padding(full_padding, to_end=True)
+    to_end.set_live_padding(full_padding, ends_at_pause=True)
     stream_encoders = WindowEncoder(model, pieces, policy, to_end=to_end), WindowEncoder(whole, pieces, policy)
     decode = decode or compiled_decode(model, threads)
     for number in range(1, threads):
-        allow_reader(model, number)
+        copy_for_thread(model, number)
     windows = HostWindows(model, *stream_encoders, limits.cache_embeds, threads, decode, encoder_threads)
     return WindowedRunner(model, Vocabulary(pieces), spec, policy, windows), limits
 

@@ -26,8 +26,9 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.models.moonshine import SAMPLES_PER_FRAME, Moonshine, MoonshineConfig, RunningNorm, StreamingSpec
-from engine.models.seq2seq import SAFE_STEPS
+from engine.models.int8 import SAFE_STEPS
+from engine.models.moonshine import SAMPLES_PER_FRAME, Moonshine, MoonshineConfig
+from engine.models.moonshine_streaming import NormPrior, StreamingSpec
 from engine.models.smart_turn import SmartTurn
 from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD
 from engine.models.whisper import Whisper, WhisperConfig
@@ -313,7 +314,7 @@ def _spec(metadata: dict[str, str] | None) -> StreamingSpec:
         blocks=tuple(stored["blocks"]),
         look_ahead=stored["look_ahead"],
         left=stored["left"],
-        norm=RunningNorm(**stored["norm"]),
+        norm=NormPrior(**stored["norm"]),
     )
 
 
@@ -385,7 +386,7 @@ def load_speech_model(path: Path) -> tuple[Moonshine | Whisper, list[bytes]]:
         model = _load_openai(openai_file) if openai_file.is_file() else _load_transformers(folder)
         pieces = load_pieces(folder, model.config.vocabulary)
         if isinstance(model, Whisper):
-            model.bar_symbols(pieces)
+            model.suppress_symbols(pieces)
         return model, pieces
     except (BadCheckpoint, MemoryError):
         raise

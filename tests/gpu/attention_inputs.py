@@ -18,7 +18,7 @@ def stacks(decoder_window: int) -> dict[str, tuple[Heads, int]]:
     text = config.text.heads
     return {
         "encoder": (config.audio.heads, 4),
-        "decoder": (Heads(text.queries, text.keys, text.dim, decoder_window), 1),
+        "decoder": (Heads(text.query_heads, text.kv_heads, text.dim, decoder_window), 1),
     }
 
 

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.sounds import read_wav
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.seq2seq import Judging
+from engine.models.seq2seq import DetectionTokens
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import cache_folder
 from engine.runner.load import windowed_on_device
@@ -29,7 +29,7 @@ def small(family: str) -> Moonshine | Whisper:
     else:
         model = Whisper(WhisperConfig(80, 60, 1500, 64, 4, 2, 64, 4, 2))
         model.start_tokens, model.end_token = [1], 2
-        model.judging = Judging(1, 3, ())
+        model.detection_tokens = DetectionTokens(1, 3, ())
     model.suppressed = [model.end_token]  # so that every row has as many tokens as it may
     with torch.no_grad():
         for parameter in model.parameters():

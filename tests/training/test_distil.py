@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.moonshine import StreamingEncoder
+from engine.models.moonshine_streaming import StreamingEncoder
 from engine.weights.checkpoint import load_streaming_weights
 from tests.training.tiny import SPEC, tiny_model, write_corpus
 from training.data import read_corpora

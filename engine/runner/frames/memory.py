@@ -97,7 +97,7 @@ def _layout(
     name: str, layers: int, heads: Heads, rows_per_position: int, window_positions: int, dtype: torch.dtype
 ) -> StackLayout:
     scale_bytes = torch.bfloat16.itemsize if dtype == torch.float8_e4m3fn else 0
-    row_bytes = layers * 2 * heads.keys * (heads.dim * dtype.itemsize + scale_bytes)
+    row_bytes = layers * 2 * heads.kv_heads * (heads.dim * dtype.itemsize + scale_bytes)
     page_positions = PAGE_ROWS // rows_per_position
     group = KvGroup(name, window_positions, page_positions, row_bytes * rows_per_position)
     return StackLayout(group, layers, heads, rows_per_position)

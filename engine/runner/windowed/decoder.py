@@ -28,8 +28,9 @@ from torch import Tensor, nn
 from torch.jit._trace import TracerWarning
 
 from engine.messages import Saved
+from engine.models.int8 import Int8Linear, copy_for_thread, inference_thread
 from engine.models.moonshine import Moonshine
-from engine.models.seq2seq import DecoderState, Encoded, Int8Linear, SpeechModel, allow_reader, reader
+from engine.models.seq2seq import DecoderState, Encoded, SpeechModel
 from engine.models.whisper import Whisper
 from engine.options import Options
 from engine.runner.bias import AT_WORD, KeywordTree
@@ -329,7 +330,7 @@ class GreedyDecoder:
         return last
 
 
-# Judging a window before it is read: whether it has speech, and in which language.
+# DetectionTokens a window before it is read: whether it has speech, and in which language.
 #
 # Without a given language, the language is detected in the first window that is long enough. Then it stays: otherwise
 # one short word that sounds like another language would change the language of the text, and words that were right. To
@@ -357,14 +358,14 @@ class Judgement:
 
 def judge(model: SpeechModel, encoded: Encoded) -> list[Judgement]:
     """One judgement per row, from the model's first token."""
-    judging = model.judging
-    assert judging is not None, "this model cannot judge windows"
+    detection = model.detection_tokens
+    assert detection is not None, "this model cannot detect language and speech"
     rows, device = len(encoded.lengths), encoded.keys.device
-    tokens = torch.full((rows, 1), judging.start, device=device)
+    tokens = torch.full((rows, 1), detection.start, device=device)
     hidden, _ = model.decode(tokens, torch.zeros_like(tokens), model.new_state(rows, 1), encoded)
     logits = model.logits(hidden[:, 0]).float()
-    no_speech = logits.softmax(dim=-1)[:, judging.no_speech].tolist()
-    spoken = logits[:, list(judging.languages)].softmax(dim=-1).tolist()
+    no_speech = logits.softmax(dim=-1)[:, detection.no_speech].tolist()
+    spoken = logits[:, list(detection.languages)].softmax(dim=-1).tolist()
     return [Judgement(*each) for each in zip(no_speech, spoken, strict=True)]
 
 
@@ -641,7 +642,7 @@ Pass = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Te
 class _Pass(nn.Module):
     """A model's `decode` with tensors as arguments.
 
-    Its only attributes are the 8-bit weights of one reader, because tracing takes time for each module that it knows.
+    Its only attributes are the 8-bit weights of one inference thread, because tracing takes time for each submodule.
     All other tensors of the model become constants of the trace.
     """
 
@@ -659,7 +660,7 @@ class _Pass(nn.Module):
 
 
 def _weights_of(layers: list[Int8Linear], number: int) -> list[tuple[str, torch.ScriptObject]]:
-    """The 8-bit weights of one reader, by their names in a trace."""
+    """The 8-bit weights of one inference thread, by their names in a trace."""
     return [(f"weights_{index}", layer.weights_of(number)) for index, layer in enumerate(layers)]
 
 
@@ -668,12 +669,12 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
     """A traced `SpeechModel.decode` of a model on a CPU whose decoder does not change any more, for `readers` threads.
 
     The pass is traced once. The readers share its code, and each has its own 8-bit weights of the decoder's layers; for
-    the other layers of the model, call `allow_reader`. The rest of the model may change meanwhile on another thread.
+    the other layers of the model, call `copy_for_thread`. The rest of the model may change meanwhile on another thread.
     """
     layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
-    # Copies of weights are made on another core while the pass is traced with the weights of the first reader.
+    # Copies of weights are made on another core while the pass is traced with the weights of the first thread.
     copies = ThreadPoolExecutor(1, "copy weights")
-    copying = [copies.submit(allow_reader, model.decoder, number) for number in range(1, readers)]
+    copying = [copies.submit(copy_for_thread, model.decoder, number) for number in range(1, readers)]
     # Constants of a trace must not need a gradient.
     model.decoder.requires_grad_(False)
     _use_simple_executor()
@@ -685,7 +686,7 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
 
     def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         real = _all_real(encoded.keys) if encoded.real is None else encoded.real
-        own = passes[reader.number]
+        own = passes[inference_thread.number]
         # Without optimisations, which take longer than a dozen passes, and find nothing to improve on a CPU.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
             hidden, attention = own(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
@@ -701,7 +702,7 @@ def _use_simple_executor() -> None:
 
 
 def _with_weights(traced: torch.jit.ScriptModule, weights: list[tuple[str, torch.ScriptObject]]) -> Pass:
-    """The same traced pass with the weights of another reader."""
+    """The same traced pass with the weights of another inference thread."""
     own = copy(traced._c)
     for name, value in weights:
         own.setattr(name, value)
@@ -710,7 +711,7 @@ def _with_weights(traced: torch.jit.ScriptModule, weights: list[tuple[str, torch
 
 
 def _trace(model: Moonshine | Whisper, layers: list[Int8Linear]) -> torch.jit.ScriptModule:
-    """Trace a pass with the weights of the first reader."""
+    """Trace a pass with the weights of the first inference thread."""
     shape = model.decoder_shape
     # Sizes are not fixed by the trace, as long as none of them is 1.
     rows, count, frames = 2, 2, 3

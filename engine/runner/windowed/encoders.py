@@ -21,8 +21,9 @@ from torch.nn.functional import pad
 
 from engine.core.plan import SILENCE_ROW, DecodeTask, EncodeTask
 from engine.messages import Item, Saved
-from engine.models.moonshine import EncoderState, Moonshine, StreamingEncoder
-from engine.models.seq2seq import Encoded, SpeechModel, at_once
+from engine.models.moonshine import Moonshine
+from engine.models.moonshine_streaming import EncoderState, StreamingEncoder
+from engine.models.seq2seq import Encoded, SpeechModel, run_to_end
 from engine.runner.device import upload
 from engine.runner.windowed.stability import POSITIONS_PER_SECOND, HypothesisToken, Policy, starts_word
 
@@ -217,7 +218,7 @@ class WindowEncoder:
         self._tails = Tails(pieces, policy, device)
 
     def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
-        return at_once(self.hear_slowly(task, audio))
+        return run_to_end(self.hear_slowly(task, audio))
 
     def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
         """As `encode`, yielding after each piece of work."""
@@ -228,7 +229,7 @@ class WindowEncoder:
         missing = model.min_samples - audio.shape[1]
         if missing > 0:
             audio = pad(audio, (0, missing))
-        encoded = yield from model.encode_slowly(audio, [audio.shape[1]])
+        encoded = yield from model.encode_in_pieces(audio, [audio.shape[1]])
         if tail is None:
             return EncodedAudio(encoded, task.base, task.end)
         return EncodedAudio(encoded, tail.start, task.end, tail.tokens)

@@ -375,7 +375,7 @@ class WindowedRunner(SynchronousRunner):
     def _judge(self, tasks: list[DecodeTask], sounds: dict[int, EncodedAudio]) -> None:
         """Detect language and speech in windows without committed text."""
         new = [task for task in tasks if not self.slots[task.slot].spoken and sounds[task.slot].frames]
-        if self._model.judging is None or not new:
+        if self._model.detection_tokens is None or not new:
             return
         for task, judgement in zip(new, self.windows.judge([sounds[task.slot] for task in new]), strict=True):
             self.slots[task.slot].language_state.update(judgement, self.spec.options, task.end - task.base)

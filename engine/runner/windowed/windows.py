@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
+from engine.models.int8 import inference_thread, prepare_kernels
 from engine.models.moonshine import Moonshine
-from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
+from engine.models.seq2seq import Encoded, SpeechModel
 from engine.models.whisper import Whisper
 from engine.runner.device import GIB, NotEnoughMemory, compute_on_threads, gib
 from engine.runner.windowed.decoder import (
@@ -197,7 +198,7 @@ class HostWindows:
     def _warm_up(self, ready: threading.Barrier) -> None:
         """Read a second of noise, so that kernels and memory are ready for the first utterance."""
         ready.wait()
-        make_plans(self._model)
+        prepare_kernels(self._model)
         noise = torch.randn(1, 12 * SAMPLES_PER_POSITION) * 0.01
         encoded = self._model.encode(noise, [noise.shape[1]])
         self.decoder.run([Row([], [], 8, None, encoded.audio[0])], encoded)
@@ -231,7 +232,7 @@ def _go_on_one_by_one(waiting: deque[Callable[[], bool]], time_is_up: Callable[[
 
 def _be_next_reader(numbers: Iterator[int]) -> None:
     """Give this thread its own copy of the weights."""
-    reader.number = next(numbers)
+    inference_thread.number = next(numbers)
 
 
 # The memory plan of a device, made before anything is allocated there.
@@ -302,7 +303,7 @@ def plan_windows(
     # Per row: cross keys and values as encoded and as copied for the decoder, and the decoder's own; a quarter more for
     # uploads.
     row_bytes = 2 * shape.layers * shape.heads * shape.dim * size * (2 * frames + model.max_tokens) * 5 // 4
-    frame_bytes = model.widest_frame * size
+    frame_bytes = model.peak_values_per_frame * size
     left = room - weights - FIXED_BYTES - (max_streams or 1) * stream_bytes
     rows = min(MOST_ROWS, left // 2 // row_bytes)
     frames_at_once = min(MOST_FRAMES_AT_ONCE, left // 8 // frame_bytes)
@@ -470,4 +471,4 @@ def _heard(sounds: Sequence[EncodedAudio]) -> list[Encoded]:
     for sound in sounds:
         batches[id(sound.encoded)] = sound.encoded
         rows.setdefault(id(sound.encoded), []).append(sound.row)
-    return [batches[name].rows(kept) for name, kept in rows.items()]
+    return [batches[name].select(kept) for name, kept in rows.items()]

@@ -20,7 +20,7 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module")
 def model() -> SileroVad:
-    return load_silero(products=True)
+    return load_silero(fft_as_matmul=True)
 
 
 @pytest.fixture(scope="module")

@@ -126,7 +126,7 @@ def test_texts_begin_as_whisper_was_trained(model: Whisper) -> None:
 def test_symbols_that_nobody_speaks_are_barred_and_notes_are_not() -> None:
     model = small()
     before = len(model.suppressed)
-    model.bar_symbols([b" (", b"word", b"]", b"\xe2\x99\xaa", b" --", b",", b""])
+    model.suppress_symbols([b" (", b"word", b"]", b"\xe2\x99\xaa", b" --", b",", b""])
     assert model.suppressed[before:] == [0, 2, 4]
 
 

@@ -13,11 +13,12 @@ from torch import Tensor
 
 from engine.core.plan import DecodeTask
 from engine.messages import Item
-from engine.models.moonshine import Moonshine, MoonshineConfig, RunningNorm, StreamingEncoder, StreamingSpec
+from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.moonshine_streaming import NormPrior, StreamingEncoder, StreamingSpec
 from engine.runner.windowed.encoders import LONG_FROM_ANCHOR, SAMPLES_PER_POSITION, BlockEncoder, EncodedAudio
 
 BLOCK, LOOK_AHEAD = 26, 13
-SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=RunningNorm(0.0, -5.84, 75.0))
+SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=NormPrior(0.0, -5.84, 75.0))
 TEN_MINUTES = 600 * 16_000 // SAMPLES_PER_POSITION
 
 

@@ -474,7 +474,7 @@ def test_an_utterance_that_ends_at_its_pause_is_not_read_again(
             streams.step()
     plain.step(final=True)
     paused.step(pause=True)
-    monkeypatch.setattr(model, "encode_slowly", None)
+    monkeypatch.setattr(model, "encode_in_pieces", None)
     paused.end_here()
     for slot in audio:
         assert paused.tokens(slot) == plain.tokens(slot) and plain.tokens(slot)
@@ -488,13 +488,13 @@ def test_an_utterance_that_goes_on_after_its_pause_is_read_to_its_end(
     streams.step()
     streams.step(pause=True)
     streams.step()
-    encoded, encode = list[int](), model.encode_slowly
+    encoded, encode = list[int](), model.encode_in_pieces
 
     def counted(audio: torch.Tensor, lengths: list[int]) -> Iterator[None]:
         encoded.append(len(lengths))
         return (yield from encode(audio, lengths))
 
-    monkeypatch.setattr(model, "encode_slowly", counted)
+    monkeypatch.setattr(model, "encode_in_pieces", counted)
     streams.end_here()
     assert encoded == [1]
 

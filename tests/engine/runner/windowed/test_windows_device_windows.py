@@ -12,7 +12,7 @@ import torch
 from engine.core.plan import DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.messages import Item
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.seq2seq import Judging
+from engine.models.seq2seq import DetectionTokens
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner import bias
 from engine.runner.windowed.decoder import Shape, Shapes
@@ -46,7 +46,7 @@ def model(request: pytest.FixtureRequest) -> Moonshine | Whisper:
     whisper = Whisper(WhisperConfig(80, VOCABULARY, 1500, 32, 4, 1, 64, 4, 2))
     # Markers of the real vocabulary are far behind the end of this one.
     whisper.start_tokens, whisper.end_token, whisper.suppressed = [1], 2, [0]
-    whisper.judging = Judging(1, 3, ())
+    whisper.detection_tokens = DetectionTokens(1, 3, ())
     whisper.set_live_padding(full_padding=False)
     return sharpened(whisper)
 
