@@ -51,7 +51,7 @@ from engine.runner.windowed.stability import (
     steady,
     without_second_mark,
 )
-from engine.weights.checkpoint import load_turn_detector
+from engine.weights.checkpoint import load_smart_turn
 
 logger = logging.getLogger(__name__)
 
@@ -257,7 +257,7 @@ class SmartTurnDetector(BackgroundModel[Callable[[], Samples], float], TurnDetec
 
     def _load(self, number: int) -> None:
         with self._warning_once():
-            model = load_turn_detector(self._weights)
+            model = load_smart_turn(self._weights)
             if self._device.type == "cpu":
                 model.quantise()
                 model.judge([np.zeros(WINDOW_SAMPLES, np.float32)])

@@ -42,9 +42,10 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
 from engine.runner.windowed.windows import DeviceWindows, HostWindows, longest_window, one, plan_windows
 from engine.spec import ModelSpec, Vocabulary
-from engine.weights.checkpoint import BadCheckpoint, load_speech_model, load_streaming_weights
+from engine.weights.checkpoint import BadCheckpoint, load_speech_model
 from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR
 from engine.weights.store import WeightsError, cached
+from engine.weights.streaming_encoder import load_streaming_weights
 
 logger = logging.getLogger(__name__)
 

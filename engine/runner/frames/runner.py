@@ -62,7 +62,8 @@ from engine.runner.frames.memory import (
     voxtral_spec,
 )
 from engine.spec import ModelSpec, Vocabulary
-from engine.weights.checkpoint import read_config, read_tekken, read_tensors
+from engine.weights.checkpoint import read_config, read_tensors
+from engine.weights.vocabularies import read_tekken
 
 NOT_FORCED = -1
 GUARD_AFTER_BLANKS = 200

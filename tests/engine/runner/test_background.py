@@ -20,7 +20,7 @@ from engine.runner import load
 from engine.runner.background import BackgroundModel, SmartTurnDetector, SpeakerEmbedder
 from engine.runner.load import load_turns
 from engine.server.speakers import CutSettings
-from engine.weights.checkpoint import BadCheckpoint, load_turn_detector
+from engine.weights.checkpoint import BadCheckpoint, load_smart_turn
 from engine.weights.registry import REGISTRY, TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.store import WeightsError
 from tests.engine import fakes
@@ -181,7 +181,7 @@ def test_answers_are_those_of_the_model_and_words_go_first() -> None:
     try:
         detector.prepare()
         found = [future.result(120) for future in [detector.submit(sound.copy) for sound in sounds]]
-        expected: SmartTurn = load_turn_detector(TURN_WEIGHTS)
+        expected: SmartTurn = load_smart_turn(TURN_WEIGHTS)
         expected.quantise()
         assert found == expected.judge(sounds)
         niceness = [os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in detector.running]
