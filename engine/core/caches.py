@@ -1,7 +1,7 @@
 """The bookkeeping of both caches of an engine: pages of keys and values, and rows of encoder output. Only numbers.
 
 The scheduler owns the pool of pages and the encoder cache; the memory itself is in the runner
-(`engine/runner/frames/memory.py`).
+(`engine/runner/frames/kv_pages.py`).
 
 `PagePool` has the pages that all streams share, `RingTable` those of one stream and one group of layers with the same
 attention window. A page stores a block of consecutive positions. A table is a ring that holds one attention window and

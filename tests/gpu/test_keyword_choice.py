@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from engine.options import Keyword
-from engine.runner.bias import AT_WORD, BiasTables, KeywordTree, Spelling
+from engine.runner.bias import AT_WORD, KeywordTree, Spelling
+from engine.runner.frames.bias_tables import BiasTables
 from engine.spec import Vocabulary
 
 VOCABULARY = 131_072

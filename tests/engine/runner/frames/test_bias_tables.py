@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from engine.options import Keyword
-from engine.runner.bias import BiasTables, KeywordTree, Spelling
+from engine.runner.bias import KeywordTree, Spelling
+from engine.runner.frames.bias_tables import BiasTables
 from engine.spec import Vocabulary
 
 BLANK, MARKER = 0, 1
