@@ -39,7 +39,7 @@ from engine.runner.load import (
     frames_limits,
     load_detector,
     load_embedder,
-    load_turns,
+    load_turn_detector,
     windowed_on_device,
 )
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
@@ -134,7 +134,7 @@ def voxtral_loop(kv: str, max_streams: int | None, small: bool) -> EngineLoop:
     """As in a server: with speech detection, skipped silence, and speaker labels and the turn detector if their files
     are here."""
     runner, config = voxtral_runner(kv, 1024, max_streams, small), EngineConfig()
-    embedder, turns = load_embedder(runner, config), load_turns(runner, config)
+    embedder, turns = load_embedder(runner, config), load_turn_detector(runner, config)
     options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turns is not None)
     scheduler = Scheduler(replace(runner.spec, options=options), frames_limits(runner.memory), runner.vocabulary)
     detector, cut = load_detector(runner, runner.memory.streams), skip_settings(config.cut_silence_s)
@@ -183,7 +183,7 @@ class ScriptedSpeaker(DecoderBatch):
         self._rows = rows
         self._spacing = frames_per_token
         self._end_token = end_token
-        self._begins = [max(0.0, row.progress._said_until) for row in rows]
+        self._begins = [max(0.0, row.progress._text_until) for row in rows]
 
     def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[DecodedToken]:
         self._speaker.read(known, places, kept)

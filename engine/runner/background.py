@@ -1,12 +1,12 @@
 """Models that compute beside the engine's steps, on threads of their own, so that words never wait for them.
 
 `BackgroundModel` has the queue, the threads and the batches. Its models are `SpeakerEmbedder` (speaker labels),
-`SmartTurnDetector` (turn detector) and `UtteranceReviser` (second pass for finals). The engine loop submits tasks and
-polls the results; with a frame-synchronous model on a GPU, the background process
+`SmartTurnDetector` (turn detector) and `UtteranceReviser` (second pass for finals, `windowed/revision.py`). The engine
+loop submits tasks and polls the results; with a frame-synchronous model on a GPU, the background process
 (`engine/server/background_process.py`) does. On a CPU, low-priority threads compute one task at a time; they load the
 weights when they start, with the first task or before it. On a GPU one thread waits a little for more tasks and
-computes them as one batch (`Batches`), on its own CUDA stream; weights are loaded and CUDA graphs captured before the
-engine serves, because that stops all streams.
+computes them as one batch (`Batches`), on its own CUDA stream. Weights are loaded and CUDA graphs captured before the
+engine serves, because both stall all streams.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from torch import nn
 from engine.models.campplus import load_campplus, trace_for
 from engine.models.smart_turn import WINDOW_SAMPLES
 from engine.runner.base import Background, Embedder, Result, Samples, Task, TurnDetector
-from engine.runner.cpu_threads import give_way
+from engine.runner.cpu_threads import lower_priority
 from engine.runner.device import Download, StepGraphs, staging
 from engine.weights.checkpoint import load_smart_turn
 
@@ -40,23 +40,27 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The batches of a model on a GPU: the recorded sizes (another one is computed as the next larger), and the seconds
-    that a batch waits for more tasks. A few tasks cost nearly as much of the device as many, which the steps of the
-    main model would miss."""
+    """The batches of a model on a GPU."""
 
+    # Batch sizes with a recorded CUDA graph; a batch is padded to the next one. The last is the largest batch.
     sizes: tuple[int, ...]
+    # Seconds that the first task waits for more: a small batch takes nearly as much GPU time from the main model as a
+    # large one.
     wait_s: float
 
 
 ONE_BY_ONE = Batches((1,), 0.0)
-# The end of a turn waits for its answer.
+# A short wait, because the end of a turn waits for the result.
 TURN_BATCHES = Batches((1, 4, 8, 16, 32), 0.04)
-# A label is known a second after its word at the earliest, so it can wait longer.
+# A longer wait: a label comes a second after its word at the earliest.
 SPEAKER_BATCHES = Batches((1, 8, 32, 64, 128), 0.12)
 
 
 class BackgroundModel(Background[Task, Result]):
-    """`batches` are those of a GPU; on a CPU a task is computed alone. `name` is that of the threads."""
+    """A model with a queue of tasks, and threads that compute them: one by one on a CPU, in batches on a GPU.
+
+    `threads` counts on a CPU, `batches` on a GPU. `name`: name of the threads.
+    """
 
     def __init__(self, name: str, device: torch.device, threads: int, batches: Batches) -> None:
         self._name = name
@@ -66,15 +70,16 @@ class BackgroundModel(Background[Task, Result]):
         self._queue: SimpleQueue[tuple[Task, Future[Result]] | None] = SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
         self.running: list[threading.Thread] = []
-        self._tried_to_load = threading.Event()
+        # The first attempt to load is over, successful or not.
+        self._load_attempted = threading.Event()
 
     def warm_up(self) -> None:
         if self._device.type != "cpu":
             self.prepare()
-            self._tried_to_load.wait()
+            self._load_attempted.wait()
 
     def prepare(self) -> None:
-        """Start the threads, if they do not run; each loads what it needs."""
+        """Start the threads if they are not running; each loads what it needs."""
         if self.running:
             return
         self.running = [
@@ -87,11 +92,11 @@ class BackgroundModel(Background[Task, Result]):
         atexit.register(self.close)
 
     def submit(self, task: Task) -> Future[Result]:
-        """Start on one task. The future has an exception if the weights cannot be loaded or the model fails."""
-        found: Future[Result] = Future()
-        self._queue.put((task, found))
+        """Queue one task. The future has an exception if the weights cannot be loaded or the model fails."""
+        future: Future[Result] = Future()
+        self._queue.put((task, future))
         self.prepare()
-        return found
+        return future
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -106,11 +111,11 @@ class BackgroundModel(Background[Task, Result]):
 
     @abstractmethod
     def _load(self, number: int) -> None:
-        """Load what thread `number` needs, and do the slow work of a first task. Other threads may load meanwhile."""
+        """Load what thread `number` needs, and warm it up. Other threads may load at the same time."""
 
     @abstractmethod
     def _compute(self, batch: list[Task]) -> list[Result]:
-        """The results of a batch, on one of the threads."""
+        """Compute a batch, on one of the threads."""
 
     def _work(self, number: int) -> None:
         is_loaded = False
@@ -120,12 +125,12 @@ class BackgroundModel(Background[Task, Result]):
             if not is_loaded:
                 with self._on_device():
                     self._load(number)
-                give_way()
+                lower_priority()
                 is_loaded = True
 
-        with suppress(Exception):  # the first task tries again, and has the error
+        with suppress(Exception):  # the first task tries again, and its future gets the error
             load()
-        self._tried_to_load.set()
+        self._load_attempted.set()
         while (task := self._queue.get()) is not None:
             tasks = self._gather(task)
             tasks = [task for task in tasks if task[1].set_running_or_notify_cancel()]
@@ -134,18 +139,18 @@ class BackgroundModel(Background[Task, Result]):
             try:
                 load()
                 with self._on_device():
-                    found = self._compute([task for task, _ in tasks])
+                    results = self._compute([task for task, _ in tasks])
             except Exception as error:
-                self.failed_in_a_row += is_loaded
+                self.consecutive_failures += is_loaded
                 for _, future in tasks:
                     future.set_exception(error)
                 continue
-            self.failed_in_a_row = 0
-            for (_, future), result in zip(tasks, found, strict=True):
+            self.consecutive_failures = 0
+            for (_, future), result in zip(tasks, results, strict=True):
                 future.set_result(result)
 
     def _gather(self, first: tuple[Task, Future[Result]]) -> list[tuple[Task, Future[Result]]]:
-        """The tasks of the next batch."""
+        """The first task and those that arrive within the waiting time, up to the largest batch."""
         tasks, until = [first], time.monotonic() + self._batches.wait_s
         while len(tasks) < self._batches.sizes[-1]:
             try:
@@ -165,14 +170,14 @@ class BackgroundModel(Background[Task, Result]):
                 yield
                 return
             if self._stream is None:
-                # The lowest priority: steps of the model go first.
+                # 0 is the lowest priority of CUDA: steps of the main model go first.
                 self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 yield
 
 
 class GraphedModel:
-    """A model [pieces, samples] -> [pieces, ...] on a GPU: one launch for a batch, of recorded sizes."""
+    """A model [pieces, samples] -> [pieces, ...] on a GPU, recorded as one CUDA graph per batch size."""
 
     def __init__(self, model: nn.Module, samples: int, device: torch.device, sizes: Sequence[int]) -> None:
         self._model = model
@@ -189,15 +194,15 @@ class GraphedModel:
             row[len(row) - len(piece) :] = piece
         self._pieces[: len(batch)].copy_(pieces, non_blocking=True)
         self._graphs.run(len(batch))
-        found: Samples = Download(self._results[: len(batch)]).values()
-        return found
+        results: Samples = Download(self._results[: len(batch)]).values()
+        return results
 
     def _step(self, size: int) -> None:
         self._results[:size] = self._model(self._pieces[:size])
 
 
 class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
-    """CAM++. All pieces have `piece_samples` samples. On a CPU the threads share one trace_for model."""
+    """Runs CAM++ on pieces of speech of `piece_samples` samples. On a CPU the threads share one traced model."""
 
     def __init__(self, weights: Path, piece_samples: int, device: torch.device, threads: int = 1) -> None:
         super().__init__("speakers", device, threads, SPEAKER_BATCHES)
@@ -225,7 +230,7 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
 
 
 class SmartTurnDetector(BackgroundModel[Callable[[], Samples], float], TurnDetector):
-    """Smart Turn, on one thread: 8-bit layers on a CPU, float16 on a GPU."""
+    """Runs Smart Turn on one thread: with 8-bit layers on a CPU, in float16 on a GPU."""
 
     window_samples = WINDOW_SAMPLES
 

@@ -179,7 +179,7 @@ class KeywordTree:
         outside = self._outside_states[token]
         return outside if outside >= 0 else node if outside == STAY else ~node
 
-    def behind(self, tokens: Iterable[int]) -> int:
+    def state_after(self, tokens: Iterable[int]) -> int:
         """The state after a text."""
         state = AT_WORD
         for token in tokens:

@@ -17,28 +17,29 @@ import torch
 logger = logging.getLogger(__name__)
 
 # Added to the nice value of threads whose work may wait.
-LESS_PRIORITY = 10
+NICE_INCREMENT = 10
 
 
-def give_way() -> None:
-    """Lower the priority of this thread; a system without priorities of threads leaves it as it is."""
+def lower_priority() -> None:
+    """Lower the priority of this thread. Does nothing on a system without priorities of threads."""
     with suppress(OSError, AttributeError):
-        lower = os.getpriority(os.PRIO_PROCESS, 0) + LESS_PRIORITY
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lower)
+        nice = os.getpriority(os.PRIO_PROCESS, 0) + NICE_INCREMENT
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), nice)
 
 
 def compute_on_one_thread() -> None:
-    """Make every CPU operation run on the calling thread, whichever library computes it. See `compute_on_threads`."""
+    """Make every CPU operation of this process run on the thread that calls it. See `compute_on_threads`."""
     if not compute_on_threads(1):
         logger.warning("cannot set the number of threads of Arm's Compute Library; streams will cost more")
 
 
 def compute_on_threads(count: int) -> bool:
-    """Make CPU operations that the calling thread begins run on this many threads. Returns whether that is possible.
+    """Set how many threads one CPU operation uses. Returns False if the number cannot be set for all operations.
 
     On ARM, 8-bit matrix products and some other operations use Arm's Compute Library, which starts a thread per core
     whatever torch's setting is. Its threads spin while they wait, which multiplies the processor time on a busy
-    machine. Torch has no setting for that, so the library is called directly. Its setting is that of all threads.
+    machine. Torch has no setting for that, so the library is called directly. The library's setting applies to the
+    whole process.
     """
     torch.set_num_threads(count)
     library = Path(torch.__file__).parent / "lib" / "libarm_compute.so"
@@ -53,7 +54,7 @@ def compute_on_threads(count: int) -> bool:
     if count == 1:
         set_scheduler(0)  # the scheduler without threads
     else:
-        set_scheduler(2)  # that of OpenMP, as in torch
+        set_scheduler(2)  # the scheduler that uses OpenMP, as torch does
         scheduler.restype = ctypes.c_void_p
         set_threads(ctypes.c_void_p(scheduler()), count)
     return True

@@ -272,7 +272,7 @@ class VoxtralRunner(Runner):
             for streams in (1, min(self.memory.streams, self._most_chunks(size))):
                 self.passes.chunks([chunk] * streams)
         for _, graphs in self._chunk_graphs.values():
-            graphs.capture(beside=self._graphs)
+            graphs.capture(pool_of=self._graphs)
         torch.cuda.synchronize()
 
     @staticmethod
@@ -370,7 +370,7 @@ class VoxtralRunner(Runner):
                 errors[task.stream] = f"its keywords cannot be used ({type(error).__name__})"
                 continue
             self._bias.set_tree(task.slot, slot.keywords)
-            self._bias.set_state(task.slot, slot.keywords.behind(slot.forced[: task.start - prefix]))
+            self._bias.set_state(task.slot, slot.keywords.state_after(slot.forced[: task.start - prefix]))
 
     def _update_tables(self, tasks: list[DecodeTask]) -> None:
         """Enter new pages into the tables, and copy the shared opening into those of new streams."""
@@ -425,7 +425,7 @@ class VoxtralRunner(Runner):
         )
         for slot, (number, known) in zip(slots, rebuilt, strict=True):
             if slot.keywords is not None:
-                self._bias.set_state(number, slot.keywords.behind(slot.forced[:known]))
+                self._bias.set_state(number, slot.keywords.state_after(slot.forced[:known]))
         return done
 
     def _known(self, share: _Work) -> int:

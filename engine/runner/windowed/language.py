@@ -20,21 +20,23 @@ from engine.options import Options
 from engine.runner.windowed.stability import Policy
 
 # Positions of speech needed to detect a language (four seconds), and the probability from which on it stays.
-TELLING_POSITIONS = 50
+LANGUAGE_POSITIONS = 50
 SURE_LANGUAGE = 0.5
-# From this probability of no speech on, doubtful words are not believed. OpenAI's own threshold.
+# Above this probability of no speech, doubtful words are taken for noise. OpenAI's own threshold.
 NO_SPEECH_PROBABILITY = 0.6
-# If an utterance was read to its end and its probability of no speech is below this, it is speech, and words are
-# believed down to the lower mean log-probability SPOKEN_DOUBT: prompts of non-native speakers are often that unsure.
+# Below this probability of no speech, an utterance that was read to its end is speech. Then its words are accepted down
+# to the mean log-probability SPOKEN_DOUBT: short prompts of non-native speakers are often that unsure.
 SPEECH_PROBABILITY = 0.3
 SPOKEN_DOUBT = -1.5
 
 
 @dataclass(frozen=True, slots=True)
 class Judgement:
+    """What the model detected in a window."""
+
     # Probability that the window has no speech.
     no_speech: float
-    # Probability of each of the model's languages.
+    # Probability of each of the model's languages, in the order of its options.
     languages: list[float]
 
 
@@ -61,40 +63,41 @@ class LanguageState:
     languages: Sequence[str]
     # Code of the spoken language; empty if unknown, or if the model has only one.
     language: str = ""
-    # The language is not detected any more.
+    # The language was given or detected for sure, and is not detected any more.
     settled: bool = False
-    # Probability that the window has no speech, if the model says so.
+    # Probability that the window has no speech, if the model detects that.
     no_speech: float | None = None
 
     @classmethod
     def of(cls, options: Options, given: Mapping[str, str], prompt: list[int]) -> LanguageState:
         languages = given["languages"].split(",") if "languages" in given else options.languages
-        told = given.get("language", "")
-        settled = bool(told) or not options.detects_language
-        return cls(given.get("task", ""), prompt, languages, told, settled)
+        language = given.get("language", "")
+        settled = bool(language) or not options.detects_language
+        return cls(given.get("task", ""), prompt, languages, language, settled)
 
     def waits(self, positions: int) -> bool:
         """Whether a growing window of this many positions is still too short to detect its language."""
-        return not self.settled and positions < TELLING_POSITIONS
+        return not self.settled and positions < LANGUAGE_POSITIONS
 
     def update(self, judgement: Judgement, options: Options, positions: int) -> None:
+        """Use what was detected in a window of this many positions."""
         self.no_speech = judgement.no_speech
         if self.settled:
             return
-        likely = dict(zip(options.languages, judgement.languages, strict=True))
-        self.language = max(self.languages, key=lambda code: likely[code])
-        share = likely[self.language] / sum(likely[code] for code in self.languages)
-        self.settled = share >= SURE_LANGUAGE and positions >= TELLING_POSITIONS
+        probabilities = dict(zip(options.languages, judgement.languages, strict=True))
+        self.language = max(self.languages, key=lambda code: probabilities[code])
+        share = probabilities[self.language] / sum(probabilities[code] for code in self.languages)
+        self.settled = share >= SURE_LANGUAGE and positions >= LANGUAGE_POSITIONS
 
     @property
     def finds_no_speech(self) -> bool:
-        """Whether the model says that the window has no speech."""
+        """Whether the window probably has no speech."""
         return self.no_speech is not None and self.no_speech > NO_SPEECH_PROBABILITY
 
     def doubt(self, policy: Policy, to_end: bool, is_long: bool) -> float:
-        """Mean log-probability below which an utterance is taken for noise. `to_end`: it was read to its end. A model
-        that does not say whether it hears speech is doubted less in a long utterance (`is_long`), which noise rarely
-        is. The confidence in a translation says little about the audio, so it does not count."""
+        """Mean log-probability below which an utterance is taken for noise. `to_end`: the utterance was read to its
+        end. `is_long`: it is long, which noise rarely is; this counts if the model does not detect speech. The
+        log-probabilities of a translation say little about the audio, so there is no limit."""
         if self.finds_no_speech:
             return policy.sure
         if self.task:

@@ -22,6 +22,8 @@ from engine.models.seq2seq import DecoderState, Encoded
 from engine.models.whisper import Whisper
 from engine.runner.windowed.decoder import Decode
 
+# A decoder pass with tensors as arguments: tokens, positions, (keys, values) of the text, (keys, values, mask of real
+# frames) of the audio -> hidden rows, attention.
 Pass = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tensor]]
 
 
@@ -39,10 +41,10 @@ class _Pass(nn.Module):
             setattr(self, name, weights)
 
     def forward(
-        self, tokens: Tensor, positions: Tensor, said: tuple[Tensor, Tensor], heard: tuple[Tensor, Tensor, Tensor]
+        self, tokens: Tensor, positions: Tensor, text: tuple[Tensor, Tensor], audio: tuple[Tensor, Tensor, Tensor]
     ) -> tuple[Tensor, Tensor]:
-        keys, values, real = heard
-        return self._decode(tokens, positions, DecoderState(*said), Encoded(keys, values, [], real=real))
+        keys, values, real = audio
+        return self._decode(tokens, positions, DecoderState(*text), Encoded(keys, values, [], real=real))
 
 
 def _weights_of(layers: list[Int8Linear], number: int) -> list[tuple[str, torch.ScriptObject]]:
@@ -51,16 +53,17 @@ def _weights_of(layers: list[Int8Linear], number: int) -> list[tuple[str, torch.
 
 
 @torch.inference_mode()
-def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
-    """A traced `SpeechModel.decode` of a model on a CPU whose decoder does not change any more, for `readers` threads.
+def compiled_decode(model: Moonshine | Whisper, threads: int = 1) -> Decode:
+    """A traced `SpeechModel.decode` of a model on a CPU whose decoder does not change any more.
 
-    The pass is traced once. The readers share its code, and each has its own 8-bit weights of the decoder's layers; for
-    the other layers of the model, call `copy_for_thread`. The rest of the model may change meanwhile on another thread.
+    The pass is traced once, for `threads` inference threads. They share its code, and each has its own 8-bit weights of
+    the decoder's layers; for the other layers of the model, call `copy_for_thread`. The rest of the model may be
+    changed by another thread meanwhile.
     """
     layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
     # Copies of weights are made on another core while the pass is traced with the weights of the first thread.
     copies = ThreadPoolExecutor(1, "copy weights")
-    copying = [copies.submit(copy_for_thread, model.decoder, number) for number in range(1, readers)]
+    copying = [copies.submit(copy_for_thread, model.decoder, number) for number in range(1, threads)]
     # Constants of a trace must not need a gradient.
     model.decoder.requires_grad_(False)
     _use_simple_executor()
@@ -68,38 +71,40 @@ def compiled_decode(model: Moonshine | Whisper, readers: int = 1) -> Decode:
     for done in copying:
         done.result()
     copies.shutdown()
-    passes = [_with_weights(traced, _weights_of(layers, number)) for number in range(readers)]
+    passes = [_with_weights(traced, _weights_of(layers, number)) for number in range(threads)]
 
     def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         real = _all_real(encoded.keys) if encoded.real is None else encoded.real
-        own = passes[inference_thread.number]
-        # Without optimisations, which take longer than a dozen passes, and find nothing to improve on a CPU.
+        decoder_pass = passes[inference_thread.number]
+        # Without optimisations: they take longer than a dozen passes, and improve nothing on a CPU.
         with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
-            hidden, attention = own(tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real))
+            hidden, attention = decoder_pass(
+                tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real)
+            )
         return hidden, attention
 
     return decode
 
 
 def _use_simple_executor() -> None:
-    """For all traced models of this process. The other executor prepares a pass twice: before the first call, and again
-    with what it has seen in it."""
+    """Choose torch's simple executor, for all traced models of this process. The default one optimises a pass twice:
+    before its first call, and again with the shapes of that call."""
     torch._C._jit_set_profiling_executor(False)
 
 
 def _with_weights(traced: torch.jit.ScriptModule, weights: list[tuple[str, torch.ScriptObject]]) -> Pass:
-    """The same traced pass with the weights of another inference thread."""
-    own = copy(traced._c)
+    """The traced pass with the weights of another inference thread."""
+    module = copy(traced._c)
     for name, value in weights:
-        own.setattr(name, value)
-    decode: Pass = own._get_method("forward")
+        module.setattr(name, value)
+    decode: Pass = module._get_method("forward")
     return decode
 
 
 def _trace(model: Moonshine | Whisper, layers: list[Int8Linear]) -> torch.jit.ScriptModule:
     """Trace a pass with the weights of the first inference thread."""
     shape = model.decoder_shape
-    # Sizes are not fixed by the trace, as long as none of them is 1.
+    # The trace works for other sizes, too, as long as none of the example's sizes is 1.
     rows, count, frames = 2, 2, 3
     tokens = torch.zeros(rows, count, dtype=torch.int64)
     state = model.new_state(rows, count)

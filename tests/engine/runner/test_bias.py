@@ -36,7 +36,7 @@ def tree(*words: str | Keyword, vocabulary: Vocabulary = PLAIN) -> KeywordTree:
 
 def favours(keywords: KeywordTree, *said: str) -> dict[str, float]:
     """What each favoured piece gets behind a text."""
-    state = keywords.behind(TOKENS[piece] for piece in said)
+    state = keywords.state_after(TOKENS[piece] for piece in said)
     return favours_in(keywords, state)
 
 
@@ -98,8 +98,13 @@ def test_what_the_beginning_got_is_given_back_when_the_word_breaks_off() -> None
 
 def test_a_word_begins_where_a_word_can_begin() -> None:
     keywords = tree("Kittila")
-    assert keywords.behind([TOKENS[" the"]]) == keywords.behind([TOKENS["'"]]) == IN_WORD
-    assert keywords.behind([TOKENS["-"]]) == keywords.behind([TOKENS["."]]) == keywords.behind([]) == AT_WORD
+    assert keywords.state_after([TOKENS[" the"]]) == keywords.state_after([TOKENS["'"]]) == IN_WORD
+    assert (
+        keywords.state_after([TOKENS["-"]])
+        == keywords.state_after([TOKENS["."]])
+        == keywords.state_after([])
+        == AT_WORD
+    )
     assert "K" not in favours(keywords, " the")
 
 
@@ -149,7 +154,7 @@ def test_tokens_without_letters_change_nothing() -> None:
 def test_a_model_that_announces_words_is_not_hurried() -> None:
     keywords = tree("Kittila", "van der Berg", vocabulary=ANNOUNCING)
     blank = TOKENS[""]
-    waiting = keywords.behind([blank])
+    waiting = keywords.state_after([blank])
     assert waiting < 0 and favours_in(keywords, waiting) == {}
     announced = keywords.after(waiting, MARKER)
     assert favours_in(keywords, announced)[" Kit"] == letters(3)

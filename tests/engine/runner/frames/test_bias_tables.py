@@ -67,7 +67,7 @@ def test_a_state_can_be_set_for_a_stream_that_goes_on() -> None:
     tree = KeywordTree([Keyword("ab", 5.0)], Spelling(vocabulary))
     tables = BiasTables(2, Spelling(vocabulary), torch.device("cpu"))
     tables.set_tree(1, tree)
-    tables.set_state(1, tree.behind([1]))
+    tables.set_state(1, tree.state_after([1]))
     logits = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     assert tables.choose(torch.tensor([1]), logits, torch.tensor([3])).tolist() == [2]
     tables.set_tree(1, None)

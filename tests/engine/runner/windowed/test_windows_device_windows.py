@@ -170,9 +170,9 @@ def test_a_stream_goes_on_from_a_saved_state(model: Moonshine | Whisper) -> None
 def test_what_an_earlier_batch_left_behind_is_not_heard(model: Moonshine | Whisper) -> None:
     """Not even if it was not numbers."""
     fresh, used = on_a_device(model), on_a_device(model)
-    stage = used.decoder._stage
-    assert stage is not None
-    for place in (stage._cross_keys, stage._cross_values, stage._keys, stage._values):
+    buffers = used.decoder._buffers
+    assert buffers is not None
+    for place in (buffers._cross_keys, buffers._cross_values, buffers._keys, buffers._values):
         place.fill_(torch.nan)
     said = []
     for windows in (fresh, used):
@@ -191,7 +191,7 @@ def test_audio_that_is_not_numbers_ends_its_stream_alone(model: Moonshine | Whis
     plan = StepPlan(1, [OpenTask(1, "bad", 0, {}, [])], [], [EncodeTask("bad", broken, None, rows)])
     plan.decode, plan.live = [DecodeTask(1, "bad", 0, 0, 20, rows, [], True)], 1
     (result,) = streams.runner.execute(plan)
-    assert result.error == "its audio holds values that are not numbers"
+    assert result.error == "its audio has NaN or infinite values"
     for step in range(4):
         streams.step(final=step == 3)
     assert streams.tokens(0)
