@@ -12,13 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.runner.bias import AT_WORD, MAX_EDGES, STAY, KeywordTree, Spelling
+from engine.runner.bias import AT_WORD, END_WAIT, MAX_EDGES, KeywordTree, TokenIndex
 from engine.runner.device import upload
 
-# "From" values of edges without a state of their own: edges from every state, and unused ones.
+# "From" values of edges that do not start at one state: edges from every state, and unused ones.
 _ANYWHERE, _NOWHERE = -1, -2
 _EDGE_FIELDS = 4
-# Bytes that a slot holds, and bytes that a row of a step needs on top: a copy, 8-byte token numbers, values and masks.
+# Bytes of a slot's table, and bytes that a row of a step needs besides: a copy, 8-byte token numbers, values and masks.
 BYTES_PER_SLOT = _EDGE_FIELDS * MAX_EDGES * 4
 BYTES_PER_ROW = BYTES_PER_SLOT + 16 * MAX_EDGES
 
@@ -26,11 +26,11 @@ BYTES_PER_ROW = BYTES_PER_SLOT + 16 * MAX_EDGES
 class BiasTables:
     """The states and edge tables of all slots on a device."""
 
-    def __init__(self, slots: int, spelling: Spelling, device: torch.device, edges: int = MAX_EDGES) -> None:
+    def __init__(self, slots: int, index: TokenIndex, device: torch.device, edges: int = MAX_EDGES) -> None:
         self._states = torch.full((slots,), AT_WORD, dtype=torch.int64, device=device)
         # By slot: from, token, to, and the bits of the float bonus.
         self._edges = torch.full((slots, _EDGE_FIELDS, edges), _NOWHERE, dtype=torch.int32, device=device)
-        self._outside_states = torch.tensor(spelling.outside_states, device=device)
+        self._outside_states = torch.tensor(index.outside_states, device=device)
         self._filled: set[int] = set()
 
     @property
@@ -39,7 +39,7 @@ class BiasTables:
         return bool(self._filled)
 
     def set_tree(self, slot: int, tree: KeywordTree | None) -> None:
-        """The slot belongs to a new stream without text."""
+        """Set the keywords of a slot's new stream, which has no text yet."""
         if slot in self._filled:
             self._edges[slot, 0] = _NOWHERE
             self._filled.remove(slot)
@@ -50,6 +50,7 @@ class BiasTables:
             self.set_state(slot, AT_WORD)
 
     def set_state(self, slot: int, state: int) -> None:
+        """Set the state of a slot, as of `KeywordTree`."""
         self._states[slot] = state
 
     def choose(self, slots: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
@@ -66,16 +67,17 @@ class BiasTables:
         states = self._states[slots]
         nodes = torch.maximum(states, ~states)
         origins, choices, targets, _ = self._edges[slots].unbind(dim=1)
-        said = choices == tokens[:, None]
+        matches = choices == tokens[:, None]
         # An edge of the state itself takes precedence over one from every state.
-        fits = said * (2 * (origins == nodes[:, None]).byte() + (origins == _ANYWHERE).byte())
+        fits = matches * (2 * (origins == nodes[:, None]).byte() + (origins == _ANYWHERE).byte())
         found, edges = fits.max(dim=1, keepdim=True)
         fallback = self._outside_states[tokens]
-        outside = torch.where(fallback >= 0, fallback, torch.where(fallback == STAY, nodes, ~nodes))
+        outside = torch.where(fallback >= 0, fallback, torch.where(fallback == END_WAIT, nodes, ~nodes))
         self._states[slots] = torch.where(found[:, 0] > 0, targets.gather(1, edges)[:, 0].long(), outside)
 
 
 def _edge_table(tree: KeywordTree) -> np.ndarray:
+    """[4, edges] int32: from, token, to, bits of the bonus."""
     edges = [(_ANYWHERE, token, edge.node, edge.bonus) for token, edge in tree.entries.items()]
     for state, leading in enumerate(tree.edges):
         edges += [(state, token, edge.node, edge.bonus) for token, edge in leading.items()]

@@ -19,8 +19,8 @@ from engine.models.voxtral_realtime import PagedAttention, VoxtralConfig
 from engine.runner.device import upload
 from engine.spec import KvGroup
 
-# One page is one iteration of the attention kernel. Smaller pages waste less of a ring (it holds up to one page more
-# than its window) but cost the kernel up to half of its speed with 8-bit storage.
+# Rows of a page. One page is one iteration of the attention kernel. Smaller pages waste less of a ring (it has up to
+# one page more than its window) but cost the kernel up to half of its speed with 8-bit storage.
 PAGE_ROWS = 64
 # Openings copied at once; each takes about 40 MB of scratch memory with the full-size model.
 STREAMS_PER_COPY = 4
@@ -71,7 +71,8 @@ def _layout(
 class StackCache:
     """Pages and ring tables of one stack.
 
-    Slots: one per stream, then the padding slot, then one per shared opening.
+    A ring table has the page numbers of one slot. Slots: one per stream, then the padding slot, then one per shared
+    opening.
     """
 
     def __init__(
@@ -96,7 +97,7 @@ class StackCache:
             start = pages + 1 + opening * opening_pages
             self.host_table[self.opening_slot + opening, :opening_pages] = np.arange(start, start + opening_pages)
         self._opening_pages = opening_pages
-        # A copy on the CPU too: the host's table runs ahead of the device's.
+        # `.copy()`, also if the device is the CPU: the two tables must not share memory, because the host's is ahead.
         self.table = torch.from_numpy(self.host_table.copy()).to(device)
 
     def update_table(self, entries: list[tuple[int, int, int]]) -> None:
@@ -119,7 +120,7 @@ class StackCache:
             self.pages.copy_pages(part[0], part[1])
 
     def opening_attention(self, openings: Tensor, count: int, frequencies: Tensor) -> PagedAttention:
-        """Attention for the first `count` positions of openings. Their tables hold only these positions."""
+        """Attention for the first `count` positions of openings. Their tables have only these positions."""
         table = self.table[self.opening_slot :, : self._opening_pages]
         return self._attention(table, openings, torch.zeros_like(openings), count, frequencies, use_kernels=False)
 

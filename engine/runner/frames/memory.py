@@ -25,31 +25,35 @@ from engine.runner.frames.kv_pages import StackLayout, stack_layouts
 from engine.runner.frames.parking import MOVES, SPARE_HOST_BUFFERS
 from engine.spec import FeatureShape, ModelSpec
 
+# Samples before and after a position that its convolutions and mel frames read.
 LOOK_BACK_SAMPLES = 680
 LOOK_AHEAD_SAMPLES = 40
-# The same in mel frames: frames of the position itself, and frames before it that its convolutions read.
+# In mel frames: frames of the position itself, and frames before it that its convolutions read.
 FRAMES_PER_POSITION = 8
 CONTEXT_FRAMES = 3
-# Encoder-cache rows beyond those that streams hold: room for shared and recently released audio.
+# Encoder-cache rows beyond those of the streams: room for shared and recently released audio.
 SPARE_EMBEDS = 1024
-# Encoder-cache rows that a stream may hold: the most positions of a rebuild in one step.
+# Most encoder-cache rows of a stream: the most positions of a rebuild in one step.
 EMBEDS_PER_STREAM = 64
-# Libraries, kernels, graphs and fragmentation: measured, plus a reserve.
+# Memory for libraries, kernels, graphs and fragmentation: measured, plus a reserve.
 FIXED_WORKSPACE_BYTES = 2 * GIB
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """How the memory of a device is used. `group_pages` is for the scheduler, in the order of `spec.kv_groups`.
+    """How the memory of a device is used."""
 
-    `streams` includes the `parked` ones, whose pages are in host memory."""
-
+    # Most open streams, the `parked` ones included.
     streams: int
+    # Pages of each group of layers, in the order of `spec.kv_groups`, for the scheduler.
     group_pages: tuple[int, ...]
+    # Encoder-cache rows.
     cache_embeds: int
     weight_bytes: int
-    stream_bytes: int
+    # Device memory of a stream whose pages are on the device: pages, activations and keyword tables.
+    bytes_per_stream: int
     workspace_bytes: int
+    # Streams whose pages are in host memory.
     parked: int = 0
 
     @property
@@ -59,7 +63,7 @@ class MemoryPlan:
 
     @property
     def total_bytes(self) -> int:
-        return self.weight_bytes + self.workspace_bytes + self.resident * self.stream_bytes
+        return self.weight_bytes + self.workspace_bytes + self.resident * self.bytes_per_stream
 
 
 def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout], name: str) -> ModelSpec:
@@ -82,7 +86,7 @@ def voxtral_spec(config: VoxtralConfig, layouts: tuple[StackLayout, StackLayout]
     )
 
 
-def stream_bytes(spec: ModelSpec) -> int:
+def kv_bytes_per_stream(spec: ModelSpec) -> int:
     """Bytes of the keys and values of one stream with full rings."""
     return sum(group.ring_pages * group.page_positions * group.bytes_per_position for group in spec.kv_groups)
 
@@ -105,38 +109,39 @@ def plan_memory(
     """
     layouts = stack_layouts(config, decoder_window, kv_dtype)
     spec = voxtral_spec(config, layouts, "voxtral")
-    per_stream = stream_bytes(spec) + _activation_bytes(config, dtype, spec) + BYTES_PER_SLOT + BYTES_PER_ROW
+    kv_bytes = kv_bytes_per_stream(spec)
+    per_stream = kv_bytes + _activation_bytes(config, dtype, spec) + BYTES_PER_SLOT + BYTES_PER_ROW
     weights, shared = weight_bytes(config, dtype), FIXED_WORKSPACE_BYTES + _opening_bytes(spec)
     room = free_bytes - weights - shared
-    fits = room // per_stream
-    if fits < 1:
+    fits_on_device = room // per_stream
+    if fits_on_device < 1:
         raise NotEnoughMemory(
             f"the model needs {gib(weights)} for its weights, {gib(shared)} to work in and {gib(per_stream)} for "
             f"each stream; {gib(free_bytes)} are free"
         )
-    parked, beside = 0, 0
-    if parked_bytes and (max_streams is None or max_streams > fits):
-        parked = max(0, min(parked_bytes // stream_bytes(spec) - SPARE_HOST_BUFFERS, fits))
-        # Buffers of the moves, and what a parked stream has on the device beside its pages.
-        beside = 3 * MOVES * stream_bytes(spec) + parked * (per_stream - stream_bytes(spec))
-        if parked == 0 or beside + per_stream > room:
-            parked, beside = 0, 0
-    fits = (room - beside) // per_stream + parked
-    streams = fits if max_streams is None else max_streams
-    if streams > fits:
+    parked, parking_overhead = 0, 0
+    if parked_bytes and (max_streams is None or max_streams > fits_on_device):
+        parked = max(0, min(parked_bytes // kv_bytes - SPARE_HOST_BUFFERS, fits_on_device))
+        # Device buffers of the moves, and what a parked stream has on the device besides its pages.
+        parking_overhead = 3 * MOVES * kv_bytes + parked * (per_stream - kv_bytes)
+        if parked == 0 or parking_overhead + per_stream > room:
+            parked, parking_overhead = 0, 0
+    fits_in_all = (room - parking_overhead) // per_stream + parked
+    streams = fits_in_all if max_streams is None else max_streams
+    if streams > fits_in_all:
         raise NotEnoughMemory(
-            f"{streams} streams need {gib(weights + shared + streams * per_stream)}, {gib(free_bytes)} are free: "
-            f"{fits} streams fit with a decoder window of {decoder_window} tokens; a smaller window, 8-bit keys and "
-            "values or host memory for silent streams (model.parked_share) make room for more"
+            f"{streams} streams need {gib(weights + shared + streams * per_stream)} on the device, "
+            f"{gib(free_bytes)} are free: {fits_in_all} streams fit with a decoder window of {decoder_window} tokens; "
+            "a smaller window, 8-bit keys and values or host memory for silent streams (model.parked_share) help"
         )
-    resident = min(streams, fits - parked)
+    resident = min(streams, fits_in_all - parked)
     return MemoryPlan(
         streams=streams,
         group_pages=tuple(resident * group.ring_pages for group in spec.kv_groups),
         cache_embeds=streams * spec.embeds_per_stream + SPARE_EMBEDS,
         weight_bytes=weights,
-        stream_bytes=per_stream,
-        workspace_bytes=shared + beside,
+        bytes_per_stream=per_stream,
+        workspace_bytes=shared + parking_overhead,
         parked=streams - resident,
     )
 
@@ -153,10 +158,10 @@ def plan_share(
     max_streams: int | None,
     parked_bytes: int = 0,
 ) -> MemoryPlan:
-    """Return the plan of one of `share_of` engines on a device. Raises NotEnoughMemory.
+    """Return the plan of one of `share_of` engines that share a device. Raises NotEnoughMemory.
 
-    Each engine plans with its part of the whole device, not with the free memory, so that all take the same number of
-    streams and can replace one another.
+    Each engine plans with an equal part of the device's total memory, not with the free memory, so that all plan the
+    same number of streams and can replace one another.
     """
     room = free_bytes if share_of == 1 else total_bytes // share_of
     try:
@@ -183,7 +188,8 @@ def plan_share(
 
 
 def _opening_bytes(spec: ModelSpec) -> int:
-    """Bytes of pages that no stream owns: one opening of the encoder, one of the decoder per delay, and padding."""
+    """Bytes of pages that belong to no stream: one opening of the encoder, one of the decoder per delay, and
+    padding."""
     total = 0
     for group, openings in zip(spec.kv_groups, (1, MAX_DELAY_POSITIONS), strict=True):
         pages = 1 + openings * -(-spec.prefix_positions // group.page_positions)

@@ -29,14 +29,18 @@ from engine.runner.frames.bias_tables import BiasTables
 from engine.runner.frames.kv_pages import StackCache
 from engine.spec import ModelSpec
 
+# In place of a known output token: the model chooses the token.
 NOT_FORCED = -1
+# The guard against endless blanks: after this many blanks (16 s), the blank's logit is lowered by this much for each
+# further blank, and at most by this much.
 GUARD_AFTER_BLANKS = 200
 GUARD_STEP = 0.5
-GUARD_MOST = 7.0
+MAX_GUARD_PENALTY = 7.0
 
 
 class SlotState:
-    """State of every stream, by slot; the last slot is used by the padding rows of a batch."""
+    """The state of every stream on the device, by slot: last token, delay, number of blanks in a row. The last slot is
+    for the padding rows of a batch."""
 
     def __init__(self, streams: int, device: torch.device) -> None:
         self.tokens = torch.full((streams + 1,), STREAMING_PAD, dtype=torch.int64, device=device)
@@ -52,11 +56,13 @@ class SlotState:
 
 @dataclass(frozen=True, slots=True)
 class StepRows:
-    """Numbers of one batched step: one entry per stream in each list."""
+    """Indices of one batched step: one entry per stream in each list."""
 
     slots: Sequence[int]
     positions: Sequence[int]
+    # The encoder row that the position reads (`EncoderInputs`).
     inputs: Sequence[int]
+    # The known output token, or NOT_FORCED.
     forced: Sequence[int]
 
     def __len__(self) -> int:
@@ -65,7 +71,7 @@ class StepRows:
 
 @dataclass(frozen=True, slots=True)
 class Payloads:
-    """Positions to encode: the row of each, and its samples with look-back and look-ahead."""
+    """Positions to encode: the target row of each, and its samples with look-back and look-ahead."""
 
     rows: list[int]
     samples: list[NDArray[np.float32]]
@@ -73,10 +79,13 @@ class Payloads:
 
 @dataclass(frozen=True, slots=True)
 class StepOutcome:
-    """The token of each row, the rows whose logits were not finite, and how often the blank guard changed a token."""
+    """The results of a batched step on the host."""
 
+    # Token of each row.
     tokens: list[int]
+    # Rows whose logits were not finite.
     failed: list[int]
+    # Number of rows whose token the blank guard changed.
     guarded: int
 
 
@@ -87,18 +96,18 @@ class StepBuffers:
         self.capacity = capacity
         self._device = device
         self._padding = (padding_slot, 0, 0, STREAMING_PAD, spare_row)
-        self._numbers = torch.empty(5, capacity, dtype=torch.int64, device=device)
+        self._indices = torch.empty(5, capacity, dtype=torch.int64, device=device)
         self.samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, device=device)
         self.results = torch.zeros(3, capacity, dtype=torch.int64, device=device)
 
     def upload(self, rows: StepRows, payloads: Payloads) -> None:
-        """Upload a step's numbers, and the samples to encode."""
-        numbers = staging((5, self.capacity), torch.int64, self._device)
-        view = numbers.numpy()
+        """Upload a step's indices, and the samples to encode."""
+        indices = staging((5, self.capacity), torch.int64, self._device)
+        view = indices.numpy()
         for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, payloads.rows)):
             view[line, : len(values)] = values
             view[line, len(values) :] = self._padding[line]
-        self._numbers.copy_(numbers, non_blocking=True)
+        self._indices.copy_(indices, non_blocking=True)
         count = len(payloads.samples)
         if count:
             samples = staging((count, self.samples.shape[1]), torch.float32, self._device)
@@ -107,7 +116,7 @@ class StepBuffers:
 
     def inputs_of_pass(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Slots, positions, input rows, forced tokens and encode targets of a batch padded to `size`."""
-        slots, positions, inputs, forced, targets = self._numbers[:, :size].unbind()
+        slots, positions, inputs, forced, targets = self._indices[:, :size].unbind()
         return slots, positions, inputs, forced, targets
 
     def download(self) -> Download:
@@ -126,9 +135,9 @@ ENCODE_BATCH = 1024
 
 
 class EncoderInputs:
-    """Encoder input of the positions that streams still need: one row each, written when the convolutions have run.
+    """The array of encoder input rows: one per position that streams still need, with the output of the convolutions.
 
-    Row 0 is the model's silence. The spare row after the last one is written by the padding rows of a batch.
+    Row 0 is the model's silence. The padding rows of a batch write to the spare row after the last one.
     """
 
     def __init__(self, model: VoxtralRealtime, spec: ModelSpec, embeds: int) -> None:
@@ -143,34 +152,35 @@ class EncoderInputs:
         self.rows = torch.zeros(embeds + 2, width, dtype=model.dtype, device=model.device)
 
     def write_silence(self) -> None:
+        """Compute row 0."""
         silence = torch.zeros(1, self.payload_samples, device=self.rows.device)
         self.rows[SILENCE_ROW] = self._model.stem_rows(silence)[0]
 
-    def payloads(self, tasks: list[EncodeTask]) -> tuple[Payloads, dict[str, str]]:
-        """Return all samples to encode, by position, and the errors of bad items, by stream.
+    def collect(self, tasks: list[EncodeTask]) -> tuple[Payloads, dict[str, str]]:
+        """Return the samples to encode, by position, and the errors of bad items, by stream.
 
-        Items that came as features, which are rare, do not fit into a batched pass and are encoded here.
+        Items that came as features, which are rare, do not fit into a batched pass and are encoded here at once.
         """
         payloads = Payloads([], [])
-        broken: dict[str, str] = {}
+        errors: dict[str, str] = {}
         for task in tasks:
             samples, rows, mask = task.payload, task.rows, task.mask
             length = len(rows) if mask is None else len(mask)
             if isinstance(samples, np.ndarray) and samples.ndim == 2:
                 problem = self._encode_features(task, length)
                 if problem is not None:
-                    broken[task.stream] = problem
+                    errors[task.stream] = problem
                 continue
             expected = self.payload_samples + (length - 1) * self._step_samples
             if not isinstance(samples, np.ndarray) or samples.dtype != np.float32 or samples.shape != (expected,):
-                broken[task.stream] = f"an item of {length} positions must have {expected} samples of float32"
+                errors[task.stream] = f"an item of {length} positions must have {expected} samples of float32"
             elif length == 1:
                 payloads.rows.append(rows[0])
                 payloads.samples.append(samples)
             else:
                 payloads.rows.extend(rows)
                 payloads.samples.extend(self._cut(samples, range(length) if mask is None else np.flatnonzero(mask)))
-        return payloads, broken
+        return payloads, errors
 
     def _encode_features(self, task: EncodeTask, length: int) -> str | None:
         """Encode an item that came as log-mel features. Returns the error text if it is bad."""
@@ -193,7 +203,7 @@ class EncoderInputs:
             yield samples[start : start + self.payload_samples]
 
     def encode(self, payloads: Payloads) -> None:
-        """Encode outside a batched pass."""
+        """Encode positions outside a batched pass."""
         device = self.rows.device
         for start in range(0, len(payloads.rows), ENCODE_BATCH):
             part = slice(start, start + ENCODE_BATCH)
@@ -205,7 +215,8 @@ class EncoderInputs:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Per stream: the token, whether the logits were not finite, and whether the guard changed the token."""
+    """The chosen tokens, [streams] each: the token, whether the logits were not finite, whether the guard changed the
+    token."""
 
     tokens: Tensor
     failed: Tensor
@@ -217,7 +228,7 @@ def choose(logits: Tensor, blank_runs: Tensor, guard: bool) -> Choice:
     column in place."""
     blank = logits[:, STREAMING_PAD].clone()
     if guard:
-        penalty = (GUARD_STEP * (blank_runs - GUARD_AFTER_BLANKS)).clamp(0.0, GUARD_MOST)
+        penalty = (GUARD_STEP * (blank_runs - GUARD_AFTER_BLANKS)).clamp(0.0, MAX_GUARD_PENALTY)
         logits[:, STREAMING_PAD] -= penalty.to(logits.dtype)
     best, tokens = logits.max(dim=-1)
     guarded = (tokens != STREAMING_PAD) & (blank > best)
@@ -233,13 +244,15 @@ def next_blank_runs(blank_runs: Tensor, tokens: Tensor, chosen: Tensor) -> Tenso
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Consecutive positions of one stream with known tokens: `tokens[i]` is the input token of `position + i`, and row
-    `inputs[i]` is its encoder input."""
+    """Consecutive positions of one stream with known tokens."""
 
     slot: int
+    # The first position.
     position: int
+    # Encoder row and input token of each position.
     inputs: Sequence[int]
     tokens: Sequence[int]
+    # The stream's delay in positions.
     delay: int
 
 
@@ -249,30 +262,31 @@ class ChunkBuffers:
     def __init__(self, length: int, streams: int, padding_slot: int, device: torch.device) -> None:
         self.length, self.streams = length, streams
         self._padding = Chunk(padding_slot, 0, [SILENCE_ROW] * length, [STREAMING_PAD] * length, 1)
-        self._where = torch.zeros(2, streams, dtype=torch.int64, device=device)
+        # Slot and position of each chunk; encoder row, token and delay of each of its positions.
+        self._chunks = torch.zeros(2, streams, dtype=torch.int64, device=device)
         self._rows = torch.zeros(3, streams * length, dtype=torch.int64, device=device)
         self.upload([])
         # Written by every pass: when it has been downloaded, the pass is over.
         self.done = torch.zeros(1, device=device)
 
     def upload(self, chunks: Sequence[Chunk]) -> None:
-        where, rows = _numbers([*chunks, *[self._padding] * (self.streams - len(chunks))])
-        self._where.copy_(upload(where, self._where.device))
+        chunk_indices, rows = _chunk_indices([*chunks, *[self._padding] * (self.streams - len(chunks))])
+        self._chunks.copy_(upload(chunk_indices, self._chunks.device))
         self._rows.copy_(upload(rows, self._rows.device))
 
     def inputs_of_pass(self, streams: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         """Slots and positions of the first `streams` chunks; input rows, tokens and delays of their positions."""
-        slots, positions = self._where[:, :streams].unbind()
+        slots, positions = self._chunks[:, :streams].unbind()
         inputs, tokens, delays = self._rows[:, : streams * self.length].unbind()
         return slots, positions, inputs, tokens, delays
 
 
-def _numbers(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Slot and position of each chunk; input row, token and delay of each position."""
+def _chunk_indices(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Slot and position of each chunk; encoder row, token and delay of each of its positions."""
     count = len(chunks[0].inputs)
-    where = np.array([[chunk.slot, chunk.position] for chunk in chunks], dtype=np.int64).T
+    chunk_indices = np.array([[chunk.slot, chunk.position] for chunk in chunks], dtype=np.int64).T
     rows = np.array([[chunk.inputs, chunk.tokens, [chunk.delay] * count] for chunk in chunks], dtype=np.int64)
-    return where, rows.transpose(1, 0, 2).reshape(3, -1)
+    return chunk_indices, rows.transpose(1, 0, 2).reshape(3, -1)
 
 
 class ModelPasses:
@@ -329,8 +343,8 @@ class ModelPasses:
     def chunks(self, chunks: Sequence[Chunk]) -> Tensor:
         """Compute chunks of equal length in one pass; returns the last hidden rows, [streams * positions, width]."""
         device, count = self.model.device, len(chunks[0].inputs)
-        where, rows = _numbers(chunks)
-        slots, positions = upload(where, device)
+        chunk_indices, rows = _chunk_indices(chunks)
+        slots, positions = upload(chunk_indices, device)
         inputs, tokens, delays = upload(rows, device)
         return self._forward(slots, positions, count, inputs, tokens, delays)
 

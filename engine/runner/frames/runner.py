@@ -1,23 +1,16 @@
 """`VoxtralRunner`: the frame-synchronous runner; executes plans for Voxtral Realtime, one position per stream and step.
 
-The engine loop calls it on the engine's one thread. A live step is one batched pass over every stream in the plan:
-encode new items into the array of encoder rows, gather each stream's input row, run encoder and decoder over paged keys
-and values, choose a token and keep it on the device as the stream's next input. On CUDA that pass is a recorded graph.
+The engine loop calls it on the engine's one thread. A live step is one batched pass over every stream in the plan
+(several passes above 512 streams): encode new items into the array of encoder rows, gather each stream's input row, run
+encoder and decoder over paged keys and values, choose a token and keep it on the device as the stream's next input. On
+CUDA that pass is a recorded graph. `passes.py` has the passes.
+
 A rebuilt stream repeats known tokens, so many of its positions run as one chunk; other streams with more than one
-position take part in further passes.
+position take part in further passes. Silent streams may be parked in host memory (`parking.py`), and keywords are
+favoured when a token is chosen (`bias_tables.py`).
 
 `launch` queues a plan's work on the device and reads nothing back: the input tokens of the next step are on the device
 already, and the host reads the results later.
-
-`ModelPasses` has the forward passes: one position of many streams, a chunk of known tokens of rebuilt streams, or
-openings (the silence before every stream). A step uploads one small block of integers and the samples of the items to
-encode. Everything else (each stream's last token, delay, number of blanks in a row, and page tables) is on the device
-already; only changes to it are uploaded. Uploads do not wait for the device: the next step can be uploaded while it
-computes this one.
-
-Tokens are chosen greedily, with a guard against endless blanks. The model can emit blanks for minutes over real speech.
-The blank's logit then leads by 3.5 to 6.6, in true silence by 8.5 and more. So after a long run of blanks its logit is
-lowered step by step, by at most 7: enough to return to words in speech, too little to invent words in silence.
 """
 
 from __future__ import annotations
@@ -47,7 +40,7 @@ from engine.runner.bias import KeywordTree, KeywordTrees
 from engine.runner.device import Download, StepGraphs, free_memory, require_device, total_memory
 from engine.runner.frames.bias_tables import BiasTables
 from engine.runner.frames.kv_pages import StackCache, StackLayout, stack_layouts
-from engine.runner.frames.memory import MemoryPlan, plan_share, stream_bytes, voxtral_spec
+from engine.runner.frames.memory import MemoryPlan, kv_bytes_per_stream, plan_share, voxtral_spec
 from engine.runner.frames.parking import MOVES, SPARE_HOST_BUFFERS, ParkedPages, ParkingBuffers
 from engine.runner.frames.passes import (
     ENCODE_BATCH,
@@ -74,11 +67,11 @@ LARGEST_BATCH = 512
 # CHUNK_PASS_POSITIONS in one pass. Each chunk length needs its own kernel.
 LONGEST_CHUNK = 16
 CHUNK_PASS_POSITIONS = 2048
-# Rebuilt positions in one step while no stream is on time: an eighth of a second on an H200.
+# Most rebuilt positions in a step in which all live streams are being rebuilt: 1/8 s on an H200.
 REBUILD_POSITIONS = 4096
 # Streams in a recorded pass of chunks.
 CHUNK_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
-BROKEN_LOGITS = "the model's output is not a number; the audio may hold values that are not finite"
+NOT_FINITE_LOGITS = "the model's output is not a number; the audio may have NaN or infinite values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,33 +82,41 @@ class RunnerSettings:
     dtype: torch.dtype = torch.bfloat16
     # torch.float8_e4m3fn halves the memory of a stream.
     kv_dtype: torch.dtype = torch.bfloat16
+    # Most tokens that the decoder attends to.
     decoder_window: int = 1024
+    # None: as many as fit.
     max_streams: int | None = None
-    # Number of engines that share the device.
+    # Number of engines that item the device.
     share_of: int = 1
-    # Host memory for the keys and values of silent streams, as a share of what is free.
+    # Host memory for the keys and values of silent streams, as a part (0 to 1) of what is free.
     parked_share: float = 0.0
-    # Memory of the device that is left to the models beside this one.
+    # Device memory that is left for the other models: speaker labels and turn detector.
     background_bytes: int = 0
+    # Guard against endless blanks (`passes.py`).
     blank_guard: bool = True
+    # Record CUDA graphs.
     graphs: bool = True
 
 
 @dataclass(slots=True)
 class _Slot:
-    """The host's state of a stream: its delay, and the output tokens that are known beforehand."""
+    """The host's state of a stream."""
 
+    # In positions.
     delay: int
-    forced: list[int]
+    # Output tokens that are known beforehand: those of a rebuilt stream, and the blanks within the delay.
+    known_tokens: list[int]
     keywords: KeywordTree | None = None
-    opened: bool = False
+    # Its pages have the opening.
+    has_opening: bool = False
     # Its keywords, while a thread prepares them.
-    coming: Future[KeywordTree] | None = None
+    pending_keywords: Future[KeywordTree] | None = None
 
-    def blank_run(self, known: int) -> int:
-        """Length of the run of blanks that ends the first `known` outputs; outputs before the delay do not count."""
+    def blank_run(self, count: int) -> int:
+        """Length of the run of blanks at the end of the first `count` known tokens. Those within the delay do not
+        count."""
         run = 0
-        for token in reversed(self.forced[self.delay : known]):
+        for token in reversed(self.known_tokens[self.delay : count]):
             if token != STREAMING_PAD:
                 break
             run += 1
@@ -124,10 +125,12 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Work:
-    """A decode task under way: how many of its positions are queued on the device, and its tokens so far."""
+    """A decode task during a step."""
 
     task: DecodeTask
+    # Number of its positions that are queued on the device.
     done: int = 0
+    # Known tokens, and those that were read.
     tokens: list[int] = field(default_factory=list)
 
 
@@ -159,14 +162,13 @@ class VoxtralRunner(Runner):
         self.vocabulary = vocabulary
         if memory.parked:
             wanted = memory.parked + SPARE_HOST_BUFFERS
-            host = ParkingBuffers(wanted, stream_bytes(self.spec), model.device.type == "cuda")
+            host = ParkingBuffers(wanted, kv_bytes_per_stream(self.spec), model.device.type == "cuda")
             parked = max(0, len(host.buffers) - SPARE_HOST_BUFFERS)
             memory = replace(memory, streams=memory.resident + parked, parked=parked)
             if not parked:
                 host.close()
         self.memory = memory
         self.device = model.device
-        # Number of tokens changed by the guard against endless blanks.
         self.blank_guard_activations = 0
         prefix = self.spec.prefix_positions
         self._caches = [
@@ -176,7 +178,7 @@ class VoxtralRunner(Runner):
         self._parked = ParkedPages([cache.pages for cache in self._caches], host, MOVES) if memory.parked else None
         self._state = SlotState(memory.streams, model.device)
         self._keywords = KeywordTrees(vocabulary)
-        self._bias = BiasTables(memory.streams + 1, self._keywords.spelling, model.device)
+        self._bias = BiasTables(memory.streams + 1, self._keywords.index, model.device)
         self._encoder_inputs = EncoderInputs(model, self.spec, memory.cache_embeds)
         self._buffers = StepBuffers(
             capacity=min(memory.streams, LARGEST_BATCH),
@@ -202,13 +204,13 @@ class VoxtralRunner(Runner):
         self._graphs = StepGraphs(self.passes.batch, self._buffers.capacity) if use_graphs else None
         self.slots: dict[int, _Slot] = {}
         # Slots whose keywords are not on the device yet.
-        self._unready: set[int] = set()
+        self._without_keywords: set[int] = set()
         self._chunk_sizes = chunk_sizes(layouts)
-        # By chunk length.
+        # Buffers and graphs by chunk length.
         self._chunk_graphs: dict[int, tuple[ChunkBuffers, StepGraphs]] = {}
         if use_graphs:
             for size in self._chunk_sizes:
-                buffers = ChunkBuffers(size, self._most_chunks(size), memory.streams, model.device)
+                buffers = ChunkBuffers(size, self._max_chunks(size), memory.streams, model.device)
                 step = partial(self.passes.recorded_chunks, buffers)
                 counts = [count for count in CHUNK_STREAMS if count <= buffers.streams]
                 self._chunk_graphs[size] = buffers, StepGraphs(step, buffers.streams, counts)
@@ -244,13 +246,13 @@ class VoxtralRunner(Runner):
                 f"in steps of {unit} ms"
             )
         self.spec.options.check(message.options)
-        # Many keywords take long to prepare, so a thread does it: other streams must not wait.
+        # Many keywords take long to prepare, so a thread does it, and other streams do not wait.
         self._keywords.check(message.options)
         self._keywords.tree_in_background(message.options)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute the shared silence and openings, then record the step for every batch size."""
+        """Compute the row of silence and the openings, then record the step for every batch size."""
         if self._warm:
             return
         self._warm = True
@@ -263,20 +265,20 @@ class VoxtralRunner(Runner):
             self._compile_chunks()
 
     def _compile_chunks(self) -> None:
-        """Run chunks of every length once, and record them, so that the first rebuild waits for no kernel and no
-        memory. These chunks write to the padding page."""
+        """Run chunks of every length once, and record them, so that the first rebuild need not compile kernels or
+        allocate memory. These chunks write to the padding page."""
         silence = np.zeros(self._encoder_inputs.payload_samples, np.float32)
         self._encoder_inputs.encode(Payloads([self._encoder_inputs.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH))
         for size in self._chunk_sizes:
             chunk = Chunk(self.memory.streams, 0, [SILENCE_ROW] * size, [STREAMING_PAD] * size, 1)
-            for streams in (1, min(self.memory.streams, self._most_chunks(size))):
+            for streams in (1, min(self.memory.streams, self._max_chunks(size))):
                 self.passes.chunks([chunk] * streams)
         for _, graphs in self._chunk_graphs.values():
             graphs.capture(pool_of=self._graphs)
         torch.cuda.synchronize()
 
     @staticmethod
-    def _most_chunks(size: int) -> int:
+    def _max_chunks(size: int) -> int:
         """Most chunks of this length in one pass."""
         return min(CHUNK_STREAMS[-1], CHUNK_PASS_POSITIONS // size)
 
@@ -300,25 +302,27 @@ class VoxtralRunner(Runner):
         self.warm_up()
         for slot in plan.closed:
             self.slots.pop(slot, None)
-            self._unready.discard(slot)
+            self._without_keywords.discard(slot)
         if self._parked is not None:
             self._parked.begin_step(plan.closed, plan.parked, plan.restored)
         if plan.opened:
             self._open(plan.opened)
         self._update_tables(plan.decode)
-        payloads, errors = self._encoder_inputs.payloads(plan.encode)
-        if self._unready:
-            self._take_keywords(plan.decode, errors)
+        payloads, errors = self._encoder_inputs.collect(plan.encode)
+        if self._without_keywords:
+            self._set_keywords(plan.decode, errors)
         work = [_Work(task) for task in plan.decode]
-        sound = [share for share in work if share.task.stream not in errors] if errors else work
-        chunks = [share for share in sound if share.task.end - share.task.start > 1]
+        healthy = [item for item in work if item.task.stream not in errors] if errors else work
+        longer = [item for item in healthy if item.task.end - item.task.start > 1]
         capacity = self._buffers.capacity
-        if chunks or len(payloads.rows) > min(len(sound), capacity):
+        # A batched pass encodes at most one position per row. Chunks, and more positions than rows, need them encoded
+        # before.
+        if longer or len(payloads.rows) > min(len(healthy), capacity):
             self._encoder_inputs.encode(payloads)
             payloads = Payloads([], [])
-        rebuilt = self._rebuild(chunks)
+        rebuilt = self._rebuild(longer)
         passes: list[_Pass] = []
-        while due := [share for share in sound if share.task.start + share.done < share.task.end]:
+        while due := [item for item in healthy if item.task.start + item.done < item.task.end]:
             for start in range(0, len(due), capacity):
                 passes.append(self._run_batch(due[start : start + capacity], payloads))
                 payloads = Payloads([], [])
@@ -330,50 +334,52 @@ class VoxtralRunner(Runner):
         """Return the results of a plan's passes. Waits for the device."""
         if rebuilt is not None:
             rebuilt.values()  # known tokens have no results, but the host must not run ahead of the device
-        for batch, answers in passes:
-            outcome = outcome_of(answers, len(batch))
+        for batch, results in passes:
+            outcome = outcome_of(results, len(batch))
             self.blank_guard_activations += outcome.guarded
-            for share, token in zip(batch, outcome.tokens, strict=True):
-                share.tokens.append(token)
+            for item, token in zip(batch, outcome.tokens, strict=True):
+                item.tokens.append(token)
             for row in outcome.failed:
-                errors[batch[row].task.stream] = BROKEN_LOGITS
-        return [DecodeResult(share.tokens, (), None, errors.get(share.task.stream)) for share in work]
+                errors[batch[row].task.stream] = NOT_FINITE_LOGITS
+        return [DecodeResult(item.tokens, (), None, errors.get(item.task.stream)) for item in work]
 
-    # Changes since the last plan
+    # Changes since the last plan.
 
     def _open(self, opened: list[OpenTask]) -> None:
         for task in opened:
             # Within the delay the output is always blank.
             blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
-            coming = self._keywords.tree_in_background(task.options)
-            self.slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], coming=coming)
+            pending = self._keywords.tree_in_background(task.options)
+            known_tokens = [*task.forced_tokens, *blanks]
+            self.slots[task.slot] = _Slot(task.delay_positions, known_tokens, pending_keywords=pending)
             self._bias.set_tree(task.slot, None)
-            if coming is not None:
-                self._unready.add(task.slot)
+            if pending is not None:
+                self._without_keywords.add(task.slot)
         slots, delays = [task.slot for task in opened], [task.delay_positions for task in opened]
         self._state.set(slots, tokens=[STREAMING_PAD] * len(opened), delays=delays, runs=[0] * len(opened))
 
-    def _take_keywords(self, tasks: list[DecodeTask], errors: dict[str, str]) -> None:
-        """Set the keywords of streams whose next output is not known beforehand, and wait for them if necessary, so
+    def _set_keywords(self, tasks: list[DecodeTask], errors: dict[str, str]) -> None:
+        """Set the keywords that are ready. If a stream's next output is not known beforehand, wait for its keywords, so
         that words do not depend on how long the preparation took."""
         prefix = self.spec.prefix_positions
         for task in tasks:
             slot = self.slots[task.slot]
-            if slot.coming is None or (task.end - prefix <= len(slot.forced) and not slot.coming.done()):
+            pending = slot.pending_keywords
+            if pending is None or (task.end - prefix <= len(slot.known_tokens) and not pending.done()):
                 continue
-            self._unready.discard(task.slot)
-            coming, slot.coming = slot.coming, None
+            self._without_keywords.discard(task.slot)
+            slot.pending_keywords = None
             try:
-                slot.keywords = coming.result()
+                slot.keywords = pending.result()
             except Exception as error:
                 logger.error("the keywords of stream %s cannot be used", task.stream, exc_info=error)
                 errors[task.stream] = f"its keywords cannot be used ({type(error).__name__})"
                 continue
             self._bias.set_tree(task.slot, slot.keywords)
-            self._bias.set_state(task.slot, slot.keywords.state_after(slot.forced[: task.start - prefix]))
+            self._bias.set_state(task.slot, slot.keywords.state_after(slot.known_tokens[: task.start - prefix]))
 
     def _update_tables(self, tasks: list[DecodeTask]) -> None:
-        """Enter new pages into the tables, and copy the shared opening into those of new streams."""
+        """Enter new pages into the tables, and copy the opening into the pages of new streams."""
         changed = [task for task in tasks if task.new_pages]
         if not changed:
             return
@@ -386,15 +392,15 @@ class VoxtralRunner(Runner):
                     if owner == group
                 ]
             )
-        fresh = [task.slot for task in changed if not self.slots[task.slot].opened]
+        fresh = [task.slot for task in changed if not self.slots[task.slot].has_opening]
         if fresh:
             encoder, decoder = self._caches
             encoder.open_streams([0] * len(fresh), fresh)
             decoder.open_streams([self.slots[slot].delay - 1 for slot in fresh], fresh)
             for slot in fresh:
-                self.slots[slot].opened = True
+                self.slots[slot].has_opening = True
 
-    # Decoding
+    # Decoding.
 
     def _rebuild(self, work: list[_Work]) -> Download | None:
         """Compute the positions with known tokens, in chunks of many streams. Returns a transfer that is complete when
@@ -405,45 +411,49 @@ class VoxtralRunner(Runner):
         """
         done: Download | None = None
         for size in self._chunk_sizes:
-            most = self._most_chunks(size)
-            while due := [share for share in work if size <= self._known(share) > share.done]:
-                for start in range(0, len(due), most):
-                    done = self._run_chunks(due[start : start + most], size)
+            per_pass = self._max_chunks(size)
+            # A chunk must have known tokens only, and some that are not computed yet.
+            while due := [item for item in work if size <= (known := self._known(item)) and known > item.done]:
+                for start in range(0, len(due), per_pass):
+                    done = self._run_chunks(due[start : start + per_pass], size)
         rebuilt = [
-            (share.task.slot, share.task.start - self.spec.prefix_positions + share.done)
-            for share in work
-            if share.done
+            (item.task.slot, item.task.start - self.spec.prefix_positions + item.done) for item in work if item.done
         ]
         if not rebuilt:
             return None
         slots = [self.slots[slot] for slot, _ in rebuilt]
         self._state.set(
             [slot for slot, _ in rebuilt],
-            [slot.forced[known - 1] for slot, (_, known) in zip(slots, rebuilt, strict=True)],
+            [slot.known_tokens[known - 1] for slot, (_, known) in zip(slots, rebuilt, strict=True)],
             [slot.delay for slot in slots],
             [slot.blank_run(known) for slot, (_, known) in zip(slots, rebuilt, strict=True)],
         )
         for slot, (number, known) in zip(slots, rebuilt, strict=True):
             if slot.keywords is not None:
-                self._bias.set_state(number, slot.keywords.state_after(slot.forced[:known]))
+                self._bias.set_state(number, slot.keywords.state_after(slot.known_tokens[:known]))
         return done
 
-    def _known(self, share: _Work) -> int:
+    def _known(self, item: _Work) -> int:
         """Return the number of positions of a task with known tokens."""
-        begin = share.task.start - self.spec.prefix_positions
-        return min(share.task.end - share.task.start, len(self.slots[share.task.slot].forced) - begin)
+        begin = item.task.start - self.spec.prefix_positions
+        return min(item.task.end - item.task.start, len(self.slots[item.task.slot].known_tokens) - begin)
 
     def _run_chunks(self, due: list[_Work], size: int) -> Download:
         """Queue the next `size` positions of each stream, as one pass."""
         chunks = []
-        for share in due:
-            task, slot = share.task, self.slots[share.task.slot]
-            first = min(share.done, self._known(share) - size)
+        for item in due:
+            task, slot = item.task, self.slots[item.task.slot]
+            first = min(item.done, self._known(item) - size)
             begin = task.start - self.spec.prefix_positions + first
-            fed = [slot.forced[begin - 1] if begin else STREAMING_PAD, *slot.forced[begin : begin + size - 1]]
-            chunks.append(Chunk(task.slot, task.start + first, task.rows[first : first + size], fed, slot.delay))
-            share.tokens += slot.forced[begin + share.done - first : begin + size]
-            share.done = first + size
+            # The input token of a position is the output token of the position before it.
+            input_tokens = slot.known_tokens[max(0, begin - 1) : begin + size - 1]
+            if not begin:
+                input_tokens = [STREAMING_PAD, *input_tokens]
+            chunks.append(
+                Chunk(task.slot, task.start + first, task.rows[first : first + size], input_tokens, slot.delay)
+            )
+            item.tokens += slot.known_tokens[begin + item.done - first : begin + size]
+            item.done = first + size
         if size not in self._chunk_graphs:
             return Download(self.passes.chunks(chunks)[:1, :1].float())
         buffers, graphs = self._chunk_graphs[size]
@@ -453,23 +463,23 @@ class VoxtralRunner(Runner):
 
     def _run_batch(self, batch: list[_Work], payloads: Payloads) -> _Pass:
         """Queue the next position of each stream in `batch`, as one pass."""
-        slots = [share.task.slot for share in batch]
-        positions = [share.task.start + share.done for share in batch]
-        inputs = [share.task.rows[share.done] for share in batch]
+        slots = [item.task.slot for item in batch]
+        positions = [item.task.start + item.done for item in batch]
+        inputs = [item.task.rows[item.done] for item in batch]
         self._buffers.upload(StepRows(slots, positions, inputs, self._forced_at(slots, positions)), payloads)
         if self._graphs is not None:
             self._graphs.run(len(batch))
         else:
             self.passes.batch(len(batch))
-        for share in batch:
-            share.done += 1
+        for item in batch:
+            item.done += 1
         return batch, self._buffers.download()
 
     def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
-        """Return the output token of each position that is known beforehand, else NOT_FORCED."""
-        known, prefix = self.slots, self.spec.prefix_positions
+        """Return the known output token of each position, or NOT_FORCED."""
+        states, prefix = self.slots, self.spec.prefix_positions
         forced = []
         for slot, position in zip(slots, positions, strict=True):
-            outputs, index = known[slot].forced, position - prefix
+            outputs, index = states[slot].known_tokens, position - prefix
             forced.append(outputs[index] if index < len(outputs) else NOT_FORCED)
         return forced
