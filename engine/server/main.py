@@ -28,7 +28,7 @@ from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, EngineError
 from engine.logs import WITH_PROCESS, set_up_logging
 from engine.options import EngineConfig
-from engine.runner.load import load_detector, load_embedder, load_runner
+from engine.runner.load import load_detector, load_embedder, load_runner, load_turn_detector
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop, calm_collector, keep_freed_memory
 from engine.server.skipped_silence import skip_settings
