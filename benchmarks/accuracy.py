@@ -46,7 +46,7 @@ from benchmarks.scoring import (
     times_to_final,
 )
 from benchmarks.sounds import SAMPLE_RATE, Samples, speech_probabilities, utterances
-from engine.core.words import Detokenizer
+from engine.core.stream import Detokenizer
 from engine.models.seq2seq import SpeechModel
 from engine.options import DEFAULT_MODEL
 from engine.runner.device import compute_on_one_thread

@@ -44,7 +44,7 @@ from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
 from engine.runner.windowed.windows import DeviceWindows
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech_gate import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
 
 KV_TYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}

@@ -39,8 +39,7 @@ from benchmarks.sounds import SAMPLE_RATE, Samples, speech_probabilities, voice
 from engine.models.campplus import load_campplus, trace_for
 from engine.models.silero import FRAME_SAMPLES
 from engine.runner.device import compute_on_one_thread
-from engine.server.speaker_labels import Label, SpeakerLabels, rounded
-from engine.server.speech_pieces import CutSettings, Piece, PieceCutter
+from engine.server.speaker_labels import CutSettings, Label, Piece, PieceCutter, SpeakerLabels, rounded
 from engine.server.speech_track import voiced_frames
 from engine.weights.store import pull
 from realtime.bench.clients import BadManifest

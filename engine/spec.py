@@ -16,7 +16,7 @@ from engine.options import Options
 @dataclass(frozen=True, slots=True)
 class KvGroup:
     """A group of attention layers with the same window. Its keys and values are stored in pages; each stream has one
-    ring table of pages (`engine/core/kv_pages.py`) for it."""
+    ring table of pages (`engine/core/caches.py`) for it."""
 
     name: str
     window_positions: int

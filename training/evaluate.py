@@ -23,7 +23,7 @@ from engine.models.moonshine import Moonshine, frames_after
 from engine.models.moonshine_streaming import StreamingEncoder, StreamingSpec
 from engine.models.silero import load_silero
 from engine.runner.speech import SpeechDetector
-from engine.server.speech_gate import Begin, End, GateSettings, SpeechGate
+from engine.server.speech_track import Begin, End, GateSettings, SpeechGate
 from realtime.bench.words import Normaliser, edit_distance
 from training.data import SAMPLE_RATE, read_recording
 from training.model import block_plan, encode_blocks, greedy_tokens, token_limit

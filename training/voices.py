@@ -20,8 +20,7 @@ from numpy.typing import NDArray
 from benchmarks.conversations import mixed
 from benchmarks.speakers import Labeller, Voices
 from engine.options import ROUNDING
-from engine.server.speaker_labels import LabelSettings, VoiceModel
-from engine.server.speech_pieces import CutSettings
+from engine.server.speaker_labels import CutSettings, LabelSettings, VoiceModel
 from training.data import SAMPLE_RATE, CorpusError, Utterance
 
 # Speech of a speaker; with less than the second there are too few pieces.

@@ -8,7 +8,7 @@ evict an earlier one of the same message.
 
 If the two caches differ (one side lost its cache, or a message was lost), the receiver names the hashes that it misses
 and the sender sends the data again. Any other difference only costs bandwidth. The engine's encoder cache is another
-one: it knows which prepared encoder input is on the device (`engine/core/encoder_cache.py`).
+one: it knows which prepared encoder input is on the device (`engine/core/caches.py`).
 """
 
 from __future__ import annotations

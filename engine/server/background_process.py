@@ -44,8 +44,8 @@ from engine.messages import Closed, Item, Labels, Output, Saved, Speech
 from engine.options import SPEAKERS
 from engine.runner.base import Background, Embedder, TurnDetector
 from engine.server.recent_audio import PART_SAMPLES, new_samples
+from engine.server.speaker_labels import Samples
 from engine.server.speakers import SpeakerTracks
-from engine.server.speech_pieces import Samples
 from engine.server.turn_questions import AskedAudio, KeptAudio
 from engine.spec import ModelSpec
 

@@ -32,7 +32,7 @@ from engine.runner.load import load_detector, load_embedder, load_runner, load_t
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop, calm_collector, keep_freed_memory
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech_gate import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import ModelSpec
 from engine.weights.checkpoint import fingerprint
 from engine.weights.store import resolve

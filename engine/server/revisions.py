@@ -22,7 +22,7 @@ from itertools import pairwise
 import numpy as np
 
 from engine.core.plan import TimedToken
-from engine.core.words import words_of
+from engine.core.stream import words_of
 from engine.errors import reading_state
 from engine.messages import Closed, Flushed, Item, Output, Revised, Saved, Text, Word
 from engine.options import REVISED

@@ -6,7 +6,7 @@ audio is skipped when it lies far enough back; when speech starts, the stream co
 the audio around a skip is contiguous. So there are two counts of positions: the *gateway count* includes skipped
 positions, the *engine count* does not. The times of words are not affected, because each item has its sample.
 
-The gate of the stream's speech track (`engine/server/speech_gate.py`) decides. It is open at the start, opens with any
+The gate of the stream's speech track (`engine/server/speech_track.py`) decides. It is open at the start, opens with any
 speech that the track has found, and closes after its hang-over. Which items are skipped depends only on the
 probabilities, not on when they arrive: an item is *released* to the scheduler only when no later probability could skip
 it. A flush releases everything before it. Each skipped position is reported to the gateway as a `SKIPPED` token, so
@@ -27,7 +27,7 @@ from engine.core.stream import REPORT_AFTER_TOKENS
 from engine.errors import StreamFinished
 from engine.messages import SKIPPED, Finish, Flush, Item, Open, Output, Text
 from engine.server.speech import Target
-from engine.server.speech_gate import GateSettings, SpeechGate
+from engine.server.speech_track import GateSettings, SpeechGate
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000

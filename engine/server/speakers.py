@@ -2,10 +2,10 @@
 
 A part of the engine loop, or of the background process (`engine/server/background_process.py`). It has a `SpeakerTrack`
 for each stream that asks for labels, and delays the end of a stream until its last labels are known. A track keeps the
-audio until the speech detector has processed it, cuts it into pieces (`engine/server/speech_pieces.py`), has their
-embeddings computed on other threads (`engine/runner/background.py`), and decides the labels from these
-(`engine/server/speaker_labels.py`), in the order of the audio. Labels depend on the audio alone; when they are sent
-depends on how fast embeddings are computed.
+audio until the speech detector has processed it, cuts it into pieces, has their embeddings computed on other threads
+(`engine/runner/background.py`), and decides the labels from these, in the order of the audio. Pieces and labels of one
+stream are in `engine/server/speaker_labels.py`. Labels depend on the audio alone; when they are sent depends on how
+fast embeddings are computed.
 """
 
 from __future__ import annotations
@@ -24,8 +24,19 @@ from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Spee
 from engine.options import SPEAKERS, read_speakers
 from engine.runner.base import Embedder
 from engine.server.recent_audio import RecentAudio
-from engine.server.speaker_labels import Embedding, Label, SpeakerLabels, rounded, shipped_model
-from engine.server.speech_pieces import FRAME_SAMPLES, SAMPLE_RATE, Piece, PieceCutter, Samples, piece_of
+from engine.server.speaker_labels import (
+    FRAME_SAMPLES,
+    SAMPLE_RATE,
+    Embedding,
+    Label,
+    Piece,
+    PieceCutter,
+    Samples,
+    SpeakerLabels,
+    piece_of,
+    rounded,
+    shipped_model,
+)
 from engine.spec import ModelSpec
 
 # Pieces of a live stream that may wait for their embedding: about 16 s of speech. With more, the engine is overloaded,

@@ -82,7 +82,7 @@ def blockbuster() -> None:
 @pytest.fixture(autouse=True)
 def messages_cost_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """What messages cost depends on what else this machine does; the model's cost is what is asked about here."""
-    monkeypatch.setattr("engine.server.load_report.LoadReport.add_time_between_steps", lambda report, seconds: None)
+    monkeypatch.setattr("engine.server.host.LoadReport.add_time_between_steps", lambda report, seconds: None)
 
 
 @pytest.fixture(autouse=True)
@@ -194,7 +194,7 @@ class SinceMoment:
 
 async def test_whoever_is_silent_takes_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     counted_since = SinceMoment()
-    monkeypatch.setattr("engine.server.load_report.COUNTED_SECONDS", counted_since)
+    monkeypatch.setattr("engine.server.host.COUNTED_SECONDS", counted_since)
     monkeypatch.setattr("realtime.serving.registry.COUNTED_SECONDS", counted_since)
 
     def all_are_silent(shown: dict[str, Any]) -> bool:

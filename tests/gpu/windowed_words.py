@@ -29,7 +29,7 @@ from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.load import DEVICE_DTYPE, load_detector, windowed_on_cpu, windowed_on_device
 from engine.runner.windowed.runner import WindowedRunner
 from engine.server.loop import EngineLoop
-from engine.server.speech_gate import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.weights.checkpoint import load_speech_model
 from engine.weights.store import resolve
 from realtime.bench.words import edit_distance, normaliser

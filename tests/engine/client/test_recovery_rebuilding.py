@@ -38,7 +38,7 @@ from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
 from engine.server.loop import EngineLoop
-from engine.server.speech_gate import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import Vocabulary
 from engine.weights.checkpoint import load_speech_model
 from engine.weights.store import pull

@@ -5,8 +5,7 @@ from dataclasses import replace
 import pytest
 
 from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, StepPlan, TimedToken
-from engine.core.planner import STRIDES_IN_TIME
-from engine.core.scheduler import Limits, Scheduler
+from engine.core.scheduler import STRIDES_IN_TIME, Limits, Scheduler
 from engine.errors import (
     AtCapacity,
     BadItem,

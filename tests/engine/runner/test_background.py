@@ -19,7 +19,7 @@ from engine.options import PIECE_SAMPLES, EngineConfig, cache_folder
 from engine.runner import load
 from engine.runner.background import BackgroundModel, SmartTurnDetector, SpeakerEmbedder
 from engine.runner.load import load_turn_detector
-from engine.server.speech_pieces import CutSettings
+from engine.server.speaker_labels import CutSettings
 from engine.weights.checkpoint import BadCheckpoint, load_smart_turn
 from engine.weights.registry import REGISTRY, TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.store import WeightsError

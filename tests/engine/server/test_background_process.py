@@ -25,7 +25,7 @@ from engine.server.background_process import (
     Recipes,
     SentAudio,
 )
-from engine.server.speech_pieces import FRAME_SAMPLES, Samples
+from engine.server.speaker_labels import FRAME_SAMPLES, Samples
 from engine.server.turn_questions import TurnQuestions
 from tests.engine.server.test_speakers_tracks import (
     AUDIO,

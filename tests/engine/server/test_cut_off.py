@@ -18,7 +18,7 @@ from engine.messages import Command, Feed, Finish, Open, Speech, Text, Word
 from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.server.loop import EngineLoop
 from engine.server.main import build_loop
-from engine.server.word_times import GRACE_SAMPLES
+from engine.server.speech import GRACE_SAMPLES
 from engine.weights.store import pull
 from tests.cached_models import skip_unless_cached
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from engine.messages import Open
-from engine.server.load_report import LoadReport, active_at_once
+from engine.server.host import LoadReport, active_at_once
 from engine.server.loop import EngineLoop
 from engine.server.metering import ENOUGH_STEPS
 from tests.engine import fakes

@@ -32,7 +32,7 @@ from engine.messages import (
 )
 from engine.runner.base import Detector, SynchronousRunner, never
 from engine.server.loop import EngineLoop
-from engine.server.speech_gate import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import ModelSpec, Vocabulary
 
 SPEC = ModelSpec(name="echo", sample_rate=16_000, samples_per_position=1280, look_back_samples=4, look_ahead_samples=2)

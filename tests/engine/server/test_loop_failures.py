@@ -35,7 +35,7 @@ from engine.messages import (
     Text,
 )
 from engine.server.loop import EngineLoop
-from engine.server.speech_gate import GateSettings
+from engine.server.speech_track import GateSettings
 from engine.spec import ModelSpec
 from tests.engine import fakes
 

@@ -27,7 +27,7 @@ from engine.messages import (
 )
 from engine.server.loop import EngineLoop
 from engine.server.skipped_silence import skip_settings
-from engine.server.speech_gate import GateSettings
+from engine.server.speech_track import GateSettings
 from tests.engine import fakes
 from tests.engine.server.test_loop_failures import items_of
 

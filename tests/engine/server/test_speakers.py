@@ -14,15 +14,20 @@ from hypothesis import strategies as st
 
 from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS
 from engine.server.speaker_labels import (
+    FRAME_SAMPLES,
     MAX_STATE_BYTES,
     MAX_VOICES,
+    SAMPLE_RATE,
+    CutSettings,
     Embedding,
     Label,
+    Piece,
+    PieceCutter,
+    Samples,
     SpeakerLabels,
     rounded,
     shipped_model,
 )
-from engine.server.speech_pieces import FRAME_SAMPLES, SAMPLE_RATE, CutSettings, Piece, PieceCutter, Samples
 from engine.server.speech_track import voiced_frames
 
 WHOLE = CutSettings().piece_frames * FRAME_SAMPLES

@@ -15,8 +15,8 @@ from engine.errors import BadItem, BadOption
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
 from engine.options import EMBEDDING_SIZE, SPEAKERS, speakers_text
 from engine.runner.base import Embedder
+from engine.server.speaker_labels import FRAME_SAMPLES, SAMPLE_RATE, Samples
 from engine.server.speakers import MAX_UPLOAD_WAITING, MAX_WAITING, SpeakerTrack, SpeakerTracks
-from engine.server.speech_pieces import FRAME_SAMPLES, SAMPLE_RATE, Samples
 from engine.server.speech_track import voiced_frames
 from engine.spec import ModelSpec
 

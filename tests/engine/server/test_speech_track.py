@@ -21,8 +21,16 @@ from engine.messages import (
     TurnRule,
     TurnScored,
 )
-from engine.server.speech_gate import Begin, GateSettings, Skip, SpeechGate
-from engine.server.speech_track import DECISIONS, HYSTERESIS, SpeechTrack, stop_threshold
+from engine.server.speech_track import (
+    DECISIONS,
+    HYSTERESIS,
+    Begin,
+    GateSettings,
+    Skip,
+    SpeechGate,
+    SpeechTrack,
+    stop_threshold,
+)
 
 FRAME = 512
 RULE = TurnRule(threshold=0.5, min_speech_samples=2 * FRAME, silence_samples=3 * FRAME)

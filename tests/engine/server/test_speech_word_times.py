@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.messages import Word
-from engine.server.word_times import GRACE_SAMPLES, KEPT_SAMPLES, ONSET_SAMPLES, WordTimes
+from engine.server.speech import GRACE_SAMPLES, KEPT_SAMPLES, ONSET_SAMPLES, WordTimes
 
 FRAME = 512
 SECOND = 16_000

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.core.words import Detokenizer
+from engine.core.stream import Detokenizer
 from engine.weights.checkpoint import read_tekken
 
 

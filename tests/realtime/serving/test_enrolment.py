@@ -12,7 +12,7 @@ import pytest
 
 from engine.messages import Closed, Item, Labels, Output, Speech
 from engine.options import MAX_ENROLLED, SPEAKERS, speakers_text
-from engine.server.speech_pieces import FRAME_SAMPLES, SAMPLE_RATE
+from engine.server.speaker_labels import FRAME_SAMPLES, SAMPLE_RATE
 from realtime.errors import Refusal
 from realtime.serving import enrolment
 from realtime.serving.engine_api import EngineApi

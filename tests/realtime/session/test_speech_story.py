@@ -21,7 +21,7 @@ from engine.core.scheduler import Limits, Scheduler
 from engine.end_of_turn import numeric_eagerness
 from engine.runner.base import TurnDetector
 from engine.server.loop import EngineLoop
-from engine.server.speech_gate import GateSettings
+from engine.server.speech_track import GateSettings
 from realtime.session.core import Session, SessionLimits
 from realtime.session.events import (
     Append,

@@ -2,7 +2,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.timeline import ItemPositions
+from engine.core.stream import ItemPositions
 
 F, T = False, True
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.server.speech_gate import (
+from engine.server.speech_track import (
     Begin,
     Decision,
     End,

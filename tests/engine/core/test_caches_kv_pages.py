@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.kv_pages import PagePool, RingTable
+from engine.core.caches import PagePool, RingTable
 from engine.spec import KvGroup
 
 GROUP = KvGroup("decoder", window_positions=64, page_positions=16, bytes_per_position=1)

@@ -5,7 +5,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from engine.core.encoder_cache import CachedRows, EncoderCache, StreamEntries
+from engine.core.caches import CachedRows, EncoderCache, StreamEntries
 
 
 def put(cache: EncoderCache, held: StreamEntries, index: int, key: bytes, rows: int = 1) -> CachedRows:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.core.timeline import SampleClock, Timeline
+from engine.core.stream import SampleClock, Timeline
 from engine.messages import Item
 
 

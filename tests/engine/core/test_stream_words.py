@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.core.words import MAX_WORD_CHARACTERS, Detokenizer, WordBuilder
+from engine.core.stream import MAX_WORD_CHARACTERS, Detokenizer, WordBuilder
 from engine.messages import Word
 from engine.spec import Vocabulary
 
