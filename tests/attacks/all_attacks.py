@@ -8,7 +8,7 @@ from tests.e2e.test_api_documents import pulled_streams, webrtc_calls
 from tests.engine.boundary.test_input_cache import messages
 from tests.engine.runner.windowed.test_runner import tokens
 from tests.realtime.commands.test_hostile_servers import uploads
-from tests.realtime.serving.test_websocket_frames import frames
+from tests.realtime.serving.test_uvicorn_protocols_frames import frames
 
 __all__ = [
     "ATTACKS",

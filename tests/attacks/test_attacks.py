@@ -15,7 +15,7 @@ from tests.attacks.checks import harmless
 from tests.attacks.conftest import Beside
 from tests.attacks.real_server import RealServer
 from tests.attacks.target import ATTACKS, Attack, Target
-from tests.realtime.serving.test_websocket_frames import frames
+from tests.realtime.serving.test_uvicorn_protocols_frames import frames
 
 # How much later than in the calm session a word may come, in the median over all sessions beside attacks.
 LATER_S = 5.0

@@ -22,9 +22,8 @@ from typing import Any
 import httpx
 import pytest
 
-from realtime.http.multipart_forms import Form
 from realtime.http.prepared_audio_routes import PrepareRoutes
-from realtime.http.upload_forms import IN_MEMORY_BYTES, MAX_FORM_BYTES, Spool, Upload
+from realtime.http.upload_forms import IN_MEMORY_BYTES, MAX_FORM_BYTES, Form, Spool, Upload
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.test_deepgram_files import wav as pcm_wav
 from tests.e2e.test_openai_client import wav
