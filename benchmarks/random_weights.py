@@ -28,16 +28,18 @@ from engine.models.voxtral_realtime import (
 )
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
-from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
+from engine.runner.cpu_threads import compute_on_one_thread
+from engine.runner.device import GIB, free_memory, require_device
 from engine.runner.frames.memory import plan_memory
-from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
+from engine.runner.frames.passes import NOT_FORCED
+from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.load import (
     DEVICE_DTYPE,
     background_bytes,
     frames_limits,
     load_detector,
     load_embedder,
-    load_turns,
+    load_turn_detector,
     windowed_on_device,
 )
 from engine.runner.windowed.decoder import DecodedToken, DecoderBatch, Row
@@ -132,7 +134,7 @@ def voxtral_loop(kv: str, max_streams: int | None, small: bool) -> EngineLoop:
     """As in a server: with speech detection, skipped silence, and speaker labels and the turn detector if their files
     are here."""
     runner, config = voxtral_runner(kv, 1024, max_streams, small), EngineConfig()
-    embedder, turns = load_embedder(runner, config), load_turns(runner, config)
+    embedder, turns = load_embedder(runner, config), load_turn_detector(runner, config)
     options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turns is not None)
     scheduler = Scheduler(replace(runner.spec, options=options), frames_limits(runner.memory), runner.vocabulary)
     detector, cut = load_detector(runner, runner.memory.streams), skip_settings(config.cut_silence_s)
@@ -181,7 +183,7 @@ class ScriptedSpeaker(DecoderBatch):
         self._rows = rows
         self._spacing = frames_per_token
         self._end_token = end_token
-        self._begins = [max(0.0, row.progress._said_until) for row in rows]
+        self._begins = [max(0.0, row.progress._text_until) for row in rows]
 
     def read(self, known: list[list[int]], places: list[tuple[int, int]], kept: list[int]) -> list[DecodedToken]:
         self._speaker.read(known, places, kept)

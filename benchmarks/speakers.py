@@ -36,9 +36,9 @@ from benchmarks.conversations import COLUMNS_PER_SECOND, Conversation, mixed, st
 from benchmarks.measuring import parser_of, percentiles, run_command, show
 from benchmarks.recordings import add_manifest, exit_status, load_audio, manifest_entries
 from benchmarks.sounds import SAMPLE_RATE, Samples, speech_probabilities, voice
-from engine.models.campplus import load_campplus, traced
+from engine.models.campplus import load_campplus, trace_for
 from engine.models.silero import FRAME_SAMPLES
-from engine.runner.device import compute_on_one_thread
+from engine.runner.cpu_threads import compute_on_one_thread
 from engine.server.speaker_labels import Label, SpeakerLabels, rounded
 from engine.server.speech_pieces import CutSettings, Piece, PieceCutter
 from engine.server.speech_track import voiced_frames
@@ -79,7 +79,7 @@ class Labeller:
     """A stream with speaker labels, without an engine around it."""
 
     def __init__(self, weights: Path) -> None:
-        self._model = traced(load_campplus(weights), CutSettings().piece_frames * FRAME_SAMPLES)
+        self._model = trace_for(load_campplus(weights), CutSettings().piece_frames * FRAME_SAMPLES)
 
     @torch.inference_mode()
     def label(self, samples: Samples) -> Labelled:

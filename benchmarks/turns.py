@@ -44,9 +44,9 @@ from engine.end_of_turn import EAGERNESS, MIN_SILENCE_MS, AskDetector, Eagerness
 from engine.messages import SpeechPaused, SpeechResumed, TurnRule
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
-from engine.runner.device import compute_on_one_thread
+from engine.runner.cpu_threads import compute_on_one_thread
 from engine.server.speech_track import SpeechTrack
-from engine.weights.checkpoint import load_turn_detector
+from engine.weights.checkpoint import load_smart_turn
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import pull
 from realtime.bench.recordings import BadManifest
@@ -259,7 +259,7 @@ def labelled_cases(options: argparse.Namespace, moments: Iterable[float]) -> tup
     """The pauses of the manifest with the detector's answers at these moments, and the processor seconds a question."""
     with manifest_of(options) as path:
         sources = manifest_sources(path, options.manifest is None)[: 4 if options.small else None]
-    detector = load_turn_detector(pull(TURN_DETECTOR))
+    detector = load_smart_turn(pull(TURN_DETECTOR))
     detector.quantise()
     cases = cases_in(sources, options.model)
     return cases, ask_detector(cases, detector, moments)

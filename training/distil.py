@@ -26,8 +26,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from engine.models.moonshine import Moonshine, RunningNorm, StreamingSpec, frames_after
-from engine.weights.checkpoint import description, load_streaming_weights, pack_rows
+from engine.models.moonshine import Moonshine, frames_after
+from engine.models.moonshine_streaming import NormPrior, StreamingSpec
+from engine.weights.streaming_encoder import description, load_streaming_weights, pack_rows
 from training.data import Speech, Utterance, augment, windows
 from training.model import (
     BlockPlan,
@@ -186,19 +187,19 @@ def prepare_lesson(teacher: Moonshine, utterances: list[Utterance], seconds: int
     return Lesson(audio, torch.tensor(rows, device=device))
 
 
-def measured_norm(teacher: Moonshine, lesson: Lesson, frames: float) -> RunningNorm:
+def measured_norm(teacher: Moonshine, lesson: Lesson, frames: float) -> NormPrior:
     """The prior of the running norm: the level of augmented speech."""
     with torch.no_grad():
         x = torch.tanh(teacher.encoder.conv1(augment(lesson.audio[:_VALIDATION_BATCH])[:, :, None]))
         mean = x.mean(dim=(1, 2))
         variance = x.square().mean(dim=(1, 2)) - mean.square()
-    return RunningNorm(mean.mean().item(), variance.log().mean().item(), frames)
+    return NormPrior(mean.mean().item(), variance.log().mean().item(), frames)
 
 
 class Distillation:
     """The student, its optimiser and one step; the teacher's decoder serves both and stays as it is."""
 
-    def __init__(self, teacher: Moonshine, student: Moonshine, norm: RunningNorm, config: TrainingConfig) -> None:
+    def __init__(self, teacher: Moonshine, student: Moonshine, norm: NormPrior, config: TrainingConfig) -> None:
         self.config = config
         self.spec = _spec(config.mask, norm)
         self.teacher = teacher.requires_grad_(False)
@@ -354,7 +355,7 @@ def _validated(run: Distillation, lesson: Lesson) -> str:
     return ", ".join(figures)
 
 
-def _spec(mask: MaskConfig, norm: RunningNorm) -> StreamingSpec:
+def _spec(mask: MaskConfig, norm: NormPrior) -> StreamingSpec:
     return StreamingSpec(blocks=mask.blocks, look_ahead=mask.look_ahead, left=mask.left, norm=norm)
 
 

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from engine.models.moonshine import Moonshine, StreamingEncoder, StreamingSpec, frames_after
+from engine.models.moonshine import Moonshine, frames_after
+from engine.models.moonshine_streaming import StreamingEncoder, StreamingSpec
 from engine.models.silero import load_silero
 from engine.runner.speech import SpeechDetector
 from engine.server.speech_gate import Begin, End, GateSettings, SpeechGate

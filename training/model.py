@@ -19,16 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, pad, scaled_dot_product_attention
 
-from engine.models.moonshine import (
-    DecoderLayer,
-    EncoderLayer,
-    Moonshine,
-    MoonshineEncoder,
-    NormSums,
-    RunningNorm,
-    running_norm,
-)
-from engine.models.seq2seq import SAFE_STEPS, Encoded, cross_keys_values, join_heads, split_heads
+from engine.models.int8 import SAFE_STEPS
+from engine.models.moonshine import DecoderLayer, EncoderLayer, Moonshine, MoonshineEncoder
+from engine.models.moonshine_streaming import NormPrior, NormSums, running_norm
+from engine.models.seq2seq import Encoded, cross_keys_values, join_heads, split_heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,7 +101,7 @@ def encode_whole(encoder: MoonshineEncoder, audio: Tensor) -> Tensor:
 
 def encode_blocks(
     encoder: MoonshineEncoder,
-    norm: RunningNorm,
+    norm: NormPrior,
     audio: Tensor,
     plan: BlockPlan,
     take: Linear = exact,
@@ -145,7 +139,7 @@ def _layers(encoder: MoonshineEncoder, x: Tensor, positions: Tensor, mask: Tenso
         attention = layer.self_attn
         projected = take(attention.qkv_proj, layer.input_layernorm(x)).chunk(3, dim=-1)
         query, key, value = (split_heads(part, attention.heads) for part in projected)
-        query, key = (encoder.rotary.turn(part, angles).to(value.dtype) for part in (query, key))
+        query, key = (encoder.rotary.rotate(part, angles).to(value.dtype) for part in (query, key))
         x = x + take(attention.o_proj, _attend(query, key, value, mask))
         inner = gelu(take(layer.mlp.fc1, layer.post_attention_layernorm(x)))
         x = x + take(layer.mlp.fc2, inner)
@@ -163,7 +157,7 @@ def decode_known(model: Moonshine, tokens: Tensor, heard: Tensor) -> Tensor:
     for index, layer in enumerate(cast(DecoderLayer, layer) for layer in decoder.layers):
         projected = layer.self_attn.qkv_proj(layer.input_layernorm(x)).chunk(3, dim=-1)
         query, key, value = (split_heads(part, heads) for part in projected)
-        query, key = (rotary.turn(part, angles).to(value.dtype) for part in (query, key))
+        query, key = (rotary.rotate(part, angles).to(value.dtype) for part in (query, key))
         x = x + layer.self_attn.o_proj(_attend(query, key, value, causal=True))
         query = split_heads(layer.encoder_attn.q_proj(layer.post_attention_layernorm(x)), heads)
         key, value = (

@@ -1,19 +1,23 @@
 """CAM++, the speaker embedding model: 192 numbers that say whose voice is in a piece of speech of at most two seconds.
 
-`SpeakerEmbedder` in `engine/runner/background.py` runs it.
+`SpeakerEmbedder` in `engine/runner/background.py` runs it. A *column* is one 20 ms frame after the stem.
 
     samples -> 80 log-mel bands every 10 ms, without their mean over the piece
-    -> seven two-dimensional convolutions, which leave 32 channels of 10 bands
+    -> a two-dimensional residual stem (ten 3 x 3 convolutions), which leaves 32 channels x 10 bands
     -> a convolution that leaves a column every 20 ms
-    -> three blocks of layers; each layer sees the channels of all layers before it in the block and adds 32
-    -> mean and deviation over the columns -> one projection
+    -> three densely connected blocks (as in DenseNet): each layer reads all channels before it and adds 32;
+       after each block a projection halves the number of channels
+    -> mean and standard deviation over the columns -> one projection
 
-A layer's output is multiplied by a mask that depends on the mean of its input over the columns. The original takes the
-mean over the piece plus the mean over each 100 columns; in a piece of at most two seconds both are the same number.
+A layer's output is multiplied by a context-aware mask, computed from the mean of the layer's bottleneck over the
+columns. The original takes the mean over the piece plus the mean over each segment of 100 columns. A piece of at most
+two seconds is one segment, so both are the same number.
 
-In the checkpoint every convolution stands beside a batch norm with fixed statistics, and both are folded into one
-product here. A norm before a convolution has a rectifier between them: max(scale * x + shift, 0) is scale * max(x, t) +
-shift with t = -shift / scale. So x is only limited at t, and scale and shift become a part of the convolution.
+In the checkpoint all convolutions except those of the masks and the dilated ones (`linear_local`) have a batch norm
+with fixed statistics before or after them. These norms are folded into the weights here. Between a norm before a
+convolution and that convolution there is a ReLU: relu(scale * x + shift) = scale * clamp(x, bound) + shift with bound =
+-shift / scale, a lower bound if scale > 0 and an upper bound if scale < 0. So only the clamp is computed; scale and
+shift are folded into the weights of the convolution after it.
 """
 
 from __future__ import annotations
@@ -33,18 +37,18 @@ from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, KaldiFron
 EMBEDDING_SIZE = 192
 # Longer pieces would need a mean for each 100 columns.
 MAX_PIECE_SAMPLES = 2 * SAMPLE_RATE
-# With fewer samples there is one column, and no deviation.
+# With fewer samples there would be one column, which has no standard deviation.
 MIN_PIECE_SAMPLES = FRAME_SAMPLES + 2 * HOP_SAMPLES
 
 _BANDS = 80
-_HEAD_CHANNELS = 32
+_STEM_CHANNELS = 32
 _FIRST_CHANNELS = 128
 _LAYER_CHANNELS = 32
-_INNER_CHANNELS = 128
-# Layers, and the distance in columns between the three taps of a layer.
+_BOTTLENECK_CHANNELS = 128
+# For each block: its layers, and the dilation of their three-tap convolutions in columns.
 _BLOCKS = ((12, 1), (24, 2), (16, 2))
 _NORM_EPSILON = 1e-5
-_COLUMNS = "xvector.tdnn.linear.weight"
+_TDNN_WEIGHT = "xvector.tdnn.linear.weight"
 
 Weights = Mapping[str, Tensor]
 
@@ -54,7 +58,7 @@ class SpeakerWeightsError(EngineError):
 
 
 class _Convolution(nn.Module):
-    """A convolution over bands and frames and the norm after it, as one weight and one bias; the caller applies it."""
+    """Weight and bias of a convolution over bands and frames, with the norm after it folded in."""
 
     weight: Tensor
     bias: Tensor
@@ -62,12 +66,12 @@ class _Convolution(nn.Module):
     def __init__(self, weights: Weights, name: str, norm: str) -> None:
         super().__init__()
         scale, shift = _scale_and_shift(weights, norm)
-        _keep(self, weight=weights[f"{name}.weight"].double() * scale[:, None, None, None], bias=shift)
+        _register_float32(self, weight=weights[f"{name}.weight"].double() * scale[:, None, None, None], bias=shift)
 
 
-class _Product(nn.Module):
-    """A convolution over columns as a matrix product, [rows, taps * in] -> [rows, out]: a row is a column of a piece.
-    The norms before it (with a rectifier between them) and after it are a part of it."""
+class _FusedLinear(nn.Module):
+    """A convolution over columns as one matrix product, [rows, taps * in] -> [rows, out]: a row is a column of a piece.
+    The norm before it (with its ReLU) and the norm after it are folded in."""
 
     weight: Tensor
     bias: Tensor
@@ -81,19 +85,20 @@ class _Product(nn.Module):
         if after:
             scale, shift = _scale_and_shift(weights, after)
             weight, bias = weight * scale[:, None, None], bias * scale + shift
-        self._limits = bool(before)
+        self._clamps = bool(before)
         if before:
             scale, shift = _scale_and_shift(weights, before)
+            # With scale 0 the channel is the constant relu(shift).
             bias = bias + weight.sum(-1) @ torch.where(scale == 0, shift.relu(), shift)
             weight = weight * scale[:, None]
-            at, endless = -shift / scale, torch.full_like(scale, torch.inf)
-            # A scale below 0 turns the rectifier round.
-            _keep(self, low=torch.where(scale > 0, at, -endless), high=torch.where(scale < 0, at, endless))
-        _keep(self, weight=weight.permute(2, 1, 0).flatten(0, 1), bias=bias)
+            bound, infinity = -shift / scale, torch.full_like(scale, torch.inf)
+            low, high = torch.where(scale > 0, bound, -infinity), torch.where(scale < 0, bound, infinity)
+            _register_float32(self, low=low, high=high)
+        _register_float32(self, weight=weight.permute(2, 1, 0).flatten(0, 1), bias=bias)
 
     def forward(self, x: Tensor, factor: float = 1.0) -> Tensor:
         """The product of `factor * x`."""
-        if self._limits:
+        if self._clamps:
             x = x.clamp(self.low, self.high)
         return torch.addmm(self.bias, x.flatten(0, -2), self.weight, alpha=factor)
 
@@ -116,7 +121,7 @@ class _ResidualBlock(nn.Module):
         return (y + x).relu_()
 
 
-class _Head(nn.Module):
+class _Stem(nn.Module):
     """Log-mel frames [n, bands, frames] -> [n, frames, bands / 8 * 32]."""
 
     def __init__(self, weights: Weights) -> None:
@@ -140,44 +145,45 @@ class _Head(nn.Module):
 
 
 class _MaskedLayer(nn.Module):
-    """All channels so far [n, columns, c] -> 32 more."""
+    """Bottleneck, dilated convolution and mask: all channels before it [n, columns, c] -> 32 more."""
 
     taps: Tensor
 
-    def __init__(self, weights: Weights, name: str, spacing: int) -> None:
+    def __init__(self, weights: Weights, name: str, dilation: int) -> None:
         super().__init__()
-        self.inner = _Product(
+        self.bottleneck = _FusedLinear(
             weights, f"{name}.linear1", f"{name}.nonlinear1.batchnorm", f"{name}.nonlinear2.batchnorm"
         )
-        # [in, taps * out]: one product for all taps, whose results are moved and added.
-        _keep(self, taps=weights[f"{name}.cam_layer.linear_local.weight"].permute(1, 2, 0).flatten(1))
-        self.mask_in = _Product(weights, f"{name}.cam_layer.linear1")
-        self.mask_out = _Product(weights, f"{name}.cam_layer.linear2")
-        self._spacing = spacing
+        # [in, taps * out]: one product for all taps; its parts are shifted by the dilation and added.
+        _register_float32(self, taps=weights[f"{name}.cam_layer.linear_local.weight"].permute(1, 2, 0).flatten(1))
+        self.mask_in = _FusedLinear(weights, f"{name}.cam_layer.linear1")
+        self.mask_out = _FusedLinear(weights, f"{name}.cam_layer.linear2")
+        self._dilation = dilation
 
     def forward(self, x: Tensor) -> Tensor:
         n, columns, _ = map(int, x.shape)
-        x = self.inner(x).relu_()  # [n * columns, 128]
+        x = self.bottleneck(x).relu_()  # [n * columns, 128]
+        # Twice the mean: the mean over the piece plus the mean over its only segment.
         mask = self.mask_out(self.mask_in(x.view(n, columns, -1).sum(1), 2.0 / columns).relu_()).sigmoid_()
         before, y, after = torch.chunk((x @ self.taps).view(n, columns, -1), 3, dim=-1)
-        moved, kept = self._spacing, columns - self._spacing
-        y.narrow(1, moved, kept).add_(before.narrow(1, 0, kept))
-        y.narrow(1, 0, kept).add_(after.narrow(1, moved, kept))
+        dilation, overlap = self._dilation, columns - self._dilation
+        y.narrow(1, dilation, overlap).add_(before.narrow(1, 0, overlap))
+        y.narrow(1, 0, overlap).add_(after.narrow(1, dilation, overlap))
         return y.mul_(mask.unsqueeze(1))
 
 
 class _Block(nn.Module):
     """Layers that add channels, and a projection to half of all channels."""
 
-    def __init__(self, weights: Weights, number: int, layers: int, spacing: int) -> None:
+    def __init__(self, weights: Weights, number: int, layers: int, dilation: int) -> None:
         super().__init__()
         self.layers = nn.ModuleList(
-            _MaskedLayer(weights, f"xvector.block{number}.tdnnd{layer}", spacing) for layer in range(1, layers + 1)
+            _MaskedLayer(weights, f"xvector.block{number}.tdnnd{layer}", dilation) for layer in range(1, layers + 1)
         )
-        # The last projection feeds a norm directly.
+        # The last projection is followed by a norm.
         after = "xvector.out_nonlinear.batchnorm" if number == len(_BLOCKS) else ""
         name = f"xvector.transit{number}"
-        self.projection = _Product(weights, f"{name}.linear", f"{name}.nonlinear.batchnorm", after)
+        self.projection = _FusedLinear(weights, f"{name}.linear", f"{name}.nonlinear.batchnorm", after)
 
     def forward(self, x: Tensor) -> Tensor:
         n, columns, channels = map(int, x.shape)
@@ -192,34 +198,34 @@ class _Block(nn.Module):
 
 
 class CamPlusPlus(nn.Module):
-    """Weights only; a piece of speech is independent of all others."""
+    """The network and its front end: weights and constants, no state. The pieces of a batch are independent."""
 
     def __init__(self, weights: Weights, device: torch.device | str = "cpu") -> None:
         super().__init__()
         _check(weights)
-        self.head = _Head(weights)
-        self.columns = _Product(
-            {**weights, _COLUMNS: _by_band(weights[_COLUMNS])},
+        self.stem = _Stem(weights)
+        self.tdnn = _FusedLinear(
+            {**weights, _TDNN_WEIGHT: _by_band(weights[_TDNN_WEIGHT])},
             "xvector.tdnn.linear",
             after="xvector.tdnn.nonlinear.batchnorm",
         )
         self.blocks = nn.ModuleList(
-            _Block(weights, number, layers, spacing) for number, (layers, spacing) in enumerate(_BLOCKS, start=1)
+            _Block(weights, number, layers, dilation) for number, (layers, dilation) in enumerate(_BLOCKS, start=1)
         )
-        self.embedding = _Product(weights, "xvector.dense.linear", after="xvector.dense.nonlinear.batchnorm")
+        self.embedding = _FusedLinear(weights, "xvector.dense.linear", after="xvector.dense.nonlinear.batchnorm")
         self._front_end = KaldiFrontEnd(_BANDS, device)
         self.to(device)
 
     def features(self, samples: Tensor) -> Tensor:
-        """Pieces [n, samples] in [-1, 1] -> log-mel frames [n, 80, frames], without their mean."""
+        """Pieces [n, samples] in [-1, 1] -> log-mel frames [n, 80, frames] minus their mean over the piece."""
         if not MIN_PIECE_SAMPLES <= samples.shape[1] <= MAX_PIECE_SAMPLES:
             raise ValueError(f"a piece has {MIN_PIECE_SAMPLES} to {MAX_PIECE_SAMPLES} samples, not {samples.shape[1]}")
         frames = self._front_end.frames(samples)  # [n, frames, 80]
         return (frames - frames.mean(dim=1, keepdim=True)).mT
 
     def embed(self, features: Tensor) -> Tensor:
-        """Log-mel frames [n, 80, frames] -> embeddings [n, 192], of any length."""
-        x = self.columns(_neighbours(self.head(features))).relu_().view(len(features), -1, _FIRST_CHANNELS)
+        """Log-mel frames [n, 80, frames] -> embeddings [n, 192], not normalised."""
+        x = self.tdnn(_neighbours(self.stem(features))).relu_().view(len(features), -1, _FIRST_CHANNELS)
         for block in self.blocks:
             x = block(x)
         x = x.relu_()
@@ -227,7 +233,7 @@ class CamPlusPlus(nn.Module):
         return embeddings
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Pieces [n, samples] -> embeddings [n, 192] of length 1; of silence too, though they mean nothing."""
+        """Pieces [n, samples] -> embeddings [n, 192] with norm 1. Silence has an embedding, too, without a meaning."""
         return functional.normalize(self.embed(self.features(samples)), dim=1)
 
 
@@ -235,7 +241,7 @@ def load_campplus(path: Path, device: torch.device | str = "cpu") -> CamPlusPlus
     """The model with the weights in `path`, which `tickertape pull speakers` downloads. Raises SpeakerWeightsError."""
     try:
         weights = torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch's reader raises what it stumbles over, such as an IndexError
+    except Exception as error:  # torch.load raises many kinds of errors for damaged files, such as an IndexError
         raise SpeakerWeightsError(
             f"cannot read the speaker embeddings in {path}; fetch them with `tickertape pull speakers --fresh`"
         ) from error
@@ -245,9 +251,9 @@ def load_campplus(path: Path, device: torch.device | str = "cpu") -> CamPlusPlus
 
 
 @torch.inference_mode()
-def traced(model: CamPlusPlus, samples: int) -> Callable[[Tensor], Tensor]:
-    """The model on a CPU for one piece of this length, as one call without Python: a fifth faster, and other threads
-    run Python meanwhile. Shapes are read with `int` so that they are constants here, which are not computed again."""
+def trace_for(model: CamPlusPlus, samples: int) -> Callable[[Tensor], Tensor]:
+    """Trace the model with torch.jit on a CPU, for one piece of this length. The trace is faster, and other threads run
+    Python while it computes. The modules read their shapes with `int()`, so that these are constants of the trace."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", TracerWarning)
         warnings.simplefilter("ignore", DeprecationWarning)
@@ -267,31 +273,34 @@ def tensor_shapes() -> dict[str, tuple[int, ...]]:
 
     def residual(name: str, first: bool) -> None:
         for number in (1, 2):
-            shapes[f"{name}.conv{number}.weight"] = (_HEAD_CHANNELS, _HEAD_CHANNELS, 3, 3)
-            norm(f"{name}.bn{number}", _HEAD_CHANNELS)
+            shapes[f"{name}.conv{number}.weight"] = (_STEM_CHANNELS, _STEM_CHANNELS, 3, 3)
+            norm(f"{name}.bn{number}", _STEM_CHANNELS)
         if first:
-            shapes[f"{name}.shortcut.0.weight"] = (_HEAD_CHANNELS, _HEAD_CHANNELS, 1, 1)
-            norm(f"{name}.shortcut.1", _HEAD_CHANNELS)
+            shapes[f"{name}.shortcut.0.weight"] = (_STEM_CHANNELS, _STEM_CHANNELS, 1, 1)
+            norm(f"{name}.shortcut.1", _STEM_CHANNELS)
 
     def layer(name: str, channels: int) -> None:
         norm(f"{name}.nonlinear1.batchnorm", channels)
-        shapes[f"{name}.linear1.weight"] = (_INNER_CHANNELS, channels, 1)
-        norm(f"{name}.nonlinear2.batchnorm", _INNER_CHANNELS)
-        shapes[f"{name}.cam_layer.linear_local.weight"] = (_LAYER_CHANNELS, _INNER_CHANNELS, 3)
-        half = _INNER_CHANNELS // 2
-        for part, (wide, narrow) in {"linear1": (half, _INNER_CHANNELS), "linear2": (_LAYER_CHANNELS, half)}.items():
+        shapes[f"{name}.linear1.weight"] = (_BOTTLENECK_CHANNELS, channels, 1)
+        norm(f"{name}.nonlinear2.batchnorm", _BOTTLENECK_CHANNELS)
+        shapes[f"{name}.cam_layer.linear_local.weight"] = (_LAYER_CHANNELS, _BOTTLENECK_CHANNELS, 3)
+        half = _BOTTLENECK_CHANNELS // 2
+        for part, (wide, narrow) in {
+            "linear1": (half, _BOTTLENECK_CHANNELS),
+            "linear2": (_LAYER_CHANNELS, half),
+        }.items():
             shapes[f"{name}.cam_layer.{part}.weight"] = (wide, narrow, 1)
             shapes[f"{name}.cam_layer.{part}.bias"] = (wide,)
 
-    shapes["head.conv1.weight"] = (_HEAD_CHANNELS, 1, 3, 3)
-    shapes["head.conv2.weight"] = (_HEAD_CHANNELS, _HEAD_CHANNELS, 3, 3)
-    norm("head.bn1", _HEAD_CHANNELS)
-    norm("head.bn2", _HEAD_CHANNELS)
+    shapes["head.conv1.weight"] = (_STEM_CHANNELS, 1, 3, 3)
+    shapes["head.conv2.weight"] = (_STEM_CHANNELS, _STEM_CHANNELS, 3, 3)
+    norm("head.bn1", _STEM_CHANNELS)
+    norm("head.bn2", _STEM_CHANNELS)
     for block in (1, 2):
         residual(f"head.layer{block}.0", first=True)
         residual(f"head.layer{block}.1", first=False)
     channels = _FIRST_CHANNELS
-    shapes["xvector.tdnn.linear.weight"] = (channels, _HEAD_CHANNELS * _BANDS // 8, 5)
+    shapes["xvector.tdnn.linear.weight"] = (channels, _STEM_CHANNELS * _BANDS // 8, 5)
     norm("xvector.tdnn.nonlinear.batchnorm", channels)
     for number, (layers, _) in enumerate(_BLOCKS, start=1):
         for index in range(1, layers + 1):
@@ -322,13 +331,13 @@ def _check(weights: Weights) -> None:
 
 
 def _by_band(weight: Tensor) -> Tensor:
-    """[out, channels * bands, taps] -> [out, bands * channels, taps], the order in which the head writes them."""
+    """[out, channels * bands, taps] -> [out, bands * channels, taps], the order in which the stem writes them."""
     out, _, taps = weight.shape
-    return weight.view(out, _HEAD_CHANNELS, -1, taps).transpose(1, 2).flatten(1, 2)
+    return weight.view(out, _STEM_CHANNELS, -1, taps).transpose(1, 2).flatten(1, 2)
 
 
 def _neighbours(x: Tensor) -> Tensor:
-    """[n, frames, c] -> [n, columns, 5 * c]: every second frame with two on either side, zeros beyond."""
+    """[n, frames, c] -> [n, columns, 5 * c]: every second frame with two neighbours on either side; zeros beyond."""
     frames = int(x.shape[1])
     padded = functional.pad(x, (0, 0, 2, 2))
     return torch.cat([padded[:, tap : tap + frames : 2] for tap in range(5)], dim=-1)
@@ -341,7 +350,8 @@ def _scale_and_shift(weights: Weights, norm: str) -> tuple[Tensor, Tensor]:
     return scale, weights.get(f"{norm}.bias", torch.zeros(len(mean))).double() - mean * scale
 
 
-def _keep(module: nn.Module, **tensors: Tensor) -> None:
+def _register_float32(module: nn.Module, **tensors: Tensor) -> None:
+    """Register buffers; weights of two-dimensional convolutions have their channels last in memory."""
     for name, tensor in tensors.items():
         form = torch.channels_last if tensor.dim() == 4 else torch.contiguous_format
         module.register_buffer(name, tensor.float().contiguous(memory_format=form), persistent=False)

@@ -1,10 +1,10 @@
 """Triton kernels of Voxtral Realtime on CUDA: RMSNorm, SwiGLU, rotary positions, cache writes and paged attention.
 
-`voxtral_realtime.py` calls them for live steps and rebuilt chunks; each function computes the same as its reference in
-`layers.py`. Reading the keys and values of each stream is most of a step's memory traffic, so the attention kernel
-keeps many loads in flight: one program per stream, key head and slice of the window, one page per iteration. A page is
-read whole, without masks, and the scores of rows outside the window are dropped; therefore pages must hold finite
-numbers only.
+`voxtral_realtime.py` calls them for live steps and for chunks of rebuilt streams. Each function computes the same as
+its reference in `layers.py`. Reading the keys and values of each stream is most of a step's memory traffic, so the
+attention kernel keeps many loads in flight: one program per stream, key head and slice of the window, one page per
+iteration. Every row of a page is read, without masks, and the scores of rows outside the window are dropped. Therefore
+all values in pages must be finite.
 """
 
 # mypy: disable-error-code="no-untyped-def, untyped-decorator"
@@ -23,17 +23,18 @@ from engine.models.layers import FP8_MAX, SMALLEST_SCALE, Heads, KvPages, RowSca
 
 # Warps that keep the memory system busy: about eight per multiprocessor of the largest current GPUs.
 WANTED_WARPS = 1024
-# A longer slice of a window leaves multiprocessors idle when the last programs run out.
-LONGEST_SLICE_ROWS = 1024
+# With longer slices of a window, multiprocessors are idle while the last programs finish.
+MAX_SLICE_ROWS = 1024
 # (head dim, 8-bit storage) -> warps, pipeline stages: the fastest on an H200.
-SHAPES = {(64, False): (2, 2), (128, False): (2, 2), (64, True): (1, 3), (128, True): (1, 3)}
-DEFAULT_SHAPE = (2, 2)
+LAUNCH_SHAPES = {(64, False): (2, 2), (128, False): (2, 2), (64, True): (1, 3), (128, True): (1, 3)}
+DEFAULT_LAUNCH_SHAPE = (2, 2)
 # A tensor core multiplies at least 16 rows; a live step has 4 query rows per key head, the rest is padding. A chunk of
 # a rebuilt stream has up to 64.
-LIVE_QUERY_ROWS, QUERY_TILE, LARGEST_QUERY_TILE = 4, 16, 64
-# Warps and pipeline stages of the larger tile.
-CHUNK_SHAPE = (4, 2)
+LIVE_QUERY_ROWS, QUERY_TILE, MAX_QUERY_TILE = 4, 16, 64
+# Warps and pipeline stages of the larger tiles.
+CHUNK_LAUNCH_SHAPE = (4, 2)
 LOG2_E = 1.4426950408889634
+# Most heads of a row that one program rotates and stores.
 HEADS_PER_STORE = 8
 
 
@@ -120,42 +121,42 @@ def _rotate_store_kernel(
     if not is_value:
         cos = tl.load(cosine + row * (DIM // 2) + half)[None, :]
         sin = tl.load(sine + row * (DIM // 2) + half)[None, :]
-        turned = low * cos - high * sin
+        rotated = low * cos - high * sin
         high = high * cos + low * sin
-        low = turned
+        low = rotated
     if tl.program_id(1) * TILE < QUERIES:
         target = query + row * QUERIES * DIM + head[:, None] * DIM + half[None, :]
         tl.store(target, low)
         tl.store(target + DIM // 2, high)
     else:
-        # Values that are not finite show in this step's logits; they must not stay in a page.
+        # Values that are not finite make this step's logits not finite, too; they must not be stored in a page.
         low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
         high = tl.where(tl.abs(high) < float("inf"), high, 0.0)
         number = tl.load(first + row // ROWS) + row % ROWS
         slot = tl.load(slots + row // ROWS)
         page = tl.load(table + slot * ring_pages + (number // PAGE) % ring_pages).to(tl.int64)
         # Heads are numbered through keys and then values, like the page's memory: [2, heads, page rows, dim].
-        both = head - QUERIES
-        line = (page * 2 * KEYS + both) * PAGE + number % PAGE
+        kv_head = head - QUERIES
+        line = (page * 2 * KEYS + kv_head) * PAGE + number % PAGE
         if EIGHT_BIT:
             low = low.to(fused.dtype.element_ty).to(tl.float32)
             high = high.to(fused.dtype.element_ty).to(tl.float32)
             largest = tl.maximum(tl.max(tl.abs(low), axis=1), tl.max(tl.abs(high), axis=1))
             scale = tl.maximum(largest / FORMAT_MAX, SMALLEST).to(tl.bfloat16)
-            tl.store(scales + ((page * KEYS + both % KEYS) * PAGE + number % PAGE) * 2 + both // KEYS, scale)
+            tl.store(scales + ((page * KEYS + kv_head % KEYS) * PAGE + number % PAGE) * 2 + kv_head // KEYS, scale)
             wide = scale.to(tl.float32)[:, None]
             low = tl.clamp(low / wide, -FORMAT_MAX, FORMAT_MAX)
             high = tl.clamp(high / wide, -FORMAT_MAX, FORMAT_MAX)
-        place = data + line[:, None] * DIM + half[None, :]
-        tl.store(place, low.to(data.dtype.element_ty))
-        tl.store(place + DIM // 2, high.to(data.dtype.element_ty))
+        target = data + line[:, None] * DIM + half[None, :]
+        tl.store(target, low.to(data.dtype.element_ty))
+        tl.store(target + DIM // 2, high.to(data.dtype.element_ty))
 
 
 @triton.jit
 def _add_page(
     q, k, v, pair, visible, softmax_scale, acc, running_max, running_sum, EIGHT_BIT: tl.constexpr
 ):  # fmt: skip
-    """Add one page of keys and values to the running softmax; `pair` holds both scales of each row in one word."""
+    """Add one page of keys and values to the running softmax; `pair` has both scales of each row in one 32-bit word."""
     if EIGHT_BIT:
         # Two bfloat16 in one word: a bfloat16 is the upper half of a float32.
         scores = tl.dot(q, tl.trans(k.to(tl.float16)))
@@ -260,26 +261,27 @@ def _combine_kernel(
 
 def split_count(streams: int, heads: Heads, page_rows: int, warps: int) -> int:
     """Return the number of slices of the window that keeps the GPU busy; a slice has at least two pages."""
-    most = max(1, heads.window // (2 * page_rows))
-    wanted = max(-(-WANTED_WARPS // (warps * streams * heads.keys)), -(-heads.window // LONGEST_SLICE_ROWS))
-    return min(most, wanted)
+    largest = max(1, heads.window // (2 * page_rows))
+    wanted = max(-(-WANTED_WARPS // (warps * streams * heads.kv_heads)), -(-heads.window // MAX_SLICE_ROWS))
+    return min(largest, wanted)
 
 
 def attend(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads, **tuning: Any) -> Tensor:
-    """Rotate, store and attend. Takes at most 64 query rows per key head, and no more rows than the ring has beyond the
-    window, because they are stored first. `tuning` overrides the launch shape, for benchmarks."""
-    query = fused.new_empty(fused.shape[0], heads.queries * heads.dim)
+    """See `layers.attend_reference`. Takes at most 64 query rows per key head, and not more new rows than the ring has
+    beyond the window, because the new rows are stored before the old ones are read. `tuning` overrides the launch
+    shape, for benchmarks."""
+    query = fused.new_empty(fused.shape[0], heads.query_heads * heads.dim)
     store(fused, query, layer, pages, span, heads)
     return attend_stored(query, layer, pages, span, heads, **tuning)
 
 
 def store(fused: Tensor, query: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> None:
     """Write rotated queries to `query`, and store rotated keys and values in their pages."""
-    tile = min(HEADS_PER_STORE, heads.keys)
+    tile = min(HEADS_PER_STORE, heads.kv_heads)
     data, scales = _layer_of(pages, layer)
-    _rotate_store_kernel[(fused.shape[0], (heads.queries + 2 * heads.keys) // tile)](
+    _rotate_store_kernel[(fused.shape[0], (heads.query_heads + 2 * heads.kv_heads) // tile)](
         fused, query, data, scales, span.tables, span.slots, span.first, span.cosine, span.sine, span.tables.shape[1],
-        QUERIES=heads.queries, KEYS=heads.keys, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
+        QUERIES=heads.query_heads, KEYS=heads.kv_heads, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
         TILE=tile, EIGHT_BIT=pages.scales is not None, FORMAT_MAX=FP8_MAX, SMALLEST=SMALLEST_SCALE, num_warps=1,
     )  # fmt: skip
 
@@ -290,38 +292,40 @@ def attend_stored(
 ) -> Tensor:  # fmt: skip
     """Attention of rotated queries [streams * rows, queries * dim] over stored rows. Raises ValueError if there are too
     many query rows for one tile."""
-    group = heads.queries // heads.keys
+    group = heads.query_heads // heads.kv_heads
     tile = max(QUERY_TILE, triton.next_power_of_2(span.rows * group))
-    if tile > LARGEST_QUERY_TILE:
-        raise ValueError(f"{span.rows} rows of {group} heads are more than one tile of {LARGEST_QUERY_TILE} query rows")
-    live_shape = SHAPES.get((heads.dim, pages.scales is not None), DEFAULT_SHAPE)
-    shape = live_shape if tile == QUERY_TILE else CHUNK_SHAPE
+    if tile > MAX_QUERY_TILE:
+        raise ValueError(f"{span.rows} rows of {group} heads are more than one tile of {MAX_QUERY_TILE} query rows")
+    live_shape = LAUNCH_SHAPES.get((heads.dim, pages.scales is not None), DEFAULT_LAUNCH_SHAPE)
+    shape = live_shape if tile == QUERY_TILE else CHUNK_LAUNCH_SHAPE
     warps, stages = warps or shape[0], stages or shape[1]
     streams = span.first.shape[0]
-    # Chunks come for many streams at once, so one slice is enough; each number of slices would need its own kernel.
+    # Chunks of many streams are computed at once, so one slice is enough; each number of slices would need its own
+    # kernel.
     chunk = span.rows * group > LIVE_QUERY_ROWS
     splits = splits or (1 if chunk else split_count(streams, heads, pages.page_rows, warps))
     out = torch.empty_like(query)
-    lines = query.shape[0] * heads.queries
+    lines = query.shape[0] * heads.query_heads
     data, scales = _layer_of(pages, layer)
     partial = query.new_empty(lines * splits * (heads.dim if splits > 1 else 0), dtype=torch.float32)
-    extremes = query.new_empty(2, lines * splits, dtype=torch.float32)
-    _paged_attention_kernel[(heads.keys, streams, splits)](
+    partial_stats = query.new_empty(2, lines * splits, dtype=torch.float32)
+    _paged_attention_kernel[(heads.kv_heads, streams, splits)](
         query, data, scales.view(torch.int32), span.tables, span.slots, span.first,
-        out, partial, extremes[0], extremes[1], span.tables.shape[1], heads.window, heads.dim**-0.5 * LOG2_E,
-        GROUP=group, KEYS=heads.keys, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
+        out, partial, partial_stats[0], partial_stats[1], span.tables.shape[1], heads.window, heads.dim**-0.5 * LOG2_E,
+        GROUP=group, KEYS=heads.kv_heads, DIM=heads.dim, ROWS=span.rows, PAGE=pages.page_rows,
         TILE=tile, SPLITS=splits, EIGHT_BIT=pages.scales is not None,
         num_warps=warps, num_stages=stages,
     )  # fmt: skip
     if splits > 1:
         _combine_kernel[(lines,)](
-            partial, extremes[0], extremes[1], out,
+            partial, partial_stats[0], partial_stats[1], out,
             DIM=heads.dim, SPLITS=splits, TILE=triton.next_power_of_2(splits), num_warps=2,
         )  # fmt: skip
     return out
 
 
 def _layer_of(pages: KvPages, layer: int) -> tuple[Tensor, Tensor]:
-    """Return one layer's pages and scales; without 8-bit storage the second is never read."""
+    """One layer's pages and scales. Without 8-bit storage the kernels do not read the scales: the pages stand for
+    them."""
     data = pages.data[layer]
     return data, data if pages.scales is None else pages.scales[layer]

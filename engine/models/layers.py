@@ -6,9 +6,10 @@ layer's heads (`Heads`), the pages of keys and values (`KvPages`), and the rows 
 
 Keys and values are stored in pages, with one ring table per stream. A *row* is one encoder frame or one decoder token,
 numbered from the beginning of its stream without a restart. Block b = row // page_rows of a stream is in the page at
-index b % ring_pages of the stream's table. The pages belong to the runner (`engine/runner/frames/memory.py`); which
-page is whose is decided in `engine/core/kv_pages.py`. A CPU, and the fixed silence before every stream (its opening,
-which is longer than a kernel takes), gather the ring and call torch's attention (`attend_reference`).
+index b % ring_pages of the stream's table. The pages belong to the runner (`engine/runner/frames/kv_pages.py`); which
+page belongs to which stream is decided in `engine/core/caches.py`. `attend_reference` gathers the ring and calls
+torch's attention. It runs on a CPU, and for the fixed silence before every stream (its *opening*), which has more rows
+than the kernels take at once.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention, silu
 
+# Largest value of float8_e4m3fn.
 FP8_MAX = 448.0
 # Avoids division by zero for a row of zeros; far below the scale of real keys and values.
 SMALLEST_SCALE = 1e-6
@@ -26,37 +28,40 @@ SMALLEST_SCALE = 1e-6
 
 @dataclass(frozen=True, slots=True)
 class Heads:
-    """Shape of one attention layer; `window` counts rows, the query's own included."""
+    """Shape of one attention layer."""
 
-    queries: int
-    keys: int
+    query_heads: int
+    # Heads of the keys and of the values.
+    kv_heads: int
+    # Width of a head.
     dim: int
+    # Most rows that a query attends to, its own row included.
     window: int
 
     @property
     def fused_width(self) -> int:
-        return (self.queries + 2 * self.keys) * self.dim
+        """Width of a row of queries, keys and values side by side."""
+        return (self.query_heads + 2 * self.kv_heads) * self.dim
 
 
 @dataclass(frozen=True, slots=True)
 class KvPages:
-    """Key and value pages of one stack. With 8-bit storage every row of every head has its own scale.
+    """Key and value pages of one stack. With 8-bit storage every row of every head has its own scale."""
 
-    data: [layers, pages, 2 (key, value), heads, page_rows, dim]; scales: [layers, pages, heads, page_rows, 2] or None,
-    so that both scales of a row are one 32-bit word.
-    """
-
+    # [layers, pages, 2 (key, value), heads, page_rows, dim]
     data: Tensor
+    # [layers, pages, heads, page_rows, 2 (key, value)], so that both scales of a row are one 32-bit word. None without
+    # 8-bit storage.
     scales: Tensor | None
 
     @classmethod
     def allocate(
         cls, layers: int, pages: int, page_rows: int, heads: Heads, dtype: torch.dtype, device: torch.device | str
     ) -> KvPages:
-        shape = (layers, pages, 2, heads.keys, page_rows, heads.dim)
+        shape = (layers, pages, 2, heads.kv_heads, page_rows, heads.dim)
         scales = None
         if dtype == torch.float8_e4m3fn:
-            scales = torch.zeros(layers, pages, heads.keys, page_rows, 2, dtype=torch.bfloat16, device=device)
+            scales = torch.zeros(layers, pages, heads.kv_heads, page_rows, 2, dtype=torch.bfloat16, device=device)
         return cls(torch.zeros(shape, dtype=dtype, device=device), scales)
 
     @property
@@ -72,15 +77,17 @@ class KvPages:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The rows that one call computes: `rows` new ones for each stream, starting at row number `first`.
+    """The new rows that one call computes: the same number of consecutive rows for each stream."""
 
-    tables: [slots, ring_pages] int32; slots, first: [streams] int64; cosine, sine: [streams * rows, dim / 2].
-    """
-
+    # Ring tables of all slots, [slots, ring_pages] int32.
     tables: Tensor
+    # Slot of each stream, [streams] int64.
     slots: Tensor
+    # Row number of the first new row of each stream, [streams] int64.
     first: Tensor
+    # New rows per stream.
     rows: int
+    # Rotary angles of the new rows, [streams * rows, dim / 2].
     cosine: Tensor
     sine: Tensor
 
@@ -96,6 +103,9 @@ class RowScale:
 def add_norm_reference(
     residual: Tensor, delta: Tensor | None, weight: Tensor, epsilon: float, scale: RowScale | None = None
 ) -> tuple[Tensor, Tensor]:
+    """Returns (total, normed): total = residual + delta (None: residual), and the RMS norm of `total` times `weight`
+    and `scale`. `total` is rounded to the type of `residual` before the norm.
+    """
     total = residual if delta is None else residual + delta
     wide = total.float()
     normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon) * weight.float()
@@ -105,12 +115,13 @@ def add_norm_reference(
 
 
 def swiglu_reference(gate_up: Tensor) -> Tensor:
+    """[rows, 2 * width], gate first -> silu(gate) * up, [rows, width]."""
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate) * up
 
 
 def inverse_frequencies(head_dim: int, theta: float, device: torch.device | str) -> Tensor:
-    """[head_dim / 2] float64. Rounded to float32 once, as in training, then widened."""
+    """Rotary frequencies, [head_dim / 2] float64, in radians per row. Rounded to float32 once, as in training."""
     exponent = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     return (1.0 / theta**exponent).double().to(device)
 
@@ -133,52 +144,56 @@ def rotate(heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
 
 
 def attend_reference(fused: Tensor, layer: int, pages: KvPages, span: Span, heads: Heads) -> Tensor:
-    """Gather the ring, append the new rows, attend under a mask, store. Any number of rows, even beyond the ring."""
+    """Attention of the new rows, [streams * rows, query heads * dim]; stores their keys and values in the pages.
+
+    fused: [streams * rows, queries | keys | values]. Any number of new rows, even more than the ring has.
+    """
     total, streams = fused.shape[0], span.first.shape[0]
-    by_head = fused.view(total, heads.queries + 2 * heads.keys, heads.dim)
-    query = rotate(by_head[:, : heads.queries], span.cosine, span.sine)
-    key = rotate(by_head[:, heads.queries : heads.queries + heads.keys], span.cosine, span.sine)
-    value = by_head[:, heads.queries + heads.keys :]
+    by_head = fused.view(total, heads.query_heads + 2 * heads.kv_heads, heads.dim)
+    query = rotate(by_head[:, : heads.query_heads], span.cosine, span.sine)
+    key = rotate(by_head[:, heads.query_heads : heads.query_heads + heads.kv_heads], span.cosine, span.sine)
+    value = by_head[:, heads.query_heads + heads.kv_heads :]
     values, scales = pack(torch.stack([key, value], dim=1), pages)  # [streams * rows, 2, keys, dim]
 
     past, past_rows = gather_ring(layer, pages, span, fused.dtype)
     # New rows are read back from their stored form, so that a chunk and single steps see the same keys and values.
-    new = unpack(values, scales, fused.dtype).view(streams, span.rows, 2, heads.keys, heads.dim)
+    new = unpack(values, scales, fused.dtype).view(streams, span.rows, 2, heads.kv_heads, heads.dim)
     new_rows = span.first[:, None] + torch.arange(span.rows, device=fused.device)  # [streams, rows]
-    both = torch.cat([past, new], dim=1)  # [streams, ring + rows, 2, keys, dim]
+    keys_values = torch.cat([past, new], dim=1)  # [streams, ring + rows, 2, keys, dim]
     all_rows = torch.cat([past_rows, new_rows], dim=1)  # [streams, ring + rows]
     age = new_rows[:, :, None] - all_rows[:, None, :]  # [streams, rows, ring + rows]
     visible = (age >= 0) & (age < heads.window) & (all_rows >= 0)[:, None, :]
     out = scaled_dot_product_attention(
-        query.view(streams, span.rows, heads.queries, heads.dim).transpose(1, 2),
-        both[:, :, 0].transpose(1, 2),
-        both[:, :, 1].transpose(1, 2),
+        query.view(streams, span.rows, heads.query_heads, heads.dim).transpose(1, 2),
+        keys_values[:, :, 0].transpose(1, 2),
+        keys_values[:, :, 1].transpose(1, 2),
         attn_mask=visible[:, None],
-        enable_gqa=heads.queries != heads.keys,
+        enable_gqa=heads.query_heads != heads.kv_heads,
     )
     store_rows(layer, pages, span, new_rows, values, scales)
-    return out.transpose(1, 2).reshape(total, heads.queries * heads.dim)
+    return out.transpose(1, 2).reshape(total, heads.query_heads * heads.dim)
 
 
 def gather_ring(layer: int, pages: KvPages, span: Span, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Keys and values [streams, ring, 2, heads, dim] and the row number of each, negative where there is none."""
+    """Stored keys and values [streams, ring, 2, heads, dim], and their row numbers [streams, ring]; -1: no row."""
     tables = span.tables[span.slots].long()  # [streams, ring_pages]
     ring_pages, page_rows = tables.shape[1], pages.page_rows
     last_block = (span.first[:, None] - 1).div(page_rows, rounding_mode="floor")
     index = torch.arange(ring_pages, device=tables.device)
     block = last_block - (last_block - index) % ring_pages  # newest block at each ring index
     rows = (block[:, :, None] * page_rows + torch.arange(page_rows, device=tables.device)).flatten(1)
-    rows = torch.where(rows < span.first[:, None], rows, -1)  # older rows, not overwritten yet
+    rows = torch.where(rows < span.first[:, None], rows, -1)  # rows from `first` on are not stored yet
 
     scales = None if pages.scales is None else pages.scales[layer][tables].movedim(-1, 2)
-    held = unpack(pages.data[layer][tables], scales, dtype)  # [streams, ring_pages, 2, heads, page_rows, dim]
-    held = held.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)  # [streams, ring, 2, heads, dim]
+    stored = unpack(pages.data[layer][tables], scales, dtype)  # [streams, ring_pages, 2, heads, page_rows, dim]
+    stored = stored.permute(0, 1, 4, 2, 3, 5).flatten(1, 2)  # [streams, ring, 2, heads, dim]
     # A page may hold old data of another stream, even NaN, which a weight of zero would not remove.
-    return held.masked_fill((rows < 0)[:, :, None, None, None], 0.0), rows
+    return stored.masked_fill((rows < 0)[:, :, None, None, None], 0.0), rows
 
 
 def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Tensor, scales: Tensor | None) -> None:
-    """Write packed rows [streams * rows, 2, heads, dim] to their pages; of a chunk longer than the ring, its end."""
+    """Write packed rows [streams * rows, 2, heads, dim] to their pages; if they are more than the ring has, only the
+    last rows. `rows` [streams, rows]: their row numbers."""
     ring_pages, page_rows = span.tables.shape[1], pages.page_rows
     kept = rows >= span.first[:, None] + span.rows - ring_pages * page_rows  # [streams, rows]
     ring_index = (rows // page_rows) % ring_pages
@@ -190,7 +205,7 @@ def store_rows(layer: int, pages: KvPages, span: Span, rows: Tensor, values: Ten
 
 
 def pack(rows: Tensor, pages: KvPages) -> tuple[Tensor, Tensor | None]:
-    """Convert rows [..., dim] to the stored form: 8-bit values with bfloat16 scales [...], or the pages' own type.
+    """Convert rows [..., dim] to their stored form: 8-bit values with bfloat16 scales [...], or the type of the pages.
 
     Values that are not finite become zero. The stream's logits of this step already show them, and they must not stay
     in a page: the kernels read whole pages and rely on zero times any stored value being zero.
@@ -199,7 +214,7 @@ def pack(rows: Tensor, pages: KvPages) -> tuple[Tensor, Tensor | None]:
     if pages.scales is None:
         return rows.to(pages.data.dtype), None
     scales = (rows.float().abs().amax(-1) / FP8_MAX).clamp(min=SMALLEST_SCALE).bfloat16()
-    # A scale that was rounded down may push the largest value out of the format's range, where a cast gives NaN.
+    # With a scale that was rounded down, the largest value may exceed the format's range, where a cast gives NaN.
     scaled = (rows.float() / scales.float().unsqueeze(-1)).clamp(-FP8_MAX, FP8_MAX)
     return scaled.to(torch.float8_e4m3fn), scales
 

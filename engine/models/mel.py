@@ -1,9 +1,10 @@
 """Log-mel features of 16 kHz audio: for Voxtral Realtime (`MelFrontEnd`) and speaker embeddings (`KaldiFrontEnd`).
 
-`MelFrontEnd` works by matrix products, so that a CUDA graph can record it. Frame t is centred on sample 160 t and spans
-400 samples. Splitting the audio into items must not shift this grid, so an item includes the samples around its own
-frames, and the same function serves a live item and a whole file. `KaldiFrontEnd` follows Kaldi's definition. Whisper
-and the turn detector compute their features in their own files, and take only constants and the mel filters from here.
+`MelFrontEnd` consists of matrix products, so that a CUDA graph can record it. Frame t is centred on sample 160 t and
+spans 400 samples. Splitting the audio into items must not shift this grid. So an item includes the samples before and
+after its own frames, and `MelFrontEnd.frames` serves both a live item and a whole file. `KaldiFrontEnd` follows Kaldi's
+definition. Whisper and the turn detector compute their features in their own files, and import only constants and the
+mel filters from here.
 """
 
 from __future__ import annotations
@@ -19,10 +20,11 @@ SAMPLE_RATE = 16_000
 FRAME_SAMPLES = 400
 HOP_SAMPLES = 160
 MAX_FREQUENCY_HZ = 8_000.0
-# The model was trained with a fixed maximum instead of each file's own, which makes streaming possible.
+# Log-mel values, as powers of ten. Voxtral was trained with a fixed maximum instead of the maximum of each file, which
+# makes streaming possible. Values below maximum - range are raised to that floor.
 LOG_MEL_CEILING = 1.5
 LOG_MEL_RANGE = 8.0
-# Kaldi's defaults.
+# Kaldi's defaults. Pre-emphasis: each sample is reduced by this part of the sample before it.
 PRE_EMPHASIS = 0.97
 KALDI_FFT_SAMPLES = 512
 KALDI_MIN_FREQUENCY_HZ = 20.0
@@ -38,7 +40,7 @@ class MelFrontEnd:
     def frames(self, samples: Tensor) -> Tensor:
         """[..., samples] -> [..., 1 + (samples - 400) // 160, bins], without padding."""
         windows = samples.unfold(-1, FRAME_SAMPLES, HOP_SAMPLES)  # [..., frames, 400]
-        # In float32 the spectral leakage of a loud tone would hide bins near the floor.
+        # In float64: the rounding errors of float32 beside a loud tone would hide bins near the floor.
         spectrum = windows.double() @ self._basis  # [..., frames, 2 * 201]
         real, imaginary = spectrum.chunk(2, dim=-1)
         power = (real.square() + imaginary.square()).float()
@@ -55,8 +57,8 @@ class MelFrontEnd:
 class KaldiFrontEnd:
     """Samples -> log-mel frames as Kaldi computes them without dither. Holds only constants.
 
-    Each frame of 400 samples starts at a multiple of 160: its mean is subtracted, each sample loses 0.97 of the sample
-    before it, and a window that falls to zero at both ends is applied (a Hann window to the power of 0.85).
+    Each frame of 400 samples starts at a multiple of 160: its mean is subtracted, 0.97 times the sample before is
+    subtracted from each sample, and Kaldi's "Povey" window is applied (a Hann window to the power of 0.85).
     """
 
     def __init__(self, bins: int, device: torch.device | str = "cpu") -> None:
@@ -77,7 +79,7 @@ class KaldiFrontEnd:
 
 def item_features(samples: NDArray[np.float32], bins: int) -> NDArray[np.float32]:
     """Log-mel features of an item, [bins, frames], from its samples with look-back and look-ahead. Another process may
-    prepare and inject these instead of the samples."""
+    compute these features and send them to the engine instead of the samples."""
     return MelFrontEnd(bins).frames(torch.from_numpy(samples)).T.contiguous().numpy()
 
 
@@ -103,7 +105,7 @@ def slaney_filters(bins: int) -> Tensor:
 
 
 def kaldi_filters(bins: int) -> Tensor:
-    """[257, bins] float64: filters that are triangles of height 1 on HTK's mel scale, equally spaced from 20 Hz on."""
+    """[257, bins] float64: triangular filters of height 1, equally spaced on HTK's mel scale from 20 Hz to 8 kHz."""
 
     def mel(hz: Tensor) -> Tensor:
         return 1127.0 * torch.log1p(hz / 700.0)
@@ -111,8 +113,9 @@ def kaldi_filters(bins: int) -> Tensor:
     low, high = mel(torch.tensor([KALDI_MIN_FREQUENCY_HZ, MAX_FREQUENCY_HZ], dtype=torch.float64)).tolist()
     corners = torch.linspace(low, high, bins + 2, dtype=torch.float64)
     lower, centre, upper = corners[:-2], corners[1:-1], corners[2:]
-    place = mel(torch.linspace(0.0, SAMPLE_RATE / 2, KALDI_FFT_SAMPLES // 2 + 1, dtype=torch.float64))[:, None]
-    filters = torch.minimum((place - lower) / (centre - lower), (upper - place) / (upper - centre)).clamp(min=0.0)
+    frequency = mel(torch.linspace(0.0, SAMPLE_RATE / 2, KALDI_FFT_SAMPLES // 2 + 1, dtype=torch.float64))[:, None]
+    rising, falling = (frequency - lower) / (centre - lower), (upper - frequency) / (upper - centre)
+    filters = torch.minimum(rising, falling).clamp(min=0.0)
     # Kaldi leaves the highest frequency out.
     filters[-1] = 0.0
     return filters

@@ -7,8 +7,8 @@
 
 Everything up to the LSTM's gates depends on the frame alone, so `encode` takes all frames of all streams at once; only
 `step` goes frame by frame. With four columns each convolution is one matrix product over neighbouring columns; at this
-size a general convolution would cost several times as much. On a GPU the Fourier transform is a matrix product, too
-(`products`): it is faster there and can be recorded in a CUDA graph.
+size a general convolution would cost several times as much. With `fft_as_matmul` the Fourier transform is a matrix
+product, too. That is meant for a GPU: it is faster there and can be recorded in a CUDA graph.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATE_SIZE = 128
 _FFT_SAMPLES = 256
 _HOP_SAMPLES = 128
 _BINS = _FFT_SAMPLES // 2 + 1
-# Mirrored samples after the frame, so that its end lies inside a Fourier window, too.
+# Samples by which a frame is extended, by reflection, so that its end lies inside a Fourier window, too.
 _PADDING_SAMPLES = 64
 
 _SHAPES = {
@@ -58,7 +58,7 @@ _SHAPES = {
 }
 
 
-# Errors of a zip file that is damaged.
+# Raised for a damaged zip file.
 _BAD_ARCHIVE = (EOFError, pickle.PickleError, zipfile.BadZipFile, zlib.error)
 
 
@@ -85,30 +85,30 @@ class SileroVad(nn.Module):
     out: Tensor
     out_bias: Tensor
 
-    def __init__(self, weights: dict[str, Tensor], products: bool = False) -> None:
+    def __init__(self, weights: dict[str, Tensor], fft_as_matmul: bool = False) -> None:
         super().__init__()
         _check(weights)
-        self._products = products
+        self._fft_as_matmul = fft_as_matmul
 
-        def keep(name: str, tensor: Tensor) -> None:
+        def register(name: str, tensor: Tensor) -> None:
             self.register_buffer(name, tensor.detach().float().contiguous(), persistent=False)
 
         # The stored Fourier basis is cosines and sines times this window; its first row (frequency 0) is the window.
         window = weights["stft.forward_basis_buffer"][0, 0]
-        keep("window", window)
+        register("window", window)
         spectra = torch.fft.rfft(torch.diag(window.double()))  # [sample, bin]
-        keep("basis", torch.cat([spectra.real, spectra.imag], dim=1))  # [256, 2 * 129]
+        register("basis", torch.cat([spectra.real, spectra.imag], dim=1))  # [256, 2 * 129]
         # The third convolution turns two columns into one and the fourth sees only that one: their other taps only
         # meet padding.
         for number, taps in enumerate([(0, 1, 2), (0, 1, 2), (1, 2), (1,)]):
             weight = weights[f"encoder.{number}.reparam_conv.weight"]  # [out, in, 3]
-            keep(f"conv{number + 1}", torch.cat([weight[:, :, tap] for tap in taps], dim=1).T)  # [taps * in, out]
-            keep(f"conv{number + 1}_bias", weights[f"encoder.{number}.reparam_conv.bias"])
-        keep("input_gates", _sigmoids_first(weights["decoder.rnn.weight_ih"]).T)
-        keep("state_gates", _sigmoids_first(weights["decoder.rnn.weight_hh"]).T)
-        keep("gates_bias", _sigmoids_first(weights["decoder.rnn.bias_ih"] + weights["decoder.rnn.bias_hh"]))
-        keep("out", weights["decoder.decoder.2.weight"].reshape(STATE_SIZE, 1))
-        keep("out_bias", weights["decoder.decoder.2.bias"])
+            register(f"conv{number + 1}", torch.cat([weight[:, :, tap] for tap in taps], dim=1).T)  # [taps * in, out]
+            register(f"conv{number + 1}_bias", weights[f"encoder.{number}.reparam_conv.bias"])
+        register("input_gates", _sigmoids_first(weights["decoder.rnn.weight_ih"]).T)
+        register("state_gates", _sigmoids_first(weights["decoder.rnn.weight_hh"]).T)
+        register("gates_bias", _sigmoids_first(weights["decoder.rnn.bias_ih"] + weights["decoder.rnn.bias_hh"]))
+        register("out", weights["decoder.decoder.2.weight"].reshape(STATE_SIZE, 1))
+        register("out_bias", weights["decoder.decoder.2.bias"])
 
     def encode(self, frames: Tensor) -> Tensor:
         """Frames [n, 64 + 512], each after its context -> inputs to the LSTM's gates [n, 4 * 128]."""
@@ -123,7 +123,7 @@ class SileroVad(nn.Module):
         return torch.addmm(self.gates_bias, x, self.input_gates)
 
     def _magnitude(self, columns: Tensor) -> Tensor:
-        if self._products:
+        if self._fft_as_matmul:
             parts = (columns @ self.basis).square()
             return (parts[..., :_BINS] + parts[..., _BINS:]).sqrt_()
         parts = torch.view_as_real(torch.fft.rfft(columns * self.window)).square()  # [n, 4, 129, 2]
@@ -132,17 +132,17 @@ class SileroVad(nn.Module):
     def step(self, gates: Tensor, hidden: Tensor, cell: Tensor) -> tuple[Tensor, Tensor]:
         """One frame of each stream: gates [b, 4 * 128], state [b, 128] twice -> the new hidden and cell state."""
         gates = torch.addmm(gates, hidden, self.state_gates)
-        take, forget, show = gates[:, : 3 * STATE_SIZE].sigmoid().chunk(3, dim=1)
-        cell = torch.addcmul(forget * cell, take, gates[:, 3 * STATE_SIZE :].tanh())
-        return show * cell.tanh(), cell
+        input_gate, forget_gate, output_gate = gates[:, : 3 * STATE_SIZE].sigmoid().chunk(3, dim=1)
+        cell = torch.addcmul(forget_gate * cell, input_gate, gates[:, 3 * STATE_SIZE :].tanh())
+        return output_gate * cell.tanh(), cell
 
     def probability(self, hidden: Tensor) -> Tensor:
         """Hidden states [n, 128] after a frame -> probability of speech in that frame [n]."""
         return torch.addmm(self.out_bias, hidden.relu(), self.out).sigmoid_().squeeze(1)
 
 
-def load_silero(path: Path | None = None, products: bool = False) -> SileroVad:
-    """The detector with the weights of the `silero-vad` package, or with those in `path`. Raises SpeechWeightsError."""
+def load_silero(path: Path | None = None, fft_as_matmul: bool = False) -> SileroVad:
+    """The network with the weights of the `silero-vad` package, or with those in `path`. Raises SpeechWeightsError."""
     path = path or _packaged_weights()
     try:
         with zipfile.ZipFile(path) as archive:
@@ -153,17 +153,17 @@ def load_silero(path: Path | None = None, products: bool = False) -> SileroVad:
         ) from error
     # The same archive contains a model for 8 kHz under another prefix.
     weights = {name.removeprefix("_model."): tensor for name, tensor in stored.items() if name.startswith("_model.")}
-    return SileroVad(weights, products).eval()
+    return SileroVad(weights, fft_as_matmul).eval()
 
 
 class _Module:
-    """A module of the archive, without its code."""
+    """Stands for any class of the archive; an instance receives the stored attributes."""
 
 
 class _WeightReader(pickle.Unpickler):
     """Reads a TorchScript archive, the only form in which the package ships its current weights for torch (its
-    safetensors file is an older model). The code in it is not compiled, which would take a tenth of a second; classes
-    other than those of weights are refused."""
+    safetensors file is an older model). The code in it is not compiled, because that would take a tenth of a second.
+    Classes other than `_ALLOWED_CLASSES` are refused."""
 
     def __init__(self, archive: zipfile.ZipFile) -> None:
         self._archive, self._folder = archive, archive.namelist()[0].split("/")[0]
@@ -172,7 +172,7 @@ class _WeightReader(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module.startswith("__torch__."):
             return _Module
-        return _PICKLED[f"{module}.{name}"]
+        return _ALLOWED_CLASSES[f"{module}.{name}"]
 
     def persistent_load(self, pid: Any) -> Tensor:
         content = bytearray(self._archive.read(f"{self._folder}/data/{pid[2]}"))
@@ -183,7 +183,8 @@ def _tensor(values: Tensor, offset: int, shape: Sequence[int], strides: Sequence
     return values.as_strided(shape, strides, offset)
 
 
-_PICKLED = {
+# What the pickle of the archive may refer to, and what is used instead.
+_ALLOWED_CLASSES = {
     "torch._utils._rebuild_tensor_v2": _tensor,
     "torch.FloatStorage": torch.float32,
     "torch.jit._pickle.build_intlist": list,
@@ -226,6 +227,7 @@ def _convolve(columns: Tensor, stride: int, weight: Tensor, bias: Tensor) -> Ten
 
 
 def _sigmoids_first(gates: Tensor) -> Tensor:
-    """Reorder an LSTM's rows from input, forget, cell, output to input, forget, output, cell: one sigmoid call."""
-    take, forget, new, show = gates.chunk(4)
-    return torch.cat([take, forget, show, new])
+    """Reorder an LSTM's rows from (input, forget, cell, output) to (input, forget, output, cell), so that one call of
+    sigmoid computes the three gates."""
+    input_gate, forget_gate, candidate, output_gate = gates.chunk(4)
+    return torch.cat([input_gate, forget_gate, output_gate, candidate])

@@ -1,8 +1,9 @@
-"""Voxtral Realtime, the frame-synchronous model: a causal audio encoder and decoder, one token per 80 ms.
+"""Voxtral Realtime, the frame-synchronous model: a causal audio encoder and a decoder with one token per 80 ms.
 
-The frame-synchronous runner (`engine/runner/frames`) runs it. In this order: dimensions, weights, the layer functions
-(Triton kernels on CUDA, else `layers.py`), convolutions, one stack of layers, the model. The model holds only weights;
-attention state is in pages that the caller passes in with `PagedAttention`, so one model serves all streams.
+The frame-synchronous runner (`engine/runner/frames`) runs it. The file has, in this order: dimensions, weights, the
+layer functions (Triton kernels on CUDA, else `layers.py`), convolutions, the model, one stack of layers. The model has
+only weights. The keys and values of streams are in pages that the caller passes in with `PagedAttention`, so one model
+serves all streams.
 
 Time: one position (80 ms) = 8 mel frames = 4 encoder rows = 1 decoder row.
 """
@@ -30,29 +31,38 @@ from engine.models.layers import (
 from engine.models.mel import HOP_SAMPLES, MelFrontEnd
 
 ARCHITECTURE = "voxtral_realtime"
+# Token numbers: start of a text, no word at this position (a *blank*), start of a word, first token with text.
 BOS = 1
 STREAMING_PAD = 32
 STREAMING_WORD = 33
 FIRST_TEXT_TOKEN = 1000
+# Positions of silence before every stream.
 LEFT_PAD_POSITIONS = 32
-# The model's own right padding: one position, and ten in which it was trained to produce its last words.
+# Positions of silence after a stream: one position, and ten in which the model was trained to produce its last words.
 FLUSH_POSITIONS = 11
+# The *delay* is how many positions after the audio its token comes. A stream chooses it.
 MAX_DELAY_POSITIONS = 30
 CONV_KERNEL = 3
+# Of the network that scales the decoder's norms by the delay: its inner width, and the base of its sinusoids.
 DELAY_RANK = 32
 DELAY_THETA = 10_000.0
 
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """Dimensions of one stack of layers. `heads.window` is the window it was trained with."""
+    """Dimensions of one stack of layers (encoder or decoder)."""
 
     width: int
     layers: int
+    # Inner width of the feed-forward network.
     ffn: int
+    # `heads.window` is the window of the training.
     heads: Heads
+    # Base of the rotary frequencies.
     theta: float
+    # Of the norms.
     epsilon: float
+    # The projections (except that of the keys) have a bias.
     biased: bool
 
 
@@ -63,9 +73,13 @@ class VoxtralConfig:
     audio: Stack
     text: Stack
     mel_bins: int
+    # Encoder rows per position.
     rows_per_position: int
+    # Number of tokens.
     vocabulary: int
+    # In positions.
     default_delay: int
+    # The output layer is the token embedding.
     tied: bool = True
 
     @property
@@ -74,7 +88,7 @@ class VoxtralConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any]) -> VoxtralConfig:
-        """From a checkpoint's config.json. Raises ValueError that names what this implementation does not support."""
+        """From a checkpoint's config.json. Raises ValueError, which names the settings that are not supported."""
         if config.get("model_type") != ARCHITECTURE:
             raise ValueError(f"model_type is {config.get('model_type')!r}; this loader takes {ARCHITECTURE!r}")
         try:
@@ -84,7 +98,7 @@ class VoxtralConfig:
 
     @classmethod
     def _from_fields(cls, config: dict[str, Any], audio: dict[str, Any], text: dict[str, Any]) -> VoxtralConfig:
-        wanted = {
+        expected = {
             "audio_config.hidden_act": (audio.get("hidden_act", "silu"), "silu"),
             "audio_config.activation_function": (audio.get("activation_function", "gelu"), "gelu"),
             "text_config.hidden_act": (text.get("hidden_act", "silu"), "silu"),
@@ -92,7 +106,7 @@ class VoxtralConfig:
             "audio_config.rope_type": (_rope(audio)[0], "default"),
             "text_config.rope_type": (_rope(text)[0], "default"),
         }
-        wrong = [f"{name} = {found!r}" for name, (found, known) in wanted.items() if found != known]
+        wrong = [f"{name} = {found!r}" for name, (found, supported) in expected.items() if found != supported]
         if wrong:
             raise ValueError(f"this loader does not implement {', '.join(wrong)}")
         audio_heads, text_heads = audio["num_attention_heads"], text["num_attention_heads"]
@@ -113,14 +127,14 @@ def _rope(stack: dict[str, Any]) -> tuple[str, float]:
     return rope.get("rope_type", "default"), float(rope.get("rope_theta", stack.get("rope_theta", 1e6)))
 
 
-def _stack(stack: dict[str, Any], queries: int, keys: int, *, biased: bool) -> Stack:
+def _stack(stack: dict[str, Any], query_heads: int, kv_heads: int, *, biased: bool) -> Stack:
     width = stack["hidden_size"]
-    dim = stack.get("head_dim") or width // queries
+    dim = stack.get("head_dim") or width // query_heads
     return Stack(
         width=width,
         layers=stack["num_hidden_layers"],
         ffn=stack["intermediate_size"],
-        heads=Heads(queries, keys, dim, stack["sliding_window"]),
+        heads=Heads(query_heads, kv_heads, dim, stack["sliding_window"]),
         theta=_rope(stack)[1],
         epsilon=stack.get("rms_norm_eps", 1e-5),
         biased=biased,
@@ -134,7 +148,7 @@ def voxtral_mini_4b() -> VoxtralConfig:
     return VoxtralConfig(audio, text, mel_bins=128, rows_per_position=4, vocabulary=131_072, default_delay=6)
 
 
-# Weights
+# Weights.
 
 
 def tensor_shapes(config: VoxtralConfig) -> dict[str, tuple[int, ...]]:
@@ -169,7 +183,7 @@ def tensor_shapes(config: VoxtralConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _layer_shapes(stack: Stack) -> dict[str, tuple[int, ...]]:
-    inner, keys = stack.heads.queries * stack.heads.dim, stack.heads.keys * stack.heads.dim
+    inner, keys = stack.heads.query_heads * stack.heads.dim, stack.heads.kv_heads * stack.heads.dim
     shapes: dict[str, tuple[int, ...]] = {
         "self_attn.q_proj.weight": (inner, stack.width),
         "self_attn.k_proj.weight": (keys, stack.width),
@@ -220,7 +234,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class PagedAttention:
-    """All attention layers of one stack during one call."""
+    """What the attention layers of one stack need during one call: pages, and the rows to compute."""
 
     heads: Heads
     pages: KvPages
@@ -251,30 +265,32 @@ class Layer:
     down_bias: Tensor | None
 
 
-def _take_layer(tensors: dict[str, Tensor], prefix: str, norms: tuple[str, str], biased: bool) -> Layer:
-    def take(name: str) -> Tensor:
+def _pop_layer(tensors: dict[str, Tensor], prefix: str, norms: tuple[str, str], biased: bool) -> Layer:
+    """Remove the tensors of one layer from `tensors`, and fuse them."""
+
+    def pop(name: str) -> Tensor:
         return tensors.pop(prefix + name)
 
-    key = take("self_attn.k_proj.weight")
-    qkv = torch.cat([take("self_attn.q_proj.weight"), key, take("self_attn.v_proj.weight")])
+    key = pop("self_attn.k_proj.weight")
+    qkv = torch.cat([pop("self_attn.q_proj.weight"), key, pop("self_attn.v_proj.weight")])
     qkv_bias = None
     if biased:
         no_bias = key.new_zeros(key.shape[0])
-        qkv_bias = torch.cat([take("self_attn.q_proj.bias"), no_bias, take("self_attn.v_proj.bias")])
+        qkv_bias = torch.cat([pop("self_attn.q_proj.bias"), no_bias, pop("self_attn.v_proj.bias")])
     return Layer(
-        attention_norm=take(f"{norms[0]}.weight"),
+        attention_norm=pop(f"{norms[0]}.weight"),
         qkv=qkv,
         qkv_bias=qkv_bias,
-        out=take("self_attn.o_proj.weight"),
-        out_bias=take("self_attn.o_proj.bias") if biased else None,
-        ffn_norm=take(f"{norms[1]}.weight"),
-        gate_up=torch.cat([take("mlp.gate_proj.weight"), take("mlp.up_proj.weight")]),
-        down=take("mlp.down_proj.weight"),
-        down_bias=take("mlp.down_proj.bias") if biased else None,
+        out=pop("self_attn.o_proj.weight"),
+        out_bias=pop("self_attn.o_proj.bias") if biased else None,
+        ffn_norm=pop(f"{norms[1]}.weight"),
+        gate_up=torch.cat([pop("mlp.gate_proj.weight"), pop("mlp.up_proj.weight")]),
+        down=pop("mlp.down_proj.weight"),
+        down_bias=pop("mlp.down_proj.bias") if biased else None,
     )
 
 
-# The conv stem
+# The convolutions before the encoder.
 
 
 class ConvStem:
@@ -305,25 +321,25 @@ def _shifted(frames: Tensor, stride: int) -> Tensor:
     return frames.unfold(1, CONV_KERNEL, stride).transpose(2, 3).flatten(2)
 
 
-# The model
+# The model.
 
 
 class VoxtralRealtime:
-    """The weights of the whole model and the functions over them. Rows of different streams are independent."""
+    """All weights of the model, and the forward passes. Rows of different streams are independent."""
 
     def __init__(self, config: VoxtralConfig, tensors: dict[str, Tensor]) -> None:
-        """Removes every tensor from `tensors` (see `tensor_shapes`), so that memory is never held twice."""
+        """Removes every tensor from `tensors` (see `tensor_shapes`), so that each tensor that is fused can be freed."""
         self.config = config
         embedding = tensors.pop("model.language_model.embed_tokens.weight")
         self.device, self.dtype = embedding.device, embedding.dtype
         self.mel = MelFrontEnd(config.mel_bins, self.device)
         self.stem = ConvStem(tensors)
         self._audio_layers = [
-            _take_layer(tensors, f"model.audio_tower.layers.{i}.", ("self_attn_layer_norm", "final_layer_norm"), True)
+            _pop_layer(tensors, f"model.audio_tower.layers.{i}.", ("self_attn_layer_norm", "final_layer_norm"), True)
             for i in range(config.audio.layers)
         ]
         self._text_layers = [
-            _take_layer(
+            _pop_layer(
                 tensors, f"model.language_model.layers.{i}.", ("input_layernorm", "post_attention_layernorm"), False
             )
             for i in range(config.text.layers)
@@ -341,7 +357,7 @@ class VoxtralRealtime:
             raise ValueError(f"tensors that are not part of the model: {', '.join(sorted(tensors))}")
 
     def _scales_of_delays(self, tensors: dict[str, Tensor]) -> list[Tensor]:
-        """Per layer [delays, width]: 1 + mlp(sinusoid(delay)) for every delay, so that a step only looks it up."""
+        """Per layer [delays, width]: 1 + mlp(sinusoid(delay)) for every delay, computed once; a step looks them up."""
         width = self.config.text.width
         frequency = torch.exp(-math.log(DELAY_THETA) * torch.arange(width // 2, dtype=torch.float32) / (width // 2))
         angle = torch.arange(MAX_DELAY_POSITIONS + 1, dtype=torch.float32)[:, None] * frequency
@@ -354,7 +370,8 @@ class VoxtralRealtime:
         return scales
 
     def stem_rows(self, samples: Tensor) -> Tensor:
-        """Self-contained items [items, 680 + 1280 + 40] -> encoder input of one position each, [items, 4 * width]."""
+        """Items of one position with look-back and look-ahead, [items, 680 + 1280 + 40] samples -> encoder input of one
+        position each, [items, 4 * width]."""
         return self.feature_rows(self.mel.frames(samples))
 
     def feature_rows(self, mel: Tensor) -> Tensor:
@@ -362,7 +379,7 @@ class VoxtralRealtime:
         return self.stem.item(mel.to(self.dtype)).flatten(1)
 
     def opening_rows(self, positions: int) -> Tensor:
-        """Encoder input [positions, 4 * width] of the silence with which every stream starts."""
+        """Encoder input [positions, 4 * width] of the silence before every stream (its opening)."""
         silence = torch.zeros(1, positions * self.config.samples_per_position, device=self.device)
         rows = self.stem.offline(self.mel.offline(silence).to(self.dtype))
         return rows.view(positions, -1)
@@ -375,7 +392,8 @@ class VoxtralRealtime:
         return linear(gelu(linear(joined, self._project_in)), self._project_out)
 
     def decode(self, audio: Tensor, tokens: Tensor, delays: Tensor, attention: PagedAttention) -> Tensor:
-        """Audio embeddings [positions, width], each with the token before it and its stream's delay -> hidden."""
+        """Audio embeddings [positions, width], the input token and the delay of each -> hidden rows [positions,
+        width]."""
         text = self.config.text
         hidden = self._embedding[tokens] + audio
         scales = [RowScale(table, delays) for table in self._delay_scales]
@@ -393,7 +411,7 @@ def _run_stack(
     attention: PagedAttention,
     scales: list[RowScale] | None,
 ) -> Tensor:
-    """[rows, width] through all layers and the last norm. Each norm includes the addition before it."""
+    """[rows, width] through all layers and the last norm. `add_norm` does each residual addition with the next norm."""
     residual, delta = rows, None
     for index, layer in enumerate(layers):
         residual, hidden = add_norm(residual, delta, layer.attention_norm, stack.epsilon)

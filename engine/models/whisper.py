@@ -1,10 +1,12 @@
 """Whisper of any size, a windowed model: from OpenAI's `.pt` files and from transformers checkpoints.
 
-Implements `SpeechModel` of `seq2seq.py`. Names follow OpenAI's files, with two exceptions: the three projections of
-self-attention are one matrix, and the cross-attention keys and values of all layers are computed when a window is
-encoded. Whisper was trained on windows padded to 30 seconds; `context_slack_seconds` reduces the padding to some
-silence after the audio, which makes live use affordable. With little silence the model does not find the end of the
-text and repeats it.
+Implements `SpeechModel` of `seq2seq.py`. Names follow OpenAI's files, with three exceptions: the three projections of
+self-attention are one matrix, the cross-attention keys and values of all layers are computed when a window is encoded,
+and the convolutions are matrix products (`FrameConv`).
+
+Whisper was trained on windows padded to 30 seconds. `context_slack_seconds` reduces the padding to some silence after
+the audio, which makes live use affordable. With little silence the model often does not find the end of the text and
+repeats it: live passes tolerate that, and a window that must be read to its end has more silence (`END_SLACK_SECONDS`).
 """
 
 from __future__ import annotations
@@ -18,26 +20,26 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
+from engine.models.int8 import quantise_linears
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
 from engine.models.seq2seq import (
     DecoderPass,
     DecoderShape,
     DecoderState,
+    DetectionTokens,
     Encoded,
     FrameConv,
-    Judging,
     WithoutInitialValues,
-    at_once,
-    counts_on,
     cross_keys_values,
+    ints_on_device,
     join_heads,
-    quantise_linears,
+    run_to_end,
     split_heads,
 )
 from engine.options import TRANSLATE, Options
 from engine.spec import ENGLISH_TEXT_TOKENS, ENGLISH_VOCABULARY, whisper_language_tokens, whisper_languages
 
-# transformers' names, part by part; the order matters where one contains another.
+# (pattern in transformers' names, OpenAI's name), applied in this order: some patterns contain others.
 _RENAMES = [
     (r"^model\.", ""),
     (r"\.layers\.", ".blocks."),
@@ -65,42 +67,43 @@ def _openai_name(name: str) -> str:
     return name
 
 
-def fused(tensors: dict[str, Tensor], width: int, audio_layers: int, text_layers: int) -> dict[str, Tensor]:
-    """A state dict of either kind under this module's names, with fused matrices. An encoder alone: no text layers."""
-    left = {_openai_name(name): value.float() for name, value in tensors.items() if name != "proj_out.weight"}
+def fuse_tensors(tensors: dict[str, Tensor], width: int, audio_layers: int, text_layers: int) -> dict[str, Tensor]:
+    """A state dict of either kind under this module's names, with fused matrices. `text_layers`: 0 for an encoder
+    alone."""
+    remaining = {_openai_name(name): value.float() for name, value in tensors.items() if name != "proj_out.weight"}
 
-    def take(prefix: str, parts: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
-        weights = [left.pop(f"{prefix}{part}.weight") for part in parts]
-        # Keys have no bias in Whisper; the fused matrix needs zeros there.
-        biases = [left.pop(f"{prefix}{part}.bias", torch.zeros(width)) for part in parts]
+    def pop_parts(prefix: str, parts: tuple[str, ...]) -> tuple[list[Tensor], list[Tensor]]:
+        weights = [remaining.pop(f"{prefix}{part}.weight") for part in parts]
+        # Keys have no bias in Whisper; the fuse_tensors matrix needs zeros there.
+        biases = [remaining.pop(f"{prefix}{part}.bias", torch.zeros(width)) for part in parts]
         return weights, biases
 
     for convolution in ("encoder.conv1", "encoder.conv2"):
-        left[f"{convolution}.linear.weight"] = FrameConv.matrix(left.pop(f"{convolution}.weight"))
-        left[f"{convolution}.linear.bias"] = left.pop(f"{convolution}.bias")
+        remaining[f"{convolution}.linear.weight"] = FrameConv.matrix(remaining.pop(f"{convolution}.weight"))
+        remaining[f"{convolution}.linear.bias"] = remaining.pop(f"{convolution}.bias")
     for side, layers in (("encoder", audio_layers), ("decoder", text_layers)):
         for layer in range(layers):
             prefix = f"{side}.blocks.{layer}.attn."
-            weights, biases = take(prefix, ("query", "key", "value"))
-            left[prefix + "qkv.weight"], left[prefix + "qkv.bias"] = torch.cat(weights), torch.cat(biases)
+            weights, biases = pop_parts(prefix, ("query", "key", "value"))
+            remaining[prefix + "qkv.weight"], remaining[prefix + "qkv.bias"] = torch.cat(weights), torch.cat(biases)
     cross_weights, cross_biases = [], []
     for part in ("key", "value"):
         for layer in range(text_layers):
-            weights, biases = take(f"decoder.blocks.{layer}.cross_attn.", (part,))
+            weights, biases = pop_parts(f"decoder.blocks.{layer}.cross_attn.", (part,))
             cross_weights += weights
             cross_biases += biases
     if text_layers:
-        left["cross_kv.weight"], left["cross_kv.bias"] = torch.cat(cross_weights), torch.cat(cross_biases)
-    return left
+        remaining["cross_kv.weight"], remaining["cross_kv.bias"] = torch.cat(cross_weights), torch.cat(cross_biases)
+    return remaining
 
 
-# The model.
-
+# Silence after a live window on a CPU; and after a window that is read to its end there: with 12 s the model finds the
+# end of nearly all texts, with 8 s not of all.
 LIVE_SLACK_SECONDS = 2.0
-# Silence after a window that is read to its end, on a CPU: with 12 s nearly all texts end, with 8 s some do not.
 END_SLACK_SECONDS = 12.0
 
-# The symbols that OpenAI suppresses, except notes: these indicate music, whose words are left out.
+# The symbols that OpenAI suppresses, without the notes. The model marks music with notes, and an utterance with a note
+# is dropped as noise (`is_noise` in `engine/runner/windowed/stability.py`).
 _SYMBOLS = [*'"#()*+/:;<=>@[\\]^_`{|}~「」『』', "<<", ">>", "<<<", ">>>", "--", "---", "-(", "-[", "('", '("']
 _SYMBOLS += ["((", "))", "(((", ")))", "[[", "]]", "{{", "}}"]
 
@@ -122,11 +125,14 @@ class WhisperConfig:
     """Dimensions of a checkpoint."""
 
     mels: int
+    # Number of tokens.
     vocabulary: int
+    # Encoder frames of the longest window, 30 seconds.
     audio_frames: int
     width: int
     audio_heads: int
     audio_layers: int
+    # Most tokens of a text, start tokens included.
     text_tokens: int
     text_heads: int
     text_layers: int
@@ -180,17 +186,17 @@ class WhisperConfig:
         return whisper_languages(self.vocabulary)
 
     @property
-    def start(self) -> int:
+    def start_of_transcript(self) -> int:
         """The token that starts a text. After it come the languages, then translate, transcribe, and so on."""
         return self.end_token + 1
 
     @property
     def transcribe(self) -> int:
-        return self.start + self.languages + 2
+        return self.start_of_transcript + self.languages + 2
 
     @property
-    def previous(self) -> int:
-        """The token that starts the text before this one."""
+    def start_of_previous(self) -> int:
+        """The token that starts the text that this one continues."""
         return self.transcribe + 2
 
     @property
@@ -201,18 +207,20 @@ class WhisperConfig:
         """The start of a text without time stamps. `language`: index of the language."""
         no_timestamps = self.transcribe + 4
         if not self.multilingual:
-            return [self.start, no_timestamps]
-        return [self.start, self.start + 1 + language, self.transcribe - int(translate), no_timestamps]
+            return [self.start_of_transcript, no_timestamps]
+        language_token = self.start_of_transcript + 1 + language
+        return [self.start_of_transcript, language_token, self.transcribe - int(translate), no_timestamps]
 
 
-def without_lone_frames(attention: Tensor) -> Tensor:
+def without_single_frame_peaks(attention: Tensor) -> Tensor:
     """[..., frames], each limited to the larger attention of its two neighbours.
 
-    A word covers several frames. The first frame of a window, and one in the silence after it, get attention at any
-    token, in short windows more than the word itself; the word would seem to be at the beginning.
+    A word covers several frames. The first frame of a window and one frame in the silence after it attract attention
+    for every token (attention sinks), in short windows more than the word itself. Without the limit, such a frame would
+    seem to be the time of the word.
     """
-    beside = pad(attention, (1, 1))
-    return torch.minimum(attention, torch.maximum(beside[..., :-2], beside[..., 2:]))
+    padded = pad(attention, (1, 1))
+    return torch.minimum(attention, torch.maximum(padded[..., :-2], padded[..., 2:]))
 
 
 class _Mlp(nn.Sequential):
@@ -259,13 +267,14 @@ class WhisperEncoder(nn.Module):
         self.ln_post = nn.LayerNorm(config.width)
 
     def layer_by_layer(self, mel: Tensor, frames: list[int]) -> Generator[None, None, Tensor]:
-        """[batch, mels, 2 * frames] -> [batch, frames, width]; `frames`: real ones per row. Yields between layers."""
+        """[batch, mels, 2 * frames] -> [batch, frames, width]; `frames`: number of real frames per row. Yields between
+        layers."""
         mask = None
-        # One frame of silence on both sides: [batch, 2 * frames + 2, mels].
+        # Zeros as the padding of the convolution on both sides: [batch, 2 * frames + 2, mels].
         x = gelu(self.conv1(pad(mel.transpose(1, 2).to(self.positional_embedding.dtype), (0, 0, 1, 1))))
         if min(frames) * 2 < mel.shape[2]:
-            lengths = counts_on(mel.device, frames)[:, None]
-            # After its end a row must have zeros, with which a single row would be padded.
+            lengths = ints_on_device(mel.device, frames)[:, None]
+            # After its end a row must be zero: a row that is alone in its batch has the convolution's padding there.
             x = x * (torch.arange(mel.shape[2], device=mel.device) < 2 * lengths)[:, :, None]
             mask = (torch.arange(mel.shape[2] // 2, device=mel.device) < lengths)[:, None, None, :]
         x = gelu(self.conv2(pad(x, (0, 0, 1, 1))))
@@ -334,17 +343,20 @@ class Whisper(nn.Module):
         self.start_tokens = config.start_tokens(language=0)
         self.end_token = config.end_token
         self.options = Options(config.codes, config.multilingual, config.multilingual, prompt=True)
-        first = config.start + 1
-        spoken = tuple(range(first, first + config.languages)) if config.multilingual else ()
-        self.judging: Judging | None = Judging(config.start, config.no_speech, spoken)
+        first = config.start_of_transcript + 1
+        languages = tuple(range(first, first + config.languages)) if config.multilingual else ()
+        self.detection_tokens: DetectionTokens | None = DetectionTokens(
+            config.start_of_transcript, config.no_speech, languages
+        )
         self.max_tokens = config.text_tokens
         self.suppressed = list(range(config.end_token + 1, config.vocabulary))
-        upper = [
+        # Sizes without published alignment heads use all heads of the upper half of the layers.
+        upper_half = [
             (layer, head)
             for layer in range(config.text_layers // 2, config.text_layers)
             for head in range(config.text_heads)
         ]
-        self.alignment_heads = _ALIGNMENT_HEADS.get((config.text_layers, config.vocabulary), upper)
+        self.alignment_heads = _ALIGNMENT_HEADS.get((config.text_layers, config.vocabulary), upper_half)
 
     def log_mel(self, audio: Tensor) -> Tensor:
         """[batch, samples] -> [batch, mels, samples / 160]; the floor is 80 dB below each row's own peak."""
@@ -354,9 +366,9 @@ class Whisper(nn.Module):
         floor = log_mel.amax(dim=(1, 2), keepdim=True) - 8.0
         return (torch.maximum(log_mel, floor) + 4.0) / 4.0
 
-    def set_live_padding(self, full_padding: bool, to_end: bool = False) -> None:
-        """Read the window and some silence after it, unless 30 seconds are affordable."""
-        slack = END_SLACK_SECONDS if to_end else LIVE_SLACK_SECONDS
+    def set_live_padding(self, full_padding: bool, ends_at_pause: bool = False) -> None:
+        """Pad windows to 30 seconds with `full_padding`, else by `LIVE_SLACK_SECONDS` or `END_SLACK_SECONDS`."""
+        slack = END_SLACK_SECONDS if ends_at_pause else LIVE_SLACK_SECONDS
         self.context_slack_seconds = None if full_padding else slack
 
     def move(self, device: torch.device, dtype: torch.dtype) -> None:
@@ -367,27 +379,29 @@ class Whisper(nn.Module):
         return self._context_frames(samples)
 
     @property
-    def widest_frame(self) -> int:
+    def peak_values_per_frame(self) -> int:
         config = self.config
+        # Residuals, queries, keys, values and the inner values of an MLP; cross-attention keys and values, and a copy.
         return 14 * config.width + 4 * config.text_layers * config.width
 
     def encode(self, audio: Tensor, lengths: list[int]) -> Encoded:
-        return at_once(self.encode_slowly(audio, lengths))
+        return run_to_end(self.encode_in_pieces(audio, lengths))
 
-    def encode_slowly(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
+    def encode_in_pieces(self, audio: Tensor, lengths: list[int]) -> Generator[None, None, Encoded]:
         frames = [self._context_frames(length) for length in lengths]
         samples = max(frames) * self.samples_per_frame
         mel = self.log_mel(pad(audio[:, :samples], (0, max(0, samples - audio.shape[1]))))
         if min(frames) < max(frames):
-            ends = 2 * counts_on(mel.device, frames)[:, None]
+            ends = 2 * ints_on_device(mel.device, frames)[:, None]
             mel = mel * (torch.arange(mel.shape[2], device=mel.device) < ends)[:, None, :]
         hidden = yield from self.encoder.layer_by_layer(mel, frames)
         config = self.config
         keys, values = cross_keys_values(self.cross_kv(hidden), config.text_layers, config.text_heads)
-        held = [min(-(-length // self.samples_per_frame), most) for length, most in zip(lengths, frames, strict=True)]
-        return Encoded(keys, values, frames, held)
+        audio_frames = [min(-(-length // self.samples_per_frame), n) for length, n in zip(lengths, frames, strict=True)]
+        return Encoded(keys, values, frames, audio_frames)
 
     def _context_frames(self, samples: int) -> int:
+        """Number of encoder frames for a window of this many samples and the silence after it."""
         if self.context_slack_seconds is None:
             return self.config.audio_frames
         wanted = samples + round(self.context_slack_seconds * SAMPLE_RATE)
@@ -402,13 +416,13 @@ class Whisper(nn.Module):
         if not (language or task or before):
             return self.start_tokens
         config = self.config
-        # At most half of the text may be text before it, as in training.
-        kept = before[-(config.text_tokens // 2 - 1) :]
+        # At most half of the tokens may be text before this one, as in training.
+        previous = before[-(config.text_tokens // 2 - 1) :]
         number = config.codes.index(language) if language else 0
         start = config.start_tokens(number, task == TRANSLATE)
-        return [config.previous, *kept, *start] if kept else start
+        return [config.start_of_previous, *previous, *start] if previous else start
 
-    def bar_symbols(self, pieces: Sequence[bytes]) -> None:
+    def suppress_symbols(self, pieces: Sequence[bytes]) -> None:
         """Suppress symbols that are not spoken: brackets, and marks that occur only in written text."""
         symbols = {symbol.encode() for symbol in _SYMBOLS}
         self.suppressed += [token for token, piece in enumerate(pieces) if piece.removeprefix(b" ") in symbols]
@@ -419,21 +433,21 @@ class Whisper(nn.Module):
     def decode(self, tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
         x = self.decoder.token_embedding(tokens) + self.decoder.positional_embedding[positions]
         run = DecoderPass.start(positions, state, encoded)
-        followed = []
+        alignment = []
         for index, block in enumerate(self.decoder.blocks):
             x, weights = block(x, index, run)
-            followed += [weights[:, head] for at, head in self.alignment_heads if at == index]
-        return self.decoder.ln(x), without_lone_frames(torch.stack(followed).mean(dim=0))
+            alignment += [weights[:, head] for layer, head in self.alignment_heads if layer == index]
+        return self.decoder.ln(x), without_single_frame_peaks(torch.stack(alignment).mean(dim=0))
 
     def logits(self, hidden: Tensor) -> Tensor:
         return hidden @ self.decoder.token_embedding.weight.T
 
     def quantise(self) -> None:
-        """Use 8-bit weights where a whole window is multiplied at once: in the encoder and for cross-attention."""
+        """Use 8-bit weights where a whole window is multiplied at once: see `quantise_encoder`."""
         self.quantise_encoder()
 
     def quantise_encoder(self) -> None:
-        """Use 8-bit weights in the encoder and for cross-attention."""
+        """Use 8-bit weights in the encoder and for the cross-attention keys and values."""
         quantise_linears(self.encoder.blocks)
         holder = nn.ModuleDict({"cross_kv": self.cross_kv})
         quantise_linears(holder)
@@ -447,6 +461,6 @@ class Whisper(nn.Module):
         """From either kind of state dict, whose tensors it shares. Raises if a tensor is missing or unused."""
         with WithoutInitialValues():
             model = cls(config)
-        weights = fused(tensors, config.width, config.audio_layers, config.text_layers)
+        weights = fuse_tensors(tensors, config.width, config.audio_layers, config.text_layers)
         model.load_state_dict(weights, strict=True, assign=True)
         return model.eval()

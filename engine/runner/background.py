@@ -1,12 +1,12 @@
 """Models that compute beside the engine's steps, on threads of their own, so that words never wait for them.
 
 `BackgroundModel` has the queue, the threads and the batches. Its models are `SpeakerEmbedder` (speaker labels),
-`SmartTurnDetector` (turn detector) and `UtteranceReviser` (second pass for finals). The engine loop submits tasks and
-polls the results; with a frame-synchronous model on a GPU, the background process
+`SmartTurnDetector` (turn detector) and `UtteranceReviser` (second pass for finals, `windowed/revision.py`). The engine
+loop submits tasks and polls the results; with a frame-synchronous model on a GPU, the background process
 (`engine/server/background_process.py`) does. On a CPU, low-priority threads compute one task at a time; they load the
 weights when they start, with the first task or before it. On a GPU one thread waits a little for more tasks and
-computes them as one batch (`Batches`), on its own CUDA stream; weights are loaded and CUDA graphs captured before the
-engine serves, because that stops all streams.
+computes them as one batch (`Batches`), on its own CUDA stream. Weights are loaded and CUDA graphs captured before the
+engine serves, because both stall all streams.
 """
 
 from __future__ import annotations
@@ -21,59 +21,46 @@ from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from math import inf
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
 import numpy as np
 import torch
 from torch import nn
-from torch.nn.functional import pad
 
-from engine.core.plan import TimedToken
-from engine.models.campplus import load_campplus, traced
-from engine.models.seq2seq import SpeechModel, make_plans, reader
+from engine.models.campplus import load_campplus, trace_for
 from engine.models.smart_turn import WINDOW_SAMPLES
-from engine.runner.base import Background, Embedder, EndedUtterance, Result, Reviser, Samples, Task, TurnDetector
-from engine.runner.bias import KeywordTrees
-from engine.runner.device import Download, StepGraphs, give_way, staging
-from engine.runner.windowed.decoder import Decode, GreedyDecoder, Row
-from engine.runner.windowed.encoders import SAMPLES_PER_POSITION
-from engine.runner.windowed.stability import (
-    HypothesisToken,
-    Policy,
-    Progress,
-    is_noise,
-    loop_start,
-    spans,
-    starts_word,
-    steady,
-    without_second_mark,
-)
-from engine.weights.checkpoint import load_turn_detector
+from engine.runner.base import Background, Embedder, Result, Samples, Task, TurnDetector
+from engine.runner.cpu_threads import lower_priority
+from engine.runner.device import Download, StepGraphs, staging
+from engine.weights.checkpoint import load_smart_turn
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Batches:
-    """The batches of a model on a GPU: the recorded sizes (another one is computed as the next larger), and the seconds
-    that a batch waits for more tasks. A few tasks cost nearly as much of the device as many, which the steps of the
-    main model would miss."""
+    """The batches of a model on a GPU."""
 
+    # Batch sizes with a recorded CUDA graph; a batch is padded to the next one. The last is the largest batch.
     sizes: tuple[int, ...]
+    # Seconds that the first task waits for more: a small batch takes nearly as much GPU time from the main model as a
+    # large one.
     wait_s: float
 
 
 ONE_BY_ONE = Batches((1,), 0.0)
-# The end of a turn waits for its answer.
+# A short wait, because the end of a turn waits for the result.
 TURN_BATCHES = Batches((1, 4, 8, 16, 32), 0.04)
-# A label is known a second after its word at the earliest, so it can wait longer.
+# A longer wait: a label comes a second after its word at the earliest.
 SPEAKER_BATCHES = Batches((1, 8, 32, 64, 128), 0.12)
 
 
 class BackgroundModel(Background[Task, Result]):
-    """`batches` are those of a GPU; on a CPU a task is computed alone. `name` is that of the threads."""
+    """A model with a queue of tasks, and threads that compute them: one by one on a CPU, in batches on a GPU.
+
+    `threads` counts on a CPU, `batches` on a GPU. `name`: name of the threads.
+    """
 
     def __init__(self, name: str, device: torch.device, threads: int, batches: Batches) -> None:
         self._name = name
@@ -83,15 +70,16 @@ class BackgroundModel(Background[Task, Result]):
         self._queue: SimpleQueue[tuple[Task, Future[Result]] | None] = SimpleQueue()
         self._stream: torch.cuda.Stream | None = None
         self.running: list[threading.Thread] = []
-        self._tried_to_load = threading.Event()
+        # The first attempt to load is over, successful or not.
+        self._load_attempted = threading.Event()
 
     def warm_up(self) -> None:
         if self._device.type != "cpu":
             self.prepare()
-            self._tried_to_load.wait()
+            self._load_attempted.wait()
 
     def prepare(self) -> None:
-        """Start the threads, if they do not run; each loads what it needs."""
+        """Start the threads if they are not running; each loads what it needs."""
         if self.running:
             return
         self.running = [
@@ -104,11 +92,11 @@ class BackgroundModel(Background[Task, Result]):
         atexit.register(self.close)
 
     def submit(self, task: Task) -> Future[Result]:
-        """Start on one task. The future has an exception if the weights cannot be loaded or the model fails."""
-        found: Future[Result] = Future()
-        self._queue.put((task, found))
+        """Queue one task. The future has an exception if the weights cannot be loaded or the model fails."""
+        future: Future[Result] = Future()
+        self._queue.put((task, future))
         self.prepare()
-        return found
+        return future
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -123,11 +111,11 @@ class BackgroundModel(Background[Task, Result]):
 
     @abstractmethod
     def _load(self, number: int) -> None:
-        """Load what thread `number` needs, and do the slow work of a first task. Other threads may load meanwhile."""
+        """Load what thread `number` needs, and warm it up. Other threads may load at the same time."""
 
     @abstractmethod
     def _compute(self, batch: list[Task]) -> list[Result]:
-        """The results of a batch, on one of the threads."""
+        """Compute a batch, on one of the threads."""
 
     def _work(self, number: int) -> None:
         is_loaded = False
@@ -137,12 +125,12 @@ class BackgroundModel(Background[Task, Result]):
             if not is_loaded:
                 with self._on_device():
                     self._load(number)
-                give_way()
+                lower_priority()
                 is_loaded = True
 
-        with suppress(Exception):  # the first task tries again, and has the error
+        with suppress(Exception):  # the first task tries again, and its future gets the error
             load()
-        self._tried_to_load.set()
+        self._load_attempted.set()
         while (task := self._queue.get()) is not None:
             tasks = self._gather(task)
             tasks = [task for task in tasks if task[1].set_running_or_notify_cancel()]
@@ -151,18 +139,18 @@ class BackgroundModel(Background[Task, Result]):
             try:
                 load()
                 with self._on_device():
-                    found = self._compute([task for task, _ in tasks])
+                    results = self._compute([task for task, _ in tasks])
             except Exception as error:
-                self.failed_in_a_row += is_loaded
+                self.consecutive_failures += is_loaded
                 for _, future in tasks:
                     future.set_exception(error)
                 continue
-            self.failed_in_a_row = 0
-            for (_, future), result in zip(tasks, found, strict=True):
+            self.consecutive_failures = 0
+            for (_, future), result in zip(tasks, results, strict=True):
                 future.set_result(result)
 
     def _gather(self, first: tuple[Task, Future[Result]]) -> list[tuple[Task, Future[Result]]]:
-        """The tasks of the next batch."""
+        """The first task and those that arrive within the waiting time, up to the largest batch."""
         tasks, until = [first], time.monotonic() + self._batches.wait_s
         while len(tasks) < self._batches.sizes[-1]:
             try:
@@ -182,14 +170,14 @@ class BackgroundModel(Background[Task, Result]):
                 yield
                 return
             if self._stream is None:
-                # The lowest priority: steps of the model go first.
+                # 0 is the lowest priority of CUDA: steps of the main model go first.
                 self._stream = torch.cuda.Stream(self._device, priority=0)  # type: ignore[no-untyped-call]
             with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
                 yield
 
 
 class GraphedModel:
-    """A model [pieces, samples] -> [pieces, ...] on a GPU: one launch for a batch, of recorded sizes."""
+    """A model [pieces, samples] -> [pieces, ...] on a GPU, recorded as one CUDA graph per batch size."""
 
     def __init__(self, model: nn.Module, samples: int, device: torch.device, sizes: Sequence[int]) -> None:
         self._model = model
@@ -206,15 +194,15 @@ class GraphedModel:
             row[len(row) - len(piece) :] = piece
         self._pieces[: len(batch)].copy_(pieces, non_blocking=True)
         self._graphs.run(len(batch))
-        found: Samples = Download(self._results[: len(batch)]).values()
-        return found
+        results: Samples = Download(self._results[: len(batch)]).values()
+        return results
 
     def _step(self, size: int) -> None:
         self._results[:size] = self._model(self._pieces[:size])
 
 
 class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
-    """CAM++. All pieces have `piece_samples` samples. On a CPU the threads share one traced model."""
+    """Runs CAM++ on pieces of speech of `piece_samples` samples. On a CPU the threads share one traced model."""
 
     def __init__(self, weights: Path, piece_samples: int, device: torch.device, threads: int = 1) -> None:
         super().__init__("speakers", device, threads, SPEAKER_BATCHES)
@@ -233,7 +221,7 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
             if self._device.type != "cpu":
                 self._embed = GraphedModel(model, self._piece_samples, self._device, self._batches.sizes)
             else:
-                embed = traced(model, self._piece_samples)
+                embed = trace_for(model, self._piece_samples)
                 self._embed = lambda batch: [embed(torch.from_numpy(piece)[None])[0].numpy() for piece in batch]
 
     def _compute(self, batch: list[Samples]) -> list[Samples]:
@@ -242,7 +230,7 @@ class SpeakerEmbedder(BackgroundModel[Samples, Samples], Embedder):
 
 
 class SmartTurnDetector(BackgroundModel[Callable[[], Samples], float], TurnDetector):
-    """Smart Turn, on one thread: 8-bit layers on a CPU, float16 on a GPU."""
+    """Runs Smart Turn on one thread: with 8-bit layers on a CPU, in float16 on a GPU."""
 
     window_samples = WINDOW_SAMPLES
 
@@ -256,7 +244,7 @@ class SmartTurnDetector(BackgroundModel[Callable[[], Samples], float], TurnDetec
 
     def _load(self, number: int) -> None:
         with self._warning_once():
-            model = load_turn_detector(self._weights)
+            model = load_smart_turn(self._weights)
             if self._device.type == "cpu":
                 model.quantise()
                 model.judge([np.zeros(WINDOW_SAMPLES, np.float32)])
@@ -280,105 +268,3 @@ class SmartTurnDetector(BackgroundModel[Callable[[], Samples], float], TurnDetec
                 self._warned = True
                 logger.warning("the turn detector failed, so turns end by text and silence: %s", error)
             raise
-
-
-# The second pass, for a final text with fewer errors.
-
-# Streamed words are decoded with little audio after them, by an encoder that sees each frame with bounded context. The
-# encoder as it was published sees the whole utterance. The streamed tokens are the draft: one pass of the decoder
-# checks them, and decoding continues from the first one that differs, so a draft without errors costs one pass. The
-# result depends on the audio, and on the draft only where two tokens are so close that rounding decides.
-
-SAMPLE_RATE = 16_000
-
-
-class UtteranceReviser(BackgroundModel[EndedUtterance, list[TimedToken]], Reviser):
-    """Decodes an utterance again after its end, with all of its audio, always on the CPU.
-
-    `readers` are the numbers of its threads among those that use the model; `decode` replaces its own method.
-    """
-
-    def __init__(
-        self,
-        model: SpeechModel,
-        pieces: list[bytes],
-        policy: Policy,
-        keywords: KeywordTrees,
-        readers: Sequence[int],
-        decode: Decode | None = None,
-    ) -> None:
-        super().__init__("revise", torch.device("cpu"), len(readers), ONE_BY_ONE)
-        self._model = model
-        self._pieces = pieces
-        self._policy = policy
-        self._keywords = keywords
-        self._readers = readers
-        self._decoder = GreedyDecoder(model, decode=decode)
-        self.prepare()
-
-    def _load(self, number: int) -> None:
-        reader.number = self._readers[number]
-        make_plans(self._model)
-
-    def _compute(self, batch: list[EndedUtterance]) -> list[list[TimedToken]]:
-        return [self.revise(utterance) for utterance in batch]
-
-    @torch.inference_mode()
-    def revise(self, utterance: EndedUtterance) -> list[TimedToken]:
-        """The tokens of an utterance; positions are counted from the start of its audio."""
-        model, said = self._model, list(utterance.said)
-        samples = torch.from_numpy(utterance.samples)[None]
-        samples = pad(samples, (0, max(0, model.min_samples - samples.shape[1])))
-        encoded = model.encode(samples, [samples.shape[1]])
-        room = model.max_tokens - len(model.start_tokens) - len(said) - 1
-        if room < 1:
-            return []
-        seconds = len(utterance.samples) / SAMPLE_RATE
-        most = max(1, min(room, round(seconds * self._policy.tokens_per_second) + 4 - len(said)))
-        tree = self._keywords.lazy_tree(utterance.options)
-        row = Row(
-            committed=said,
-            draft=list(utterance.draft[:most]),
-            most=most,
-            stop_frame=None,
-            frames=encoded.audio[0],
-            progress=Progress(-inf, inf),
-            keywords=None if tree is None else tree.tree,
-            tries_rest=True,
-        )
-        self._decoder.run([row], encoded)
-        return self._timed(row, utterance)
-
-    def _after_context(self, tokens: list[int], places: list[float], start: float) -> int:
-        """The number of leading tokens that belong to the context: words that were not among its streamed ones.
-
-        One token alone may attend to anything, so it counts only together with the next one.
-        """
-        count = 0
-        while count + 1 < len(tokens) and max(places[count : count + 2]) < start:
-            count += 1
-        # A mark at the beginning belongs to the context too.
-        while start and count < len(tokens) and not starts_word(self._pieces[tokens[count]]):
-            count += 1
-        return count
-
-    def _timed(self, row: Row, utterance: EndedUtterance) -> list[TimedToken]:
-        scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
-        start, end = utterance.start / SAMPLES_PER_POSITION, len(utterance.samples) / SAMPLES_PER_POSITION
-        if not row.ended or loop_start(row.committed + row.tokens) is not None:
-            return []  # the text was not decoded to its end
-        raw = [peak * scale for peak in row.peaks]
-        first = self._after_context(row.tokens, raw, start)
-        places = steady(raw[first:], start)
-        new = [
-            HypothesisToken(*each)
-            for each in zip(row.tokens[first:], places, row.log_probabilities[first:], strict=True)
-        ]
-        new = without_second_mark(row.committed, new, self._pieces)
-        text = b"".join(self._pieces[token] for token in row.tokens)
-        if is_noise(text, row.log_probabilities, self._policy.doubt):
-            return []
-        return [
-            TimedToken(heard.token, first, last, heard.log_probability)
-            for heard, (first, last) in zip(new, spans(new, start, end), strict=True)
-        ]

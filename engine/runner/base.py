@@ -1,9 +1,9 @@
-"""Interfaces between the engine loop and everything that computes: runners, detectors, background models.
+"""Interfaces between the engine loop and everything that runs a model: runners, detectors, background models.
 
-A `Runner` computes text, a `Detector` finds speech. The background models compute beside the loop, on threads or in
-another process: `Reviser` decodes a finished utterance again, `Embedder` makes speaker embeddings, `TurnDetector` finds
-ends of turns. The engine loop knows only these interfaces and does not import torch; `engine/runner/load.py` builds the
-implementations.
+A `Runner` computes text, a `Detector` speech probabilities. The background models compute beside the loop, on threads
+or in another process: `Reviser` decodes a finished utterance again, `Embedder` makes speaker embeddings, `TurnDetector`
+finds ends of turns. The engine loop knows only these interfaces and does not import torch; `engine/runner/load.py`
+builds the implementations.
 """
 
 from __future__ import annotations
@@ -32,63 +32,66 @@ def never() -> bool:
 
 
 class Background(ABC, Generic[Task, Result]):
-    """Computes tasks beside the engine's loop, which does not wait for them."""
+    """A model that computes tasks beside the engine loop, which does not wait for them."""
 
-    # Makes one like it in another process, for hundreds of streams (engine/server/background_process.py); None: tasks
-    # are computed in this process.
+    # Picklable: makes this model again in the background process (engine/server/background_process.py), which serves
+    # hundreds of streams. None: tasks are computed in this process.
     recipe: Callable[[], Background[Task, Result]] | None = None
-    # Tasks that are computed at the same time.
+    # Number of tasks that are computed at the same time.
     threads = 1
-    # Batches that failed since the last one that did not; a model that could not be loaded has none.
-    failed_in_a_row = 0
+    # Consecutive failed batches. A failure to load the model is not counted.
+    consecutive_failures = 0
 
     @abstractmethod
     def submit(self, task: Task) -> Future[Result]:
-        """Start on one task."""
+        """Queue one task."""
 
     def warm_up(self) -> None:
-        """Before the engine serves: do what would stop its streams later."""
+        """Before the engine serves: do the slow work that would stall its streams later."""
         return None
 
     def prepare(self) -> None:
-        """A stream that will bring tasks was opened: get ready for the first one."""
+        """A stream that will have tasks was opened: prepare for the first of them."""
         return None
 
     def close(self) -> None:
-        """Stop; tasks that wait are not computed."""
+        """Stop; queued tasks are cancelled."""
         return None
 
 
 @dataclass(frozen=True, slots=True)
 class EndedUtterance:
-    """The audio of an utterance with `start` samples before it as context, the tokens of that context (`said`), the
-    tokens of the utterance as they were streamed (`draft`), and the stream's options."""
+    """An utterance to be decoded again, with audio before it as context."""
 
+    # Audio of the context and of the utterance.
     samples: Samples
+    # Tokens of the utterance as they were streamed.
     draft: Sequence[int]
+    # The stream's options.
     options: Mapping[str, str]
-    start: int = 0
-    said: Sequence[int] = ()
+    # Length of the context, and its tokens.
+    context_samples: int = 0
+    context_tokens: Sequence[int] = ()
 
 
 class Reviser(Background[EndedUtterance, list[TimedToken]]):
-    """Decodes whole utterances again, for a better final text. Positions of the tokens are counted from the first of
-    the utterance's samples; no tokens: the model takes it for noise."""
+    """Decodes whole utterances again, for a better final text. Positions of the tokens are counted from the first
+    sample of the context. The result is empty if the model takes the utterance for noise or does not reach its end."""
 
 
 class Embedder(Background[Samples, Samples]):
-    """Computes speaker embeddings of pieces of speech: 192 numbers, together of length 1."""
+    """Computes the speaker embedding of a piece of speech: a vector of 192 numbers with norm 1."""
 
 
 class TurnDetector(Background[Callable[[], Samples], float]):
-    """Computes the probability that a speaker's turn is complete, from the last `window_samples` of the audio before
-    the question, or from all that there is. A task returns that audio."""
+    """Computes the probability that a speaker's turn is complete. A task is a function that returns the audio up to the
+    possible end of the turn: the last `window_samples` of it, or all if it is shorter."""
 
     window_samples: int
 
 
 class Runner(ABC):
-    """Owns the model and the accelerator: launches plans and collects their results.
+    """Owns the model and the device: launches plans and collects their results.
 
     The attributes say what a runner can do; a subclass sets those that differ from the defaults.
     """
@@ -97,15 +100,15 @@ class Runner(ABC):
     vocabulary: Vocabulary
     # The device computes asynchronously: the loop plans and launches the next step before it collects this one.
     overlaps_steps = False
-    # `launch` may leave uploads, and live streams that resume, unfinished when their time is up.
+    # `launch` may suspend uploads, and live streams whose state must be rebuilt, when the time is up.
     pauses_uploads = False
-    # A stream can be saved and resumed as a value; otherwise it is replayed with its tokens.
+    # The state of a stream can be saved and restored (`save`); otherwise a stream is replayed with its tokens.
     saves_state = False
-    # `judgement` returns something for some models of this runner.
+    # `judgement` gives language and speech of a window, if the model can detect them.
     judges_windows = False
-    # Number of tokens changed by the guard against runs of blanks.
+    # Number of tokens that the guard against runs of blanks has changed.
     blank_guard_activations = 0
-    # Set if the model can decode whole utterances better than live audio.
+    # The second pass for finals; None if the model has none.
     reviser: Reviser | None = None
 
     @abstractmethod
@@ -116,10 +119,12 @@ class Runner(ABC):
     def launch(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> Callable[[], list[DecodeResult]]:
         """Start a plan. The returned function waits for its results, in the order of the plan's decode tasks.
 
-        Plans are computed, and their results collected, in the order of their launches. A runner with `pauses_uploads`
-        does at least one piece of what live streams need not wait for, and more until `time_is_up`: uploads, and live
-        streams whose state is to be rebuilt first. Tasks not done by then have unfinished results and must come again
-        in the next plan with uploads. If the time is up before it begins, live streams may be all that is computed.
+        Plans are computed, and their results collected, in the order of their launches.
+
+        A runner with `pauses_uploads` computes live tasks first and completely. Then it computes deferred tasks (those
+        of uploads, and of live streams whose state must be rebuilt) piece by piece until `time_is_up`. It computes at
+        least one piece, unless live tasks have used up the time. Deferred tasks that are not done have `unfinished`
+        results, and must be in the next plan that has uploads.
         """
 
     def execute(self, plan: StepPlan) -> list[DecodeResult]:
@@ -127,11 +132,13 @@ class Runner(ABC):
         return self.launch(plan)()
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        """The state of a slot whose window is [base, end), and the first position whose audio the state needs."""
+        """The state of a slot whose window is the positions [base, end), and the first position whose audio is needed
+        to restore it."""
         raise NotImplementedError("this runner does not save states")
 
     def judgement(self, slot: int) -> tuple[str, float | None]:
-        """The language of the last window, and the probability that it has no speech; empty and None if unknown."""
+        """The language of the slot's last window, and the probability that the window has no speech. Empty and None if
+        unknown."""
         return "", None
 
     def warm_up(self) -> None:
@@ -144,7 +151,7 @@ class Runner(ABC):
 
 
 class SynchronousRunner(Runner):
-    """A runner whose `launch` returns after the plan is computed."""
+    """A runner whose `launch` computes the plan before it returns."""
 
     @abstractmethod
     def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
@@ -158,29 +165,33 @@ class SynchronousRunner(Runner):
 class Detector(ABC):
     """Computes speech probabilities for the new samples of many streams at once.
 
-    If `launch` raises, no stream of the batch has changed, and the streams can be sent again one by one.
+    If `launch` raises, no stream of the batch has changed, and the batch can be passed again stream by stream.
     """
 
     # The device computes asynchronously: results are collected after the step that is launched meanwhile.
     overlaps_steps = False
 
     @abstractmethod
-    def open(self, stream: str, sample: int = 0) -> None: ...
+    def open(self, stream: str, sample: int = 0) -> None:
+        """Add a stream whose next sample has the number `sample`."""
 
     @abstractmethod
-    def close(self, stream: str) -> None: ...
+    def close(self, stream: str) -> None:
+        """Remove a stream."""
 
     @abstractmethod
     def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
-        """Start on new samples; each stream occurs once. The returned function waits for the completed frames and
-        leaves out streams that were closed meanwhile."""
+        """Start on new samples; each stream occurs at most once. The returned function waits for the probabilities of
+        the frames that the samples complete, and leaves out streams that were closed meanwhile."""
 
     def detect(self, batch: list[tuple[str, Samples]]) -> list[Speech]:
+        """Launch a batch and wait for its results."""
         return self.launch(batch)()
 
     @abstractmethod
     def pass_silence(self, stream: str, samples: int) -> Speech:
-        """Add `samples` of constant silence: one long frame, not computed."""
+        """Add this number of samples of digital silence, as one long frame with the last probability. Nothing is
+        computed, so the silence before them must be long enough that the probability does not change."""
 
     def save(self, stream: str) -> Saved:
         """The state that determines the next probabilities of a stream, as plain data."""

@@ -1,23 +1,18 @@
-"""Helpers of all runners for the device that a model runs on: choice, free memory, transfers, CUDA graphs, CPU threads.
+"""Helpers for the device that a model runs on: choice, free memory, transfers between host and device, CUDA graphs.
 
-`StepGraphs` records a step as CUDA graphs for some batch sizes (`batch_sizes`), and `give_way` lowers the priority of a
-thread whose work may wait. None of them keeps state of streams.
+`StepGraphs` records a step as CUDA graphs for some batch sizes (`batch_sizes`).
 
-A host that runs ahead of its device must neither wait for it by accident nor overwrite memory that the device has yet
-to read. So each transfer allocates its own host memory: on CUDA it is pinned, and torch reuses it only when the
-transfer is over.
+A host that runs ahead of its device must neither wait for it by accident nor overwrite memory that the device has not
+read yet. So each transfer allocates its own host memory (`staging`). On CUDA this memory is pinned, and torch uses it
+again only when the transfer is over.
 """
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -30,19 +25,10 @@ from engine.errors import EngineError
 logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
-# Added to the nice value of threads whose work may wait.
-LESS_PRIORITY = 10
-
-
-def give_way() -> None:
-    """Lower the priority of this thread; a system without priorities of threads leaves it as it is."""
-    with suppress(OSError, AttributeError):
-        lower = os.getpriority(os.PRIO_PROCESS, 0) + LESS_PRIORITY
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), lower)
 
 
 class NotEnoughMemory(EngineError):
-    """The device cannot hold the model, or not with this many streams. The text says what would fit."""
+    """The model, or the model with this many streams, does not fit into the memory of the device."""
 
 
 def gib(size: int) -> str:
@@ -64,44 +50,12 @@ def require_device(name: str) -> torch.device:
         if not torch.cuda.is_available():
             raise NoDevice("no CUDA device is visible; install its driver, or use a model that runs on the CPU")
         if device.index is not None and device.index >= torch.cuda.device_count():
-            raise NoDevice(f"{name!r} is not there; {torch.cuda.device_count()} CUDA devices are visible")
+            raise NoDevice(f"{name!r} does not exist; {torch.cuda.device_count()} CUDA devices are visible")
         if device.index is not None:
             torch.cuda.set_device(device)  # graphs and events belong to the current device
     elif device.type != "cpu":
         raise NoDevice(f"{name!r} is not supported; use 'cuda' or 'cpu'")
     return device
-
-
-def compute_on_one_thread() -> None:
-    """Make every CPU operation run on the calling thread, whichever library computes it. See `compute_on_threads`."""
-    if not compute_on_threads(1):
-        logger.warning("cannot set the number of threads of Arm's Compute Library; streams will cost more")
-
-
-def compute_on_threads(count: int) -> bool:
-    """Make CPU operations that the calling thread begins run on this many threads. Returns whether that is possible.
-
-    On ARM, 8-bit matrix products and some other operations use Arm's Compute Library, which starts a thread per core
-    whatever torch's setting is. Its threads spin while they wait, which multiplies the processor time on a busy
-    machine. Torch has no setting for that, so the library is called directly. Its setting is that of all threads.
-    """
-    torch.set_num_threads(count)
-    library = Path(torch.__file__).parent / "lib" / "libarm_compute.so"
-    if not library.is_file():
-        return True
-    arm = ctypes.CDLL(str(library))
-    try:
-        set_scheduler, scheduler = arm._ZN11arm_compute9Scheduler3setENS0_4TypeE, arm._ZN11arm_compute9Scheduler3getEv
-        set_threads = arm._ZN11arm_compute12OMPScheduler15set_num_threadsEj
-    except AttributeError:
-        return False
-    if count == 1:
-        set_scheduler(0)  # the scheduler without threads
-    else:
-        set_scheduler(2)  # that of OpenMP, as in torch
-        scheduler.restype = ctypes.c_void_p
-        set_threads(ctypes.c_void_p(scheduler()), count)
-    return True
 
 
 def total_memory(device: torch.device) -> int:
@@ -124,8 +78,8 @@ def staging(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) ->
 
 
 def upload(values: NDArray[Any], device: torch.device) -> Tensor:
-    """Copy values to the device without waiting for its work. The copy reads pinned memory that torch keeps until it is
-    done: the device may read memory that is not pinned after this returns."""
+    """Copy values to the device without waiting for the device. On CUDA the values are first copied to pinned memory,
+    which torch keeps until the device has read it, so the caller may change `values` at once."""
     host = staging(values.shape, torch.from_numpy(values).dtype, device)
     np.copyto(host.numpy(), values)
     return host.to(device, non_blocking=True)
@@ -137,13 +91,13 @@ class Download:
     def __init__(self, tensor: Tensor) -> None:
         self._host = staging(tuple(tensor.shape), tensor.dtype, tensor.device)
         self._host.copy_(tensor, non_blocking=True)
-        self._there: torch.cuda.Event | None = None
+        self._arrived: torch.cuda.Event | None = None
         if tensor.is_cuda:
-            self._there = torch.cuda.current_stream(tensor.device).record_event()  # type: ignore[no-untyped-call]
+            self._arrived = torch.cuda.current_stream(tensor.device).record_event()  # type: ignore[no-untyped-call]
 
     def values(self) -> NDArray[Any]:
-        if self._there is not None:
-            self._there.synchronize()
+        if self._arrived is not None:
+            self._arrived.synchronize()
         return self._host.numpy()
 
 
@@ -157,9 +111,10 @@ def batch_sizes(largest: int) -> list[int]:
 class StepGraphs:
     """Runs `step(size)` as a recorded CUDA graph, so that a step is one launch instead of many.
 
-    `step` must read and write fixed buffers only. There is one graph per batch size; batches are padded to the next
-    recorded size. All graphs share one memory pool, recorded largest first, because only one of them runs at a time;
-    the graphs of another step may share it too.
+    `step` must read and write fixed buffers only. There is one graph per batch size: `sizes`, or
+    `batch_sizes(largest)`. The caller pads a batch to the next recorded size. The graphs share one memory pool, because
+    only one of them runs at a time; the largest is recorded first, so that the others fit into its memory. Graphs of
+    another step may share the pool, too.
     """
 
     def __init__(self, step: Callable[[int], None], largest: int, sizes: Sequence[int] = ()) -> None:
@@ -167,11 +122,11 @@ class StepGraphs:
         self._sizes = sorted(sizes) or batch_sizes(largest)
         self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
 
-    def capture(self, beside: StepGraphs | None = None) -> None:
-        """Record the step for every size, in the memory pool of the graphs `beside`, if there are any."""
+    def capture(self, pool_of: StepGraphs | None = None) -> None:
+        """Record the step for every size, in the memory pool of the graphs `pool_of` if they have one."""
         pool = torch.cuda.graph_pool_handle()
-        if beside is not None and beside._graphs:
-            pool = next(iter(beside._graphs.values())).pool()
+        if pool_of is not None and pool_of._graphs:
+            pool = next(iter(pool_of._graphs.values())).pool()
         for size in reversed(self._sizes):
             # The first run compiles kernels and lets libraries choose algorithms, which cannot be done while recording.
             self._step(size)
@@ -182,4 +137,5 @@ class StepGraphs:
             self._graphs[size] = graph
 
     def run(self, count: int) -> None:
+        """Run the graph of the next size from `count` on."""
         self._graphs[self._sizes[bisect_left(self._sizes, count)]].replay()

@@ -1,9 +1,9 @@
 """Speech detectors for many streams at once: they run Silero (`engine/models/silero.py`) on batches of new audio.
 
-The `Listener` of the engine loop (`engine/server/speech.py`) uses one of them; here are only probabilities, no
-decisions. `SpeechDetector` keeps the state of its streams on the host, wherever the model runs, so that it can be
-saved: it serves windowed models. `DeviceSpeechDetector` keeps it on the GPU and never makes the host wait: it serves
-frame-synchronous models. `DetectorSlots` assigns the slots of the state tensors to streams, for both.
+The `Listener` of the engine loop (`engine/server/speech.py`) uses one of them and decides what is speech; the detectors
+compute probabilities only. `SpeechDetector` keeps the state of its streams on the host, wherever the model runs, so
+that it can be saved: it serves windowed models. `DeviceSpeechDetector` keeps it on the GPU and never makes the host
+wait: it serves frame-synchronous models. `DetectorSlots` assigns the slots of the state tensors to streams, for both.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Samples = NDArray[np.float32]
 
 
 class HasSlot(Protocol):
-    """The host-side state of a stream knows its slot."""
+    """The host's state of a stream, which contains its slot."""
 
     slot: int
 
@@ -45,18 +45,18 @@ class DetectorSlots(Generic[StreamState]):
         self.stream_states: dict[str, StreamState] = {}
         self._free = list(range(max_streams - 1, -1, -1))
 
-    def open(self, stream: str, stream_state_in: Callable[[int], StreamState]) -> int:
-        """Assign a slot and return it; the caller clears what its last stream left there. Raises DuplicateStream or
-        AtCapacity."""
+    def open(self, stream: str, make_state: Callable[[int], StreamState]) -> int:
+        """Assign a slot and return it. The caller clears the slot's tensors. Raises DuplicateStream or AtCapacity."""
         if stream in self.stream_states:
             raise DuplicateStream(stream, "is open in the speech detector already")
         if not self._free:
             raise AtCapacity(stream, f"the speech detector listens to {len(self.stream_states)} streams, its maximum")
         slot = self._free.pop()
-        self.stream_states[stream] = stream_state_in(slot)
+        self.stream_states[stream] = make_state(slot)
         return slot
 
     def close(self, stream: str) -> None:
+        """Free the slot of a stream. Raises UnknownStream."""
         stream_state = self.stream_states.pop(stream, None)
         if stream_state is None:
             raise UnknownStream(stream, "is not open in the speech detector")
@@ -66,7 +66,7 @@ class DetectorSlots(Generic[StreamState]):
         """Raise UnknownStream or BadItem for a bad batch, before any of it is processed."""
         if len(dict(batch)) < len(batch):
             ((twice, _),) = Counter(stream for stream, _ in batch).most_common(1)
-            raise BadItem(twice, "comes twice in one batch of the speech detector")
+            raise BadItem(twice, "occurs twice in one batch of the speech detector")
         for stream, samples in batch:
             if stream not in self.stream_states:
                 raise UnknownStream(stream, "is not open in the speech detector")
@@ -77,7 +77,8 @@ class DetectorSlots(Generic[StreamState]):
 # After this many frames of digital silence (one second) the probability no longer changes: it is kept, and nothing is
 # computed until a sample differs from zero.
 SETTLED_FRAMES = 32
-# More frames than this go through the model in several passes, so that a long piece of an upload fits into CPU caches.
+# Most frames that the model encodes at once: more take several passes, so that a long piece of an upload fits into CPU
+# caches.
 _FRAMES_PER_PASS = 256
 
 _SPAN_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES
@@ -85,24 +86,28 @@ _SPAN_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES
 
 @dataclass(slots=True)
 class _Stream:
-    """One stream: its slot in the state tensors, and the samples that wait for a full frame."""
+    """The state of one stream that is not in the state tensors."""
 
+    # Index in the state tensors.
     slot: int
     # First sample of the next frame.
     sample: int
     # The context of the next frame, and the samples of the frame itself that have arrived.
     carried: Samples
+    # Consecutive frames of digital silence so far.
     silent_frames: int = 0
+    # Of the last frame.
     probability: float = 0.0
 
 
 @dataclass(slots=True)
 class _Piece:
-    """The frames of one stream in one call."""
+    """The new frames of one stream in one call."""
 
     stream_state: _Stream
+    # [n, 64 + 512]: the frames that the model must compute, each after its context.
     frames: Samples
-    # Which frames the model must compute; the others repeat the probability before them.
+    # For every new frame: whether the model must compute it. The others repeat the probability before them.
     due: list[bool]
     # The stream's state after these frames.
     carried: Samples
@@ -112,9 +117,9 @@ class _Piece:
 class SpeechDetector(Detector):
     """Detector with its state on the host; at most `max_streams` streams are open at a time.
 
-    Samples come in pieces of any length, so each stream carries those that do not fill a frame yet. The complete frames
-    of all streams pass the stateless part of the model in one batch; the recurrent part runs frame by frame, with all
-    streams in one batch. A stream that sends nothing costs nothing.
+    Samples arrive in pieces of any length; those that do not fill a frame are carried over to the next call. The
+    complete frames of all streams pass the stateless part of the model in one batch; the recurrent part runs frame by
+    frame, with all streams in one batch. A stream without new samples costs nothing.
     """
 
     def __init__(self, model: SileroVad, max_streams: int) -> None:
@@ -160,25 +165,23 @@ class SpeechDetector(Detector):
 
     @torch.inference_mode()
     def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
-        """Process new samples, each stream at most once. Returns a call for the frames that they complete, in the order
-        of the batch.
-
-        If it raises, no stream has changed: the samples can be passed again without the stream that failed.
+        """Compute the frames that the new samples complete. The returned function gives the results in the order of the
+        batch. If this raises, no stream has changed.
         """
         self._slots.check(batch)
-        pieces = [self._take(stream, samples) for stream, samples in batch]
+        pieces = [self._cut_frames(stream, samples) for stream, samples in batch]
         with _one_thread():
             computed = self._compute(pieces)
-        answers = []
+        results = []
         for (stream, _), piece, values in zip(batch, pieces, computed, strict=True):
-            stream_state, fresh, probabilities = piece.stream_state, iter(values), []
+            stream_state, new_values, probabilities = piece.stream_state, iter(values), []
             stream_state.carried, stream_state.silent_frames = piece.carried, piece.silent_frames
             for due in piece.due:
-                stream_state.probability = next(fresh) if due else stream_state.probability
+                stream_state.probability = next(new_values) if due else stream_state.probability
                 probabilities.append(stream_state.probability)
-            answers.append(Speech(stream, stream_state.sample, FRAME_SAMPLES, probabilities))
+            results.append(Speech(stream, stream_state.sample, FRAME_SAMPLES, probabilities))
             stream_state.sample += FRAME_SAMPLES * len(probabilities)
-        return lambda: answers
+        return lambda: results
 
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """More of a silence in which nothing changes any more: one long frame, and nothing to compute."""
@@ -189,20 +192,20 @@ class SpeechDetector(Detector):
         sample, stream_state.sample = stream_state.sample, stream_state.sample + frames * FRAME_SAMPLES
         return Speech(stream, sample, frames * FRAME_SAMPLES, [stream_state.probability] if frames else [])
 
-    def _take(self, stream: str, samples: Samples) -> _Piece:
-        """Cut the complete frames; the rest is carried over to the next call. Changes no state."""
+    def _cut_frames(self, stream: str, samples: Samples) -> _Piece:
+        """Cut the samples into complete frames; the rest is carried over to the next call. Changes no state."""
         stream_state = self._stream_states[stream]
-        heard = np.concatenate((stream_state.carried, samples))
-        count = (len(heard) - CONTEXT_SAMPLES) // FRAME_SAMPLES
+        audio = np.concatenate((stream_state.carried, samples))
+        count = (len(audio) - CONTEXT_SAMPLES) // FRAME_SAMPLES
         frames = np.lib.stride_tricks.as_strided(
-            heard, (count, _SPAN_SAMPLES), (FRAME_SAMPLES * heard.itemsize, heard.itemsize), writeable=False
+            audio, (count, _SPAN_SAMPLES), (FRAME_SAMPLES * audio.itemsize, audio.itemsize), writeable=False
         )
         due, silent_frames = [], stream_state.silent_frames
         audible_frames: NDArray[np.bool_] = np.any(frames, axis=1)
         for audible in audible_frames.tolist():
             silent_frames = 0 if audible else silent_frames + 1
             due.append(silent_frames <= SETTLED_FRAMES)
-        rest = heard[count * FRAME_SAMPLES :].copy()
+        rest = audio[count * FRAME_SAMPLES :].copy()
         return _Piece(stream_state, frames if all(due) else frames[due], due, rest, silent_frames)
 
     def _compute(self, pieces: list[_Piece]) -> list[list[float]]:
@@ -231,6 +234,8 @@ class SpeechDetector(Detector):
         return results
 
     def _run(self, frames: Tensor, starts: list[int], slots: Tensor) -> NDArray[np.float32]:
+        """The probability of each frame. Rows [starts[k], starts[k + 1]) are frame k of the first streams in
+        `slots`."""
         passes = [
             self._model.encode(frames[first : first + _FRAMES_PER_PASS])
             for first in range(0, len(frames), _FRAMES_PER_PASS)
@@ -249,17 +254,17 @@ class SpeechDetector(Detector):
         values: NDArray[np.float32] = self._model.probability(torch.cat(after_each)).cpu().numpy()
         # Store the state last, so that an error before this changes nothing.
         for state in [*complete, (slots, hidden, cell)]:
-            self._keep(*state)
+            self._store(*state)
         return values
 
-    def _keep(self, slots: Tensor, hidden: Tensor, cell: Tensor) -> None:
+    def _store(self, slots: Tensor, hidden: Tensor, cell: Tensor) -> None:
         self._hidden.index_copy_(0, slots, hidden.cpu())
         self._cell.index_copy_(0, slots, cell.cpu())
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Use one thread, whatever the model uses: at this size threads wait for each other longer than they compute."""
+    """Use one thread meanwhile: at this size several threads would wait for each other longer than they compute."""
     threads = torch.get_num_threads()
     if threads == 1:
         yield
@@ -271,14 +276,15 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# Samples of a live stream in one piece. Longer pieces, which only uploads have, take several rounds.
+# Most samples of a stream in one round: one position of a live stream. Longer pieces, which only uploads have, take
+# several rounds.
 ROUND_SAMPLES = 1280
 # Most streams in one round; more streams take several rounds.
-LARGEST_ROUND = 512
+MAX_ROUND_STREAMS = 512
 
-# Up to a frame less one sample may wait before the new samples.
+# Samples of a row: the context, up to one sample less than a frame that are carried over, and the new samples.
 _ROW_SAMPLES = CONTEXT_SAMPLES + FRAME_SAMPLES - 1 + ROUND_SAMPLES
-_MOST_FRAMES = (FRAME_SAMPLES - 1 + ROUND_SAMPLES) // FRAME_SAMPLES
+_MAX_FRAMES = (FRAME_SAMPLES - 1 + ROUND_SAMPLES) // FRAME_SAMPLES
 
 
 @dataclass(slots=True, eq=False)
@@ -288,12 +294,12 @@ class _DeviceStream:
     slot: int
     # First sample of the next frame, and how many of its samples have arrived.
     sample: int
-    waiting: int = 0
+    carried_samples: int = 0
 
 
 @dataclass(slots=True)
 class _Round:
-    """One round: its streams and their results."""
+    """The streams of one round, and the transfer of their results."""
 
     streams: Sequence[str]
     stream_states: Sequence[_DeviceStream]
@@ -301,19 +307,19 @@ class _Round:
     samples: list[int]
     # Number of frames that each stream completed.
     frames: list[int]
-    answers: Download
+    probabilities: Download
 
 
 class DeviceSpeechDetector(Detector):
     """Detector on the device that also runs the model; at most `max_streams` streams are open at a time.
 
-    The device holds, by slot, the recurrent state, the samples that do not fill a frame yet, and the length of the
+    The device has, by slot, the recurrent state, the samples that do not fill a frame yet, and the length of the
     digital silence. A round takes at most `ROUND_SAMPLES` new samples of each stream and computes the up to three
     frames that they complete, for all streams in one batch, in fixed buffers: on CUDA a round is a recorded graph. The
     host counts samples, and waits for probabilities only when they are read.
 
-    Samples are uploaded separately, although a step's buffers hold those of most items: audio that is already in the
-    encoder cache, gaps, and audio that no step reads must be processed too.
+    Samples are uploaded separately, although the step's buffers have most of them: audio that is already in the encoder
+    cache, gaps, and audio that no step reads must be processed, too.
     """
 
     overlaps_steps = True
@@ -328,16 +334,17 @@ class DeviceSpeechDetector(Detector):
         self._carried = torch.zeros(rows, _SPAN_SAMPLES, device=device)
         self._silent_frames = torch.zeros(rows, dtype=torch.int64, device=device)
         self._probability = torch.zeros(rows, device=device)
-        self._capacity = min(max_streams, LARGEST_ROUND)
-        # For each row: its slot, the number of waiting samples, the number of new samples.
-        self._numbers = torch.zeros(3, self._capacity, dtype=torch.int64, device=device)
-        self._numbers[0] = max_streams
+        self._capacity = min(max_streams, MAX_ROUND_STREAMS)
+        # For each row: its slot, the number of carried samples, the number of new samples.
+        self._indices = torch.zeros(3, self._capacity, dtype=torch.int64, device=device)
+        self._indices[0] = max_streams
         self._samples = torch.zeros(self._capacity, ROUND_SAMPLES, device=device)
-        self._answers = torch.zeros(self._capacity, _MOST_FRAMES, device=device)
+        self._probabilities = torch.zeros(self._capacity, _MAX_FRAMES, device=device)
         self._columns = torch.arange(_ROW_SAMPLES, device=device)
         self._slots: DetectorSlots[_DeviceStream] = DetectorSlots(max_streams)
         self._stream_states = self._slots.stream_states
-        self._fresh: list[int] = []
+        # Slots that were opened since the last round.
+        self._new_slots: list[int] = []
         self._padding_slot = max_streams
         self._graphs: StepGraphs | None = None
         if device.type == "cuda" and graphs:
@@ -350,17 +357,17 @@ class DeviceSpeechDetector(Detector):
 
     def open(self, stream: str, sample: int = 0) -> None:
         """Begin to listen to a stream whose next sample is number `sample`."""
-        self._fresh.append(self._slots.open(stream, lambda slot: _DeviceStream(slot, sample)))
+        self._new_slots.append(self._slots.open(stream, lambda slot: _DeviceStream(slot, sample)))
 
     def close(self, stream: str) -> None:
         self._slots.close(stream)
 
     @torch.inference_mode()
     def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
-        """Process new samples, each stream at most once, without waiting for the device. The returned call waits for
-        the results, and leaves out streams that were closed meanwhile. If it raises, no stream has changed."""
+        """Start on new samples without waiting for the device. The returned function waits for the results, and leaves
+        out streams that were closed meanwhile. If this raises, no stream has changed."""
         self._slots.check(batch)
-        self._begin_fresh()
+        self._clear_new_slots()
         rounds: list[_Round] = []
         while batch:
             starts = range(0, len(batch), self._capacity)
@@ -371,20 +378,20 @@ class DeviceSpeechDetector(Detector):
     @torch.inference_mode()
     def pass_silence(self, stream: str, samples: int) -> Speech:
         """More of a silence in which nothing changes any more: one long frame, and nothing to compute."""
-        self._begin_fresh()
+        self._clear_new_slots()
         stream_state = self._stream_states[stream]
-        frames, stream_state.waiting = divmod(stream_state.waiting + samples, FRAME_SAMPLES)
+        frames, stream_state.carried_samples = divmod(stream_state.carried_samples + samples, FRAME_SAMPLES)
         self._carried[stream_state.slot] = 0.0
         self._silent_frames[stream_state.slot] += frames
         sample, stream_state.sample = stream_state.sample, stream_state.sample + frames * FRAME_SAMPLES
         probabilities = [self._probability[stream_state.slot].item()] if frames else []
         return Speech(stream, sample, frames * FRAME_SAMPLES, probabilities)
 
-    def _begin_fresh(self) -> None:
+    def _clear_new_slots(self) -> None:
         """Clear the state of streams that were opened since the last round."""
-        if self._fresh:
-            slots = upload(np.array(self._fresh, np.int64), self._device)
-            self._fresh = []
+        if self._new_slots:
+            slots = upload(np.array(self._new_slots, np.int64), self._device)
+            self._new_slots = []
             for state in (self._hidden, self._cell, self._carried, self._silent_frames, self._probability):
                 state.index_fill_(0, slots, 0)
 
@@ -393,33 +400,34 @@ class DeviceSpeechDetector(Detector):
         streams, pieces = zip(*batch, strict=True)
         stream_states = [self._stream_states[stream] for stream in streams]
         count = len(stream_states)
-        numbers = staging((3, self._capacity), torch.int64, self._device)
-        view = numbers.numpy()
+        indices = staging((3, self._capacity), torch.int64, self._device)
+        view = indices.numpy()
         view[:, count:] = [[self._padding_slot], [0], [0]]
         view[0, :count] = [stream_state.slot for stream_state in stream_states]
-        view[1, :count] = [stream_state.waiting for stream_state in stream_states]
+        view[1, :count] = [stream_state.carried_samples for stream_state in stream_states]
         view[2, :count] = [len(piece) for piece in pieces]
         np.minimum(view[2], ROUND_SAMPLES, out=view[2])
-        self._numbers.copy_(numbers, non_blocking=True)
+        self._indices.copy_(indices, non_blocking=True)
         self._upload_samples(pieces, view[2, :count])
         if self._graphs is not None:
             self._graphs.run(count)
         else:
             self._round(count)
-        frames, waiting = np.divmod(view[1, :count] + view[2, :count], FRAME_SAMPLES)
-        found = _Round(
+        frames, carried = np.divmod(view[1, :count] + view[2, :count], FRAME_SAMPLES)
+        launched = _Round(
             streams,
             stream_states,
             [stream_state.sample for stream_state in stream_states],
             frames.tolist(),
-            Download(self._answers[:count]),
+            Download(self._probabilities[:count]),
         )
-        for stream_state, rest, complete in zip(stream_states, waiting.tolist(), found.frames, strict=True):
-            stream_state.waiting = rest
+        for stream_state, rest, complete in zip(stream_states, carried.tolist(), launched.frames, strict=True):
+            stream_state.carried_samples = rest
             stream_state.sample += complete * FRAME_SAMPLES
-        return found
+        return launched
 
     def _upload_samples(self, pieces: Sequence[Samples], lengths: NDArray[np.int64]) -> None:
+        """Upload the first `lengths` samples of each piece."""
         host = staging((len(pieces), ROUND_SAMPLES), torch.float32, self._device)
         view = host.numpy()
         if int(lengths.min()) == ROUND_SAMPLES == max(map(len, pieces)):
@@ -431,49 +439,50 @@ class DeviceSpeechDetector(Detector):
 
     def _read_all(self, rounds: Sequence[_Round]) -> list[Speech]:
         """Return one Speech per stream, joined over all rounds."""
-        found: dict[str, Speech] = {}
+        joined: dict[str, Speech] = {}
         for part in rounds:
             for speech in self._read(part):
-                first = found.setdefault(speech.stream, speech)
+                first = joined.setdefault(speech.stream, speech)
                 if first is not speech:
                     first.probabilities += speech.probabilities
-        return list(found.values())
+        return list(joined.values())
 
-    def _read(self, found: _Round) -> list[Speech]:
-        rows = found.answers.values().tolist()
+    def _read(self, launched: _Round) -> list[Speech]:
+        """The results of one round, of the streams that are still open. Waits for the device."""
+        rows = launched.probabilities.values().tolist()
         current = self._stream_states.get
         return [
             Speech(stream, sample, FRAME_SAMPLES, row[:frames])
             for stream, stream_state, sample, frames, row in zip(
-                found.streams, found.stream_states, found.samples, found.frames, rows, strict=True
+                launched.streams, launched.stream_states, launched.samples, launched.frames, rows, strict=True
             )
             if current(stream) is stream_state
         ]
 
     def _round(self, size: int) -> None:
         """Compute the first `size` rows. Reads and writes fixed buffers only, so that it can be recorded."""
-        slots, waiting, new = self._numbers[:, :size].unbind()
-        # The waiting samples, then the new ones, moved to where the waiting ones end.
-        come = torch.cat([self._carried[slots], self._samples[:size]], dim=1)
-        waits_until = (CONTEXT_SAMPLES + waiting)[:, None]
-        source = torch.where(self._columns < waits_until, self._columns, self._columns + _SPAN_SAMPLES - waits_until)
-        row = come.gather(1, source.clamp_(max=come.shape[1] - 1))  # [n, _ROW_SAMPLES]
+        slots, carried, new = self._indices[:, :size].unbind()
+        # The new samples are moved to where the carried samples end: row = context, carried samples, new samples.
+        parts = torch.cat([self._carried[slots], self._samples[:size]], dim=1)
+        carried_end = (CONTEXT_SAMPLES + carried)[:, None]
+        source = torch.where(self._columns < carried_end, self._columns, self._columns + _SPAN_SAMPLES - carried_end)
+        row = parts.gather(1, source.clamp_(max=parts.shape[1] - 1))  # [n, _ROW_SAMPLES]
         frames = row.unfold(1, _SPAN_SAMPLES, FRAME_SAMPLES)  # [n, 3, 576]
-        gates = self._model.encode(frames.reshape(-1, _SPAN_SAMPLES)).view(size, _MOST_FRAMES, -1)
+        gates = self._model.encode(frames.reshape(-1, _SPAN_SAMPLES)).view(size, _MAX_FRAMES, -1)
         audible = (frames != 0).any(dim=2)
-        complete = (waiting + new) // FRAME_SAMPLES
+        complete = (carried + new) // FRAME_SAMPLES
         hidden, cell, silent = self._hidden[slots], self._cell[slots], self._silent_frames[slots]
         probability = self._probability[slots]
-        for frame in range(_MOST_FRAMES):
-            is_there = frame < complete
-            silent = torch.where(is_there, torch.where(audible[:, frame], 0, silent + 1), silent)
+        for frame in range(_MAX_FRAMES):
+            exists = frame < complete
+            silent = torch.where(exists, torch.where(audible[:, frame], 0, silent + 1), silent)
             # A settled silence changes neither the probability nor the state.
-            due = is_there & (silent <= SETTLED_FRAMES)
+            due = exists & (silent <= SETTLED_FRAMES)
             next_hidden, next_cell = self._model.step(gates[:, frame], hidden, cell)
             probability = torch.where(due, self._model.probability(next_hidden), probability)
             hidden = torch.where(due[:, None], next_hidden, hidden)
             cell = torch.where(due[:, None], next_cell, cell)
-            self._answers[:size, frame] = probability
+            self._probabilities[:size, frame] = probability
         rest = self._columns[:_SPAN_SAMPLES] + FRAME_SAMPLES * complete[:, None]
         self._carried.index_copy_(0, slots, row.gather(1, rest.clamp_(max=_ROW_SAMPLES - 1)))
         self._hidden.index_copy_(0, slots, hidden)

@@ -628,7 +628,7 @@ def main() -> None:
                 answers = encoder.encode(process.answers)
                 line.sendall(_LENGTHS.pack(len(answers), 0) + answers)
                 process.answers.clear()
-            if any(model.failed_in_a_row >= FAILURES_OF_A_LOST_DEVICE for model in models):
+            if any(model.consecutive_failures >= FAILURES_OF_A_LOST_DEVICE for model in models):
                 # A lost device does not come back: the engine is to start both again.
                 logger.error(
                     "%d batches of speaker labels or the turn detector failed in a row", FAILURES_OF_A_LOST_DEVICE

@@ -28,7 +28,7 @@ from engine.core.scheduler import Scheduler
 from engine.errors import EngineDead, EngineError
 from engine.logs import WITH_PROCESS, set_up_logging
 from engine.options import EngineConfig
-from engine.runner.load import load_detector, load_embedder, load_runner, load_turns
+from engine.runner.load import load_detector, load_embedder, load_runner, load_turn_detector
 from engine.server.host import DrainRequest, EngineHost
 from engine.server.loop import EngineLoop, calm_collector, keep_freed_memory
 from engine.server.skipped_silence import skip_settings
@@ -51,7 +51,7 @@ def build_loop(config: EngineConfig, clock: Callable[[], int] = time.perf_counte
     path = resolve(config.model)
     runner, limits = load_runner(path, config)
     embedder = load_embedder(runner, config)
-    turn_detector = load_turns(runner, config)
+    turn_detector = load_turn_detector(runner, config)
     options = replace(runner.spec.options, speakers=embedder is not None, turn_detector=turn_detector is not None)
     # Gateways compare fingerprints, so that engines with different weights under one name are not mixed.
     spec = replace(runner.spec, weights=fingerprint(path), options=options)

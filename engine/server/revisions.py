@@ -1,12 +1,12 @@
 """Second passes for finals (`Revisions`): decides which ended utterances of live streams are decoded again, and when.
 
 A part of the engine loop. It keeps the audio and the streamed words of each stream since its last revision, and sends
-the new words as `Revised`; `UtteranceReviser` (`engine/runner/background.py`) computes them on other threads. A
-`Revision` covers a *part* of the stream: the audio between two flushes, or between a flush and the end of the stream.
-Long audio without a flush is divided at pauses between words and revised while the speaker continues, so that little
-remains to be decoded at the flush. The division into parts depends on the audio and the streamed words alone; when the
-result is sent depends on the load. A revision that would not be ready in time, by the pace of the last ones, is not
-begun: the streamed words are final at once.
+the new words as `Revised`; `UtteranceReviser` (`engine/runner/windowed/revision.py`) computes them on other threads. A
+`Revision` covers the audio between two flushes, or between a flush and the end of the stream. Audio that goes on for
+long without a flush is revised in parts while the speaker goes on, cut at pauses between words, so that little is left
+to do at the flush. The division into parts depends on the audio and the streamed words alone; the time of the result
+depends on the load. A revision that would not be ready in time, by the pace of the last ones, is not begun: the
+streamed words stay, and the final comes at once.
 """
 
 from __future__ import annotations

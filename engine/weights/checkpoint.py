@@ -1,22 +1,15 @@
-"""Reads models from disk: a checkpoint's configuration, tensors, fingerprint and vocabulary, and whole windowed models.
+"""Reads checkpoints from disk: configuration, tensors and fingerprint, and Moonshine, Whisper and the turn detector.
 
 `engine/runner/load.py` calls it when an engine starts, and puts the models on a device. `read_tensors` reads
 safetensors files, in one file or shards, and checks every name and shape. Gateways compare `fingerprint`s, so that
-engines with different weights under one name are not mixed. Vocabularies (token id -> bytes of the token) come in four
-formats: Moonshine's tokenizer.bin, tiktoken, tokenizer.json, and Voxtral's tekken.json; nothing here encodes text into
-tokens.
-
-`load_speech_model` builds Moonshine or Whisper from its files, `load_streaming_weights` gives Moonshine the weights of
-its streaming encoder, and `load_turn_detector` builds the turn detector.
+engines with different weights under one name are not mixed. `load_speech_model` builds Moonshine or Whisper from its
+files, with its vocabulary (`vocabularies.py`); `load_smart_turn` builds the turn detector's model.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
 import json
-import re
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +19,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from engine.errors import EngineError
-from engine.models.moonshine import SAMPLES_PER_FRAME, Moonshine, MoonshineConfig, RunningNorm, StreamingSpec
-from engine.models.seq2seq import SAFE_STEPS
+from engine.models.moonshine import Moonshine, MoonshineConfig
 from engine.models.smart_turn import SmartTurn
-from engine.models.voxtral_realtime import FIRST_TEXT_TOKEN, STREAMING_WORD
 from engine.models.whisper import Whisper, WhisperConfig
-from engine.spec import Vocabulary
+from engine.weights.vocabularies import load_pieces
 
 CONFIG_FILE = "config.json"
 # Names in older releases of the format: old prefix -> current prefix.
@@ -41,9 +32,8 @@ RENAMED_PREFIXES = {
     "audio_tower.": "model.audio_tower.",
     "multi_modal_projector.": "model.multi_modal_projector.",
 }
-NAMES_SHOWN = 8
-# Sentencepiece's character for a space.
-_SPACE = "\u2581"
+# Most problems that an error text lists.
+PROBLEMS_SHOWN = 8
 
 
 class BadCheckpoint(EngineError):
@@ -71,11 +61,11 @@ def read_tensors(
     *,
     tied: dict[str, str] | None = None,
 ) -> dict[str, Tensor]:
-    """Every tensor of `shapes`, by name. Raises BadCheckpoint that names missing, extra and mis-shaped tensors.
+    """Every tensor of `shapes`, by name. Raises BadCheckpoint, which names missing, extra and mis-shaped tensors.
 
-    `tied` maps an optional name to the tensor that it must equal; it is checked and then left out.
+    `tied` maps the name of a tensor that a file may have to the tensor that it must equal. It is compared and not
+    returned.
     """
-    from safetensors import safe_open
 
     tied = tied or {}
     sources: dict[str, tuple[Path, str]] = {}
@@ -85,7 +75,7 @@ def read_tensors(
             for stored in tensors.keys():
                 name = _current_name(stored)
                 if name in sources:
-                    problems.append(f"{name} is there twice")
+                    problems.append(f"{name} is stored twice")
                 sources[name] = (file, stored)
                 found = tuple(tensors.get_slice(stored).get_shape())
                 wanted = shapes.get(tied.get(name, name))
@@ -105,18 +95,17 @@ def _load(
     device: torch.device | str,
     tied: dict[str, str],
 ) -> dict[str, Tensor]:
-    from safetensors import safe_open
 
     loaded: dict[str, Tensor] = {}
-    copies: dict[str, Tensor] = {}
+    tied_tensors: dict[str, Tensor] = {}
     for file in sorted({file for file, _ in sources.values()}):
         with safe_open(file, "pt") as tensors:
             for name, (source, stored) in sources.items():
                 if source == file:
-                    target = loaded if name in shapes else copies
+                    target = loaded if name in shapes else tied_tensors
                     target[name] = tensors.get_tensor(stored).to(device, dtype)
-    for name, copy in copies.items():
-        if not torch.equal(copy, loaded[tied[name]]):
+    for name, tensor in tied_tensors.items():
+        if not torch.equal(tensor, loaded[tied[name]]):
             raise BadCheckpoint(f"{name} differs from {tied[name]}, which the config says it is tied to")
     return loaded
 
@@ -146,20 +135,21 @@ def _current_name(name: str) -> str:
 
 
 def _shorten(problems: list[str]) -> str:
-    shown = "; ".join(problems[:NAMES_SHOWN])
-    rest = len(problems) - NAMES_SHOWN
+    shown = "; ".join(problems[:PROBLEMS_SHOWN])
+    rest = len(problems) - PROBLEMS_SHOWN
     return f"{shown}; and {rest} more" if rest > 0 else shown
 
 
-# Fingerprints, which tell two sets of weights apart whatever their names are.
+# Fingerprints, which distinguish two sets of weights whatever their names are.
 #
 # Reading a large checkpoint twice would make every start slower, so large files are sampled: their size, and blocks
 # spread over the whole file. Trained weights differ nearly everywhere, so this finds a difference. It is no protection
 # against deliberate collisions.
 
 WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".ort", ".onnx")
+# Size and largest number of the blocks that are read from a file.
 BLOCK_BYTES = 1 << 16
-MOST_BLOCKS = 256
+MAX_BLOCKS = 256
 
 
 def fingerprint(path: Path) -> str:
@@ -170,7 +160,7 @@ def fingerprint(path: Path) -> str:
         size = file.stat().st_size
         digest.update(f"{file.name} {size}\n".encode())
         # Blocks evenly spread from the first to the last.
-        count = min(MOST_BLOCKS, -(-size // BLOCK_BYTES))
+        count = min(MAX_BLOCKS, -(-size // BLOCK_BYTES))
         last = max(0, size - BLOCK_BYTES)
         with file.open("rb") as data:
             for index in range(count):
@@ -179,188 +169,8 @@ def fingerprint(path: Path) -> str:
     return digest.hexdigest()[:16]
 
 
-def load_pieces(folder: Path, size: int) -> list[bytes]:
-    """The bytes of every token, leading space included; empty for markers and for ids that the file does not have."""
-    for name, read in (
-        ("tokenizer.json", _from_tokenizer_json),
-        ("tokenizer.bin", _from_tokenizer_bin),
-        ("vocabulary.tiktoken", _from_tiktoken),
-    ):
-        file = folder / name
-        if file.exists():
-            pieces = read(file)
-            if len(pieces) > size:
-                raise ValueError(
-                    f"{file} names {len(pieces)} tokens, the model has {size}: they do not belong together"
-                )
-            return pieces + [b""] * (size - len(pieces))
-    raise FileNotFoundError(
-        f"no vocabulary in {folder}: it needs tokenizer.json (transformers) or vocabulary.tiktoken (OpenAI Whisper)"
-    )
-
-
-def _from_tokenizer_bin(file: Path) -> list[bytes]:
-    """Each token is its length (low seven bits first, one or two bytes) and its bytes."""
-    data = file.read_bytes()
-    pieces: list[bytes] = []
-    at = 0
-    while at < len(data):
-        length, at = data[at], at + 1
-        if length >= 0x80:
-            length, at = (length & 0x7F) | data[at] << 7, at + 1
-        pieces.append(_sentencepiece_bytes(data[at : at + length]))
-        at += length
-    return pieces
-
-
-def _sentencepiece_bytes(piece: bytes) -> bytes:
-    # The first letter is looked at first, because patterns take longer, and there are tens of thousands of tokens.
-    if piece.startswith(b"<") and re.fullmatch(rb"<(unk|s|/s)>|<<ST_\d+>>", piece):
-        return b""
-    return piece.replace(_SPACE.encode(), b" ")
-
-
-def _from_tiktoken(file: Path) -> list[bytes]:
-    """Each line has a token in base64 and its rank."""
-    pieces: list[bytes] = []
-    for number, line in enumerate(file.read_bytes().splitlines()):
-        text, rank = line.split()
-        if int(rank) != number:
-            raise ValueError(f"{file}: line {number + 1} has rank {int(rank)}, expected {number}")
-        pieces.append(base64.b64decode(text))
-    return pieces
-
-
-def _from_tokenizer_json(file: Path) -> list[bytes]:
-    content: dict[str, Any] = json.loads(file.read_text())
-    vocabulary: dict[str, int] = content["model"]["vocab"]
-    byte_level = _byte_level(content)
-    specials = {token["id"] for token in content.get("added_tokens", ())}
-    size = 1 + max([*vocabulary.values(), *specials])
-    pieces = [b""] * size
-    letters = _byte_letters() if byte_level else {}
-    for token, number in vocabulary.items():
-        if number in specials:
-            continue
-        if byte_level:
-            pieces[number] = bytes(letters[letter] for letter in token)
-        elif match := re.fullmatch(r"<0x([0-9A-F]{2})>", token):
-            pieces[number] = bytes([int(match[1], 16)])
-        else:
-            pieces[number] = token.replace(_SPACE, " ").encode()
-    return pieces
-
-
-def _byte_level(content: dict[str, Any]) -> bool:
-    steps = [content.get("pre_tokenizer"), content.get("decoder")]
-    steps += [part for step in steps if step for part in step.get("pretokenizers", []) + step.get("decoders", [])]
-    return any(step and step.get("type") == "ByteLevel" for step in steps)
-
-
-def _byte_letters() -> dict[str, int]:
-    """GPT-2's alphabet: printable bytes stand for themselves, the others are letters from 256 on."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    letters = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    letters.update({chr(256 + index): byte for index, byte in enumerate(others)})
-    return letters
-
-
-# Mistral's tekken tokenizer (tekken.json).
-
-
-def read_tekken(path: Path, size: int) -> Vocabulary:
-    """Ids below 1000 are special tokens without text; text token i of the file has id 1000 + i, up to `size` ids.
-
-    Raises ValueError.
-    """
-    try:
-        entries = json.loads(path.read_text(encoding="utf-8"))["vocab"]
-        pieces = [b""] * FIRST_TEXT_TOKEN + [base64.b64decode(entry["token_bytes"], validate=True) for entry in entries]
-    except OSError as error:
-        raise ValueError(f"{path} cannot be read: {error.strerror}; a checkpoint needs its vocabulary") from None
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a tekken vocabulary: {type(error).__name__}: {error}") from None
-    if len(pieces) < size:
-        raise ValueError(f"{path} has {len(pieces)} tokens, the model has {size}; the file belongs to another model")
-    return Vocabulary(pieces[:size], word_marker=STREAMING_WORD)
-
-
-# Moonshine's streaming encoder, a file of its own beside the published weights, which still provide the decoder.
-
-# Its matrices are 8-bit codes with one range per row, the form in which the 8-bit layers compute. The file's metadata
-# says what the encoder was trained for, so that it cannot be run with other blocks, another look-ahead or another norm.
-
-_DESCRIPTION = "tickertape-streaming-encoder"
-_FORMAT = 1
-# The encoder's sample rate and frame length. Files without these fields have these values.
-_CLOCK = {"sample_rate": 16_000, "samples_per_frame": SAMPLES_PER_FRAME}
-
-
-def description(spec: StreamingSpec, base: str) -> dict[str, str]:
-    """The file's metadata; `base` is the model whose decoder belongs to it."""
-    return {_DESCRIPTION: json.dumps({"format": _FORMAT, "base": base, **_CLOCK, **asdict(spec)})}
-
-
-def _spec(metadata: dict[str, str] | None) -> StreamingSpec:
-    stored = json.loads((metadata or {})[_DESCRIPTION])
-    if stored["format"] != _FORMAT:
-        raise ValueError(f"its format is {stored['format']!r}; this version reads {_FORMAT}")
-    for name, value in _CLOCK.items():
-        if stored.get(name, value) != value:
-            raise ValueError(f"it was trained with {name} {stored[name]!r}; this engine uses {value}")
-    return StreamingSpec(
-        blocks=tuple(stored["blocks"]),
-        look_ahead=stored["look_ahead"],
-        left=stored["left"],
-        norm=RunningNorm(**stored["norm"]),
-    )
-
-
-def load_streaming_weights(model: Moonshine, file: Path) -> StreamingSpec:
-    """Replace the model's encoder weights by those in the file; returns what they were trained for.
-
-    Raises BadCheckpoint.
-    """
-    try:
-        with safe_open(file, "pt") as stored:
-            spec = _spec(stored.metadata())
-            tensors = {name: stored.get_tensor(name) for name in stored.keys()}
-        weights = {name: value.float() for name, value in unpack_rows(tensors).items()}
-        problems = model.load_state_dict(weights, strict=False, assign=True)
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
-        raise BadCheckpoint(f"{file} is not a streaming encoder for this model: {error}") from error
-    replaced = ("encoder.", "cross_kv.")
-    missing = [name for name in problems.missing_keys if name.startswith(replaced)]
-    if missing or problems.unexpected_keys:
-        raise BadCheckpoint(f"{file} lacks {missing} and has unknown {problems.unexpected_keys}")
-    return spec
-
-
-def pack_rows(name: str, weight: Tensor) -> dict[str, Tensor]:
-    """A matrix as 8-bit codes and the largest value of each row, the form in which `Int8Linear` computes.
-
-    It uses as few steps as the least capable processors have, so that no further rounding happens there.
-    """
-    ranges = weight.abs().amax(dim=1).clamp(min=1e-12)
-    codes = (weight / ranges[:, None] * SAFE_STEPS).round().to(torch.int8)
-    return {f"{name}.codes": codes, f"{name}.range": ranges}
-
-
-def unpack_rows(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The inverse of `pack_rows` for every matrix; other tensors unchanged."""
-    plain = {}
-    for name, value in tensors.items():
-        if name.endswith(".codes"):
-            matrix = name.removesuffix(".codes")
-            plain[matrix] = value.float() / SAFE_STEPS * tensors[f"{matrix}.range"][:, None]
-        elif not name.endswith(".range"):
-            plain[name] = value
-    return plain
-
-
-def load_turn_detector(file: Path) -> SmartTurn:
-    """The learnt detector of ends of turns, in float32. Raises BadCheckpoint."""
+def load_smart_turn(file: Path) -> SmartTurn:
+    """The turn detector's model in float32. Raises BadCheckpoint."""
     try:
         return SmartTurn.load(load_file(file))
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
@@ -368,9 +178,6 @@ def load_turn_detector(file: Path) -> SmartTurn:
             f"{file} is not a turn detector that can be read: {error}. Fetch it again: tickertape pull turn-detector "
             "--fresh"
         ) from error
-
-
-# From a folder or file to a model: its family, its weights, its vocabulary.
 
 
 def load_speech_model(path: Path) -> tuple[Moonshine | Whisper, list[bytes]]:
@@ -385,12 +192,13 @@ def load_speech_model(path: Path) -> tuple[Moonshine | Whisper, list[bytes]]:
         model = _load_openai(openai_file) if openai_file.is_file() else _load_transformers(folder)
         pieces = load_pieces(folder, model.config.vocabulary)
         if isinstance(model, Whisper):
-            model.bar_symbols(pieces)
+            model.suppress_symbols(pieces)
         return model, pieces
     except (BadCheckpoint, MemoryError):
         raise
     except Exception as error:
-        # A file that is no checkpoint can make its parsers raise anything, the unpickler IndexError and struct.error.
+        # A file that is not a checkpoint makes its parsers raise errors of many types: the unpickler raises IndexError
+        # and struct.error.
         raise BadCheckpoint(f"{path} is not a checkpoint that can be read: {error}") from error
 
 
@@ -400,7 +208,7 @@ def _load_openai(file: Path) -> Whisper:
     except (OSError, MemoryError):
         raise
     except Exception as error:
-        # torch's own text advises to load the file unsafely.
+        # Not torch's own text: it advises to load the file without protection.
         raise BadCheckpoint(f"{file} is not a checkpoint that can be read: it is no file of PyTorch") from error
     if not isinstance(content, dict) or not {"dims", "model_state_dict"} <= content.keys():
         raise BadCheckpoint(f"{file} is not an OpenAI Whisper checkpoint (no dims and model_state_dict in it)")

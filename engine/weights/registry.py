@@ -1,19 +1,12 @@
 """The models that `tickertape pull` knows: their files, sources and conversions, and the options of each model.
 
-A table of recipes; `store.py` follows them. Options follow from a model's name or its checkpoint's configuration; no
-weights are read and torch is not imported. Package archives are downloaded with pip and npm, so the user's configured
-indexes and proxies apply.
+`REGISTRY` is a table of recipes; `store.py` downloads and converts files by them. `options_of` gives the options of a
+model from its name or from its checkpoint's configuration; it reads no weights, and torch is not imported.
 """
 
 from __future__ import annotations
 
-import errno
-import importlib.util
 import json
-import os
-import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,11 +69,10 @@ def _openai_options(vocabulary: Path) -> Options | None:
 
 # The files of each model.
 
-_INSTALLER_SECONDS = 600
-# The learnt detector of ends of turns: its name, and the name of its file.
+# The turn detector: its name, and the name of its file.
 TURN_DETECTOR = "turn-detector"
 TURN_DETECTOR_FILE = "turn-detector.safetensors"
-# File name of a streaming encoder in a model's folder, next to the published weights.
+# File of a streaming encoder in a model's folder, next to the published weights.
 STREAMING_ENCODER = "streaming-encoder.safetensors"
 
 
@@ -98,6 +90,7 @@ class PackageFile:
     registry: Literal["pip", "npm"]
     package: str
     version: str
+    # Path in the archive.
     member: str
 
     def __str__(self) -> str:
@@ -123,8 +116,10 @@ Source = HubFile | PackageFile | ShippedFile
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A file to download. If `sha256` is empty, the digest that the hub states is used."""
+    """A file of a recipe. Its `sources` are tried in order. If `sha256` is empty, the file is checked against the
+    digest that the hub states."""
 
+    # Name of the file in the folder of the model, or for the conversion.
     name: str
     sha256: str
     sources: tuple[Source, ...]
@@ -132,9 +127,10 @@ class Remote:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """The files of a model. `convert` makes the engine's files of them; None: they are used as they are."""
+    """The files of a model, and how they are converted."""
 
     files: tuple[Remote, ...]
+    # Makes the engine's files in the second folder from the files in the first; None: the files are used unchanged.
     convert: Callable[[Path, Path], None] | None = None
 
 
@@ -144,61 +140,16 @@ class RegisteredModel:
 
     about: str
     recipes: tuple[Recipe, ...]
-    # For a recording, a table, speaker embeddings or the turn detector: the file name. A speech model is a folder.
+    # File name, for an entry that is one file: a recording, a table, speaker embeddings, the turn detector. Empty for a
+    # speech model, which is a folder.
     single_file: str = ""
-    # For a Whisper model: vocabulary size in tokens.
+    # For a Whisper model: vocabulary size in tokens, from which its options follow.
     vocabulary: int = 0
-    # Megabytes on disk while it is fetched, with archives and temporary files; 0 if that was not measured.
+    # Megabytes of disk that fetching it takes, with archives and temporary files; 0 if that was not measured.
     room_mb: int = 0
 
 
-def download_wheel(package: str, version: str, folder: Path) -> Path:
-    """Download a wheel with pip. The platforms and the Python version make pip find it on any machine; nothing in it is
-    executed. Raises OSError."""
-    command = [*_pip(), "download", "--quiet", "--no-deps", "--only-binary=:all:"]
-    command += ["--python-version", "3.12"]
-    for platform in ("manylinux_2_34_x86_64", "manylinux_2_34_aarch64", "manylinux_2_28_x86_64", "any"):
-        command += ["--platform", platform]
-    return _run([*command, "--dest", str(folder), f"{package}=={version}"], folder, "*.whl")
-
-
-def _pip() -> list[str]:
-    """The command that runs pip. Environments that uv makes have none; there, uv runs it. Raises OSError."""
-    if importlib.util.find_spec("pip") is not None:
-        return [sys.executable, "-m", "pip"]
-    # uv tells the programs that it starts where it is.
-    uv = os.environ.get("UV") or shutil.which("uv")
-    if uv is None:
-        raise OSError(
-            "neither pip nor uv is installed; add pip to this environment (`python -m ensurepip`), or install uv"
-        )
-    return [uv, "tool", "run", "--quiet", "pip"]
-
-
-def download_npm(package: str, version: str, folder: Path) -> Path:
-    """Download a package archive with npm. Raises OSError."""
-    npm = shutil.which("npm")
-    if npm is None:
-        raise OSError("npm is not installed")
-    return _run([npm, "pack", "--silent", "--pack-destination", str(folder), f"{package}@{version}"], folder, "*.tgz")
-
-
-def _run(command: list[str], folder: Path, pattern: str) -> Path:
-    try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=_INSTALLER_SECONDS)
-    except subprocess.TimeoutExpired as error:
-        raise OSError(f"{Path(command[0]).name} took more than {_INSTALLER_SECONDS} s") from error
-    found = next(iter(folder.glob(pattern)), None)
-    if done.returncode != 0 or found is None:
-        # npm is silent and exits with the negative number of the error.
-        if os.strerror(errno.ENOSPC) in done.stderr or done.returncode == 256 - errno.ENOSPC:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        lines = [line for line in done.stderr.splitlines() if line.strip() and not line.startswith("WARNING")]
-        raise OSError(lines[-1] if lines else f"{Path(command[0]).name} exited with {done.returncode}")
-    return found
-
-
-# Moonshine: float weights on the hub; int8 weights in packages, dequantised once
+# Moonshine: float weights on the hub; 8-bit weights in packages, dequantised once.
 
 _MOONSHINE_SIZES = {
     "tiny": {"hidden_size": 288, "intermediate_size": 1152, "partial_rotary_factor": 0.9, "layers": 6},
@@ -224,16 +175,16 @@ def _moonshine_config(size: str) -> dict[str, object]:
     }
 
 
-def _from_package(size: str, *others: str) -> Callable[[Path, Path], None]:
-    """A function that makes a checkpoint of a package's files; the files `others` are moved unchanged."""
+def _moonshine_from_package(size: str, *unchanged: str) -> Callable[[Path, Path], None]:
+    """A conversion that makes a checkpoint from a package's files; the files `unchanged` are only moved."""
 
-    def convert(parts: Path, whole: Path) -> None:
-        for name in others:
-            (parts / name).rename(whole / name)
+    def convert(parts: Path, result: Path) -> None:
+        for name in unchanged:
+            (parts / name).rename(result / name)
         tensors = moonshine_tensors((parts / "encoder").read_bytes(), (parts / "decoder").read_bytes())
-        save_file(tensors, whole / "model.safetensors")
-        (whole / "config.json").write_text(json.dumps(_moonshine_config(size), indent=1))
-        (parts / "tokenizer.bin").rename(whole / "tokenizer.bin")
+        save_file(tensors, result / "model.safetensors")
+        (result / "config.json").write_text(json.dumps(_moonshine_config(size), indent=1))
+        (parts / "tokenizer.bin").rename(result / "tokenizer.bin")
 
     return convert
 
@@ -272,7 +223,7 @@ _MOONSHINE_TINY = Recipe(
         ),
         _MOONSHINE_TOKENS,
     ),
-    _from_package("tiny"),
+    _moonshine_from_package("tiny"),
 )
 _MOONSHINE_BASE = Recipe(
     (
@@ -288,10 +239,10 @@ _MOONSHINE_BASE = Recipe(
         ),
         _MOONSHINE_TOKENS,
     ),
-    _from_package("base"),
+    _moonshine_from_package("base"),
 )
 
-# The encoder that encodes each frame once, used with the published decoder.
+# The encoder for live streams, used with the published decoder.
 _STREAMING_ENCODER = Remote(
     STREAMING_ENCODER,
     "f3386c67d68cb77c9e5919f1db646c2abe09cb27460915223011f60c07bb75c8",
@@ -299,10 +250,10 @@ _STREAMING_ENCODER = Remote(
 )
 _MOONSHINE_BASE_STREAMING = (
     Recipe((*_hub_recipe("UsefulSensors/moonshine-base").files, _STREAMING_ENCODER)),
-    Recipe((*_MOONSHINE_BASE.files, _STREAMING_ENCODER), _from_package("base", STREAMING_ENCODER)),
+    Recipe((*_MOONSHINE_BASE.files, _STREAMING_ENCODER), _moonshine_from_package("base", STREAMING_ENCODER)),
 )
 
-# Whisper: OpenAI's URLs contain the digest of each file
+# Whisper: OpenAI's URLs contain the digest of each file.
 
 _WHISPER = {
     "tiny.en": "d3dd57d32accea0b295c96e26691aa14d8822fac7d9d27d5dc00b4ca2826dd03",
@@ -322,16 +273,16 @@ _TIKTOKEN = {
 }
 
 
-def _whisper_from_package(parts: Path, whole: Path) -> None:
-    """Make a checkpoint of 8-bit files, dequantised once, in float16 as OpenAI's own files are."""
+def _whisper_from_package(parts: Path, result: Path) -> None:
+    """Make a checkpoint from 8-bit files: dequantised once, and stored in float16 as OpenAI's files are."""
     tensors = whisper_tensors((parts / "encoder").read_bytes(), (parts / "decoder").read_bytes())
     halves = {name: tensors.pop(name).astype(np.float16) for name in list(tensors)}
-    save_file(halves, whole / "model.safetensors")
+    save_file(halves, result / "model.safetensors")
     for name in ("config.json", "tokenizer.json"):
-        (parts / name).rename(whole / name)
+        (parts / name).rename(result / name)
 
 
-# Multilingual sizes that npm packages hold: the digests of encoder, decoder and configuration.
+# Multilingual sizes that are in npm packages: the digests of encoder, decoder and configuration.
 _WHISPER_8_BIT = {
     "tiny": (
         "fd9d995b9dcb0520f0dbf6cf68651af639fc385f594d9d876e69ca2802dc438e",
@@ -396,11 +347,11 @@ def _whisper_vocabulary(size: str) -> int:
     return ENGLISH_VOCABULARY + (2 if size.startswith("large-v3") else 1)
 
 
-# The turn detector: 8-bit weights in a package, dequantised once
+# The turn detector: 8-bit weights in a package, dequantised once.
 
 
-def _turn_detector_from_package(parts: Path, whole: Path) -> None:
-    save_file(turn_detector_tensors((parts / "detector").read_bytes()), whole / TURN_DETECTOR_FILE)
+def _turn_detector_from_package(parts: Path, result: Path) -> None:
+    save_file(turn_detector_tensors((parts / "detector").read_bytes()), result / TURN_DETECTOR_FILE)
 
 
 _TURN_DETECTOR = Recipe(
@@ -459,7 +410,7 @@ REGISTRY: dict[str, RegisteredModel] = {
         room_mb=600,
     ),
     "moonshine-base-streaming": RegisteredModel(
-        "Moonshine base with an encoder that hears each frame once, English",
+        "Moonshine base with an encoder for live streams, English",
         _MOONSHINE_BASE_STREAMING,
         room_mb=600,
     ),

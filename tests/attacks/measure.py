@@ -17,6 +17,7 @@ import time
 from pathlib import Path
 
 from tests.attacks import good_client
+from tests.attacks.all_attacks import ATTACKS
 from tests.attacks.conftest import letters
 from tests.attacks.real_server import (
     GOOD_KEY,
@@ -26,7 +27,7 @@ from tests.attacks.real_server import (
     real_server,
     watched_memory,
 )
-from tests.attacks.target import ATTACKS, Attack, Target
+from tests.attacks.target import Attack, Target
 
 MIB = 2**20
 

@@ -10,12 +10,11 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.attacks.all_attacks import handshake
+from tests.attacks.all_attacks import ATTACKS, frames, handshake
 from tests.attacks.checks import harmless
 from tests.attacks.conftest import Beside
 from tests.attacks.real_server import RealServer
-from tests.attacks.target import ATTACKS, Attack, Target
-from tests.realtime.serving.test_uvicorn_protocols_frames import frames
+from tests.attacks.target import Attack, Target
 
 # How much later than in the calm session a word may come, in the median over all sessions beside attacks.
 LATER_S = 5.0

@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import pytest
 
+from tests.attacks.all_attacks import ATTACKS
 from tests.attacks.checks import harmless
 from tests.attacks.conftest import Beside, skip_without_models
 from tests.attacks.real_server import WITHOUT_KEYS, RealServer, real_server
-from tests.attacks.target import ATTACKS, Attack, Target
+from tests.attacks.target import Attack, Target
 
 FOR_IT = {name: attack for name, attack in ATTACKS.items() if attack.few_sessions}
 

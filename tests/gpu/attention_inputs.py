@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.models.layers import Heads, KvPages, Span, inverse_frequencies, rotary_angles
 from engine.models.voxtral_realtime import voxtral_mini_4b
-from engine.runner.frames.memory import PAGE_ROWS
+from engine.runner.frames.kv_pages import PAGE_ROWS
 
 DTYPE = torch.bfloat16
 
@@ -18,7 +18,7 @@ def stacks(decoder_window: int) -> dict[str, tuple[Heads, int]]:
     text = config.text.heads
     return {
         "encoder": (config.audio.heads, 4),
-        "decoder": (Heads(text.queries, text.keys, text.dim, decoder_window), 1),
+        "decoder": (Heads(text.query_heads, text.kv_heads, text.dim, decoder_window), 1),
     }
 
 

@@ -237,7 +237,7 @@ def _ring_after(runner: VoxtralRunner, known: tuple[int, ...]) -> dict[str, Tens
 
 def detection_error(device: str, streams: int = 40, rounds: int = 60) -> float:
     """The largest difference between the probabilities of both detectors, over noise and voices of all phases."""
-    mine = DeviceSpeechDetector(load_silero(products=True).to(device), streams)
+    mine = DeviceSpeechDetector(load_silero(fft_as_matmul=True).to(device), streams)
     mine.warm_up()
     theirs = SpeechDetector(load_silero(), streams)
     random = np.random.default_rng(3)

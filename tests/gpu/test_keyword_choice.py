@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from engine.options import Keyword
-from engine.runner.bias import AT_WORD, BiasTables, KeywordTree, Spelling
+from engine.runner.bias import AT_WORD, KeywordTree, TokenIndex
+from engine.runner.frames.bias_tables import BiasTables
 from engine.spec import Vocabulary
 
 VOCABULARY = 131_072
@@ -46,7 +47,7 @@ class KeywordChoice:
     def __init__(self, rows: int, keywords: list[int], device: str, vocabulary_size: int) -> None:
         draw = random.Random(1)
         vocabulary = random_vocabulary(vocabulary_size, draw)
-        spelling = Spelling(vocabulary)
+        spelling = TokenIndex(vocabulary)
         words = [["".join(draw.choices(LETTERS, k=draw.randint(5, 11))) for _ in range(count)] for count in keywords]
         self.trees = [KeywordTree([Keyword(word) for word in group], spelling) for group in words]
         self.tables = BiasTables(rows + 1, spelling, torch.device(device))

@@ -20,7 +20,7 @@ from engine.models.layers import (
     rotary_angles,
     swiglu_reference,
 )
-from tests.engine.runner.frames.test_memory_parking import RESIDENT, STREAMS, tokens_of
+from tests.engine.runner.frames.test_parking import RESIDENT, STREAMS, tokens_of
 from tests.gpu.attention_inputs import attention_inputs, stacks
 from tests.gpu.steps import (
     compare_overlap,
@@ -56,7 +56,7 @@ def test_attention_kernel_equals_the_reference(stack: str, eight_bit: bool, spli
     pages, span, fused = attention_inputs(heads, rows, 2, eight_bit, firsts)
     twin = KvPages(pages.data.clone(), None if pages.scales is None else pages.scales.clone())
     wanted = attend_reference(fused.float(), 1, twin, span, heads)
-    query = torch.full((fused.shape[0], heads.queries * heads.dim), float("nan"), device="cuda", dtype=DTYPE)
+    query = torch.full((fused.shape[0], heads.query_heads * heads.dim), float("nan"), device="cuda", dtype=DTYPE)
     kernels.store(fused, query, 1, pages, span, heads)
     # Freed memory that is not a number: whatever the kernel does not write shows up in the result.
     torch.full((64 << 20,), float("nan"), device="cuda")

@@ -7,7 +7,7 @@ import torch
 
 from benchmarks.sounds import read_wav
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.seq2seq import Judging
+from engine.models.seq2seq import DetectionTokens
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import cache_folder
 from engine.runner.load import windowed_on_device
@@ -29,7 +29,7 @@ def small(family: str) -> Moonshine | Whisper:
     else:
         model = Whisper(WhisperConfig(80, 60, 1500, 64, 4, 2, 64, 4, 2))
         model.start_tokens, model.end_token = [1], 2
-        model.judging = Judging(1, 3, ())
+        model.detection_tokens = DetectionTokens(1, 3, ())
     model.suppressed = [model.end_token]  # so that every row has as many tokens as it may
     with torch.no_grad():
         for parameter in model.parameters():
@@ -43,8 +43,8 @@ def rows_said(family: str, device: torch.device, dtype: torch.dtype, records: bo
     model = small(family)
     runner, _ = windowed_on_device(family, model, [b" w"] * 60, device, dtype, 8 << 30, 8)
     windows = runner.windows
-    assert isinstance(windows, DeviceWindows) and windows.decoder._stage is not None
-    windows.decoder._stage._records = records
+    assert isinstance(windows, DeviceWindows) and windows.decoder._buffers is not None
+    windows.decoder._buffers._records = records
     if records:
         windows.decoder.record()
     lengths = [16_000 * seconds for seconds in (1, 2, 3, 5, 8)]
@@ -53,7 +53,7 @@ def rows_said(family: str, device: torch.device, dtype: torch.dtype, records: bo
         row[length:] = 0.0
     encoded = model.encode(audio, lengths)
     rows = [Row([5, 6], [7, 8], 12 + number, None, encoded.audio[number]) for number in range(5)]
-    for _ in windows.decoder.staged_passes(rows, [encoded]):
+    for _ in windows.decoder.recorded_passes(rows, [encoded]):
         pass
     runner.close()
     return rows
@@ -63,7 +63,7 @@ def rows_said(family: str, device: torch.device, dtype: torch.dtype, records: bo
 def test_the_recorded_step_equals_the_eager_step(family: str) -> None:
     recorded, eager = (rows_said(family, torch.device("cuda"), torch.float16, records) for records in (True, False))
     for mine, wanted in zip(recorded, eager, strict=True):
-        assert len(wanted.tokens) == wanted.most
+        assert len(wanted.tokens) == wanted.max_tokens
         assert (mine.tokens, mine.peaks) == (wanted.tokens, wanted.peaks)
         assert mine.log_probabilities == pytest.approx(wanted.log_probabilities, abs=1e-2)
 

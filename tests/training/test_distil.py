@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.models.moonshine import StreamingEncoder
-from engine.weights.checkpoint import load_streaming_weights
+from engine.models.moonshine_streaming import StreamingEncoder
+from engine.weights.streaming_encoder import load_streaming_weights
 from tests.training.tiny import SPEC, tiny_model, write_corpus
 from training.data import read_corpora
 from training.distil import BadConfig, Distillation, Lesson, TrainingConfig, begin, distil, export, read_config

@@ -3,7 +3,7 @@ from __future__ import annotations
 import numpy as np
 
 from audio.containers import read_file
-from engine.models.moonshine import StreamingEncoder
+from engine.models.moonshine_streaming import StreamingEncoder
 from engine.weights.store import pull
 from tests.cached_models import skip_unless_cached
 from tests.training.tiny import SPEC, tiny_model

@@ -9,7 +9,8 @@ import numpy as np
 import soundfile
 import torch
 
-from engine.models.moonshine import Moonshine, MoonshineConfig, RunningNorm, StreamingSpec
+from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.moonshine_streaming import NormPrior, StreamingSpec
 
 TINY = MoonshineConfig(
     width=16,
@@ -23,7 +24,7 @@ TINY = MoonshineConfig(
     start_token=1,
     end_token=2,
 )
-SPEC = StreamingSpec(blocks=(5, 10), look_ahead=5, left=20, norm=RunningNorm(0.0, -5.0, 75.0))
+SPEC = StreamingSpec(blocks=(5, 10), look_ahead=5, left=20, norm=NormPrior(0.0, -5.0, 75.0))
 
 
 def tiny_model(seed: int = 0) -> Moonshine:

@@ -1,29 +1,22 @@
 """`VoxtralRunner`: the frame-synchronous runner; executes plans for Voxtral Realtime, one position per stream and step.
 
-The engine loop calls it on the engine's one thread. A live step is one batched pass over every stream in the plan:
-encode new items into the array of encoder rows, gather each stream's input row, run encoder and decoder over paged keys
-and values, choose a token and keep it on the device as the stream's next input. On CUDA that pass is a recorded graph.
+The engine loop calls it on the engine's one thread. A live step is one batched pass over every stream in the plan
+(several passes above 512 streams): encode new items into the array of encoder rows, gather each stream's input row, run
+encoder and decoder over paged keys and values, choose a token and keep it on the device as the stream's next input. On
+CUDA that pass is a recorded graph. `passes.py` has the passes.
+
 A rebuilt stream repeats known tokens, so many of its positions run as one chunk; other streams with more than one
-position take part in further passes.
+position take part in further passes. Silent streams may be parked in host memory (`parking.py`), and keywords are
+favoured when a token is chosen (`bias_tables.py`).
 
 `launch` queues a plan's work on the device and reads nothing back: the input tokens of the next step are on the device
 already, and the host reads the results later.
-
-`ModelPasses` has the forward passes: one position of many streams, a chunk of known tokens of rebuilt streams, or
-openings (the silence before every stream). A step uploads one small block of integers and the samples of the items to
-encode. Everything else (each stream's last token, delay, number of blanks in a row, and page tables) is on the device
-already; only changes to it are uploaded. Uploads do not wait for the device: the next step can be uploaded while it
-computes this one.
-
-Tokens are chosen greedily, with a guard against endless blanks. The model can emit blanks for minutes over real speech.
-The blank's logit then leads by 3.5 to 6.6, in true silence by 8.5 and more. So after a long run of blanks its logit is
-lowered step by step, by at most 7: enough to return to words in speech, too little to invent words in silence.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -31,14 +24,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
-from torch import Tensor
 
-from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
+from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, OpenTask, StepPlan
 from engine.host_memory import memory_to_plan_with
 from engine.messages import Open
 from engine.models.voxtral_realtime import (
-    BOS,
     MAX_DELAY_POSITIONS,
     STREAMING_PAD,
     VoxtralConfig,
@@ -46,363 +36,28 @@ from engine.models.voxtral_realtime import (
     tensor_shapes,
 )
 from engine.runner.base import Runner, never
-from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees
-from engine.runner.device import Download, StepGraphs, free_memory, require_device, staging, total_memory, upload
-from engine.runner.frames.memory import (
-    MOVES,
-    SPARE_HOST_BUFFERS,
-    MemoryPlan,
-    ParkedPages,
-    ParkingBuffers,
-    StackCache,
-    StackLayout,
-    plan_share,
-    stack_layouts,
-    stream_bytes,
-    voxtral_spec,
+from engine.runner.bias import KeywordTree, KeywordTrees
+from engine.runner.device import Download, StepGraphs, free_memory, require_device, total_memory
+from engine.runner.frames.bias_tables import BiasTables
+from engine.runner.frames.kv_pages import StackCache, StackLayout, stack_layouts
+from engine.runner.frames.memory import MemoryPlan, kv_bytes_per_stream, plan_share, voxtral_spec
+from engine.runner.frames.parking import MOVES, SPARE_HOST_BUFFERS, ParkedPages, ParkingBuffers
+from engine.runner.frames.passes import (
+    ENCODE_BATCH,
+    NOT_FORCED,
+    Chunk,
+    ChunkBuffers,
+    EncoderInputs,
+    ModelPasses,
+    Payloads,
+    SlotState,
+    StepBuffers,
+    StepRows,
+    outcome_of,
 )
-from engine.spec import ModelSpec, Vocabulary
-from engine.weights.checkpoint import read_config, read_tekken, read_tensors
-
-NOT_FORCED = -1
-GUARD_AFTER_BLANKS = 200
-GUARD_STEP = 0.5
-GUARD_MOST = 7.0
-
-
-class SlotState:
-    """State of every stream, by slot; the last slot is used by the padding rows of a batch."""
-
-    def __init__(self, streams: int, device: torch.device) -> None:
-        self.tokens = torch.full((streams + 1,), STREAMING_PAD, dtype=torch.int64, device=device)
-        self.delays = torch.ones(streams + 1, dtype=torch.int64, device=device)
-        self.blank_runs = torch.zeros(streams + 1, dtype=torch.int64, device=device)
-
-    def set(self, slots: Sequence[int], tokens: Sequence[int], delays: Sequence[int], runs: Sequence[int]) -> None:
-        values = upload(np.array([slots, tokens, delays, runs], dtype=np.int64), self.tokens.device)
-        self.tokens[values[0]] = values[1]
-        self.delays[values[0]] = values[2]
-        self.blank_runs[values[0]] = values[3]
-
-
-@dataclass(frozen=True, slots=True)
-class StepRows:
-    """Numbers of one batched step: one entry per stream in each list."""
-
-    slots: Sequence[int]
-    positions: Sequence[int]
-    inputs: Sequence[int]
-    forced: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.slots)
-
-
-@dataclass(frozen=True, slots=True)
-class Payloads:
-    """Positions to encode: the row of each, and its samples with look-back and look-ahead."""
-
-    rows: list[int]
-    samples: list[NDArray[np.float32]]
-
-
-@dataclass(frozen=True, slots=True)
-class StepOutcome:
-    """The token of each row, the rows whose logits were not finite, and how often the blank guard changed a token."""
-
-    tokens: list[int]
-    failed: list[int]
-    guarded: int
-
-
-class StepBuffers:
-    """Fixed buffers for a step's inputs and outputs, so that a recorded graph can read and write them."""
-
-    def __init__(self, capacity: int, payload_samples: int, padding_slot: int, spare_row: int, device: torch.device):
-        self.capacity = capacity
-        self._device = device
-        self._padding = (padding_slot, 0, 0, STREAMING_PAD, spare_row)
-        self._numbers = torch.empty(5, capacity, dtype=torch.int64, device=device)
-        self.samples = torch.zeros(capacity, payload_samples, dtype=torch.float32, device=device)
-        self.results = torch.zeros(3, capacity, dtype=torch.int64, device=device)
-
-    def upload(self, rows: StepRows, payloads: Payloads) -> None:
-        """Upload a step's numbers, and the samples to encode."""
-        numbers = staging((5, self.capacity), torch.int64, self._device)
-        view = numbers.numpy()
-        for line, values in enumerate((rows.slots, rows.positions, rows.inputs, rows.forced, payloads.rows)):
-            view[line, : len(values)] = values
-            view[line, len(values) :] = self._padding[line]
-        self._numbers.copy_(numbers, non_blocking=True)
-        count = len(payloads.samples)
-        if count:
-            samples = staging((count, self.samples.shape[1]), torch.float32, self._device)
-            np.concatenate(payloads.samples, out=samples.numpy().reshape(-1))
-            self.samples[:count].copy_(samples, non_blocking=True)
-
-    def inputs_of_pass(self, size: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Slots, positions, input rows, forced tokens and encode targets of a batch padded to `size`."""
-        slots, positions, inputs, forced, targets = self._numbers[:, :size].unbind()
-        return slots, positions, inputs, forced, targets
-
-    def download(self) -> Download:
-        """Start the transfer of the step's results to the host."""
-        return Download(self.results)
-
-
-def outcome_of(results: Download, count: int) -> StepOutcome:
-    """Return the results of the first `count` rows. Waits for the device."""
-    tokens, failed, guarded = results.values()[:, :count]
-    return StepOutcome(tokens.tolist(), np.flatnonzero(failed).tolist(), int(guarded.sum()))
-
-
-# Positions encoded at once outside a batched pass.
-ENCODE_BATCH = 1024
-
-
-class EncoderInputs:
-    """Encoder input of the positions that streams still need: one row each, written when the convolutions have run.
-
-    Row 0 is the model's silence. The spare row after the last one is written by the padding rows of a batch.
-    """
-
-    def __init__(self, model: VoxtralRealtime, spec: ModelSpec, embeds: int) -> None:
-        config = model.config
-        self._model = model
-        assert spec.features is not None, "the model's front end is log-mel frames"
-        self._features = spec.features
-        self._step_samples = spec.samples_per_position
-        self.payload_samples = spec.look_back_samples + spec.samples_per_position + spec.look_ahead_samples
-        self.spare_row = embeds + 1
-        width = config.audio.width * config.rows_per_position
-        self.rows = torch.zeros(embeds + 2, width, dtype=model.dtype, device=model.device)
-
-    def write_silence(self) -> None:
-        silence = torch.zeros(1, self.payload_samples, device=self.rows.device)
-        self.rows[SILENCE_ROW] = self._model.stem_rows(silence)[0]
-
-    def payloads(self, tasks: list[EncodeTask]) -> tuple[Payloads, dict[str, str]]:
-        """Return all samples to encode, by position, and the errors of bad items, by stream.
-
-        Items that came as features, which are rare, do not fit into a batched pass and are encoded here.
-        """
-        payloads = Payloads([], [])
-        broken: dict[str, str] = {}
-        for task in tasks:
-            samples, rows, mask = task.payload, task.rows, task.mask
-            length = len(rows) if mask is None else len(mask)
-            if isinstance(samples, np.ndarray) and samples.ndim == 2:
-                problem = self._encode_features(task, length)
-                if problem is not None:
-                    broken[task.stream] = problem
-                continue
-            expected = self.payload_samples + (length - 1) * self._step_samples
-            if not isinstance(samples, np.ndarray) or samples.dtype != np.float32 or samples.shape != (expected,):
-                broken[task.stream] = f"an item of {length} positions must have {expected} samples of float32"
-            elif length == 1:
-                payloads.rows.append(rows[0])
-                payloads.samples.append(samples)
-            else:
-                payloads.rows.extend(rows)
-                payloads.samples.extend(self._cut(samples, range(length) if mask is None else np.flatnonzero(mask)))
-        return payloads, broken
-
-    def _encode_features(self, task: EncodeTask, length: int) -> str | None:
-        """Encode an item that came as log-mel features. Returns the error text if it is bad."""
-        shape = self._features.of(length)
-        if task.payload.dtype != np.float32 or task.payload.shape != shape:
-            return f"features of an item of {length} positions must be float32 of shape {shape}"
-        frames = torch.from_numpy(np.array(task.payload.T)).to(self.rows.device)
-        step, span = self._features.frames_per_position, self._features.of(1)[1]
-        items = frames.unfold(0, span, step).transpose(1, 2)  # [positions, frames, bins]
-        if task.mask is not None:
-            items = items[torch.tensor(task.mask, device=items.device)]
-        rows = torch.tensor(task.rows, dtype=torch.int64).to(self.rows.device)
-        self.rows.index_copy_(0, rows, self._model.feature_rows(items))
-        return None
-
-    def _cut(self, samples: NDArray[np.float32], positions: Iterable[int]) -> Iterator[NDArray[np.float32]]:
-        """Yield the samples of each of an item's positions, with look-back and look-ahead."""
-        for position in positions:
-            start = position * self._step_samples
-            yield samples[start : start + self.payload_samples]
-
-    def encode(self, payloads: Payloads) -> None:
-        """Encode outside a batched pass."""
-        device = self.rows.device
-        for start in range(0, len(payloads.rows), ENCODE_BATCH):
-            part = slice(start, start + ENCODE_BATCH)
-            rows = upload(np.array(payloads.rows[part], dtype=np.int64), device)
-            samples = staging((len(rows), self.payload_samples), torch.float32, device)
-            np.stack(payloads.samples[part], out=samples.numpy())
-            self.rows.index_copy_(0, rows, self._model.stem_rows(samples.to(device, non_blocking=True)))
-
-
-@dataclass(frozen=True, slots=True)
-class Choice:
-    """Per stream: the token, whether the logits were not finite, and whether the guard changed the token."""
-
-    tokens: Tensor
-    failed: Tensor
-    guarded: Tensor
-
-
-def choose(logits: Tensor, blank_runs: Tensor, guard: bool) -> Choice:
-    """Choose a token per stream from logits [streams, vocabulary] and blank_runs [streams]; may change the blank's
-    column in place."""
-    blank = logits[:, STREAMING_PAD].clone()
-    if guard:
-        penalty = (GUARD_STEP * (blank_runs - GUARD_AFTER_BLANKS)).clamp(0.0, GUARD_MOST)
-        logits[:, STREAMING_PAD] -= penalty.to(logits.dtype)
-    best, tokens = logits.max(dim=-1)
-    guarded = (tokens != STREAMING_PAD) & (blank > best)
-    # max() returns NaN when any logit is NaN; -inf means that no logit was finite.
-    return Choice(tokens, ~best.isfinite(), guarded)
-
-
-def next_blank_runs(blank_runs: Tensor, tokens: Tensor, chosen: Tensor) -> Tensor:
-    """Return the new numbers of consecutive blanks. Positions within the delay (`chosen` is False) do not count."""
-    longer = torch.where(tokens == STREAMING_PAD, blank_runs + 1, torch.zeros_like(blank_runs))
-    return torch.where(chosen, longer, blank_runs)
-
-
-@dataclass(frozen=True, slots=True)
-class Chunk:
-    """Consecutive positions of one stream with known tokens: `tokens[i]` is the input token of `position + i`, and row
-    `inputs[i]` is its encoder input."""
-
-    slot: int
-    position: int
-    inputs: Sequence[int]
-    tokens: Sequence[int]
-    delay: int
-
-
-class ChunkBuffers:
-    """Fixed buffers for the chunks of a pass, all of one length, so that a recorded graph can read and write them."""
-
-    def __init__(self, length: int, streams: int, padding_slot: int, device: torch.device) -> None:
-        self.length, self.streams = length, streams
-        self._padding = Chunk(padding_slot, 0, [SILENCE_ROW] * length, [STREAMING_PAD] * length, 1)
-        self._where = torch.zeros(2, streams, dtype=torch.int64, device=device)
-        self._rows = torch.zeros(3, streams * length, dtype=torch.int64, device=device)
-        self.upload([])
-        # Written by every pass: when it has been downloaded, the pass is over.
-        self.done = torch.zeros(1, device=device)
-
-    def upload(self, chunks: Sequence[Chunk]) -> None:
-        where, rows = _numbers([*chunks, *[self._padding] * (self.streams - len(chunks))])
-        self._where.copy_(upload(where, self._where.device))
-        self._rows.copy_(upload(rows, self._rows.device))
-
-    def inputs_of_pass(self, streams: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Slots and positions of the first `streams` chunks; input rows, tokens and delays of their positions."""
-        slots, positions = self._where[:, :streams].unbind()
-        inputs, tokens, delays = self._rows[:, : streams * self.length].unbind()
-        return slots, positions, inputs, tokens, delays
-
-
-def _numbers(chunks: Sequence[Chunk]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Slot and position of each chunk; input row, token and delay of each position."""
-    count = len(chunks[0].inputs)
-    where = np.array([[chunk.slot, chunk.position] for chunk in chunks], dtype=np.int64).T
-    rows = np.array([[chunk.inputs, chunk.tokens, [chunk.delay] * count] for chunk in chunks], dtype=np.int64)
-    return where, rows.transpose(1, 0, 2).reshape(3, -1)
-
-
-class ModelPasses:
-    """Runs the model over the caches. `batch` and `recorded_chunks` read and write fixed buffers only, so that they can
-    be recorded as CUDA graphs."""
-
-    def __init__(
-        self,
-        model: VoxtralRealtime,
-        encoder: StackCache,
-        decoder: StackCache,
-        encoder_inputs: EncoderInputs,
-        state: SlotState,
-        buffers: StepBuffers,
-        bias: BiasTables,
-        prefix_positions: int,
-        blank_guard: bool,
-        recorded: bool,
-    ) -> None:
-        self.model = model
-        self._encoder = encoder
-        self._decoder = decoder
-        self._encoder_inputs = encoder_inputs
-        self._state = state
-        self._buffers = buffers
-        self._bias = bias
-        # A recorded graph must serve streams with keywords and without.
-        self._recorded = recorded
-        self._prefix = prefix_positions
-        self._guard = blank_guard
-        self._kernels = model.device.type == "cuda"
-
-    def batch(self, size: int) -> None:
-        """Compute one position of each stream in the buffers, `size` rows with padding, and store the results there."""
-        state, model = self._state, self.model
-        slots, positions, inputs, forced, targets = self._buffers.inputs_of_pass(size)
-        self._encoder_inputs.rows.index_copy_(0, targets, model.stem_rows(self._buffers.samples[:size]))
-        delays = state.delays[slots]
-        hidden = self._forward(slots, positions, 1, inputs, state.tokens[slots], delays)
-        logits = model.logits(hidden)
-        choice = choose(logits, state.blank_runs[slots], self._guard)
-        tokens, biased = choice.tokens, self._recorded or self._bias.in_use
-        if biased:
-            tokens = self._bias.choose(slots, logits, tokens)
-        tokens = torch.where(forced == NOT_FORCED, tokens, forced)
-        if biased:
-            self._bias.advance(slots, tokens)
-        chosen = positions >= self._prefix + delays
-        state.blank_runs[slots] = next_blank_runs(state.blank_runs[slots], tokens, chosen)
-        state.tokens[slots] = tokens
-        guarded = choice.guarded & (forced == NOT_FORCED)
-        self._buffers.results[:, :size] = torch.stack([tokens, choice.failed.long(), guarded.long()])
-
-    def chunks(self, chunks: Sequence[Chunk]) -> Tensor:
-        """Compute chunks of equal length in one pass; returns the last hidden rows, [streams * positions, width]."""
-        device, count = self.model.device, len(chunks[0].inputs)
-        where, rows = _numbers(chunks)
-        slots, positions = upload(where, device)
-        inputs, tokens, delays = upload(rows, device)
-        return self._forward(slots, positions, count, inputs, tokens, delays)
-
-    def recorded_chunks(self, buffers: ChunkBuffers, streams: int) -> None:
-        """Compute the chunks in the buffers, with the padding."""
-        slots, positions, inputs, tokens, delays = buffers.inputs_of_pass(streams)
-        hidden = self._forward(slots, positions, buffers.length, inputs, tokens, delays)
-        buffers.done.copy_(hidden[0, :1])
-
-    def openings(self) -> None:
-        """Compute the keys and values of the silence before every stream, for each delay; the encoder's do not depend
-        on the delay."""
-        model, positions, count = self.model, self._prefix, MAX_DELAY_POSITIONS
-        delays = torch.arange(1, count + 1, device=model.device)
-        attention = self._encoder.opening_attention(torch.zeros_like(delays[:1]), positions, model.audio_frequencies)
-        audio = model.encode(model.opening_rows(positions), attention)
-        tokens = torch.full((positions,), STREAMING_PAD, dtype=torch.int64, device=model.device)
-        tokens[0] = BOS
-        attention = self._decoder.opening_attention(delays - 1, positions, model.text_frequencies)
-        model.decode(audio.repeat(count, 1), tokens.repeat(count), delays.repeat_interleave(positions), attention)
-
-    def _forward(
-        self,
-        slots: Tensor,
-        positions: Tensor,
-        count: int,
-        inputs: Tensor,
-        tokens: Tensor,
-        delays: Tensor,
-    ) -> Tensor:
-        """Compute `count` positions of each stream; returns the decoder's last hidden rows [streams * count, width]."""
-        model = self.model
-        attention = self._encoder.attention(slots, positions, count, model.audio_frequencies, self._kernels)
-        audio = model.encode(self._encoder_inputs.rows[inputs], attention)
-        attention = self._decoder.attention(slots, positions, count, model.text_frequencies, self._kernels)
-        return model.decode(audio, tokens, delays, attention)
-
+from engine.spec import Vocabulary
+from engine.weights.checkpoint import read_config, read_tensors
+from engine.weights.vocabularies import read_tekken
 
 logger = logging.getLogger(__name__)
 
@@ -412,11 +67,11 @@ LARGEST_BATCH = 512
 # CHUNK_PASS_POSITIONS in one pass. Each chunk length needs its own kernel.
 LONGEST_CHUNK = 16
 CHUNK_PASS_POSITIONS = 2048
-# Rebuilt positions in one step while no stream is on time: an eighth of a second on an H200.
+# Most rebuilt positions in a step in which all live streams are being rebuilt: 1/8 s on an H200.
 REBUILD_POSITIONS = 4096
 # Streams in a recorded pass of chunks.
 CHUNK_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
-BROKEN_LOGITS = "the model's output is not a number; the audio may hold values that are not finite"
+NOT_FINITE_LOGITS = "the model's output is not a number; the audio may have NaN or infinite values"
 
 
 @dataclass(frozen=True, slots=True)
@@ -427,33 +82,41 @@ class RunnerSettings:
     dtype: torch.dtype = torch.bfloat16
     # torch.float8_e4m3fn halves the memory of a stream.
     kv_dtype: torch.dtype = torch.bfloat16
+    # Most tokens that the decoder attends to.
     decoder_window: int = 1024
+    # None: as many as fit.
     max_streams: int | None = None
-    # Number of engines that share the device.
+    # Number of engines that item the device.
     share_of: int = 1
-    # Host memory for the keys and values of silent streams, as a share of what is free.
+    # Host memory for the keys and values of silent streams, as a part (0 to 1) of what is free.
     parked_share: float = 0.0
-    # Memory of the device that is left to the models beside this one.
+    # Device memory that is left for the other models: speaker labels and turn detector.
     background_bytes: int = 0
+    # Guard against endless blanks (`passes.py`).
     blank_guard: bool = True
+    # Record CUDA graphs.
     graphs: bool = True
 
 
 @dataclass(slots=True)
 class _Slot:
-    """The host's state of a stream: its delay, and the output tokens that are known beforehand."""
+    """The host's state of a stream."""
 
+    # In positions.
     delay: int
-    forced: list[int]
+    # Output tokens that are known beforehand: those of a rebuilt stream, and the blanks within the delay.
+    known_tokens: list[int]
     keywords: KeywordTree | None = None
-    opened: bool = False
+    # Its pages have the opening.
+    has_opening: bool = False
     # Its keywords, while a thread prepares them.
-    coming: Future[KeywordTree] | None = None
+    pending_keywords: Future[KeywordTree] | None = None
 
-    def blank_run(self, known: int) -> int:
-        """Length of the run of blanks that ends the first `known` outputs; outputs before the delay do not count."""
+    def blank_run(self, count: int) -> int:
+        """Length of the run of blanks at the end of the first `count` known tokens. Those within the delay do not
+        count."""
         run = 0
-        for token in reversed(self.forced[self.delay : known]):
+        for token in reversed(self.known_tokens[self.delay : count]):
             if token != STREAMING_PAD:
                 break
             run += 1
@@ -462,10 +125,12 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Work:
-    """A decode task under way: how many of its positions are queued on the device, and its tokens so far."""
+    """A decode task during a step."""
 
     task: DecodeTask
+    # Number of its positions that are queued on the device.
     done: int = 0
+    # Known tokens, and those that were read.
     tokens: list[int] = field(default_factory=list)
 
 
@@ -497,14 +162,13 @@ class VoxtralRunner(Runner):
         self.vocabulary = vocabulary
         if memory.parked:
             wanted = memory.parked + SPARE_HOST_BUFFERS
-            host = ParkingBuffers(wanted, stream_bytes(self.spec), model.device.type == "cuda")
+            host = ParkingBuffers(wanted, kv_bytes_per_stream(self.spec), model.device.type == "cuda")
             parked = max(0, len(host.buffers) - SPARE_HOST_BUFFERS)
             memory = replace(memory, streams=memory.resident + parked, parked=parked)
             if not parked:
                 host.close()
         self.memory = memory
         self.device = model.device
-        # Number of tokens changed by the guard against endless blanks.
         self.blank_guard_activations = 0
         prefix = self.spec.prefix_positions
         self._caches = [
@@ -514,7 +178,7 @@ class VoxtralRunner(Runner):
         self._parked = ParkedPages([cache.pages for cache in self._caches], host, MOVES) if memory.parked else None
         self._state = SlotState(memory.streams, model.device)
         self._keywords = KeywordTrees(vocabulary)
-        self._bias = BiasTables(memory.streams + 1, self._keywords.spelling, model.device)
+        self._bias = BiasTables(memory.streams + 1, self._keywords.index, model.device)
         self._encoder_inputs = EncoderInputs(model, self.spec, memory.cache_embeds)
         self._buffers = StepBuffers(
             capacity=min(memory.streams, LARGEST_BATCH),
@@ -540,13 +204,13 @@ class VoxtralRunner(Runner):
         self._graphs = StepGraphs(self.passes.batch, self._buffers.capacity) if use_graphs else None
         self.slots: dict[int, _Slot] = {}
         # Slots whose keywords are not on the device yet.
-        self._unready: set[int] = set()
+        self._without_keywords: set[int] = set()
         self._chunk_sizes = chunk_sizes(layouts)
-        # By chunk length.
+        # Buffers and graphs by chunk length.
         self._chunk_graphs: dict[int, tuple[ChunkBuffers, StepGraphs]] = {}
         if use_graphs:
             for size in self._chunk_sizes:
-                buffers = ChunkBuffers(size, self._most_chunks(size), memory.streams, model.device)
+                buffers = ChunkBuffers(size, self._max_chunks(size), memory.streams, model.device)
                 step = partial(self.passes.recorded_chunks, buffers)
                 counts = [count for count in CHUNK_STREAMS if count <= buffers.streams]
                 self._chunk_graphs[size] = buffers, StepGraphs(step, buffers.streams, counts)
@@ -582,13 +246,13 @@ class VoxtralRunner(Runner):
                 f"in steps of {unit} ms"
             )
         self.spec.options.check(message.options)
-        # Many keywords take long to prepare, so a thread does it: other streams must not wait.
+        # Many keywords take long to prepare, so a thread does it, and other streams do not wait.
         self._keywords.check(message.options)
         self._keywords.tree_in_background(message.options)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Compute the shared silence and openings, then record the step for every batch size."""
+        """Compute the row of silence and the openings, then record the step for every batch size."""
         if self._warm:
             return
         self._warm = True
@@ -601,20 +265,20 @@ class VoxtralRunner(Runner):
             self._compile_chunks()
 
     def _compile_chunks(self) -> None:
-        """Run chunks of every length once, and record them, so that the first rebuild waits for no kernel and no
-        memory. These chunks write to the padding page."""
+        """Run chunks of every length once, and record them, so that the first rebuild need not compile kernels or
+        allocate memory. These chunks write to the padding page."""
         silence = np.zeros(self._encoder_inputs.payload_samples, np.float32)
         self._encoder_inputs.encode(Payloads([self._encoder_inputs.spare_row] * ENCODE_BATCH, [silence] * ENCODE_BATCH))
         for size in self._chunk_sizes:
             chunk = Chunk(self.memory.streams, 0, [SILENCE_ROW] * size, [STREAMING_PAD] * size, 1)
-            for streams in (1, min(self.memory.streams, self._most_chunks(size))):
+            for streams in (1, min(self.memory.streams, self._max_chunks(size))):
                 self.passes.chunks([chunk] * streams)
         for _, graphs in self._chunk_graphs.values():
-            graphs.capture(beside=self._graphs)
+            graphs.capture(pool_of=self._graphs)
         torch.cuda.synchronize()
 
     @staticmethod
-    def _most_chunks(size: int) -> int:
+    def _max_chunks(size: int) -> int:
         """Most chunks of this length in one pass."""
         return min(CHUNK_STREAMS[-1], CHUNK_PASS_POSITIONS // size)
 
@@ -638,25 +302,27 @@ class VoxtralRunner(Runner):
         self.warm_up()
         for slot in plan.closed:
             self.slots.pop(slot, None)
-            self._unready.discard(slot)
+            self._without_keywords.discard(slot)
         if self._parked is not None:
             self._parked.begin_step(plan.closed, plan.parked, plan.restored)
         if plan.opened:
             self._open(plan.opened)
         self._update_tables(plan.decode)
-        payloads, errors = self._encoder_inputs.payloads(plan.encode)
-        if self._unready:
-            self._take_keywords(plan.decode, errors)
+        payloads, errors = self._encoder_inputs.collect(plan.encode)
+        if self._without_keywords:
+            self._set_keywords(plan.decode, errors)
         work = [_Work(task) for task in plan.decode]
-        sound = [share for share in work if share.task.stream not in errors] if errors else work
-        chunks = [share for share in sound if share.task.end - share.task.start > 1]
+        healthy = [item for item in work if item.task.stream not in errors] if errors else work
+        longer = [item for item in healthy if item.task.end - item.task.start > 1]
         capacity = self._buffers.capacity
-        if chunks or len(payloads.rows) > min(len(sound), capacity):
+        # A batched pass encodes at most one position per row. Chunks, and more positions than rows, need them encoded
+        # before.
+        if longer or len(payloads.rows) > min(len(healthy), capacity):
             self._encoder_inputs.encode(payloads)
             payloads = Payloads([], [])
-        rebuilt = self._rebuild(chunks)
+        rebuilt = self._rebuild(longer)
         passes: list[_Pass] = []
-        while due := [share for share in sound if share.task.start + share.done < share.task.end]:
+        while due := [item for item in healthy if item.task.start + item.done < item.task.end]:
             for start in range(0, len(due), capacity):
                 passes.append(self._run_batch(due[start : start + capacity], payloads))
                 payloads = Payloads([], [])
@@ -668,50 +334,52 @@ class VoxtralRunner(Runner):
         """Return the results of a plan's passes. Waits for the device."""
         if rebuilt is not None:
             rebuilt.values()  # known tokens have no results, but the host must not run ahead of the device
-        for batch, answers in passes:
-            outcome = outcome_of(answers, len(batch))
+        for batch, results in passes:
+            outcome = outcome_of(results, len(batch))
             self.blank_guard_activations += outcome.guarded
-            for share, token in zip(batch, outcome.tokens, strict=True):
-                share.tokens.append(token)
+            for item, token in zip(batch, outcome.tokens, strict=True):
+                item.tokens.append(token)
             for row in outcome.failed:
-                errors[batch[row].task.stream] = BROKEN_LOGITS
-        return [DecodeResult(share.tokens, (), None, errors.get(share.task.stream)) for share in work]
+                errors[batch[row].task.stream] = NOT_FINITE_LOGITS
+        return [DecodeResult(item.tokens, (), None, errors.get(item.task.stream)) for item in work]
 
-    # Changes since the last plan
+    # Changes since the last plan.
 
     def _open(self, opened: list[OpenTask]) -> None:
         for task in opened:
             # Within the delay the output is always blank.
             blanks = [STREAMING_PAD] * (task.delay_positions - len(task.forced_tokens))
-            coming = self._keywords.tree_in_background(task.options)
-            self.slots[task.slot] = _Slot(task.delay_positions, [*task.forced_tokens, *blanks], coming=coming)
+            pending = self._keywords.tree_in_background(task.options)
+            known_tokens = [*task.forced_tokens, *blanks]
+            self.slots[task.slot] = _Slot(task.delay_positions, known_tokens, pending_keywords=pending)
             self._bias.set_tree(task.slot, None)
-            if coming is not None:
-                self._unready.add(task.slot)
+            if pending is not None:
+                self._without_keywords.add(task.slot)
         slots, delays = [task.slot for task in opened], [task.delay_positions for task in opened]
         self._state.set(slots, tokens=[STREAMING_PAD] * len(opened), delays=delays, runs=[0] * len(opened))
 
-    def _take_keywords(self, tasks: list[DecodeTask], errors: dict[str, str]) -> None:
-        """Set the keywords of streams whose next output is not known beforehand, and wait for them if necessary, so
+    def _set_keywords(self, tasks: list[DecodeTask], errors: dict[str, str]) -> None:
+        """Set the keywords that are ready. If a stream's next output is not known beforehand, wait for its keywords, so
         that words do not depend on how long the preparation took."""
         prefix = self.spec.prefix_positions
         for task in tasks:
             slot = self.slots[task.slot]
-            if slot.coming is None or (task.end - prefix <= len(slot.forced) and not slot.coming.done()):
+            pending = slot.pending_keywords
+            if pending is None or (task.end - prefix <= len(slot.known_tokens) and not pending.done()):
                 continue
-            self._unready.discard(task.slot)
-            coming, slot.coming = slot.coming, None
+            self._without_keywords.discard(task.slot)
+            slot.pending_keywords = None
             try:
-                slot.keywords = coming.result()
+                slot.keywords = pending.result()
             except Exception as error:
                 logger.error("the keywords of stream %s cannot be used", task.stream, exc_info=error)
                 errors[task.stream] = f"its keywords cannot be used ({type(error).__name__})"
                 continue
             self._bias.set_tree(task.slot, slot.keywords)
-            self._bias.set_state(task.slot, slot.keywords.behind(slot.forced[: task.start - prefix]))
+            self._bias.set_state(task.slot, slot.keywords.state_after(slot.known_tokens[: task.start - prefix]))
 
     def _update_tables(self, tasks: list[DecodeTask]) -> None:
-        """Enter new pages into the tables, and copy the shared opening into those of new streams."""
+        """Enter new pages into the tables, and copy the opening into the pages of new streams."""
         changed = [task for task in tasks if task.new_pages]
         if not changed:
             return
@@ -724,15 +392,15 @@ class VoxtralRunner(Runner):
                     if owner == group
                 ]
             )
-        fresh = [task.slot for task in changed if not self.slots[task.slot].opened]
+        fresh = [task.slot for task in changed if not self.slots[task.slot].has_opening]
         if fresh:
             encoder, decoder = self._caches
             encoder.open_streams([0] * len(fresh), fresh)
             decoder.open_streams([self.slots[slot].delay - 1 for slot in fresh], fresh)
             for slot in fresh:
-                self.slots[slot].opened = True
+                self.slots[slot].has_opening = True
 
-    # Decoding
+    # Decoding.
 
     def _rebuild(self, work: list[_Work]) -> Download | None:
         """Compute the positions with known tokens, in chunks of many streams. Returns a transfer that is complete when
@@ -743,45 +411,49 @@ class VoxtralRunner(Runner):
         """
         done: Download | None = None
         for size in self._chunk_sizes:
-            most = self._most_chunks(size)
-            while due := [share for share in work if size <= self._known(share) > share.done]:
-                for start in range(0, len(due), most):
-                    done = self._run_chunks(due[start : start + most], size)
+            per_pass = self._max_chunks(size)
+            # A chunk must have known tokens only, and some that are not computed yet.
+            while due := [item for item in work if size <= (known := self._known(item)) and known > item.done]:
+                for start in range(0, len(due), per_pass):
+                    done = self._run_chunks(due[start : start + per_pass], size)
         rebuilt = [
-            (share.task.slot, share.task.start - self.spec.prefix_positions + share.done)
-            for share in work
-            if share.done
+            (item.task.slot, item.task.start - self.spec.prefix_positions + item.done) for item in work if item.done
         ]
         if not rebuilt:
             return None
         slots = [self.slots[slot] for slot, _ in rebuilt]
         self._state.set(
             [slot for slot, _ in rebuilt],
-            [slot.forced[known - 1] for slot, (_, known) in zip(slots, rebuilt, strict=True)],
+            [slot.known_tokens[known - 1] for slot, (_, known) in zip(slots, rebuilt, strict=True)],
             [slot.delay for slot in slots],
             [slot.blank_run(known) for slot, (_, known) in zip(slots, rebuilt, strict=True)],
         )
         for slot, (number, known) in zip(slots, rebuilt, strict=True):
             if slot.keywords is not None:
-                self._bias.set_state(number, slot.keywords.behind(slot.forced[:known]))
+                self._bias.set_state(number, slot.keywords.state_after(slot.known_tokens[:known]))
         return done
 
-    def _known(self, share: _Work) -> int:
+    def _known(self, item: _Work) -> int:
         """Return the number of positions of a task with known tokens."""
-        begin = share.task.start - self.spec.prefix_positions
-        return min(share.task.end - share.task.start, len(self.slots[share.task.slot].forced) - begin)
+        begin = item.task.start - self.spec.prefix_positions
+        return min(item.task.end - item.task.start, len(self.slots[item.task.slot].known_tokens) - begin)
 
     def _run_chunks(self, due: list[_Work], size: int) -> Download:
         """Queue the next `size` positions of each stream, as one pass."""
         chunks = []
-        for share in due:
-            task, slot = share.task, self.slots[share.task.slot]
-            first = min(share.done, self._known(share) - size)
+        for item in due:
+            task, slot = item.task, self.slots[item.task.slot]
+            first = min(item.done, self._known(item) - size)
             begin = task.start - self.spec.prefix_positions + first
-            fed = [slot.forced[begin - 1] if begin else STREAMING_PAD, *slot.forced[begin : begin + size - 1]]
-            chunks.append(Chunk(task.slot, task.start + first, task.rows[first : first + size], fed, slot.delay))
-            share.tokens += slot.forced[begin + share.done - first : begin + size]
-            share.done = first + size
+            # The input token of a position is the output token of the position before it.
+            input_tokens = slot.known_tokens[max(0, begin - 1) : begin + size - 1]
+            if not begin:
+                input_tokens = [STREAMING_PAD, *input_tokens]
+            chunks.append(
+                Chunk(task.slot, task.start + first, task.rows[first : first + size], input_tokens, slot.delay)
+            )
+            item.tokens += slot.known_tokens[begin + item.done - first : begin + size]
+            item.done = first + size
         if size not in self._chunk_graphs:
             return Download(self.passes.chunks(chunks)[:1, :1].float())
         buffers, graphs = self._chunk_graphs[size]
@@ -791,23 +463,23 @@ class VoxtralRunner(Runner):
 
     def _run_batch(self, batch: list[_Work], payloads: Payloads) -> _Pass:
         """Queue the next position of each stream in `batch`, as one pass."""
-        slots = [share.task.slot for share in batch]
-        positions = [share.task.start + share.done for share in batch]
-        inputs = [share.task.rows[share.done] for share in batch]
+        slots = [item.task.slot for item in batch]
+        positions = [item.task.start + item.done for item in batch]
+        inputs = [item.task.rows[item.done] for item in batch]
         self._buffers.upload(StepRows(slots, positions, inputs, self._forced_at(slots, positions)), payloads)
         if self._graphs is not None:
             self._graphs.run(len(batch))
         else:
             self.passes.batch(len(batch))
-        for share in batch:
-            share.done += 1
+        for item in batch:
+            item.done += 1
         return batch, self._buffers.download()
 
     def _forced_at(self, slots: list[int], positions: list[int]) -> list[int]:
-        """Return the output token of each position that is known beforehand, else NOT_FORCED."""
-        known, prefix = self.slots, self.spec.prefix_positions
+        """Return the known output token of each position, or NOT_FORCED."""
+        states, prefix = self.slots, self.spec.prefix_positions
         forced = []
         for slot, position in zip(slots, positions, strict=True):
-            outputs, index = known[slot].forced, position - prefix
+            outputs, index = states[slot].known_tokens, position - prefix
             forced.append(outputs[index] if index < len(outputs) else NOT_FORCED)
         return forced

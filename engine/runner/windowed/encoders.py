@@ -1,10 +1,10 @@
 """Encoders of windowed models: turn the audio of a stream's window into encoder output for the decoder.
 
 `AudioSlab` holds the audio of all streams on the device, one row per position; the scheduler assigns the rows.
-`WindowEncoder` encodes the whole window again in every pass, with the end of the last utterance before a short window;
-it serves all uploads, and live streams of Whisper and of Moonshine as published. `BlockEncoder` encodes each frame
-once, in blocks with bounded context; it serves live streams of models with a streaming encoder, on a CPU. Times are
-positions of the stream.
+`WindowEncoder` encodes the whole window again in every pass; before a short window it puts the end of the last
+utterance. It serves all uploads, and live streams of Whisper and of Moonshine as published. `BlockEncoder` encodes only
+new audio, in blocks with bounded context. It serves live streams of models with a streaming encoder, on a CPU. Times
+are positions of the stream (80 ms).
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from torch.nn.functional import pad
 
 from engine.core.plan import SILENCE_ROW, DecodeTask, EncodeTask
 from engine.messages import Item, Saved
-from engine.models.moonshine import EncoderState, Moonshine, StreamingEncoder
-from engine.models.seq2seq import Encoded, SpeechModel, at_once
+from engine.models.moonshine import Moonshine
+from engine.models.moonshine_streaming import EncoderState, StreamingEncoder
+from engine.models.seq2seq import Encoded, SpeechModel, run_to_end
 from engine.runner.device import upload
 from engine.runner.windowed.stability import POSITIONS_PER_SECOND, HypothesisToken, Policy, starts_word
 
@@ -30,14 +31,14 @@ SAMPLES_PER_POSITION = 1_280
 
 
 class AudioSlab:
-    """Audio of all streams, one row per position. Row 0 is silence and is never written."""
+    """Audio of all streams on the device, one row per position. Row 0 is silence and is never written."""
 
     def __init__(self, rows: int, device: torch.device | str = "cpu") -> None:
-        # By numpy: it takes memory that the system clears when it is first used.
+        # numpy.zeros allocates memory that the system clears when it is first used; torch.zeros would write all of it.
         self.rows = torch.from_numpy(np.zeros((rows + 1, SAMPLES_PER_POSITION), np.float32)).to(device)
         self._device = self.rows.device
         # Rows with NaN or infinite values.
-        self._broken: set[int] = set()
+        self._not_finite: set[int] = set()
 
     def write(self, tasks: Sequence[EncodeTask]) -> None:
         """Write the samples of the items in one copy."""
@@ -46,11 +47,12 @@ class AudioSlab:
         samples = np.concatenate([_samples(task) for task in tasks])
         rows = [row for task in tasks for row in task.rows]
         for row, finite in zip(rows, np.isfinite(samples).all(axis=1).tolist(), strict=True):
-            (self._broken.discard if finite else self._broken.add)(row)
+            (self._not_finite.discard if finite else self._not_finite.add)(row)
         self.rows[upload(np.array(rows, np.int64), self._device)] = upload(samples, self._device)
 
     def is_broken(self, task: DecodeTask) -> bool:
-        return bool(self._broken) and not self._broken.isdisjoint(task.rows)
+        """Whether the window has NaN or infinite values."""
+        return bool(self._not_finite) and not self._not_finite.isdisjoint(task.rows)
 
     def audio(self, task: DecodeTask) -> Tensor:
         """[1, samples] of the task's whole window."""
@@ -60,12 +62,13 @@ class AudioSlab:
         """[windows, samples]: the rows of each window, shorter ones padded with silence."""
         length = max(map(len, windows))
         rows = np.zeros((len(windows), length), np.int64)
-        for place, window in zip(rows, windows, strict=True):
-            place[: len(window)] = window
+        for row, window in zip(rows, windows, strict=True):
+            row[: len(window)] = window
         return self.rows[upload(rows, self._device)].view(len(windows), -1)
 
 
 def _samples(task: EncodeTask) -> np.ndarray[tuple[int, int], np.dtype[np.float32]]:
+    """[rows, samples]: the samples of the positions to be stored."""
     samples: np.ndarray[tuple[int, int], np.dtype[np.float32]] = np.asarray(task.payload, np.float32)
     samples = samples.reshape(-1, SAMPLES_PER_POSITION)
     return samples if task.mask is None else samples[np.array(task.mask)]
@@ -79,9 +82,9 @@ def audio_of(items: Sequence[Item], start: int, end: int) -> Tensor:
             continue
         rows = torch.from_numpy(np.array(item.payload)).view(-1, SAMPLES_PER_POSITION)
         for index, row in enumerate(rows):
-            place = item.offset + index - start
-            if 0 <= place < end - start and (item.mask is None or item.mask[index]):
-                audio[place] = row
+            position = item.offset + index
+            if start <= position < end and (item.mask is None or item.mask[index]):
+                audio[position - start] = row
     return audio.view(1, -1)
 
 
@@ -93,11 +96,10 @@ class EncodedAudio:
     # Positions at which the first frame begins and the last one ends. After `edge` there may be audio not encoded yet.
     origin: float
     edge: float
-    # Tokens of the audio before the window, if the encoded audio begins before it.
-    said: Sequence[int] = ()
-    # Positions until a next pass is worthwhile; None: as before.
+    # If the encoded audio begins before the window, with the end of the last utterance (tail): the tokens of the tail.
+    tail_tokens: Sequence[int] = ()
+    # New positions after which a next pass is worthwhile; None: as before.
     stride: int | None = None
-
     # The row in `encoded`.
     row: int = 0
 
@@ -110,11 +112,11 @@ class EncodedAudio:
 class StreamEncoder(Protocol):
     """Encodes the windows of many streams, by slot. `audio` is always [1, samples] of the task's whole window."""
 
-    def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio: ...
+    def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
+        """Encode the window of a task."""
 
-    def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
-        """The utterance ends with this task's window; `said` is its whole text. The next utterance's first pass comes
-        one stride of the model after its beginning."""
+    def end(self, task: DecodeTask, audio: Tensor, text: list[HypothesisToken]) -> None:
+        """The utterance ends with this task's window. `text`: the words of the window."""
 
     def forget(self, slot: int) -> None:
         """The slot's stream is closed. Does nothing for an unused slot."""
@@ -126,19 +128,20 @@ class StreamEncoder(Protocol):
         """Restore a saved state; `items` contain the audio it needs. Encodes nothing."""
 
     def must_rebuild(self, slot: int) -> bool:
-        """Whether audio of a restored state is to be encoded again before the next window."""
+        """Whether audio of a restored state must be encoded again before the next window."""
 
     def rebuild(self, slot: int) -> Iterator[None]:
-        """Encode that audio, yielding after each part. `encode` does it too, at once."""
+        """Encode that audio, yielding after each part. If it was not called, `encode` does all of it."""
 
 
 @dataclass(slots=True)
 class Tail:
-    """The end of the previous utterance, audio and tokens: context for the beginning of the next one."""
+    """The end of the previous utterance: context for the beginning of the next one."""
 
+    # [1, samples]
     audio: Tensor
     tokens: list[int]
-    # The position after its last one.
+    # The position after the audio.
     end: int
 
     @property
@@ -150,8 +153,8 @@ class Tail:
         return self.end - self.positions
 
     def up_to(self, base: int) -> Tensor:
-        """[1, samples] up to `base`: the tail and the pause after it, as silence. The length of the pause tells the
-        model whether a sentence has ended."""
+        """[1, samples] up to `base`: the tail, and silence for the pause after it. From the length of the pause the
+        model concludes whether a sentence has ended."""
         return pad(self.audio, (0, (base - self.end) * SAMPLES_PER_POSITION))
 
 
@@ -164,32 +167,34 @@ class Tails:
         self._device = device
         self._tails: dict[int, Tail] = {}
 
-    def keep(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
-        """Keep the last words of an utterance that ends, and the audio from a little before them on."""
+    def store(self, task: DecodeTask, audio: Tensor, text: list[HypothesisToken]) -> None:
+        """Store the last words of an utterance that ends, and the audio from a little before them on."""
         self._tails.pop(task.slot, None)
-        first = len(said)
-        for index, heard in enumerate(said):
-            if heard.peak >= task.end - self._policy.tail_length and starts_word(self._pieces[heard.token]):
+        first = len(text)
+        for index, token in enumerate(text):
+            if token.peak >= task.end - self._policy.tail_length and starts_word(self._pieces[token.token]):
                 first = index
                 break
-        if first == len(said):
+        if first == len(text):
             return
-        before = said[first - 1].peak if first else float(task.base)
-        start = max(task.base, int((before + said[first].peak) / 2))
-        kept = audio[:, (start - task.base) * SAMPLES_PER_POSITION :]
-        self._tails[task.slot] = Tail(kept, [heard.token for heard in said[first:]], task.end)
+        # From halfway between the word before the tail and its first word.
+        before = text[first - 1].peak if first else float(task.base)
+        start = max(task.base, int((before + text[first].peak) / 2))
+        tail_audio = audio[:, (start - task.base) * SAMPLES_PER_POSITION :]
+        self._tails[task.slot] = Tail(tail_audio, [token.token for token in text[first:]], task.end)
 
     def forget(self, slot: int) -> None:
         self._tails.pop(slot, None)
 
-    def near(self, slot: int, base: int, end: int) -> Tail | None:
-        """The tail, while it is recent and the window too short to be understood without it; else None."""
+    def context(self, slot: int, base: int, end: int) -> Tail | None:
+        """The tail, if it is recent and the window [base, end) too short to be decoded well without it; else None."""
         tail = self._tails.get(slot)
-        near = tail is not None and base - tail.end <= self._policy.tail_gap and end - base <= self._policy.tail_until
-        return tail if near else None
+        if tail is None or base - tail.end > self._policy.tail_gap or end - base > self._policy.tail_until:
+            return None
+        return tail
 
     def save(self, slot: int, base: int, end: int) -> tuple[Saved, int]:
-        tail = self.near(slot, base, end)
+        tail = self.context(slot, base, end)
         if tail is None:
             return {"tail": None}, base
         return {"tail": (tail.start, tail.end, list(tail.tokens))}, tail.start
@@ -201,7 +206,7 @@ class Tails:
 
 
 class WindowEncoder:
-    """Encodes the whole window again in every pass; in front of a young window also the tail of the last utterance."""
+    """Encodes the whole window again in every pass; in front of a short window also the tail of the last utterance."""
 
     def __init__(
         self,
@@ -209,40 +214,40 @@ class WindowEncoder:
         pieces: list[bytes],
         policy: Policy,
         device: torch.device | str = "cpu",
-        to_end: SpeechModel | None = None,
+        at_pause: SpeechModel | None = None,
     ) -> None:
         self._model = model
-        # The model for windows that are read to their end, one at a time.
-        self._to_end = to_end or model
+        # The model with the padding for windows that end at a pause (`SpeechModel.set_live_padding`).
+        self._at_pause = at_pause or model
         self._tails = Tails(pieces, policy, device)
 
     def encode(self, task: DecodeTask, audio: Tensor) -> EncodedAudio:
-        return at_once(self.hear_slowly(task, audio))
+        return run_to_end(self.encode_in_pieces(task, audio))
 
-    def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
+    def encode_in_pieces(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
         """As `encode`, yielding after each piece of work."""
-        tail = self._tails.near(task.slot, task.base, task.end)
+        tail = self._tails.context(task.slot, task.base, task.end)
         if tail is not None:
             audio = torch.cat((tail.up_to(task.base), audio), dim=1)
-        model = self._to_end if task.final or task.pause else self._model
+        model = self._at_pause if task.final or task.pause else self._model
         missing = model.min_samples - audio.shape[1]
         if missing > 0:
             audio = pad(audio, (0, missing))
-        encoded = yield from model.encode_slowly(audio, [audio.shape[1]])
+        encoded = yield from model.encode_in_pieces(audio, [audio.shape[1]])
         if tail is None:
             return EncodedAudio(encoded, task.base, task.end)
         return EncodedAudio(encoded, tail.start, task.end, tail.tokens)
 
-    def hear_together(self, tasks: Sequence[DecodeTask], slab: AudioSlab) -> list[EncodedAudio]:
+    def encode_batch(self, tasks: Sequence[DecodeTask], slab: AudioSlab) -> list[EncodedAudio]:
         """As `encode`, for several windows in one batch."""
-        tails = [self._tails.near(task.slot, task.base, task.end) for task in tasks]
+        tails = [self._tails.context(task.slot, task.base, task.end) for task in tasks]
         starts = [task.base if tail is None else tail.start for task, tail in zip(tasks, tails, strict=True)]
-        # Silence in the place of the tail and of the pause after it.
+        # First silence for the tail and for the pause after it; then the tail is written over it.
         rows = [[SILENCE_ROW] * (task.base - start) + task.rows for task, start in zip(tasks, starts, strict=True)]
         audio = slab.gather(rows)
-        for place, tail in zip(audio, tails, strict=True):
+        for row_audio, tail in zip(audio, tails, strict=True):
             if tail is not None:
-                place[: tail.audio.shape[1]] = tail.audio[0]
+                row_audio[: tail.audio.shape[1]] = tail.audio[0]
         lengths = [max(len(window) * SAMPLES_PER_POSITION, self._model.min_samples) for window in rows]
         encoded = self._model.encode(pad(audio, (0, max(lengths) - audio.shape[1])), lengths)
         return [
@@ -250,8 +255,8 @@ class WindowEncoder:
             for row, (task, tail, start) in enumerate(zip(tasks, tails, starts, strict=True))
         ]
 
-    def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
-        self._tails.keep(task, audio, said)
+    def end(self, task: DecodeTask, audio: Tensor, text: list[HypothesisToken]) -> None:
+        self._tails.store(task, audio, text)
 
     def forget(self, slot: int) -> None:
         self._tails.forget(slot)
@@ -269,20 +274,20 @@ class WindowEncoder:
         return iter(())
 
 
-# Encoding in blocks: each frame is encoded once with bounded context, and kept.
+# Encoding in blocks: only new audio is encoded, with bounded context.
 #
 # An utterance is encoded from its anchor on, the position at which its encoder started. A frame depends only on the
 # audio since the anchor, not on how it was split into tasks, so a stream is rebuilt exactly by encoding it again from
-# there. A long utterance gets a new anchor at the start of its window when the window has just been cut: this bounds
-# the audio that a rebuild needs, and little is encoded twice.
+# there. When the window of a long utterance has just been cut, the utterance gets a new anchor at the start of the
+# window. This bounds the audio that a rebuild needs, and little is encoded twice.
 #
 # A pass is worthwhile when a block is complete, so the encoder says when the next one will be. The pass also gets the
 # block's look-ahead frames, so that words need not wait until these are final.
 
-# A window that is cut when its utterance has lasted this many positions since the anchor gets a new one. The encoder
-# was trained on up to 28 s; a window is cut every seven or eight seconds.
+# An utterance gets a new anchor when its window is cut this many positions or more after the anchor. The encoder was
+# trained on up to 28 s; a window is cut every seven or eight seconds.
 LONG_FROM_ANCHOR = int(18 * POSITIONS_PER_SECOND)
-# Positions that are encoded at once when an utterance is rebuilt. Live streams wait for that long at most.
+# Positions that are encoded in one piece when an utterance is rebuilt. Live streams wait for one piece at most.
 REBUILT_AT_ONCE = int(2 * POSITIONS_PER_SECOND)
 
 
@@ -291,8 +296,8 @@ class _Utterance:
     """The encoder state and output of one utterance."""
 
     anchor: int
-    # The encoder has the audio before this position.
-    heard: int
+    # The encoder has got the audio before this position.
+    audio_until: int
     state: EncoderState
     # Frames of the window; the first has the number `first`, counted from the anchor.
     encoded: Encoded
@@ -301,16 +306,17 @@ class _Utterance:
 
 @dataclass(frozen=True, slots=True)
 class _RestoredState:
-    """A saved utterance whose audio, [samples] from the anchor to `heard`, is not encoded again yet."""
+    """A saved utterance whose audio has not been encoded again yet. Fields as in `_Utterance`."""
 
     anchor: int
-    heard: int
+    audio_until: int
     first: int
+    # [samples] from the anchor to `audio_until`.
     audio: Tensor
 
 
 class BlockEncoder:
-    """Encodes audio in blocks, each frame once. See the comment above."""
+    """Encodes audio in blocks. See the comment above."""
 
     def __init__(self, model: Moonshine, encoder: StreamingEncoder) -> None:
         self._model = model
@@ -327,10 +333,10 @@ class BlockEncoder:
         for _ in self.rebuild(task.slot):
             pass
         utterance = self._utterances.get(task.slot)
-        if utterance is None or utterance.heard < task.base or self._is_long(utterance, task):
+        if utterance is None or utterance.audio_until < task.base or self._needs_new_anchor(utterance, task):
             utterance = self._utterances[task.slot] = self._start(task.base)
-        new = audio[0, (utterance.heard - task.base) * SAMPLES_PER_POSITION :]
-        self._take(utterance, new, task.end)
+        new = audio[0, (utterance.audio_until - task.base) * SAMPLES_PER_POSITION :]
+        self._append(utterance, new, task.end)
         self._drop_before(utterance, self._frames_before(utterance, task.base))
         # The utterance may continue after a pause, so a copy of the state is finished.
         ends = task.final or task.pause
@@ -345,7 +351,7 @@ class BlockEncoder:
             stride=self._next_block_at(utterance) - task.end,
         )
 
-    def end(self, task: DecodeTask, audio: Tensor, said: list[HypothesisToken]) -> None:
+    def end(self, task: DecodeTask, audio: Tensor, text: list[HypothesisToken]) -> None:
         self.forget(task.slot)
 
     def forget(self, slot: int) -> None:
@@ -356,16 +362,17 @@ class BlockEncoder:
         utterance = self._restored.get(slot) or self._utterances.get(slot)
         if utterance is None:
             return {"anchor": None}, base
-        return {"anchor": utterance.anchor, "heard": utterance.heard, "first": utterance.first}, utterance.anchor
+        saved = {"anchor": utterance.anchor, "heard": utterance.audio_until, "first": utterance.first}
+        return saved, utterance.anchor
 
     def resume(self, slot: int, saved: Saved, items: Sequence[Item]) -> None:
         if saved["anchor"] is None:
             return
-        anchor, heard, first = int(saved["anchor"]), int(saved["heard"]), int(saved["first"])
-        audio = audio_of(items, anchor, heard)[0]
+        anchor, audio_until, first = int(saved["anchor"]), int(saved["heard"]), int(saved["first"])
+        audio = audio_of(items, anchor, audio_until)[0]
         if not bool(torch.isfinite(audio).all()):
-            raise ValueError("audio with values that are not numbers")
-        self._restored[slot] = _RestoredState(anchor, heard, first, audio)
+            raise ValueError("the audio contains NaN or infinite values")
+        self._restored[slot] = _RestoredState(anchor, audio_until, first, audio)
 
     def must_rebuild(self, slot: int) -> bool:
         return slot in self._restored
@@ -374,18 +381,19 @@ class BlockEncoder:
         restored = self._restored.get(slot)
         if restored is None:
             return
-        # Until it is complete the utterance belongs to this iterator: another one begins at the anchor again.
+        # Until it is complete, only this iterator knows the utterance: another one begins at the anchor again.
         utterance = self._start(restored.anchor)
-        for start in range(restored.anchor, restored.heard, REBUILT_AT_ONCE):
-            end = min(start + REBUILT_AT_ONCE, restored.heard)
+        for start in range(restored.anchor, restored.audio_until, REBUILT_AT_ONCE):
+            end = min(start + REBUILT_AT_ONCE, restored.audio_until)
             first, last = ((position - restored.anchor) * SAMPLES_PER_POSITION for position in (start, end))
-            self._take(utterance, restored.audio[first:last], end)
+            self._append(utterance, restored.audio[first:last], end)
             yield
         self._drop_before(utterance, restored.first)
         self._utterances[slot] = utterance
         del self._restored[slot]
 
     def _start(self, anchor: int) -> _Utterance:
+        """An utterance without audio."""
         state = self._encoder.start()
         return _Utterance(anchor, anchor, state, self._cross(state.waiting[0]))
 
@@ -394,7 +402,7 @@ class BlockEncoder:
         samples = self._encoder.samples_to_next(utterance.state)
         return utterance.anchor + -(-samples // SAMPLES_PER_POSITION)
 
-    def _is_long(self, utterance: _Utterance, task: DecodeTask) -> bool:
+    def _needs_new_anchor(self, utterance: _Utterance, task: DecodeTask) -> bool:
         was_cut = self._frames_before(utterance, task.base) > utterance.first
         return was_cut and task.end - utterance.anchor > LONG_FROM_ANCHOR
 
@@ -403,9 +411,10 @@ class BlockEncoder:
         samples = (base - utterance.anchor) * SAMPLES_PER_POSITION
         return -(-samples // self._model.samples_per_frame)
 
-    def _take(self, utterance: _Utterance, audio: Tensor, end: int) -> None:
+    def _append(self, utterance: _Utterance, audio: Tensor, end: int) -> None:
+        """Encode more audio of an utterance, up to the position `end`."""
         frames, utterance.state = self._encoder.step(audio, utterance.state)
-        utterance.heard = end
+        utterance.audio_until = end
         if len(frames):
             utterance.encoded = _join(utterance.encoded, self._cross(frames))
 
@@ -425,14 +434,16 @@ class BlockEncoder:
         return self._model.cross(frames[None], [len(frames)])
 
 
-def _join(left: Encoded, right: Encoded) -> Encoded:
-    keys = torch.cat((left.keys, right.keys), dim=4)
-    values = torch.cat((left.values, right.values), dim=3)
-    return Encoded(keys, values, [left.lengths[0] + right.lengths[0]])
+def _join(first: Encoded, second: Encoded) -> Encoded:
+    """The frames of two pieces, one after the other, of one row each."""
+    keys = torch.cat((first.keys, second.keys), dim=4)
+    values = torch.cat((first.values, second.values), dim=3)
+    return Encoded(keys, values, [first.lengths[0] + second.lengths[0]])
 
 
 def _copy(state: EncoderState) -> EncoderState:
-    """A copy of the state that can be changed without changing the original."""
-    twin = copy(state)
-    twin.keys_values = state.keys_values.clone()
-    return twin
+    """A copy of the state that can be changed without changing the original: all tensors but `keys_values` are
+    replaced, not written."""
+    copied = copy(state)
+    copied.keys_values = state.keys_values.clone()
+    return copied

@@ -1,12 +1,11 @@
-"""Encoding and decoding of windows, on a CPU (`HostWindows`) or a device (`DeviceWindows`). Used by the runner.
+"""Encodes and decodes the windows of many streams, on a CPU (`HostWindows`) or a device (`DeviceWindows`).
 
-The runner knows streams, text and plans; these classes turn audio into encoder output, and rows into tokens. They own
-the audio of all streams, the encoders with their state, and the decoder.
+`WindowedRunner` (`runner.py`) uses one of them. The runner knows streams, text and plans; these classes turn audio into
+encoder output, and rows into tokens. They own the audio of all streams, the encoders with their state, and the decoder.
 
 On a CPU streams are read in parallel, each thread with one stream at a time: threads with separate streams do not
 hinder each other as threads within one matrix product do. One window keeps a core busy, needs no padding, and its text
-cannot depend on other streams. On a device streams are read in batches; `plan_windows` computes how many streams, and
-how large a batch, fit into its memory.
+cannot depend on other streams. On a device streams are read in batches, as large as the memory plan says (`memory.py`).
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -23,23 +21,16 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
-from engine.models.moonshine import Moonshine
-from engine.models.seq2seq import Encoded, SpeechModel, make_plans, reader
-from engine.models.whisper import Whisper
-from engine.runner.device import GIB, NotEnoughMemory, compute_on_threads, gib
-from engine.runner.windowed.decoder import (
-    Decode,
-    DecoderBuffers,
-    GreedyDecoder,
-    Judgement,
-    RecordedDecoderBatch,
-    Row,
-    Shapes,
-    judge,
-)
+from engine.models.int8 import inference_thread, prepare_kernels
+from engine.models.seq2seq import Encoded, SpeechModel
+from engine.runner.cpu_threads import compute_on_threads
+from engine.runner.device import NotEnoughMemory, gib
+from engine.runner.windowed.decoder import Decode, GreedyDecoder, Row
 from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, AudioSlab, EncodedAudio, StreamEncoder, WindowEncoder
+from engine.runner.windowed.language import Judgement, judge
+from engine.runner.windowed.memory import WindowMemory
+from engine.runner.windowed.recorded_decoder import DecoderBuffers, RecordedDecoderBatch, Shapes
 from engine.runner.windowed.stability import Policy
-from engine.spec import ModelSpec
 
 Results = dict[int, DecodeResult]
 Result = TypeVar("Result")
@@ -49,7 +40,7 @@ class Windows(Protocol):
     """Audio of all streams, their encoders, and the decoder. Streams are identified by slot."""
 
     device: torch.device
-    # Uploads are read as one batch, and the next batch begins after it.
+    # Uploads are read in batches: new ones wait until the batch before is done.
     batches_uploads: bool
 
     def write(self, tasks: Sequence[EncodeTask]) -> None:
@@ -67,21 +58,21 @@ class Windows(Protocol):
     def encode(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
     ) -> Generator[None, None, dict[int, EncodedAudio]]:
-        """Encode; returns the encoded audio by slot. Yields after each piece of work; slots that are not in `wanted` by
-        then are left out."""
+        """Encode; returns the encoded audio by slot. Yields after each piece of work. The caller may remove slots from
+        `wanted` meanwhile: these are left out."""
 
     def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
-        """Decode the rows, yielding after each pass. Live rows are decoded without a break."""
+        """Decode the rows, yielding after each pass. With `live` nothing else may be decoded in between."""
 
     def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
-        """The model's judgement of the encoded audio before it is read."""
+        """Detect language and speech in the encoded audio before it is decoded."""
 
     def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
-        """Call `read` for the live tasks, in parts as large as can be read at once; returns all results."""
+        """Call `read` for live tasks, in parts that can be read together; returns all results."""
 
     def run_in_pieces(self, readings: Sequence[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
-        """Go on with readings, the first ones first, until the time is up. Each does at least one piece when it is
-        called, more while there is time, and returns whether it is done."""
+        """Continue readings in their order until the time is up. A reading that is called does at least one piece of
+        work, and more while there is time; it returns whether it is done."""
 
     def warm_up(self) -> None: ...
 
@@ -89,15 +80,17 @@ class Windows(Protocol):
 
 
 def one() -> int:
+    """The default of `encoder_threads`."""
     return 1
 
 
 class HostWindows:
-    """See `Windows`. `threads` read in parallel, the calling thread included. `decode` replaces the model's own
-    method.
+    """See `Windows`. `threads` read windows in parallel, the calling thread included. `decode`: a traced pass in place
+    of `model.decode`.
 
-    Pieces of an upload's windows are encoded on `encoder_threads()`: more than one only if nothing else computes in
-    this process, because the number is changed for all of it. A decoder's products are too small for several threads.
+    Windows of uploads are encoded on `encoder_threads()` threads. This may be more than one only if nothing else
+    computes in this process, because the number applies to the whole process. The decoder's products are too small for
+    several threads.
     """
 
     batches_uploads = False
@@ -119,7 +112,7 @@ class HostWindows:
         self._encoder, self._file_encoder = stream_encoder, file_encoder
         self.decoder = GreedyDecoder(model, decode=decode)
         self._threads = threads
-        self._helpers = ThreadPoolExecutor(threads - 1, "read", _be_next_reader, (count(1),)) if threads > 1 else None
+        self._helpers = ThreadPoolExecutor(threads - 1, "read", _number_thread, (count(1),)) if threads > 1 else None
         self.write, self.audio, self.is_broken = self.slab.write, self.slab.audio, self.slab.is_broken
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
@@ -136,13 +129,13 @@ class HostWindows:
                 sounds[task.slot] = self._encoder.encode(task, self.audio(task))
             else:
                 sounds[task.slot] = yield from self._on_encoder_threads(
-                    self._file_encoder.hear_slowly(task, self.audio(task))
+                    self._file_encoder.encode_in_pieces(task, self.audio(task))
                 )
             yield
         return sounds
 
     def _on_encoder_threads(self, work: Generator[None, None, Result]) -> Generator[None, None, Result]:
-        """The same work, each piece on all threads that the encoder has."""
+        """Run a generator, each piece of it on the encoder's threads."""
         while True:
             threads = self._encoder_threads()
             if threads > 1:
@@ -164,7 +157,7 @@ class HostWindows:
         return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
 
     def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
-        """One stream at a time to each free thread. Streams are not batched, because a matrix product of many rows
+        """Each free thread reads one stream at a time. Streams are not batched, because a matrix product of many rows
         rounds differently than one of a single row."""
         waiting = deque(tasks)
         results: Results = {}
@@ -173,16 +166,16 @@ class HostWindows:
         return results
 
     def run_in_pieces(self, readings: Sequence[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
-        """One reading at a time to each free thread. Each thread does at least one piece."""
+        """Each free thread continues one reading at a time. Each thread does at least one piece."""
         waiting = deque(readings)
-        self._on_all_threads(len(readings), lambda: _go_on_one_by_one(waiting, time_is_up))
+        self._on_all_threads(len(readings), lambda: _continue_one_by_one(waiting, time_is_up))
 
-    def _on_all_threads(self, most: int, work: Callable[[], Result]) -> list[Result]:
-        """Call `work` on all threads at once, but at most `most`; returns the results. The threads share a queue: with
-        fixed shares one of them would wait for another."""
-        helpers = min(self._threads, most) - 1
-        given = [self._helpers.submit(work) for _ in range(helpers) if self._helpers]
-        return [work(), *(part.result() for part in given)]
+    def _on_all_threads(self, max_threads: int, work: Callable[[], Result]) -> list[Result]:
+        """Call `work` on at most `max_threads` threads at once; returns the results. `work` takes tasks from a shared
+        queue: with fixed parts one thread would wait for another."""
+        helpers = min(self._threads, max_threads) - 1
+        futures = [self._helpers.submit(work) for _ in range(helpers) if self._helpers]
+        return [work(), *(future.result() for future in futures)]
 
     def warm_up(self) -> None:
         """Run all threads at once, so that each of them is warmed up."""
@@ -195,9 +188,9 @@ class HostWindows:
 
     @torch.inference_mode()
     def _warm_up(self, ready: threading.Barrier) -> None:
-        """Read a second of noise, so that kernels and memory are ready for the first utterance."""
+        """Read a second of noise, so that kernels and memory are ready before the first utterance."""
         ready.wait()
-        make_plans(self._model)
+        prepare_kernels(self._model)
         noise = torch.randn(1, 12 * SAMPLES_PER_POSITION) * 0.01
         encoded = self._model.encode(noise, [noise.shape[1]])
         self.decoder.run([Row([], [], 8, None, encoded.audio[0])], encoded)
@@ -208,7 +201,7 @@ class HostWindows:
 
 
 def _read_one_by_one(waiting: deque[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
-    """Read waiting tasks until none is left. Several threads share the queue."""
+    """Read waiting tasks until the queue is empty. Several threads share it."""
     results: Results = {}
     while True:
         try:
@@ -218,121 +211,28 @@ def _read_one_by_one(waiting: deque[DecodeTask], read: Callable[[Sequence[Decode
         results |= read([task])
 
 
-def _go_on_one_by_one(waiting: deque[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
-    """Go on with waiting readings until none is left or the time is up. Several threads share the queue."""
+def _continue_one_by_one(waiting: deque[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
+    """Continue waiting readings until the queue is empty or the time is up. Several threads share the queue."""
     while True:
         try:
-            go_on = waiting.popleft()
+            continue_reading = waiting.popleft()
         except IndexError:
             return
-        if not go_on() or time_is_up():
+        if not continue_reading() or time_is_up():
             return
 
 
-def _be_next_reader(numbers: Iterator[int]) -> None:
-    """Give this thread its own copy of the weights."""
-    reader.number = next(numbers)
-
-
-# The memory plan of a device, made before anything is allocated there.
-
-# Most windows decoded as one batch. A larger batch would wait for the longest text in it.
-MOST_ROWS = 128
-# Most frames encoded at once: enough to keep a large device busy.
-MOST_FRAMES_AT_ONCE = 24_000
-# Most tokens of known text read at once, over all rows of a batch. Each reading costs as many kernel launches as a
-# token.
-MOST_TOKENS_AT_ONCE = 8_192
-# Default for the number of streams: what the host can schedule, not what fits into memory.
-MOST_STREAMS = 1024
-# Libraries, CUDA graphs and fragmentation.
-FIXED_BYTES = GIB
-
-
-# Batch rows per whole live window of a step. Most windows are far from whole, so a step has more rows than that.
-ROWS_PER_WHOLE_WINDOW = 4
-
-
-@dataclass(frozen=True, slots=True)
-class WindowMemory:
-    """Memory plan of one device: streams, rows in a batch, frames encoded at once, tokens read at once, and bytes."""
-
-    streams: int
-    rows: int
-    frames_at_once: int
-    tokens_at_once: int
-    weight_bytes: int
-    stream_bytes: int
-    batch_bytes: int
-
-    @property
-    def total_bytes(self) -> int:
-        return self.weight_bytes + self.batch_bytes + self.streams * self.stream_bytes
-
-    @property
-    def windows_per_step(self) -> int:
-        return max(2, self.rows // ROWS_PER_WHOLE_WINDOW)
-
-
-def longest_window(spec: ModelSpec, policy: Policy) -> int:
-    """Longest window of a live stream in samples: a whole one, or a young one with the tail of the last utterance."""
-    behind_another = spec.window_positions + policy.tail_gap + policy.tail_until
-    return int(behind_another + 1) * SAMPLES_PER_POSITION
-
-
-def plan_windows(
-    model: Moonshine | Whisper,
-    spec: ModelSpec,
-    room: int,
-    *,
-    dtype: torch.dtype,
-    longest: int,
-    max_streams: int | None,
-) -> WindowMemory:
-    """Fit the model, a batch and `max_streams` streams (None: as many as fit) into `room` bytes.
-
-    Raises NotEnoughMemory.
-    """
-    size, shape, frames = dtype.itemsize, model.decoder_shape, model.frames_of(longest)
-    weights = sum(parameter.numel() for parameter in model.parameters()) * size
-    # Audio of the window and around it, and of the utterance before.
-    stream_bytes = (spec.embeds_for(live=True) + spec.window_positions) * SAMPLES_PER_POSITION * 4
-    # Per token of known text: attention weights, and logits.
-    token_bytes = shape.heads * frames * 10 + model.config.vocabulary * 8
-    # Per row: cross keys and values as encoded and as copied for the decoder, and the decoder's own; a quarter more for
-    # uploads.
-    row_bytes = 2 * shape.layers * shape.heads * shape.dim * size * (2 * frames + model.max_tokens) * 5 // 4
-    frame_bytes = model.widest_frame * size
-    left = room - weights - FIXED_BYTES - (max_streams or 1) * stream_bytes
-    rows = min(MOST_ROWS, left // 2 // row_bytes)
-    frames_at_once = min(MOST_FRAMES_AT_ONCE, left // 8 // frame_bytes)
-    tokens_at_once = min(MOST_TOKENS_AT_ONCE, left // 4 // token_bytes)
-    if rows < 1 or frames_at_once < frames or tokens_at_once < model.max_tokens:
-        reading = FIXED_BYTES + max(2 * row_bytes, 8 * frames * frame_bytes, 4 * model.max_tokens * token_bytes)
-        streams = "a stream" if max_streams is None else f"{max_streams} streams"
-        raise NotEnoughMemory(
-            f"the model needs {gib(weights)} for its weights, {gib(reading)} to read windows and "
-            f"{gib((max_streams or 1) * stream_bytes)} for {streams}; {gib(room)} are free"
-        )
-    batch_bytes = FIXED_BYTES + rows * row_bytes + frames_at_once * frame_bytes + tokens_at_once * token_bytes
-    fits = (room - weights - batch_bytes) // stream_bytes
-    return WindowMemory(
-        streams=max_streams or min(MOST_STREAMS, fits),
-        rows=rows,
-        frames_at_once=frames_at_once,
-        tokens_at_once=tokens_at_once,
-        weight_bytes=weights,
-        stream_bytes=stream_bytes,
-        batch_bytes=batch_bytes,
-    )
+def _number_thread(numbers: Iterator[int]) -> None:
+    """Give this thread the next number, which selects its copy of the weights."""
+    inference_thread.number = next(numbers)
 
 
 # Windows on a device: live streams are encoded and decoded in batches.
 #
 # Audio stays on the device, one row per position, so a step uploads only row numbers and new audio. Windows are sorted
 # by length, so that those encoded together need little padding; masks keep the rows independent. Each token of a batch
-# costs one launch, one upload and one copy back (`DecoderBuffers` in decoder.py). Uploads are decoded in buffers of
-# their own and without recorded graphs, because they may be interrupted.
+# costs one launch, one upload and one copy back (`recorded_decoder.py`). Uploads are decoded in buffers of their own
+# and without recorded graphs, because live windows may be decoded between two of their passes.
 
 
 class DeviceWindows:
@@ -359,7 +259,7 @@ class DeviceWindows:
         self.slab = AudioSlab(cache_embeds, device)
         self._encoder = WindowEncoder(model, pieces, policy, device)
         self._file_encoder = WindowEncoder(model, pieces, policy, device)
-        self.decoder = _StagedDecoder(model, memory, model.frames_of(longest), device, dtype)
+        self.decoder = _RecordedDecoder(model, memory, model.frames_of(longest), device, dtype)
         self.write, self.audio, self.is_broken = self.slab.write, self.slab.audio, self.slab.is_broken
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
@@ -373,19 +273,19 @@ class DeviceWindows:
         for batch in self._batches(tasks):
             present = [task for task in batch if task.slot in wanted]
             if present:
-                heard = stream_encoder.hear_together(present, self.slab)
-                sounds |= {task.slot: sound for task, sound in zip(present, heard, strict=True)}
+                encoded = stream_encoder.encode_batch(present, self.slab)
+                sounds |= {task.slot: sound for task, sound in zip(present, encoded, strict=True)}
                 yield
         return sounds
 
     def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
-        heard = _heard(sounds)
+        batches = _encoded_batches(sounds)
         if live:
-            return self.decoder.staged_passes(list(rows), heard)
-        return self.decoder.passes(list(rows), Encoded.stack(heard))
+            return self.decoder.recorded_passes(list(rows), batches)
+        return self.decoder.passes(list(rows), Encoded.stack(batches))
 
     def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
-        return judge(self._model, Encoded.stack(_heard(sounds)))
+        return judge(self._model, Encoded.stack(_encoded_batches(sounds)))
 
     def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         in_order = sorted(tasks, key=lambda task: len(task.rows))
@@ -395,12 +295,12 @@ class DeviceWindows:
         return results
 
     def run_in_pieces(self, readings: Sequence[Callable[[], bool]], time_is_up: Callable[[], bool]) -> None:
-        _go_on_one_by_one(deque(readings), time_is_up)
+        _continue_one_by_one(deque(readings), time_is_up)
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Encode batches of all sizes, because libraries plan for each, then record the decoder. Shows a lack of memory
-        before streams are admitted. Raises NotEnoughMemory."""
+        """Encode batches of all sizes, because libraries prepare kernels for each, then record the decoder. So a lack
+        of memory appears before streams are admitted. Raises NotEnoughMemory."""
         try:
             frames = self._model.frames_of(self._longest)
             rows = max(1, self._memory.frames_at_once // frames)
@@ -413,11 +313,11 @@ class DeviceWindows:
         except torch.OutOfMemoryError as error:
             raise NotEnoughMemory(
                 f"the device ran out of memory; this engine planned {gib(self._memory.total_bytes)} for "
-                f"{self._memory.streams} streams: set model.max_streams lower, or free what others hold there"
+                f"{self._memory.streams} streams: set model.max_streams lower, or stop other programs there"
             ) from error
 
     def close(self) -> None:
-        self.decoder.forget()
+        self.decoder.free()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -436,7 +336,7 @@ class DeviceWindows:
             yield batch
 
 
-class _StagedDecoder(GreedyDecoder):
+class _RecordedDecoder(GreedyDecoder):
     """A decoder that also decodes live batches with the recorded graphs of a `DecoderBuffers`."""
 
     def __init__(
@@ -445,29 +345,32 @@ class _StagedDecoder(GreedyDecoder):
         super().__init__(model, device)
         # A model with a fixed context has windows of one length.
         shapes = Shapes.up_to(memory.rows, frames, model.max_tokens, max(200, model.frames_of(model.min_samples)))
-        self._stage: DecoderBuffers | None = DecoderBuffers(
-            model, self._barred, shapes, dtype, memory.tokens_at_once, records=device.type == "cuda"
+        self._buffers: DecoderBuffers | None = DecoderBuffers(
+            model, self._suppressed, shapes, dtype, memory.tokens_at_once, records=device.type == "cuda"
         )
 
     def record(self) -> None:
-        assert self._stage is not None
-        self._stage.record()
+        assert self._buffers is not None
+        self._buffers.record()
 
-    def forget(self) -> None:
-        self._stage = None
+    def free(self) -> None:
+        """Free the buffers and the graphs."""
+        self._buffers = None
 
-    def staged_passes(self, rows: list[Row], heard: Sequence[Encoded]) -> Iterator[None]:
-        """As `passes`, for windows that were encoded in several batches."""
-        audio, stage = [row.frames for row in rows], self._stage
-        assert stage is not None
-        return self._passes(rows, lambda text: RecordedDecoderBatch(self._model, stage, heard, audio, text))
+    def recorded_passes(self, rows: list[Row], batches: Sequence[Encoded]) -> Iterator[None]:
+        """As `passes`, in the buffers, for windows that were encoded in several batches."""
+        audio_frames, buffers = [row.frames for row in rows], self._buffers
+        assert buffers is not None
+        return self._passes(
+            rows, lambda text_tokens: RecordedDecoderBatch(self._model, buffers, batches, audio_frames, text_tokens)
+        )
 
 
-def _heard(sounds: Sequence[EncodedAudio]) -> list[Encoded]:
-    """The encoded batches that contain this audio, reduced to its rows."""
+def _encoded_batches(sounds: Sequence[EncodedAudio]) -> list[Encoded]:
+    """The batches in which this audio was encoded, without the rows of other audio."""
     rows: dict[int, list[int]] = {}
     batches: dict[int, Encoded] = {}
     for sound in sounds:
         batches[id(sound.encoded)] = sound.encoded
         rows.setdefault(id(sound.encoded), []).append(sound.row)
-    return [batches[name].rows(kept) for name, kept in rows.items()]
+    return [batches[batch].select(batch_rows) for batch, batch_rows in rows.items()]

@@ -27,7 +27,8 @@ from engine.client.link import PacedSource
 from engine.client.stream import EngineStream
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Closed, Command, Feed, Item, Open, Output, TurnRule
-from engine.models.moonshine import Moonshine, MoonshineConfig, RunningNorm, StreamingEncoder, StreamingSpec
+from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.moonshine_streaming import NormPrior, StreamingEncoder, StreamingSpec
 from engine.options import Keyword, keywords_text
 from engine.runner.base import Embedder, TurnDetector
 from engine.runner.bias import KeywordTree
@@ -194,7 +195,7 @@ def tiny_model() -> Moonshine:
     return model
 
 
-BLOCKS = StreamingSpec(blocks=(6,), look_ahead=3, left=40, norm=RunningNorm(0.0, -5.84, 75.0))
+BLOCKS = StreamingSpec(blocks=(6,), look_ahead=3, left=40, norm=NormPrior(0.0, -5.84, 75.0))
 
 
 def window_ear(pieces: list[bytes], policy: Policy) -> StreamEncoder:

@@ -26,7 +26,7 @@ from engine.models.campplus import (
     SpeakerWeightsError,
     load_campplus,
     tensor_shapes,
-    traced,
+    trace_for,
 )
 from engine.models.mel import SAMPLE_RATE, KaldiFrontEnd
 from engine.options import cache_folder
@@ -190,7 +190,7 @@ def test_a_piece_in_a_batch_is_embedded_as_alone(model: object) -> None:
 
 
 def test_a_traced_model_gives_the_same_numbers() -> None:
-    one = traced(untrained(), 24_000)
+    one = trace_for(untrained(), 24_000)
     with torch.inference_mode():
         for sound in pieces(24_000):
             assert (one(sound[None]) - untrained()(sound[None])).abs().max() < 1e-5

@@ -23,7 +23,7 @@ from engine.models.layers import (
     unpack,
 )
 
-HEADS = Heads(queries=4, keys=2, dim=8, window=13)
+HEADS = Heads(query_heads=4, kv_heads=2, dim=8, window=13)
 PAGE_ROWS = 4
 RING_PAGES = 5
 THETA = 100.0
@@ -36,14 +36,17 @@ def dense(fused: Tensor, heads: Heads) -> Tensor:
     by_head = fused.double().view(count, -1, heads.dim)
     query, key = (
         rotate(part, cosine.double(), sine.double()).double()
-        for part in (by_head[:, : heads.queries], by_head[:, heads.queries : heads.queries + heads.keys])
+        for part in (
+            by_head[:, : heads.query_heads],
+            by_head[:, heads.query_heads : heads.query_heads + heads.kv_heads],
+        )
     )
-    value = by_head[:, heads.queries + heads.keys :]
-    group = heads.queries // heads.keys
-    out = torch.zeros(count, heads.queries, heads.dim, dtype=torch.float64)
+    value = by_head[:, heads.query_heads + heads.kv_heads :]
+    group = heads.query_heads // heads.kv_heads
+    out = torch.zeros(count, heads.query_heads, heads.dim, dtype=torch.float64)
     for row in range(count):
         low = max(0, row - heads.window + 1)
-        for head in range(heads.queries):
+        for head in range(heads.query_heads):
             scores = key[low : row + 1, head // group] @ query[row, head] / math.sqrt(heads.dim)
             out[row, head] = scores.softmax(0) @ value[low : row + 1, head // group]
     return out.flatten(1)

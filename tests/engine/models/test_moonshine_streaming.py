@@ -6,12 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.models.moonshine import (
-    EncoderState,
-    Moonshine,
-    StreamingEncoder,
-    UntrainedBlock,
-)
+from engine.models.moonshine import Moonshine
+from engine.models.moonshine_streaming import EncoderState, StreamingEncoder, UntrainedBlock
 from tests.training.tiny import SPEC
 from tests.training.tiny import TINY as CONFIG
 

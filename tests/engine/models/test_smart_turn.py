@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import cache_folder
-from engine.weights.checkpoint import BadCheckpoint, load_turn_detector
+from engine.weights.checkpoint import BadCheckpoint, load_smart_turn
 from engine.weights.registry import TURN_DETECTOR, TURN_DETECTOR_FILE
 
 FILE = cache_folder() / TURN_DETECTOR / TURN_DETECTOR_FILE
@@ -27,7 +27,7 @@ Sound = NDArray[np.float32]
 
 @cache
 def published(quantised: bool = False) -> SmartTurn:
-    model = load_turn_detector(FILE)
+    model = load_smart_turn(FILE)
     if quantised:
         model.quantise()
     return model
@@ -93,12 +93,12 @@ def test_a_file_that_holds_no_detector_is_refused(tmp_path: Path) -> None:
     broken = tmp_path / TURN_DETECTOR_FILE
     broken.write_bytes(b"this is not an archive")
     with pytest.raises(BadCheckpoint, match=r"turn-detector.safetensors is not a turn detector .* pull turn-detector"):
-        load_turn_detector(broken)
+        load_smart_turn(broken)
     save_file({"encoder.conv1.weight": torch.zeros(384, 80, 3)}, broken)
     with pytest.raises(BadCheckpoint, match="is not a turn detector"):
-        load_turn_detector(broken)
+        load_smart_turn(broken)
     with pytest.raises(BadCheckpoint, match="is not a turn detector"):
-        load_turn_detector(tmp_path / "nowhere")
+        load_smart_turn(tmp_path / "nowhere")
 
 
 @needs_weights
@@ -117,7 +117,7 @@ def test_a_file_with_too_few_places_is_refused(tmp_path: Path) -> None:
     tensors["encoder.embed_positions.weight"] = tensors["encoder.embed_positions.weight"][:50].clone()
     save_file(tensors, tmp_path / TURN_DETECTOR_FILE)
     with pytest.raises(BadCheckpoint, match="is not a turn detector"):
-        load_turn_detector(tmp_path / TURN_DETECTOR_FILE)
+        load_smart_turn(tmp_path / TURN_DETECTOR_FILE)
 
 
 @needs_weights

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 from transformers import WhisperConfig as ReferenceConfig
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
-from engine.models.whisper import Whisper, WhisperConfig, without_lone_frames
+from engine.models.whisper import Whisper, WhisperConfig, without_single_frame_peaks
 from engine.weights.checkpoint import BadCheckpoint, load_speech_model
 
 OPENAI_NAMES = [
@@ -166,7 +166,7 @@ def test_ragged_batch_is_each_row_alone(model: Whisper, monkeypatch: pytest.Monk
 
 def test_attention_to_a_lone_frame_does_not_count() -> None:
     first_frame_and_a_word = torch.tensor([0.5, 0.02, 0.02, 0.1, 0.2, 0.1, 0.02, 0.04])
-    counted = without_lone_frames(torch.stack([first_frame_and_a_word, first_frame_and_a_word.flip(0)]))
+    counted = without_single_frame_peaks(torch.stack([first_frame_and_a_word, first_frame_and_a_word.flip(0)]))
     assert torch.equal(counted[0], torch.tensor([0.02, 0.02, 0.02, 0.1, 0.1, 0.1, 0.02, 0.02]))
     assert torch.equal(counted[1], counted[0].flip(0))
 

@@ -15,8 +15,9 @@ from audio.containers import read_file
 from engine.models.seq2seq import Encoded
 from engine.models.whisper import Whisper
 from engine.options import cache_folder
-from engine.runner.windowed.decoder import GreedyDecoder, Row, judge
-from engine.runner.windowed.runner import PromptTokenizer
+from engine.runner.bpe import PromptTokenizer
+from engine.runner.windowed.decoder import GreedyDecoder, Row
+from engine.runner.windowed.language import judge
 from engine.runner.windowed.stability import is_mark
 from engine.weights.checkpoint import load_speech_model
 

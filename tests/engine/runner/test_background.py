@@ -18,9 +18,9 @@ from engine.models.smart_turn import SmartTurn
 from engine.options import PIECE_SAMPLES, EngineConfig, cache_folder
 from engine.runner import load
 from engine.runner.background import BackgroundModel, SmartTurnDetector, SpeakerEmbedder
-from engine.runner.load import load_turns
+from engine.runner.load import load_turn_detector
 from engine.server.speech_pieces import CutSettings
-from engine.weights.checkpoint import BadCheckpoint, load_turn_detector
+from engine.weights.checkpoint import BadCheckpoint, load_smart_turn
 from engine.weights.registry import REGISTRY, TURN_DETECTOR, TURN_DETECTOR_FILE
 from engine.weights.store import WeightsError
 from tests.engine import fakes
@@ -181,7 +181,7 @@ def test_answers_are_those_of_the_model_and_words_go_first() -> None:
     try:
         detector.prepare()
         found = [future.result(120) for future in [detector.submit(sound.copy) for sound in sounds]]
-        expected: SmartTurn = load_turn_detector(TURN_WEIGHTS)
+        expected: SmartTurn = load_smart_turn(TURN_WEIGHTS)
         expected.quantise()
         assert found == expected.judge(sounds)
         niceness = [os.getpriority(os.PRIO_PROCESS, thread.native_id or 0) for thread in detector.running]
@@ -202,8 +202,8 @@ def test_without_the_file_an_engine_starts_and_says_so_once(
 ) -> None:
     monkeypatch.setattr(load, "cached", cached)
     with caplog.at_level(logging.WARNING):
-        assert load_turns(fakes.FakeFrames(), EngineConfig("m")) is None
+        assert load_turn_detector(fakes.FakeFrames(), EngineConfig("m")) is None
     assert len(caplog.records) == 1 and told in caplog.text
     caplog.clear()
-    assert load_turns(fakes.FakeFrames(), EngineConfig("m", turn_detector=False)) is None
+    assert load_turn_detector(fakes.FakeFrames(), EngineConfig("m", turn_detector=False)) is None
     assert not caplog.records

@@ -12,7 +12,7 @@ import pytest
 
 from engine.options import Keyword, check_keywords, keywords_text
 from engine.runner import bias
-from engine.runner.bias import AT_WORD, FULL_WORTH, IN_WORD, KeywordTree, KeywordTrees, Spelling
+from engine.runner.bias import AT_WORD, FULL_WORTH, IN_WORD, KeywordTree, KeywordTrees, TokenIndex
 from engine.spec import Vocabulary
 
 PIECES = [
@@ -31,12 +31,12 @@ ANNOUNCING = Vocabulary([*PLAIN.pieces, b""], word_marker=MARKER)
 
 def tree(*words: str | Keyword, vocabulary: Vocabulary = PLAIN) -> KeywordTree:
     keywords = [word if isinstance(word, Keyword) else Keyword(word) for word in words]
-    return KeywordTree(keywords, Spelling(vocabulary))
+    return KeywordTree(keywords, TokenIndex(vocabulary))
 
 
 def favours(keywords: KeywordTree, *said: str) -> dict[str, float]:
     """What each favoured piece gets behind a text."""
-    state = keywords.behind(TOKENS[piece] for piece in said)
+    state = keywords.state_after(TOKENS[piece] for piece in said)
     return favours_in(keywords, state)
 
 
@@ -61,14 +61,14 @@ def letters(count: int) -> float:
 
 
 def test_a_tokeniser_joins_first_what_was_learned_first() -> None:
-    spelling = Spelling(
+    index = TokenIndex(
         Vocabulary([piece.encode() for piece in ("", "a", "b", "c", "bc", "ab", "abab", "ó", " ", " b")])
     )
-    assert spelling.cut(b"abc") == [b"a", b"bc"]
-    assert spelling.cut(b"ababc") == [b"ab", b"a", b"bc"]
-    assert spelling.cut("bóx bc".encode()) == [b"b", "ó".encode(), b"x", b" ", b"bc"]
+    assert index.tokenise(b"abc") == [b"a", b"bc"]
+    assert index.tokenise(b"ababc") == [b"ab", b"a", b"bc"]
+    assert index.tokenise("bóx bc".encode()) == [b"b", "ó".encode(), b"x", b" ", b"bc"]
     # A letter without a token is cut into its bytes, and so is one that was torn.
-    assert spelling.cut("łó".encode()[:-1]) == [b"\xc5", b"\x82", b"\xc3"]
+    assert index.tokenise("łó".encode()[:-1]) == [b"\xc5", b"\x82", b"\xc3"]
 
 
 def test_only_the_usual_cut_of_a_keyword_is_favoured_and_every_cut_leads_on_in_it() -> None:
@@ -80,7 +80,7 @@ def test_only_the_usual_cut_of_a_keyword_is_favoured_and_every_cut_leads_on_in_i
         assert inside == expected, said
     # Without single letters nothing can be joined: the longest token is the usual one.
     words = Vocabulary([b"", b" Ki", b" Kitt", b"ila"])
-    entries = KeywordTree([Keyword("Kittila")], Spelling(words)).entries
+    entries = KeywordTree([Keyword("Kittila")], TokenIndex(words)).entries
     assert {token: edge.bonus for token, edge in entries.items()} == {1: 0.0, 2: letters(4)}
     # What is usual in one keyword is favoured, whether or not another one has it too.
     assert favours(tree("Kittila", "K"))[" K"] == letters(1)
@@ -98,8 +98,13 @@ def test_what_the_beginning_got_is_given_back_when_the_word_breaks_off() -> None
 
 def test_a_word_begins_where_a_word_can_begin() -> None:
     keywords = tree("Kittila")
-    assert keywords.behind([TOKENS[" the"]]) == keywords.behind([TOKENS["'"]]) == IN_WORD
-    assert keywords.behind([TOKENS["-"]]) == keywords.behind([TOKENS["."]]) == keywords.behind([]) == AT_WORD
+    assert keywords.state_after([TOKENS[" the"]]) == keywords.state_after([TOKENS["'"]]) == IN_WORD
+    assert (
+        keywords.state_after([TOKENS["-"]])
+        == keywords.state_after([TOKENS["."]])
+        == keywords.state_after([])
+        == AT_WORD
+    )
     assert "K" not in favours(keywords, " the")
 
 
@@ -149,7 +154,7 @@ def test_tokens_without_letters_change_nothing() -> None:
 def test_a_model_that_announces_words_is_not_hurried() -> None:
     keywords = tree("Kittila", "van der Berg", vocabulary=ANNOUNCING)
     blank = TOKENS[""]
-    waiting = keywords.behind([blank])
+    waiting = keywords.state_after([blank])
     assert waiting < 0 and favours_in(keywords, waiting) == {}
     announced = keywords.after(waiting, MARKER)
     assert favours_in(keywords, announced)[" Kit"] == letters(3)
@@ -218,7 +223,7 @@ def test_a_tree_is_made_when_it_is_first_needed(monkeypatch: pytest.MonkeyPatch)
     """All streams wait for that, and many that are opened never speak."""
     trees, option = KeywordTrees(PLAIN), {"keywords": keywords_text([Keyword("Kittila")])}
     with monkeypatch.context() as patch:
-        patch.setattr(Spelling, "beginnings", None)
+        patch.setattr(TokenIndex, "beginnings", None)
         trees.check(option)
         late = trees.lazy_tree(option)
     assert late is not None and late.tree is late.tree is trees.tree(option) and trees.lazy_tree({}) is None
@@ -230,18 +235,18 @@ def test_a_list_that_many_streams_have_is_checked_once(monkeypatch: pytest.Monke
     """Where an engine was lost, all of them come to another at once."""
     trees, option = KeywordTrees(PLAIN), {"keywords": keywords_text([Keyword("Kittila")])}
     trees.check(option)
-    monkeypatch.setattr(bias, "_Letters", None)
+    monkeypatch.setattr(bias, "_Prefixes", None)
     trees.check(option)
 
 
 def test_what_keywords_begin_with_in_common_is_spelled_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    spelled, beginnings = [], Spelling.beginnings
+    spelled, beginnings = [], TokenIndex.beginnings
 
-    def note(self: Spelling, text: bytes) -> Iterator[tuple[int, int]]:
+    def note(self: TokenIndex, text: bytes) -> Iterator[tuple[int, int]]:
         spelled.append(text)
         return beginnings(self, text)
 
-    monkeypatch.setattr(Spelling, "beginnings", note)
+    monkeypatch.setattr(TokenIndex, "beginnings", note)
     tree(*(f"{'a' * 50}{number:03d}" for number in range(300)), vocabulary=BYTES)
     # With and without a capital, once behind a space and once for each of the four letters that differ.
     assert len(spelled) <= 2 * 300 * 5 + 60

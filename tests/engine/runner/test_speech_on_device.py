@@ -20,7 +20,7 @@ CLOSE = 1e-4
 
 @pytest.fixture(scope="module")
 def model() -> SileroVad:
-    return load_silero(products=True)
+    return load_silero(fft_as_matmul=True)
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +116,7 @@ def test_a_silence_that_is_passed_over(model: SileroVad, reference: SileroVad) -
 def test_more_streams_than_a_round_holds_and_pieces_longer_than_one(
     model: SileroVad, reference: SileroVad, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("engine.runner.speech.LARGEST_ROUND", 2)
+    monkeypatch.setattr("engine.runner.speech.MAX_ROUND_STREAMS", 2)
     batches = [[(f"s{seed}", sound(1.5, seed)[: 9_000 - 1_700 * seed]) for seed in range(5)]]
     assert_equal(heard(DeviceSpeechDetector(model, 6), batches), heard(SpeechDetector(reference, 6), batches))
 

@@ -261,7 +261,7 @@ def test_an_unexpected_error_ends_its_stream_alone(loop: Loop) -> None:
 class Broken(ReadyEmbeddings):
     """As if its device were lost."""
 
-    failed_in_a_row = FAILURES_OF_A_LOST_DEVICE
+    consecutive_failures = FAILURES_OF_A_LOST_DEVICE
 
 
 @pytest.mark.parametrize("make", [Broken])

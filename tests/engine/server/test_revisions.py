@@ -310,9 +310,9 @@ def test_a_short_part_after_a_long_one_is_decoded_together_with_its_last_words()
     bench.step(said("two", 12.0, 12.5, 1))
     bench.step(Flushed("s", 2, 13 * RATE))
     (long, _), (short, _) = bench.reviser.asked
-    assert list(long.draft) == [second % 3 for second in range(11)] and not long.said
-    assert list(short.said) == [second % 3 for second in range(6, 11)] and list(short.draft) == [1]
-    assert short.start == int(11 * RATE) - int(6.05 * RATE)
+    assert list(long.draft) == [second % 3 for second in range(11)] and not long.context_tokens
+    assert list(short.context_tokens) == [second % 3 for second in range(6, 11)] and list(short.draft) == [1]
+    assert short.context_samples == int(11 * RATE) - int(6.05 * RATE)
 
 
 def test_a_client_that_sends_far_ahead_of_its_words_has_no_slices_decoded_again() -> None:
@@ -494,7 +494,7 @@ def test_a_turn_that_the_client_ended_is_no_context() -> None:
         bench.step(said("one", 0.5, 1.0, 0), Flushed("s", 1, int(1.5 * RATE)))
         bench.step(said("two", 2.5, 3.0, 1), Flushed("s", 2, 4 * RATE))
         (_, _), (utterance, _) = bench.reviser.asked
-        assert list(utterance.said) == ([] if border else [0]) and bool(utterance.start) != border
+        assert list(utterance.context_tokens) == ([] if border else [0]) and bool(utterance.context_samples) != border
 
 
 def test_uploads_and_streams_that_did_not_ask_are_not_decoded_again() -> None:

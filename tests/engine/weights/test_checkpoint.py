@@ -70,7 +70,7 @@ def test_tensor_in_two_shards(tmp_path: Path) -> None:
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     write(tmp_path, GOOD, "one.safetensors")
     write(tmp_path, {"model.b.bias": GOOD["model.b.bias"]}, "two.safetensors")
-    with pytest.raises(BadCheckpoint, match="is there twice"):
+    with pytest.raises(BadCheckpoint, match="is stored twice"):
         read(tmp_path)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from engine.weights.checkpoint import BLOCK_BYTES, MOST_BLOCKS, fingerprint
+from engine.weights.checkpoint import BLOCK_BYTES, MAX_BLOCKS, fingerprint
 
 
 def folder(path: Path, data: bytes, **others: bytes) -> Path:
@@ -29,7 +29,7 @@ def test_one_byte_of_a_small_file_makes_a_difference(tmp_path: Path) -> None:
 
 
 def test_large_files_are_sampled_all_over_and_to_the_end(tmp_path: Path) -> None:
-    data = np.zeros(4 * MOST_BLOCKS * BLOCK_BYTES // 2, np.int16)
+    data = np.zeros(4 * MAX_BLOCKS * BLOCK_BYTES // 2, np.int16)
     marks = {fingerprint(folder(tmp_path / "plain", data.tobytes()))}
     for name, change in {"first": slice(0, 1), "last": slice(-1, None), "most": slice(None, None, 1000)}.items():
         other = data.copy()

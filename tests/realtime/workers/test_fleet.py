@@ -24,7 +24,7 @@ from realtime.serving.session_factory import GatewayServices
 from realtime.serving.signed_tokens import Signer
 from tests.engine import fakes
 from tests.engine.client.test_fleet_table import put
-from tests.engine.client.test_supervisor_table import engines
+from tests.realtime.workers import engines
 from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.test_moving import Place, status_of
 from tests.waiting import PATIENCE_S

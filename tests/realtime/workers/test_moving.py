@@ -24,7 +24,7 @@ from realtime.serving.signed_tokens import Signer
 from realtime.session.events import Configure, EngineSwitched
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.engine import fakes
-from tests.engine.client.test_supervisor_table import engines
+from tests.realtime.workers import engines
 from tests.realtime.workers.clients import VAD, SpeakingClient
 
 INCLUDE = ["session.resume", "input_audio_buffer.acks"]

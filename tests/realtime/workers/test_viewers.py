@@ -17,7 +17,7 @@ from realtime.workers.parent import Parent
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.viewing import SocketViewer, StreamViewer, publish, socket_viewer, stream_viewer
 from tests.engine import fakes
-from tests.engine.client.test_supervisor_table import engines
+from tests.realtime.workers import engines
 from tests.realtime.workers.clients import VAD, SpeakingClient
 from tests.realtime.workers.test_worker import kill, url_of, workers
 

@@ -10,7 +10,7 @@ import pytest
 
 from realtime.config import Secret, WebhooksConfig
 from tests.engine import fakes
-from tests.engine.client.test_supervisor_table import engines
+from tests.realtime.workers import engines
 from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.test_worker import CONFIG, get, kill, url_of, workers
 from tests.webhook_receiver import receiver

@@ -25,7 +25,7 @@ from realtime.workers.parent import Parent, WorkerFailed, reserved_port
 from realtime.workers.worker_link import LONGEST_LINE
 from tests.e2e.raw_client import greeted_client
 from tests.engine import fakes
-from tests.engine.client.test_supervisor_table import engines
+from tests.realtime.workers import engines
 from tests.realtime.workers.clients import SpeakingClient
 
 pytestmark = pytest.mark.timeout(240)

@@ -11,7 +11,7 @@ import pytest
 from realtime.workers.parent import Parent
 from tests.e2e.raw_client import greeted_client
 from tests.engine import fakes
-from tests.engine.client.test_supervisor_table import engines
+from tests.realtime.workers import engines
 from tests.realtime.workers.clients import SpeakingClient
 from tests.realtime.workers.test_worker import get, kill, url_of, workers
 

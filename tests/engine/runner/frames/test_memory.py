@@ -7,7 +7,8 @@ import torch
 
 from engine.models.voxtral_realtime import voxtral_mini_4b
 from engine.runner.device import GIB, NotEnoughMemory
-from engine.runner.frames.memory import MemoryPlan, plan_memory, plan_share, stack_layouts, stream_bytes, voxtral_spec
+from engine.runner.frames.kv_pages import stack_layouts
+from engine.runner.frames.memory import MemoryPlan, kv_bytes_per_stream, plan_memory, plan_share, voxtral_spec
 
 H200_GIB = 139
 
@@ -65,7 +66,7 @@ def test_bytes_per_position_are_those_of_the_model() -> None:
     assert encoder.window_positions == 189
     eight_bit = stack_layouts(voxtral_mini_4b(), 1024, torch.float8_e4m3fn)
     spec = voxtral_spec(voxtral_mini_4b(), eight_bit, "voxtral")
-    assert stream_bytes(spec) < 165 * 1024 * 1024
+    assert kv_bytes_per_stream(spec) < 165 * 1024 * 1024
 
 
 def shared_plan(total_gib: float, free_gib: float, engines: int, streams: int | None = None) -> MemoryPlan:

@@ -65,8 +65,8 @@ def write_checkpoint(directory: Path, **changes: object) -> Path:
             "hidden_size": stack.width,
             "intermediate_size": stack.ffn,
             "num_hidden_layers": stack.layers,
-            "num_attention_heads": stack.heads.queries,
-            "num_key_value_heads": stack.heads.keys,
+            "num_attention_heads": stack.heads.query_heads,
+            "num_key_value_heads": stack.heads.kv_heads,
             "head_dim": stack.heads.dim,
             "sliding_window": stack.heads.window,
             "rope_parameters": {"rope_type": "default", "rope_theta": stack.theta},
@@ -258,10 +258,10 @@ def test_a_long_list_of_keywords_is_prepared_once_and_beside_the_steps(monkeypat
     option = {"keywords": keywords_text([Keyword("aegf", 8.0), Keyword("be", 7.0)])}
     builders, may_build, make = list[int](), threading.Event(), bias.KeywordTree
 
-    def building(keywords: list[Keyword], spelling: bias.Spelling) -> bias.KeywordTree:
+    def building(keywords: list[Keyword], index: bias.TokenIndex) -> bias.KeywordTree:
         builders.append(threading.get_ident())
         assert may_build.wait(60)
-        return make(keywords, spelling)
+        return make(keywords, index)
 
     monkeypatch.setattr(bias, "KeywordTree", building)
     runner.check_open(Open("a", options=option))
@@ -281,7 +281,7 @@ def test_keywords_that_cannot_be_prepared_end_their_stream_alone(monkeypatch: py
     runner = small_runner(2)
     option = {"keywords": keywords_text([Keyword("ab", 8.0)])}
 
-    def breaks(keywords: list[Keyword], spelling: bias.Spelling) -> bias.KeywordTree:
+    def breaks(keywords: list[Keyword], index: bias.TokenIndex) -> bias.KeywordTree:
         raise RuntimeError("no tree")
 
     monkeypatch.setattr(bias, "KeywordTree", breaks)

@@ -16,7 +16,7 @@ from transformers import (
     VoxtralRealtimeForConditionalGeneration,
 )
 
-from engine.runner.frames.runner import Chunk
+from engine.runner.frames.passes import Chunk
 from tests.engine.runner.frames.voxtral_driver import (
     SMALL,
     STEP,
@@ -47,13 +47,13 @@ def reference_logits(audio: np.ndarray, outputs: list[int], delay: int) -> Tenso
                 "hidden_size": stack.width,
                 "intermediate_size": stack.ffn,
                 "num_hidden_layers": stack.layers,
-                "num_attention_heads": stack.heads.queries,
+                "num_attention_heads": stack.heads.query_heads,
                 "head_dim": stack.heads.dim,
                 "sliding_window": window,
                 "rope_parameters": {"rope_type": "default", "rope_theta": stack.theta},
             }
         )
-    text = {**stacks[1], "num_key_value_heads": SMALL.text.heads.keys, "vocab_size": SMALL.vocabulary}
+    text = {**stacks[1], "num_key_value_heads": SMALL.text.heads.kv_heads, "vocab_size": SMALL.vocabulary}
     config = VoxtralRealtimeConfig(audio_config={**stacks[0], "num_mel_bins": SMALL.mel_bins}, text_config=text)
     model = VoxtralRealtimeForConditionalGeneration(config).eval()
     tensors = random_tensors(SMALL)

@@ -14,19 +14,11 @@ from hypothesis import strategies as st
 from engine.core.plan import DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import Options
-from engine.runner.windowed.decoder import (
-    GUESSED_TOKENS,
-    TELLING_POSITIONS,
-    DecodedToken,
-    DraftRest,
-    GreedyDecoder,
-    Judgement,
-    LanguageState,
-    Row,
-    judge,
-)
+from engine.runner.bpe import PromptTokenizer
+from engine.runner.windowed.decoder import GUESSED_TOKENS, DecodedToken, DraftRest, GreedyDecoder, Row
 from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, WindowEncoder
-from engine.runner.windowed.runner import SECONDS_WITH_TEXT, PromptTokenizer, WindowedRunner, windowed_spec
+from engine.runner.windowed.language import LANGUAGE_POSITIONS, Judgement, LanguageState, judge
+from engine.runner.windowed.runner import SECONDS_WITH_TEXT, WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
 from engine.spec import Vocabulary
@@ -126,18 +118,18 @@ def test_texts_begin_as_whisper_was_trained(model: Whisper) -> None:
 def test_symbols_that_nobody_speaks_are_barred_and_notes_are_not() -> None:
     model = small()
     before = len(model.suppressed)
-    model.bar_symbols([b" (", b"word", b"]", b"\xe2\x99\xaa", b" --", b",", b""])
+    model.suppress_symbols([b" (", b"word", b"]", b"\xe2\x99\xaa", b" --", b",", b""])
     assert model.suppressed[before:] == [0, 2, 4]
 
 
 def test_a_language_is_found_out_once_and_stays() -> None:
     heard = language_state()
-    assert heard.waits(TELLING_POSITIONS - 1) and not heard.waits(TELLING_POSITIONS)
-    heard.update(Judgement(0.1, [0.1, 0.9, 0.0]), LANGUAGES, TELLING_POSITIONS - 1)
+    assert heard.waits(LANGUAGE_POSITIONS - 1) and not heard.waits(LANGUAGE_POSITIONS)
+    heard.update(Judgement(0.1, [0.1, 0.9, 0.0]), LANGUAGES, LANGUAGE_POSITIONS - 1)
     assert (heard.language, heard.settled) == ("de", False), "a short utterance decides for itself alone"
-    heard.update(Judgement(0.1, [0.4, 0.3, 0.3]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.4, 0.3, 0.3]), LANGUAGES, LANGUAGE_POSITIONS)
     assert (heard.language, heard.settled) == ("en", False), "so does one that the model is not sure of"
-    heard.update(Judgement(0.1, [0.2, 0.2, 0.6]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.2, 0.2, 0.6]), LANGUAGES, LANGUAGE_POSITIONS)
     assert (heard.language, heard.settled) == ("fr", True)
     heard.update(Judgement(0.3, [1.0, 0.0, 0.0]), LANGUAGES, 100)
     assert (heard.language, heard.no_speech) == ("fr", 0.3) and not heard.waits(1)
@@ -145,13 +137,13 @@ def test_a_language_is_found_out_once_and_stays() -> None:
 
 def test_only_languages_that_may_be_spoken_are_found() -> None:
     heard = language_state({"languages": "de,fr"})
-    heard.update(Judgement(0.1, [0.8, 0.15, 0.05]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.8, 0.15, 0.05]), LANGUAGES, LANGUAGE_POSITIONS)
     assert (heard.language, heard.settled) == ("de", True)
 
 
 def test_what_was_found_out_is_saved() -> None:
     heard, rebuilt = language_state(), language_state()
-    heard.update(Judgement(0.1, [0.0, 0.0, 1.0]), LANGUAGES, TELLING_POSITIONS)
+    heard.update(Judgement(0.1, [0.0, 0.0, 1.0]), LANGUAGES, LANGUAGE_POSITIONS)
     rebuilt.resume(heard.save())
     assert rebuilt == heard
 
@@ -165,7 +157,7 @@ def decoded(model: Whisper, audio: Sequence[torch.Tensor], openings: Sequence[li
     with torch.inference_mode():
         encoded = model.encode(padded, lengths)
         rows = [
-            Row([], [], 6, None, frames, opening=opening)
+            Row([], [], 6, None, frames, start_tokens=opening)
             for frames, opening in zip(encoded.audio, openings, strict=True)
         ]
         GreedyDecoder(model).run(rows, encoded)
@@ -237,12 +229,12 @@ def hearing(model: Whisper, opened: OpenTask, positions: int, sure: float = Poli
 
 
 def test_a_stream_waits_for_its_language_and_goes_on_in_it_after_a_death(model: Whisper) -> None:
-    runner = hearing(model, OpenTask(0, "s", 0, {}, []), TELLING_POSITIONS)
-    assert read(runner, TELLING_POSITIONS - 1) == [] and runner.judgement(0) == ("", None)
-    read(runner, TELLING_POSITIONS)
+    runner = hearing(model, OpenTask(0, "s", 0, {}, []), LANGUAGE_POSITIONS)
+    assert read(runner, LANGUAGE_POSITIONS - 1) == [] and runner.judgement(0) == ("", None)
+    read(runner, LANGUAGE_POSITIONS)
     language, nobody = runner.judgement(0)
     assert language in model.options.languages and nobody is not None
-    saved, _ = runner.save(0, 0, TELLING_POSITIONS)
+    saved, _ = runner.save(0, 0, LANGUAGE_POSITIONS)
     rebuilt = runner_of(model)
     rebuilt.execute(StepPlan(0, opened=[OpenTask(0, "s", 0, {}, [], saved=saved)]))
     assert rebuilt.judgement(0) == (language, nobody)
@@ -334,9 +326,9 @@ def test_the_rest_of_a_draft_is_tried_again_and_changes_no_token(said: int) -> N
     with torch.inference_mode():
         encoded = model.encode(sound, [3 * SECOND])
 
-        def read(draft: list[int], tries_rest: bool) -> Row:
+        def read(draft: list[int], retries_draft: bool) -> Row:
             passes.clear()
-            row = Row([7] * said, draft, 24, None, encoded.audio[0], tries_rest=tries_rest)
+            row = Row([7] * said, draft, 24, None, encoded.audio[0], retries_draft=retries_draft)
             decoder.run([row], encoded)
             return row
 

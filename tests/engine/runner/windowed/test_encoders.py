@@ -13,11 +13,12 @@ from torch import Tensor
 
 from engine.core.plan import DecodeTask
 from engine.messages import Item
-from engine.models.moonshine import Moonshine, MoonshineConfig, RunningNorm, StreamingEncoder, StreamingSpec
+from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.moonshine_streaming import NormPrior, StreamingEncoder, StreamingSpec
 from engine.runner.windowed.encoders import LONG_FROM_ANCHOR, SAMPLES_PER_POSITION, BlockEncoder, EncodedAudio
 
 BLOCK, LOOK_AHEAD = 26, 13
-SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=RunningNorm(0.0, -5.84, 75.0))
+SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=NormPrior(0.0, -5.84, 75.0))
 TEN_MINUTES = 600 * 16_000 // SAMPLES_PER_POSITION
 
 
@@ -97,7 +98,7 @@ def test_a_rebuilt_ear_hears_what_the_lost_one_would_have(model: Moonshine, cut:
 def test_a_state_with_audio_that_is_not_numbers_is_refused_before_it_is_rebuilt(model: Moonshine) -> None:
     payload = np.full(20 * SAMPLES_PER_POSITION, np.nan, np.float32)
     stream_encoder, saved = make_ear(model), {"anchor": 0, "heard": 20, "first": 0}
-    with pytest.raises(ValueError, match="not numbers"):
+    with pytest.raises(ValueError, match="NaN or infinite"):
         stream_encoder.resume(0, saved, [Item(0, 20, 0, key=b"k", payload=payload)])
     assert not stream_encoder.must_rebuild(0)
 

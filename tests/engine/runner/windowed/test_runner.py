@@ -153,7 +153,7 @@ def test_audio_that_is_not_numbers_ends_its_stream_alone(model: Moonshine) -> No
         tasks.append(DecodeTask(slot, f"s{slot}", 0, 0, STRIDE, rows, [], True))
     opened = [OpenTask(slot, f"s{slot}", 0, {}, []) for slot in range(2)]
     broken, whole = runner.execute(StepPlan(0, opened=opened, encode=encode, decode=tasks, live=2))
-    assert broken.error == "its audio holds values that are not numbers"
+    assert broken.error == "its audio has NaN or infinite values"
     alone = Streams(make_runner(model), {0: speech(2, STRIDE)})
     alone.step(final=True)
     assert whole.error is None and [timed.token for timed in whole.timed] == alone.tokens(0)
@@ -196,7 +196,7 @@ def test_keywords_decide_what_is_said_and_a_draft_is_checked_with_them(
         draft = [token if index < wrong_from else 59 for index, token in enumerate(favoured.tokens)]
         helped = said(draft, keywords)
     assert favoured.tokens != plain.tokens and 58 in favoured.tokens
-    assert helped.tokens == favoured.tokens and helped.state == favoured.state
+    assert helped.tokens == favoured.tokens and helped.keyword_state == favoured.keyword_state
     # A keyword is no evidence: the model finds its tokens as unlikely as before.
     first = next(i for i, (one, other) in enumerate(zip(favoured.tokens, plain.tokens, strict=False)) if one != other)
     assert favoured.log_probabilities[first] < plain.log_probabilities[first]
@@ -298,14 +298,14 @@ def test_uploads_are_read_on_all_threads_and_the_first_does_not_wait_for_the_sec
     runner, both, threads = make_runner(model, 2), threading.Barrier(2, timeout=60), set()
     file_encoder = runner.windows.stream_encoder(False)
     assert isinstance(file_encoder, WindowEncoder)
-    hear_slowly = file_encoder.hear_slowly
+    encode_in_pieces = file_encoder.encode_in_pieces
 
     def hear(task: DecodeTask, audio: torch.Tensor) -> Generator[None, None, EncodedAudio]:
         both.wait()  # one is not encoded before the other begins
         threads.add(threading.current_thread())
-        return hear_slowly(task, audio)
+        return encode_in_pieces(task, audio)
 
-    file_encoder.hear_slowly = hear  # type: ignore[method-assign]
+    file_encoder.encode_in_pieces = hear  # type: ignore[method-assign]
     uploads = Uploads(runner)
     uploads.stint(1)
     assert len(threads) == 2
@@ -474,7 +474,7 @@ def test_an_utterance_that_ends_at_its_pause_is_not_read_again(
             streams.step()
     plain.step(final=True)
     paused.step(pause=True)
-    monkeypatch.setattr(model, "encode_slowly", None)
+    monkeypatch.setattr(model, "encode_in_pieces", None)
     paused.end_here()
     for slot in audio:
         assert paused.tokens(slot) == plain.tokens(slot) and plain.tokens(slot)
@@ -488,13 +488,13 @@ def test_an_utterance_that_goes_on_after_its_pause_is_read_to_its_end(
     streams.step()
     streams.step(pause=True)
     streams.step()
-    encoded, encode = list[int](), model.encode_slowly
+    encoded, encode = list[int](), model.encode_in_pieces
 
     def counted(audio: torch.Tensor, lengths: list[int]) -> Iterator[None]:
         encoded.append(len(lengths))
         return (yield from encode(audio, lengths))
 
-    monkeypatch.setattr(model, "encode_slowly", counted)
+    monkeypatch.setattr(model, "encode_in_pieces", counted)
     streams.end_here()
     assert encoded == [1]
 
@@ -616,12 +616,12 @@ def test_streams_that_are_read_together_are_read_apart_when_that_fails(
     calm = make_runner(model)
     plan = reading_plan(calm, [0, 1, 2], {})
     calm._prepare(plan)
-    wanted = calm._read_whole(plan.decode)
+    wanted = calm._read_at_once(plan.decode)
     runner = make_runner(model)
     broken_ear(runner, {1}, monkeypatch)
     plan = reading_plan(runner, [0, 1, 2], {})
     runner._prepare(plan)
-    found = runner._read_whole(plan.decode)
+    found = runner._read_at_once(plan.decode)
     assert found[1].error and [found[slot] for slot in (0, 2)] == [wanted[slot] for slot in (0, 2)]
 
 

@@ -21,7 +21,8 @@ from torch import Tensor
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Abort, Closed, Failed, Feed, Finish, Item, Open, Output, StreamState, Text
-from engine.models.moonshine import EncoderState, Moonshine, RunningNorm, StreamingEncoder, StreamingSpec
+from engine.models.moonshine import Moonshine
+from engine.models.moonshine_streaming import EncoderState, NormPrior, StreamingEncoder, StreamingSpec
 from engine.runner.base import never
 from engine.runner.windowed.encoders import (
     LONG_FROM_ANCHOR,
@@ -38,7 +39,7 @@ from engine.spec import Vocabulary
 from tests.engine.client.test_recovery_rebuilding import tiny_model
 
 BLOCK, LOOK_AHEAD = 26, 13
-SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=RunningNorm(0.0, -5.84, 75.0))
+SPEC = StreamingSpec(blocks=(BLOCK,), look_ahead=LOOK_AHEAD, left=40, norm=NormPrior(0.0, -5.84, 75.0))
 WINDOW, STREAMS = 60, 3
 # Where the engine is lost: nearly all of the longest utterance must be encoded again.
 LOST_AT = LONG_FROM_ANCHOR - 5

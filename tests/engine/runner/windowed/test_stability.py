@@ -10,12 +10,12 @@ from engine.runner.windowed.stability import (
     Policy,
     best_cut,
     committable,
-    heard_before_the_end,
     is_noise,
     loop_start,
     rereads_from,
     rising,
     spans,
+    spoken_before_the_end,
     steady,
     without_repeat,
     without_second_mark,
@@ -237,7 +237,7 @@ def cut_off(said: str, *seconds: float, ends: float, from_: float = 0.0) -> str:
     words = said.split("|")
     pieces = [word.encode() for word in words]
     window = (from_ * 12.5, ends * 12.5)
-    count = heard_before_the_end(list(range(len(words))), [place * 12.5 for place in seconds], window, pieces)
+    count = spoken_before_the_end(list(range(len(words))), [place * 12.5 for place in seconds], window, pieces)
     return "".join(words[:count])
 
 
@@ -273,7 +273,7 @@ def test_a_sound_that_was_cut_off_gives_leading_words(
     found: list[tuple[int, float]], floor: float, edge: float
 ) -> None:
     tokens = [token for token, _ in found]
-    count = heard_before_the_end(tokens, [place for _, place in found], (floor, edge), PIECES)
+    count = spoken_before_the_end(tokens, [place for _, place in found], (floor, edge), PIECES)
     assert 0 <= count <= len(tokens)
     last = [
         index

@@ -85,13 +85,13 @@ class Interrupted(WindowEncoder):
 
     breaks = False
 
-    def hear_slowly(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
+    def encode_in_pieces(self, task: DecodeTask, audio: Tensor) -> Generator[None, None, EncodedAudio]:
         self.threads = [torch.get_num_threads()]
         yield
         self.threads.append(torch.get_num_threads())
         if self.breaks:
             raise ValueError("this window cannot be encoded")
-        return (yield from super().hear_slowly(task, audio))
+        return (yield from super().encode_in_pieces(task, audio))
 
 
 @pytest.mark.usefixtures("one_thread")

@@ -12,14 +12,15 @@ import torch
 from engine.core.plan import DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.messages import Item
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.seq2seq import Judging
+from engine.models.seq2seq import DetectionTokens
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner import bias
-from engine.runner.windowed.decoder import Shape, Shapes
 from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, WindowEncoder
+from engine.runner.windowed.memory import WindowMemory
+from engine.runner.windowed.recorded_decoder import Shape, Shapes
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
-from engine.runner.windowed.windows import DeviceWindows, HostWindows, WindowMemory, Windows
+from engine.runner.windowed.windows import DeviceWindows, HostWindows, Windows
 from engine.spec import Vocabulary
 from tests.engine.runner.windowed.test_runner import STRIDE, WINDOW, Streams, Uploads, speech
 
@@ -46,7 +47,7 @@ def model(request: pytest.FixtureRequest) -> Moonshine | Whisper:
     whisper = Whisper(WhisperConfig(80, VOCABULARY, 1500, 32, 4, 1, 64, 4, 2))
     # Markers of the real vocabulary are far behind the end of this one.
     whisper.start_tokens, whisper.end_token, whisper.suppressed = [1], 2, [0]
-    whisper.judging = Judging(1, 3, ())
+    whisper.detection_tokens = DetectionTokens(1, 3, ())
     whisper.set_live_padding(full_padding=False)
     return sharpened(whisper)
 
@@ -169,9 +170,9 @@ def test_a_stream_goes_on_from_a_saved_state(model: Moonshine | Whisper) -> None
 def test_what_an_earlier_batch_left_behind_is_not_heard(model: Moonshine | Whisper) -> None:
     """Not even if it was not numbers."""
     fresh, used = on_a_device(model), on_a_device(model)
-    stage = used.decoder._stage
-    assert stage is not None
-    for place in (stage._cross_keys, stage._cross_values, stage._keys, stage._values):
+    buffers = used.decoder._buffers
+    assert buffers is not None
+    for place in (buffers._cross_keys, buffers._cross_values, buffers._keys, buffers._values):
         place.fill_(torch.nan)
     said = []
     for windows in (fresh, used):
@@ -190,7 +191,7 @@ def test_audio_that_is_not_numbers_ends_its_stream_alone(model: Moonshine | Whis
     plan = StepPlan(1, [OpenTask(1, "bad", 0, {}, [])], [], [EncodeTask("bad", broken, None, rows)])
     plan.decode, plan.live = [DecodeTask(1, "bad", 0, 0, 20, rows, [], True)], 1
     (result,) = streams.runner.execute(plan)
-    assert result.error == "its audio holds values that are not numbers"
+    assert result.error == "its audio has NaN or infinite values"
     for step in range(4):
         streams.step(final=step == 3)
     assert streams.tokens(0)

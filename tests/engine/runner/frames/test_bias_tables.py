@@ -8,7 +8,8 @@ import numpy as np
 import torch
 
 from engine.options import Keyword
-from engine.runner.bias import BiasTables, KeywordTree, Spelling
+from engine.runner.bias import KeywordTree, TokenIndex
+from engine.runner.frames.bias_tables import BiasTables
 from engine.spec import Vocabulary
 
 BLANK, MARKER = 0, 1
@@ -29,12 +30,12 @@ def test_random_trees_choose_and_advance_as_on_the_host() -> None:
     draw, changed, waited = random.Random(5), 0, 0
     for _ in range(6):
         vocabulary = random_vocabulary(draw)
-        spelling, count = Spelling(vocabulary), len(vocabulary.pieces)
-        tables = BiasTables(4, spelling, torch.device("cpu"), edges=300)
+        index, count = TokenIndex(vocabulary), len(vocabulary.pieces)
+        tables = BiasTables(4, index, torch.device("cpu"), edges=300)
         trees: list[KeywordTree | None] = [None] * 4
         for slot in (0, 1, 3, 3):
             words = [Keyword(random_word(draw), draw.uniform(0.25, 2.5)) for _ in range(draw.randint(1, 12))]
-            trees[slot] = KeywordTree(words, spelling)
+            trees[slot] = KeywordTree(words, index)
             tables.set_tree(slot, trees[slot])
         trees[1] = None
         tables.set_tree(1, None)
@@ -63,10 +64,10 @@ def test_random_trees_choose_and_advance_as_on_the_host() -> None:
 
 def test_a_state_can_be_set_for_a_stream_that_goes_on() -> None:
     vocabulary = Vocabulary([b"", b" a", b"b", b"c"])
-    tree = KeywordTree([Keyword("ab", 5.0)], Spelling(vocabulary))
-    tables = BiasTables(2, Spelling(vocabulary), torch.device("cpu"))
+    tree = KeywordTree([Keyword("ab", 5.0)], TokenIndex(vocabulary))
+    tables = BiasTables(2, TokenIndex(vocabulary), torch.device("cpu"))
     tables.set_tree(1, tree)
-    tables.set_state(1, tree.behind([1]))
+    tables.set_state(1, tree.state_after([1]))
     logits = torch.tensor([[0.0, 0.0, 0.0, 1.0]])
     assert tables.choose(torch.tensor([1]), logits, torch.tensor([3])).tolist() == [2]
     tables.set_tree(1, None)

@@ -7,9 +7,9 @@ import torch
 
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner.device import GIB, NotEnoughMemory
+from engine.runner.windowed.memory import MAX_ROWS, MAX_STREAMS, WindowMemory, longest_window, plan_windows
 from engine.runner.windowed.runner import windowed_spec
 from engine.runner.windowed.stability import Policy
-from engine.runner.windowed.windows import MOST_ROWS, MOST_STREAMS, WindowMemory, longest_window, plan_windows
 
 SPEC = windowed_spec("whisper", 192, 10, 350)
 # Wide in its decoder and light to make.
@@ -31,13 +31,13 @@ def plan(model: Whisper, gib: float, streams: int | None = None) -> WindowMemory
 def test_what_is_planned_fits(model: Whisper, gib: float) -> None:
     memory = plan(model, gib)
     assert memory.total_bytes <= gib * GIB
-    assert 1 <= memory.rows <= MOST_ROWS and 1 <= memory.streams <= MOST_STREAMS
+    assert 1 <= memory.rows <= MAX_ROWS and 1 <= memory.streams <= MAX_STREAMS
     assert memory.windows_per_step * SPEC.window_positions >= SPEC.window_for(live=False)
 
 
 def test_a_large_device_has_room_for_whole_batches(model: Whisper) -> None:
     memory = plan(model, 139)
-    assert (memory.rows, memory.streams) == (MOST_ROWS, MOST_STREAMS)
+    assert (memory.rows, memory.streams) == (MAX_ROWS, MAX_STREAMS)
 
 
 def test_streams_that_were_asked_for_come_first(model: Whisper) -> None:

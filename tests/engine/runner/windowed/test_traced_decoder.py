@@ -13,10 +13,11 @@ import pytest
 import torch
 from torch import nn
 
+from engine.models.int8 import quantise_linears
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.seq2seq import Encoded, SpeechModel, quantise_linears
+from engine.models.seq2seq import Encoded, SpeechModel
 from engine.models.whisper import Whisper, WhisperConfig
-from engine.runner.windowed.decoder import compiled_decode
+from engine.runner.windowed.traced_decoder import compiled_decode
 
 VOCABULARY = 40
 
@@ -56,20 +57,20 @@ def heard(model: SpeechModel, frames: list[int]) -> Encoded:
 
 READ_SIDE_BY_SIDE = """
 import threading, torch
-from engine.runner.windowed.decoder import compiled_decode
-from engine.models.seq2seq import in_8_bits, allow_reader, reader
-from tests.engine.runner.windowed import test_decoder_traced as models
+from engine.runner.windowed.traced_decoder import compiled_decode
+from engine.models.int8 import in_8_bits, copy_for_thread, inference_thread
+from tests.engine.runner.windowed import test_traced_decoder as models
 
 torch.set_num_threads(1)
 model, layer = models.in_8_bits(), in_8_bits(torch.randn(640, 320))
-allow_reader(layer, 1)
+copy_for_thread(layer, 1)
 decode = compiled_decode(model, 2)
 inputs = [torch.randn(rows, 320) for rows in range(1, 9)]
 encoded = [models.heard(model, [frames]) for frames in (5, 9, 14, 30)]
 wrong = []
 
 def read(number, known=None):
-    reader.number = number
+    inference_thread.number = number
     found = []
     with torch.inference_mode():
         for turn in range(1 if known is None else 40):
