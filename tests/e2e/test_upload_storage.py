@@ -285,8 +285,7 @@ async def test_forms_leave_no_memory_to_the_garbage_collector(serve: Serve, monk
             super().__init__(*arguments)
             kept.append(weakref.ref(self))
 
-    for module in ("multipart_forms", "upload_forms"):
-        monkeypatch.setattr(f"realtime.http.{module}.Form", SeenForm)
+    monkeypatch.setattr("realtime.http.upload_forms.Form", SeenForm)
     good = {"files": file(), "data": {"prompt": "x" * 10_000}}
     forms: list[tuple[int, dict[str, Any]]] = [
         (200, good),

@@ -216,7 +216,7 @@ async def test_a_stream_that_is_handed_off_is_not_ended_by_what_it_says_before_t
             await may_leave.wait()
             await left()
 
-        monkeypatch.setattr(entry.live.handoff, "left", left_late)
+        monkeypatch.setattr(entry.live.handoff, "wait_until_sent", left_late)
         monkeypatch.setattr(EngineStream, "abort", abort)
         draining = asyncio.create_task(group.drain_gateway())
         async with asyncio.timeout(PATIENCE_S):

@@ -301,7 +301,7 @@ def test_a_gateway_that_stood_still_gives_no_session_up_before_it_knows_that_it_
         client = Client(fleet, AUDIO)
         fleet.until(lambda: bool(client.text), 30)
         client.is_held, sessions = True, fleet.gateways[0].sessions
-        (owned,) = sessions._owned()
+        (owned,) = sessions._owned_handoffs()
         fleet.clock.now += 2.0
         fleet.gateways[0].loop.call_soon(sessions._on_claim, owned.key, owned.owner_number)
         fleet.gateways[0].loop.turn()
