@@ -29,7 +29,17 @@ from av.audio.stream import AudioStream
 from av.container import InputContainer
 from numpy.typing import NDArray
 
-from audio.byte_readers import READ_BYTES, BytePipe, ByteReader, IteratorSource, LibavSource, PartsReader, PipeClosed
+from audio.container_filters import (
+    READ_BYTES,
+    WAV_UNKNOWN_LENGTH,
+    BytePipe,
+    ByteReader,
+    IteratorSource,
+    LibavSource,
+    PartsReader,
+    PipeClosed,
+    without_tags,
+)
 from audio.errors import (
     AudioError,
     CorruptAudio,
@@ -41,7 +51,6 @@ from audio.errors import (
 )
 from audio.formats import MODEL_RATE, Resampler, checked_samples
 from audio.mp4_filter import MAX_HEADER_BYTES, MAX_INDEX_BYTES, Mp4Boxes, index_first
-from audio.tag_filter import WAV_UNKNOWN_LENGTH, without_tags
 
 # Bytes by which `sniff` recognises a container.
 HEAD_BYTES = 12

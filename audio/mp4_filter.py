@@ -18,7 +18,7 @@ from typing import BinaryIO
 import numpy as np
 from numpy.typing import NDArray
 
-from audio.byte_readers import READ_BYTES, ByteReader, LibavSource
+from audio.container_filters import READ_BYTES, ByteReader, LibavSource
 from audio.errors import CorruptAudio, NoAudioTrack
 
 # The largest box that describes media; normal ones have kilobytes.

@@ -49,7 +49,7 @@ from benchmarks.sounds import SAMPLE_RATE, Samples, speech_probabilities, uttera
 from engine.core.words import Detokenizer
 from engine.models.seq2seq import SpeechModel
 from engine.options import DEFAULT_MODEL
-from engine.runner.cpu_threads import compute_on_one_thread
+from engine.runner.device import compute_on_one_thread
 from engine.runner.windowed.decoder import GreedyDecoder, Row
 from engine.server.loop import EngineLoop
 from engine.spec import Vocabulary

@@ -28,7 +28,7 @@ import numpy as np
 from benchmarks.measuring import RunFailed, cpu_seconds, percentiles, spawned
 from benchmarks.scoring import differing_words, plain_words
 from benchmarks.sounds import SAMPLE_RATE, Samples, pcm16, resampled, speech
-from realtime.bench.run_records import COMMITTED, SPEECH_STOPPED
+from realtime.bench.load_test import COMMITTED, SPEECH_STOPPED
 from realtime.client import resuming_session
 from realtime.client.resuming_session import ResumingSession
 from realtime.client.wire_client import COMPLETED, DELTA, CannotConnect, Refused, SessionOptions

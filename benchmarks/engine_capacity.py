@@ -34,10 +34,8 @@ from engine.core.plan import DecodeResult, DecodeTask, StepPlan
 from engine.core.scheduler import Scheduler
 from engine.messages import Abort, Dead, Feed, Item, Open, Output
 from engine.runner.base import never
-from engine.runner.cpu_threads import compute_on_one_thread
-from engine.runner.device import GIB, free_memory, require_device
-from engine.runner.frames.passes import Payloads, StepRows
-from engine.runner.frames.runner import VoxtralRunner
+from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
+from engine.runner.frames.runner import Payloads, StepRows, VoxtralRunner
 from engine.runner.load import frames_limits, load_detector
 from engine.runner.speech import DeviceSpeechDetector
 from engine.server.loop import EngineLoop, calm_collector

@@ -28,11 +28,9 @@ from engine.models.voxtral_realtime import (
 )
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import EngineConfig
-from engine.runner.cpu_threads import compute_on_one_thread
-from engine.runner.device import GIB, free_memory, require_device
+from engine.runner.device import GIB, compute_on_one_thread, free_memory, require_device
 from engine.runner.frames.memory import plan_memory
-from engine.runner.frames.passes import NOT_FORCED
-from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
+from engine.runner.frames.runner import NOT_FORCED, RunnerSettings, VoxtralRunner
 from engine.runner.load import (
     DEVICE_DTYPE,
     background_bytes,

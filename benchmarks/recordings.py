@@ -25,7 +25,7 @@ from benchmarks.measuring import RunFailed
 from benchmarks.sounds import SAMPLE_RATE, Samples, write_wav
 from engine.errors import EngineError
 from engine.weights.store import pull
-from realtime.bench.recordings import BadManifest, Recording, read_recordings
+from realtime.bench.clients import BadManifest, Recording, read_recordings
 
 Clip = Recording
 # The model of small runs.

@@ -38,12 +38,12 @@ from benchmarks.recordings import add_manifest, exit_status, load_audio, manifes
 from benchmarks.sounds import SAMPLE_RATE, Samples, speech_probabilities, voice
 from engine.models.campplus import load_campplus, trace_for
 from engine.models.silero import FRAME_SAMPLES
-from engine.runner.cpu_threads import compute_on_one_thread
+from engine.runner.device import compute_on_one_thread
 from engine.server.speaker_labels import Label, SpeakerLabels, rounded
 from engine.server.speech_pieces import CutSettings, Piece, PieceCutter
 from engine.server.speech_track import voiced_frames
 from engine.weights.store import pull
-from realtime.bench.recordings import BadManifest
+from realtime.bench.clients import BadManifest
 
 # A person with less speech than this is left out of conversations.
 LEAST_SECONDS = 8.0

@@ -44,12 +44,12 @@ from engine.end_of_turn import EAGERNESS, MIN_SILENCE_MS, AskDetector, Eagerness
 from engine.messages import SpeechPaused, SpeechResumed, TurnRule
 from engine.models.smart_turn import WINDOW_SAMPLES, SmartTurn
 from engine.options import DEFAULT_MODEL
-from engine.runner.cpu_threads import compute_on_one_thread
+from engine.runner.device import compute_on_one_thread
 from engine.server.speech_track import SpeechTrack
 from engine.weights.checkpoint import load_smart_turn
 from engine.weights.registry import TURN_DETECTOR
 from engine.weights.store import pull
-from realtime.bench.recordings import BadManifest
+from realtime.bench.clients import BadManifest
 from realtime.bench.words import align
 
 SHORTEST_PAUSE_S = 0.25

@@ -22,7 +22,7 @@ from audio.containers import read_file
 from engine.boundary.input_cache import SenderCache
 from engine.client.client import EngineClient
 from engine.client.engine_handles import RemoteEngine
-from engine.client.item_checks import ItemChecker
+from engine.client.link import ItemChecker
 from engine.client.prepared_audio import check_same_model, parse_items, render
 from engine.messages import Failed, Text
 from engine.spec import ModelSpec

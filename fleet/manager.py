@@ -5,7 +5,7 @@ The manager holds no stream and no session. The only state that must survive a r
 actor stores; the running processes are read from the records of the nodes. `Supervisors` is the manager's access to
 nodes and supervisors.
 
-How many engines there should be is decided in `scaling.py`. `reconcile` decides which units start or are drained next,
+How many engines there should be is decided in `plan.py`. `reconcile` decides which units start or are drained next,
 and `place` decides where. Both are pure functions and come first here. The functions after them add up the reports of
 gateways and name problems for the operator.
 """
@@ -18,8 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Protocol
 
-from fleet.plan import FleetPlan, plan_from
-from fleet.scaling import Decision, Load, ScaleState, decide
+from fleet.plan import Decision, FleetPlan, Load, ScaleState, decide, plan_from
 from fleet.state import (
     Action,
     ActualState,

@@ -26,9 +26,8 @@ from benchmarks.speakers import Labeller
 from engine.errors import EngineError
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.weights.checkpoint import load_speech_model
+from engine.weights.checkpoint import load_speech_model, load_streaming_weights
 from engine.weights.store import WeightsError, pull, resolve
-from engine.weights.streaming_encoder import load_streaming_weights
 from realtime.bench.words import Normaliser, english_normaliser
 from training.data import SAMPLE_RATE, CorpusError, read_corpora
 from training.distil import BadConfig, distil, export, read_config, save_checkpoint

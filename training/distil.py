@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from engine.models.moonshine import Moonshine, frames_after
 from engine.models.moonshine_streaming import NormPrior, StreamingSpec
-from engine.weights.streaming_encoder import description, load_streaming_weights, pack_rows
+from engine.weights.checkpoint import description, load_streaming_weights, pack_rows
 from training.data import Speech, Utterance, augment, windows
 from training.model import (
     BlockPlan,

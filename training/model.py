@@ -19,10 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, linear, pad, scaled_dot_product_attention
 
-from engine.models.int8 import SAFE_STEPS
 from engine.models.moonshine import DecoderLayer, EncoderLayer, Moonshine, MoonshineEncoder
 from engine.models.moonshine_streaming import NormPrior, NormSums, running_norm
-from engine.models.seq2seq import Encoded, cross_keys_values, join_heads, split_heads
+from engine.models.seq2seq import SAFE_STEPS, Encoded, cross_keys_values, join_heads, split_heads
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from benchmarks.recordings import SMALL_MODEL, add_manifest, exit_status
 from benchmarks.turns import MOMENTS_S, PauseCase, labelled_cases
 from engine.end_of_turn import MAX_PROBABILITY, MIN_PROBABILITY, MIN_SILENCE_MS, WordEvidence, evidence_of
 from engine.options import DEFAULT_MODEL
-from engine.runner.cpu_threads import compute_on_one_thread
+from engine.runner.device import compute_on_one_thread
 
 # Recordings of single sentences have more ends than speech has: there a speaker pauses a few times in a turn.
 ENDS_SHARE = 2 / 7

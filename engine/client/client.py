@@ -23,8 +23,7 @@ from engine.boundary.sockets import LinkKeys
 from engine.client.engine_handles import EngineHandle
 from engine.client.fleet_table import TABLE_POLL_SECONDS, TableFile
 from engine.client.handoff import AdoptedSession, HandoffClient, OwnedSession, handoff_target
-from engine.client.item_checks import ItemChecker, warm_up
-from engine.client.link import EngineLink
+from engine.client.link import EngineLink, ItemChecker, warm_up
 from engine.client.pool import Capacity, TableReport, capacity_of
 from engine.client.prepared_audio import Rendered, inject, render
 from engine.client.stream import EngineStream, HandoffTarget

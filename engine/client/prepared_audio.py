@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from engine.boundary.input_cache import SenderCache
 from engine.boundary.items import make_cutter, payload_bytes, prepare
-from engine.client.item_checks import ItemChecker, ItemRefused
-from engine.client.link import EngineLink, Queued
+from engine.client.link import EngineLink, ItemChecker, ItemRefused, Queued
 from engine.messages import LARGEST_COUNT, Item
 from engine.spec import ModelSpec
 

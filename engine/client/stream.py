@@ -35,8 +35,7 @@ from engine.boundary.replay import (
     join_known,
     replay_state_for,
 )
-from engine.client.item_checks import ItemRefused
-from engine.client.link import EngineLink, Queued
+from engine.client.link import EngineLink, ItemRefused, Queued
 from engine.errors import (
     AtCapacity,
     BadOption,

@@ -6,7 +6,7 @@ layer's heads (`Heads`), the pages of keys and values (`KvPages`), and the rows 
 
 Keys and values are stored in pages, with one ring table per stream. A *row* is one encoder frame or one decoder token,
 numbered from the beginning of its stream without a restart. Block b = row // page_rows of a stream is in the page at
-index b % ring_pages of the stream's table. The pages belong to the runner (`engine/runner/frames/kv_pages.py`); which
+index b % ring_pages of the stream's table. The pages belong to the runner (`engine/runner/frames/memory.py`); which
 page belongs to which stream is decided in `engine/core/caches.py`. `attend_reference` gathers the ring and calls
 torch's attention. It runs on a CPU, and for the fixed silence before every stream (its *opening*), which has more rows
 than the kernels take at once.

@@ -18,7 +18,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, layer_norm, scaled_dot_product_attention, silu
 
-from engine.models.int8 import in_8_bits, quantise_linears
 from engine.models.seq2seq import (
     DecoderPass,
     DecoderShape,
@@ -28,8 +27,10 @@ from engine.models.seq2seq import (
     FrameConv,
     WithoutInitialValues,
     cross_keys_values,
+    in_8_bits,
     ints_on_device,
     join_heads,
+    quantise_linears,
     run_to_end,
     split_heads,
 )

@@ -22,9 +22,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from engine.models.int8 import quantise_linears
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
-from engine.models.seq2seq import run_to_end
+from engine.models.seq2seq import quantise_linears, run_to_end
 from engine.models.whisper import WhisperConfig, WhisperEncoder, fuse_tensors
 
 WINDOW_SECONDS = 4

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu, pad, scaled_dot_product_attention
 
-from engine.models.int8 import quantise_linears
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, slaney_filters
 from engine.models.seq2seq import (
     DecoderPass,
@@ -33,6 +32,7 @@ from engine.models.seq2seq import (
     cross_keys_values,
     ints_on_device,
     join_heads,
+    quantise_linears,
     run_to_end,
     split_heads,
 )

@@ -1,11 +1,11 @@
 """Keyword biasing: raises the scores of tokens with which an expected word may begin or continue (both runners use it).
 
-The decoder of windowed models asks a `KeywordTree` token by token. `BiasTables` (`frames/bias_tables.py`) has the trees
-of all streams on the device of the frame-synchronous runner. The keywords of a stream are a trie; a node is a beginning
-of a keyword in lower case, as UTF-8 bytes. A token moves along the trie by its bytes, however the keyword is tokenised,
-so a model that spells a word in an unusual way still finds the rest of it. A keyword is favoured as given, in lower
-case and with capital initials. In ASCII all three lead to the same node; a variant with a capital beyond ASCII has a
-branch of its own.
+The decoder of windowed models asks a `KeywordTree` token by token. `BiasTables` has the trees of all streams on the
+device of the frame-synchronous runner. The keywords of a stream are a trie; a node is a beginning of a keyword in lower
+case, as UTF-8 bytes. A token moves along the trie by its bytes, however the keyword is tokenised, so a model that
+spells a word in an unusual way still finds the rest of it. A keyword is favoured as given, in lower case and with
+capital initials. In ASCII all three lead to the same node; a variant with a capital beyond ASCII has a branch of its
+own.
 
 A node's *worth* rises with the number of letters that lead to it. A token that continues a keyword as the tokeniser
 would gets a bonus: the worth of the node that it leads to, minus the worth of a whole keyword that was complete before
@@ -30,13 +30,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property, lru_cache, partial
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from engine.options import Keyword, read_keywords
-from engine.runner.bpe import bpe_merge, single_bytes
+from engine.runner.device import upload
 from engine.spec import Vocabulary
 
 # Worth of a whole keyword, as a log-probability, and the number of letters from which on a beginning has all of it. A
@@ -333,3 +336,120 @@ def _check_option(option: str) -> None:
 def _check_size(prefixes: int) -> None:
     if prefixes > MAX_EDGES:
         raise ValueError(f"these keywords are too long together: they have more than {MAX_EDGES} different beginnings")
+
+
+# Byte-pair encoding: how a tokeniser splits text into tokens, for keywords and prompts.
+
+
+def bpe_merge(letters: Sequence[bytes], ranks: Mapping[bytes, int]) -> list[bytes]:
+    """Tokenise by byte-pair merges: of all neighbours that can be merged, first those with the lowest rank, then the
+    leftmost. `ranks`: token -> its rank. A heap finds the next pair, because a client may send one very long word, and
+    the step of all streams may wait for this."""
+    parts, count = list(letters), len(letters)
+    before, after = list(range(-1, count - 1)), list(range(1, count + 1))
+    pairs: list[tuple[int, int, bytes]] = []
+
+    def add_pair(left: int) -> None:
+        """Add the pair of the part at `left` and the part after it, if their merge is a token."""
+        if left >= 0 and after[left] < count:
+            merged = parts[left] + parts[after[left]]
+            rank = ranks.get(merged)
+            if rank is not None:
+                heappush(pairs, (rank, left, merged))
+
+    for left in range(count):
+        add_pair(left)
+    while pairs:
+        _, left, merged = heappop(pairs)
+        right = after[left]
+        # One of the two may have been merged with another part since.
+        if not parts[left] or right == count or parts[left] + parts[right] != merged:
+            continue
+        parts[left], parts[right], after[left] = merged, b"", after[right]
+        if after[left] < count:
+            before[after[left]] = left
+        add_pair(before[left])
+        add_pair(left)
+    return [part for part in parts if part]
+
+
+def single_bytes(text: bytes) -> list[bytes]:
+    """Each byte of the text."""
+    return [text[index : index + 1] for index in range(len(text))]
+
+
+# Keyword trees of many streams on a device: chooses tokens and advances states there, without the host.
+#
+# A step is launched before the host knows the tokens of the step before, so the states are on the device, too. Every
+# slot has a table of edges of the same size: from state, token, to state, bonus. Each step reads all of it, at fixed
+# addresses, so that a step can be recorded as a CUDA graph.
+
+# "From" values of edges that do not start at one state: edges from every state, and unused ones.
+_ANYWHERE, _NOWHERE = -1, -2
+_EDGE_FIELDS = 4
+# Bytes of a slot's table, and bytes that a row of a step needs besides: a copy, 8-byte token numbers, values and masks.
+BYTES_PER_SLOT = _EDGE_FIELDS * MAX_EDGES * 4
+BYTES_PER_ROW = BYTES_PER_SLOT + 16 * MAX_EDGES
+
+
+class BiasTables:
+    """The states and edge tables of all slots on a device."""
+
+    def __init__(self, slots: int, index: TokenIndex, device: torch.device, edges: int = MAX_EDGES) -> None:
+        self._states = torch.full((slots,), AT_WORD, dtype=torch.int64, device=device)
+        # By slot: from, token, to, and the bits of the float bonus.
+        self._edges = torch.full((slots, _EDGE_FIELDS, edges), _NOWHERE, dtype=torch.int32, device=device)
+        self._outside_states = torch.tensor(index.outside_states, device=device)
+        self._filled: set[int] = set()
+
+    @property
+    def in_use(self) -> bool:
+        """Whether any stream has keywords."""
+        return bool(self._filled)
+
+    def set_tree(self, slot: int, tree: KeywordTree | None) -> None:
+        """Set the keywords of a slot's new stream, which has no text yet."""
+        if slot in self._filled:
+            self._edges[slot, 0] = _NOWHERE
+            self._filled.remove(slot)
+        if tree is not None:
+            self._filled.add(slot)
+            rows = _edge_table(tree)
+            self._edges[slot, :, : rows.shape[1]] = upload(rows, self._edges.device)
+            self.set_state(slot, AT_WORD)
+
+    def set_state(self, slot: int, state: int) -> None:
+        """Set the state of a slot, as of `KeywordTree`."""
+        self._states[slot] = state
+
+    def choose(self, slots: Tensor, logits: Tensor, tokens: Tensor) -> Tensor:
+        """The tokens to use in place of the best `tokens` [rows]; logits [rows, vocabulary]."""
+        states = self._states[slots][:, None]
+        origins, choices, _, bonuses = self._edges[slots].unbind(dim=1)
+        open_edges = (states >= 0) & ((origins == states) | (origins == _ANYWHERE))
+        favoured = logits.gather(1, choices.clamp(min=0).long()) + bonuses.view(torch.float32)
+        best, edges = favoured.masked_fill(~open_edges, float("-inf")).max(dim=1, keepdim=True)
+        return torch.where(best[:, 0] > logits.logsumexp(dim=1), choices.gather(1, edges)[:, 0].long(), tokens)
+
+    def advance(self, slots: Tensor, tokens: Tensor) -> None:
+        """Advance the state of each row by its token."""
+        states = self._states[slots]
+        nodes = torch.maximum(states, ~states)
+        origins, choices, targets, _ = self._edges[slots].unbind(dim=1)
+        matches = choices == tokens[:, None]
+        # An edge of the state itself takes precedence over one from every state.
+        fits = matches * (2 * (origins == nodes[:, None]).byte() + (origins == _ANYWHERE).byte())
+        found, edges = fits.max(dim=1, keepdim=True)
+        fallback = self._outside_states[tokens]
+        outside = torch.where(fallback >= 0, fallback, torch.where(fallback == END_WAIT, nodes, ~nodes))
+        self._states[slots] = torch.where(found[:, 0] > 0, targets.gather(1, edges)[:, 0].long(), outside)
+
+
+def _edge_table(tree: KeywordTree) -> np.ndarray:
+    """[4, edges] int32: from, token, to, bits of the bonus."""
+    edges = [(_ANYWHERE, token, edge.node, edge.bonus) for token, edge in tree.entries.items()]
+    for state, leading in enumerate(tree.edges):
+        edges += [(state, token, edge.node, edge.bonus) for token, edge in leading.items()]
+    origins, tokens, nodes, bonuses = zip(*edges, strict=True)
+    numbers = np.array([origins, tokens, nodes], np.int32)
+    return np.vstack((numbers, np.array(bonuses, np.float32).view(np.int32)))

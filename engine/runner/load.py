@@ -22,35 +22,28 @@ from torch import Tensor, nn
 from engine.core.scheduler import Limits
 from engine.errors import EngineError
 from engine.host_memory import available_memory, needed_memory
-from engine.models.int8 import copy_for_thread
 from engine.models.moonshine import Moonshine
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.models.seq2seq import DecoderState, Encoded, copy_weights
+from engine.models.seq2seq import DecoderState, Encoded, copy_for_thread, copy_weights
 from engine.models.silero import load_silero
 from engine.models.whisper import Whisper
 from engine.options import PIECE_SAMPLES, EngineConfig, cache_folder
-from engine.runner.background import SmartTurnDetector, SpeakerEmbedder
+from engine.runner.background import SmartTurnDetector, SpeakerEmbedder, UtteranceReviser
 from engine.runner.base import Runner
 from engine.runner.bias import KeywordTrees
-from engine.runner.cpu_threads import compute_on_one_thread
-from engine.runner.device import free_memory, require_device, total_memory
-from engine.runner.frames.memory import MemoryPlan
-from engine.runner.frames.parking import MOVES
+from engine.runner.device import compute_on_one_thread, free_memory, require_device, total_memory
+from engine.runner.frames.memory import MOVES, MemoryPlan
 from engine.runner.frames.runner import REBUILD_POSITIONS, RunnerSettings, VoxtralRunner
 from engine.runner.speech import DeviceSpeechDetector, SpeechDetector
-from engine.runner.windowed.decoder import Decode
+from engine.runner.windowed.decoder import Decode, compiled_decode
 from engine.runner.windowed.encoders import BlockEncoder, WindowEncoder
-from engine.runner.windowed.memory import longest_window, plan_windows
-from engine.runner.windowed.revision import UtteranceReviser
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import BLOCK_POLICY, Policy
-from engine.runner.windowed.traced_decoder import compiled_decode
-from engine.runner.windowed.windows import DeviceWindows, HostWindows, one
+from engine.runner.windowed.windows import DeviceWindows, HostWindows, longest_window, one, plan_windows
 from engine.spec import ModelSpec, Vocabulary
-from engine.weights.checkpoint import BadCheckpoint, load_speech_model
+from engine.weights.checkpoint import BadCheckpoint, load_speech_model, load_streaming_weights
 from engine.weights.registry import STREAMING_ENCODER, TURN_DETECTOR
 from engine.weights.store import WeightsError, cached
-from engine.weights.streaming_encoder import load_streaming_weights
 
 logger = logging.getLogger(__name__)
 

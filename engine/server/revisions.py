@@ -1,7 +1,7 @@
 """Second passes for finals (`Revisions`): decides which ended utterances of live streams are decoded again, and when.
 
 A part of the engine loop. It keeps the audio and the streamed words of each stream since its last revision, and sends
-the new words as `Revised`; `UtteranceReviser` (`engine/runner/windowed/revision.py`) computes them on other threads. A
+the new words as `Revised`; `UtteranceReviser` (`engine/runner/background.py`) computes them on other threads. A
 `Revision` covers the audio between two flushes, or between a flush and the end of the stream. Audio that goes on for
 long without a flush is revised in parts while the speaker goes on, cut at pauses between words, so that little is left
 to do at the flush. The division into parts depends on the audio and the streamed words alone; the time of the result

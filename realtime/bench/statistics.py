@@ -1,6 +1,6 @@
 """Statistics for load tests: percentiles, and the slope of a least-squares line with its confidence interval.
 
-Pure functions. The slope shows whether lag grows during a run. `run_records.py` and `benchmarks/` use them. Some of the
+Pure functions. The slope shows whether lag grows during a run. `load_test.py` and `benchmarks/` use them. Some of the
 benchmarks run where the packages of the server are not installed, so this module imports none.
 """
 

@@ -109,10 +109,8 @@ def _rate(text: str) -> int:
 
 
 def run(options: argparse.Namespace) -> int:
-    from realtime.bench.clients import Target
-    from realtime.bench.load_test import LoadTest
-    from realtime.bench.recordings import BadManifest, build_bank
-    from realtime.bench.run_records import Objective
+    from realtime.bench.clients import BadManifest, Target, build_bank
+    from realtime.bench.load_test import LoadTest, Objective
     from realtime.client.wire_client import CannotConnect, realtime_url
 
     if options.warm_up >= min(options.seconds, options.hold):
@@ -158,7 +156,7 @@ async def _try_to_connect(url: str) -> None:
 def _recordings(options: argparse.Namespace) -> list[tuple[Path, str | None]]:
     """The recordings of the manifest with their texts, or the sample recording."""
     if options.manifest:
-        from realtime.bench.recordings import read_manifest
+        from realtime.bench.clients import read_manifest
 
         return read_manifest(options.manifest, options.seconds)
     from realtime.commands.pull import SAMPLE, fetch

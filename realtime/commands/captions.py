@@ -4,7 +4,7 @@
 each with its own source of audio. The audio goes to a session of a server, which is a `ResumingSession`
 (`realtime/client/resuming_session.py`) and reconnects; without `--server` the command runs a server of its own.
 `CaptionOutput` receives the text, and has the turns that are not final and the gaps that are not shown yet.
-`CaptionView` (`caption_view.py`) shows the text, `TranscriptFile` (`transcripts.py`) saves it.
+`CaptionView` shows the text and `TranscriptFile` saves it (both in `transcripts.py`).
 """
 
 from __future__ import annotations
@@ -26,21 +26,19 @@ from rich.console import Console
 
 from audio.errors import AudioError
 from audio.formats import MODEL_RATE
-from realtime.client.http_client import HttpClient
 from realtime.client.resuming_session import ResumingSession
 from realtime.client.wire_client import (
     COMPLETED,
     DELTA,
     FAILED,
     CannotConnect,
+    HttpClient,
     SessionOptions,
     is_expected,
     realtime_url,
 )
 from realtime.commands import file_transcription
-from realtime.commands.audio_input import read_pieces
-from realtime.commands.caption_view import RECENT_WORDS, CaptionView, ShownWord, caption_lines, split_at_word
-from realtime.commands.file_transcription import FileFailed, warn_unsupported_options
+from realtime.commands.file_transcription import FileFailed, read_pieces, warn_unsupported_options
 from realtime.commands.terminal import (
     INTERRUPTED,
     KEY_VARIABLE,
@@ -50,7 +48,15 @@ from realtime.commands.terminal import (
     note,
 )
 from realtime.commands.transcription_options import TranscriptionOptions
-from realtime.commands.transcripts import TranscriptFile, chosen_extension
+from realtime.commands.transcripts import (
+    RECENT_WORDS,
+    CaptionView,
+    ShownWord,
+    TranscriptFile,
+    caption_lines,
+    chosen_extension,
+    split_at_word,
+)
 from realtime.session.events import Samples, TimedWord
 from realtime.session.speakers import shown_name as speaker_name
 from realtime.session.speakers import speaker_number

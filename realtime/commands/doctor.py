@@ -259,7 +259,7 @@ async def measure_load(client: EngineClient, sound: Path) -> MeasuredLoad:
     """Play the recording into `STREAMS` streams and measure the engine's load."""
     import numpy as np
 
-    from realtime.commands.audio_input import read_audio
+    from realtime.commands.file_transcription import read_audio
 
     audio = np.concatenate(list(read_audio(sound)))
     texts = [""] * STREAMS

@@ -182,8 +182,7 @@ def _documented_engine(name: str, cores: int | None) -> Engine:
 
 def _measured_engine(url: str) -> Engine:
     """The engine of a running server, by its `/capacity`. Raises CommandFailed if it has measured nothing yet."""
-    from realtime.client.http_client import HttpClient
-    from realtime.client.wire_client import CannotConnect
+    from realtime.client.wire_client import CannotConnect, HttpClient
 
     check_server(url)
     try:

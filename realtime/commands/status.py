@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from realtime.commands.terminal import FAILED, KEY_VARIABLE, OK, CommandFailed, check_server, decimal, out, read_config
 
 if TYPE_CHECKING:
-    from realtime.client.http_client import HttpClient
+    from realtime.client.wire_client import HttpClient
     from realtime.config import ServerConfig
 
 EPILOG = """\
@@ -94,7 +94,7 @@ def _print_json(server: HttpClient) -> int:
 
 
 def _server(options: argparse.Namespace) -> HttpClient:
-    from realtime.client.http_client import HttpClient
+    from realtime.client.wire_client import HttpClient
 
     key = os.environ.get(KEY_VARIABLE)
     if options.url is not None:

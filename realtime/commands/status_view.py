@@ -18,8 +18,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from realtime.client.http_client import HttpAnswer, HttpClient
-from realtime.client.wire_client import CannotConnect
+from realtime.client.wire_client import CannotConnect, HttpAnswer, HttpClient
 from realtime.commands.terminal import CommandFailed, harmless
 
 # Percentiles that are shown.

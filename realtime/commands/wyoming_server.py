@@ -22,11 +22,11 @@ from audio.formats import MAX_RATE, MIN_RATE, MODEL_RATE, Resampler
 from engine import messages
 from engine.errors import EngineError
 from engine.spec import language_code
-from realtime.client.http_client import HttpClient
 from realtime.client.wire_client import (
     COMPLETED,
     FAILED,
     CannotConnect,
+    HttpClient,
     SessionOptions,
     WireSession,
     is_expected,

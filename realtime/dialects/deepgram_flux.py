@@ -14,8 +14,17 @@ from dataclasses import replace
 from typing import Any
 
 from realtime.dialects.base import Json, Nothing, Request, SessionFacts
-from realtime.dialects.deepgram import CONFIGURE, mean_confidence, seconds
-from realtime.dialects.deepgram_query import Pairs, check_query, published_name, raw_format, refused, webhook_url
+from realtime.dialects.deepgram import (
+    CONFIGURE,
+    Pairs,
+    check_query,
+    mean_confidence,
+    published_name,
+    raw_format,
+    refused,
+    seconds,
+    webhook_url,
+)
 from realtime.errors import ClientFault
 from realtime.session.events import (
     Commit,

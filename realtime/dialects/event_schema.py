@@ -24,16 +24,17 @@ from realtime.dialects.openai import (
     MAX_DELAY_MS,
     MAX_PROMPT,
 )
-from realtime.session.formatting_options import KINDS, MAX_TERMS
 from realtime.session.settings import (
     BETTER_FINALS,
     EAGER_EOT_THRESHOLDS,
     EOT_THRESHOLDS,
     EOT_TIMEOUTS_MS,
     INCLUDED,
+    KINDS,
     MAX_KNOWN_SPEAKERS,
     MAX_RATE,
     MAX_SPEAKER_NAME,
+    MAX_TERMS,
     MAX_URL_CHARACTERS,
     MIN_RATE,
     PUBLISHED_NAME,

@@ -48,7 +48,6 @@ from realtime.session.events import (
     TimedWord,
 )
 from realtime.session.formatting import redacted_times, search_words
-from realtime.session.formatting_options import NO_FORMATTING, Formatting, make_formatting
 from realtime.session.settings import (
     BETTER_FINALS,
     G711_RATE,
@@ -61,11 +60,14 @@ from realtime.session.settings import (
     MIN_RATE,
     MODEL_OPTIONS,
     NAME_RULE,
+    NO_FORMATTING,
     PUBLISHED_NAME,
     STREAMED_FINALS,
     AudioFormat,
+    Formatting,
     Settings,
     TurnDetection,
+    make_formatting,
 )
 from realtime.session.speakers import letter_name, speaker_of
 from realtime.session.words import languages_of, token_logprobs, word_fields

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from realtime.dialects.base import AudioText, GapRequest, Json, Nothing, Request, SessionFacts
-from realtime.dialects.deepgram_query import read_socket_query
+from realtime.dialects.deepgram import read_socket_query
 from realtime.errors import ClientFault
 from realtime.session.events import End, ServerEvent
 from realtime.session.settings import G711_RATE, NAME_RULE, PUBLISHED_NAME, AudioFormat, Settings

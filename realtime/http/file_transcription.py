@@ -43,16 +43,20 @@ from realtime.session.formatting import (
     search_words,
     sentence_parts,
 )
-from realtime.session.formatting_options import NO_FORMATTING, Formatting
 from realtime.session.redaction import RedactedStream
-from realtime.session.settings import Settings
+from realtime.session.settings import NO_FORMATTING, Formatting, Settings
 from realtime.session.speakers import SpeakerTimeline, letter_name
-from realtime.session.subtitles import Subtitle, each_subtitle, spoken_lines, srt_blocks, subtitles, vtt_blocks
 from realtime.session.words import (
+    Subtitle,
+    each_subtitle,
     first_word,
+    spoken_lines,
+    srt_blocks,
+    subtitles,
     text_of,
     timed_words,
     token_logprobs,
+    vtt_blocks,
     word_fields,
 )
 from realtime.text_values import decimal_number

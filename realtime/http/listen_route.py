@@ -20,15 +20,18 @@ from starlette.responses import Response
 
 from realtime.dialects.base import Json
 from realtime.dialects.deepgram import (
+    MAX_PAUSE_S,
+    READ_ONCE,
+    FileQuery,
     mean_confidence,
     model_info,
     plain,
     plain_parts,
+    read_file_query,
     seconds,
     written_hit,
     written_word,
 )
-from realtime.dialects.deepgram_query import MAX_PAUSE_S, READ_ONCE, FileQuery, read_file_query
 from realtime.dialects.event_schema import (
     ChannelFields,
     ListenAlternative,

@@ -22,7 +22,7 @@ from msgspec import UNSET, Meta, Struct, UnsetType
 from starlette.requests import Request
 from starlette.responses import Response
 
-from engine.client.item_checks import ItemRefused
+from engine.client.link import ItemRefused
 from engine.client.prepared_audio import Rendered, parse_items
 from engine.messages import Item
 from realtime.dialects.base import decode_body, encode_json

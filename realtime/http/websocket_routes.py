@@ -28,9 +28,18 @@ from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketState
 
 from realtime.dialects.base import SessionFacts, decode_json, encode_json
-from realtime.dialects.deepgram import DeepgramDialect, Listening, error_body
+from realtime.dialects.deepgram import (
+    CONTAINERS,
+    MAX_CHANNELS,
+    MAX_PAUSE_MS,
+    RAW,
+    READ_ONCE,
+    DeepgramDialect,
+    Listening,
+    error_body,
+    read_socket_query,
+)
 from realtime.dialects.deepgram_flux import FLUX_READ_ONCE, FluxDialect, read_flux_query
-from realtime.dialects.deepgram_query import CONTAINERS, MAX_CHANNELS, MAX_PAUSE_MS, RAW, READ_ONCE, read_socket_query
 from realtime.dialects.event_schema import EagerThreshold, EotThreshold, EotTimeout, PublishedName, WebhookUrl, one_of
 from realtime.dialects.openai import MAX_NAME, BetaDialect, OpenAIDialect, merge_beta
 from realtime.dialects.twilio import CallStart, TwilioDialect, read_start

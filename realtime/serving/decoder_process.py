@@ -39,7 +39,7 @@ from av.container import InputContainer
 from av.stream import Discard
 from numpy.typing import NDArray
 
-from audio.byte_readers import ByteReader
+from audio.container_filters import ByteReader
 from audio.containers import (
     MAX_PACKET_BYTES,
     MAX_PACKET_SAMPLES,

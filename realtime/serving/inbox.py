@@ -22,7 +22,7 @@ import numpy as np
 
 from audio.errors import AudioError
 from audio.formats import MODEL_RATE, Decoder, Encoding, Resampler
-from engine.client.item_checks import ItemRefused
+from engine.client.link import ItemRefused
 from engine.client.prepared_audio import parse_items
 from realtime.dialects.base import (
     AUDIO_MESSAGE,

@@ -24,7 +24,7 @@ from realtime.errors import ClientFault
 from realtime.serving.signed_tokens import Revocation, Revocations
 from realtime.session.events import Cleared, Committed, Completed, Delta, ItemFailed, ServerEvent, TimedWord
 from realtime.session.formatting import FinalFormatter
-from realtime.session.formatting_options import NO_FORMATTING, Formatting
+from realtime.session.settings import NO_FORMATTING, Formatting
 
 log = logging.getLogger("tickertape.viewers")
 

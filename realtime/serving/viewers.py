@@ -43,7 +43,7 @@ from realtime.serving.publishing import (
     Update,
     Word,
 )
-from realtime.session.subtitles import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
+from realtime.session.words import MAX_SUBTITLE_CHARACTERS, escaped_cue, vtt_time
 from realtime.text_values import date_text
 
 log = logging.getLogger("tickertape.viewers")

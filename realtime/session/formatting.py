@@ -23,8 +23,8 @@ from realtime.session import english, european
 from realtime.session.english import WrittenForm, split_marks
 from realtime.session.european import RULES
 from realtime.session.events import TimedWord
-from realtime.session.formatting_options import Formatting, bare_word, words_of
 from realtime.session.redaction import Redactor, is_redacted
+from realtime.session.settings import Formatting, bare_word, words_of
 from realtime.session.words import spelled, text_of
 
 # A final of more words stays as it was spoken, because a final is formatted within one step of the event loop. Turns

@@ -31,7 +31,7 @@ from realtime.session.english import (
     split_marks,
 )
 from realtime.session.events import TimedWord
-from realtime.session.formatting_options import EMAIL, MIN_DIGITS, REDACTED, bare_word
+from realtime.session.settings import EMAIL, MIN_DIGITS, REDACTED, bare_word
 
 # Digits at the end of a turn from which on more digits may follow in the next turn.
 EDGE_DIGITS = 3

@@ -7,16 +7,23 @@ export class WordTimes extends EventTarget {
     super();
     Object.assign(this, { captions, tip, announce });
     this.current = null;
-    captions.addEventListener("pointerover", ({ target }) => this.#show(target.closest(".word")));
-    captions.addEventListener("pointerleave", () => this.#show(null));
+    // The word that the keyboard has chosen, until its time is left or hidden by anything but scrolling.
+    this.chosen = null;
+    captions.addEventListener("pointerover", ({ target }) => this.#point(target.closest(".word")));
+    captions.addEventListener("pointerleave", () => this.#point(null));
     captions.addEventListener("keydown", (event) => this.#key(event));
-    captions.addEventListener("blur", () => this.#show(null));
+    captions.addEventListener("blur", () => this.#point(null));
     addEventListener("scroll", () => this.#show(null), { passive: true });
   }
 
   // Moves the keyboard focus back to the captions, with this word selected.
   select(word) {
     this.captions.focus({ preventScroll: true });
+    this.#show(word);
+  }
+
+  #point(word) {
+    this.chosen = null;
     this.#show(word);
   }
 
@@ -43,7 +50,7 @@ export class WordTimes extends EventTarget {
       Home: 0,
       End: words.length - 1,
     }[event.key];
-    if (event.key === "Escape") this.#show(null);
+    if (event.key === "Escape") this.#point(null);
     const command = { Enter: "edit", " ": "hear" }[event.key];
     if (command && this.current && !event.ctrlKey && !event.metaKey) {
       event.preventDefault();
@@ -57,9 +64,9 @@ export class WordTimes extends EventTarget {
     if (!word) return;
     event.preventDefault();
     word.scrollIntoView({ block: "nearest" });
-    this.#show(word);
+    this.#show((this.chosen = word));
     // The scrolling that this causes hides the time; so show it again after the scroll event.
-    requestAnimationFrame(() => requestAnimationFrame(() => this.#show(word)));
+    requestAnimationFrame(() => requestAnimationFrame(() => this.chosen === word && this.#show(word)));
     this.announce(`${word.textContent || "removed word"}, ${word.dataset.time}`);
   }
 }

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from audio.byte_readers import BytePipe
+from audio.container_filters import BytePipe
 from audio.containers import ContainerDecoder
 from audio.errors import AudioError, CorruptAudio, NoAudioTrack
 from audio.mp4_filter import (
@@ -18,7 +18,7 @@ from audio.mp4_filter import (
     checked_fragment,
     checked_index,
 )
-from tests.audio.test_byte_readers import run
+from tests.audio.test_container_filters_pipes import run
 
 
 def parts_of(pieces: list[bytes], size: int = 1 << 16) -> list[bytes]:

@@ -17,7 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from audio.byte_readers import READ_BYTES
+from audio.container_filters import READ_BYTES
 from audio.containers import read_file, read_upload
 from audio.errors import AudioError, CorruptAudio, NoAudioTrack
 from audio.mp4_filter import MAX_BOXES, MAX_TRACK_BYTES, index_first

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from benchmarks.recordings import Clip, Session, joined_sessions, load_audio, one_session_per_clip, read_manifest
-from realtime.bench.recordings import BadManifest
+from realtime.bench.clients import BadManifest
 
 
 def write_wav(path: Path, seconds: float, value: int = 1000) -> Path:

@@ -15,7 +15,7 @@ from benchmarks.sounds import SAMPLE_RATE, pcm16, voice
 from benchmarks.speakers import Labelled, best_mapping, error_of_time, main, read_rttm, read_voices, score
 from engine.models.silero import FRAME_SAMPLES
 from engine.server.speaker_labels import Label
-from realtime.bench.recordings import BadManifest
+from realtime.bench.clients import BadManifest
 
 VOICES = {f"{pitch} Hz": [voice(10.0, pitch, seed)] for seed, pitch in enumerate((95.0, 130.0, 190.0))}
 

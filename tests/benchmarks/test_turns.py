@@ -27,7 +27,7 @@ from benchmarks.turns import (
     wrong_share,
 )
 from engine.end_of_turn import EAGERNESS
-from realtime.bench.recordings import BadManifest
+from realtime.bench.clients import BadManifest
 
 FRAME_S = 0.032
 

@@ -19,7 +19,7 @@ import pytest
 
 from deploy import install
 from engine.options import cache_folder
-from realtime.client.http_client import HttpClient
+from realtime.client.wire_client import HttpClient
 from tests.deploy.services import ROOT, compose
 
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -22,8 +22,7 @@ import pytest
 import yaml
 
 from engine.options import DEFAULT_MODEL, cache_folder
-from realtime.client.http_client import HttpClient
-from realtime.client.wire_client import CannotConnect
+from realtime.client.wire_client import CannotConnect, HttpClient
 from realtime.config import known_keys
 from tests.deploy.services import ROOT, Service, compose, interpolate, service
 

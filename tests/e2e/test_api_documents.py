@@ -20,7 +20,7 @@ from starlette.responses import Response
 from starlette.routing import Route, WebSocketRoute
 
 from realtime.config import Config
-from realtime.dialects import deepgram_flux, deepgram_query, event_schema
+from realtime.dialects import deepgram, deepgram_flux, event_schema
 from realtime.http import upload_forms
 from realtime.http.listen_route import PARAMETERS
 from realtime.http.openapi import codes_of, document, operations, path_of
@@ -121,9 +121,9 @@ def test_every_field_of_the_form_is_in_the_document() -> None:
 
 def test_every_query_parameter_is_in_the_document() -> None:
     listen = {one.name: one.repeated for one in (*SOCKET_PARAMETERS, *PARAMETERS)}
-    assert {name for name, repeated in listen.items() if not repeated} == set(deepgram_query.READ_ONCE)
+    assert {name for name, repeated in listen.items() if not repeated} == set(deepgram.READ_ONCE)
     assert {one.name for one in FLUX_PARAMETERS if not one.repeated} == set(deepgram_flux.FLUX_READ_ONCE)
-    first = (ROOT / "realtime/dialects/deepgram_query.py").read_text()
+    first = (ROOT / "realtime/dialects/deepgram.py").read_text()
     flux = (ROOT / "realtime/dialects/deepgram_flux.py").read_text()
     named = re.compile(r'name == "(\w+)"')
     assert set(named.findall(first)) <= set(listen)

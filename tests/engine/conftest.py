@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from engine.runner.cpu_threads import compute_on_one_thread
+from engine.runner.device import compute_on_one_thread
 
 
 @pytest.fixture(scope="session", autouse=True)

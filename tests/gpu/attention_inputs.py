@@ -7,7 +7,7 @@ from torch import Tensor
 
 from engine.models.layers import Heads, KvPages, Span, inverse_frequencies, rotary_angles
 from engine.models.voxtral_realtime import voxtral_mini_4b
-from engine.runner.frames.kv_pages import PAGE_ROWS
+from engine.runner.frames.memory import PAGE_ROWS
 
 DTYPE = torch.bfloat16
 

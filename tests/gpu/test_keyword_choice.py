@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from engine.options import Keyword
-from engine.runner.bias import AT_WORD, KeywordTree, TokenIndex
-from engine.runner.frames.bias_tables import BiasTables
+from engine.runner.bias import AT_WORD, BiasTables, KeywordTree, TokenIndex
 from engine.spec import Vocabulary
 
 VOCABULARY = 131_072

@@ -20,7 +20,7 @@ from engine.models.layers import (
     rotary_angles,
     swiglu_reference,
 )
-from tests.engine.runner.frames.test_parking import RESIDENT, STREAMS, tokens_of
+from tests.engine.runner.frames.test_memory_parking import RESIDENT, STREAMS, tokens_of
 from tests.gpu.attention_inputs import attention_inputs, stacks
 from tests.gpu.steps import (
     compare_overlap,

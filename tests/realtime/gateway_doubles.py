@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from engine import messages
 from engine.boundary.input_cache import SenderCache
-from engine.client.item_checks import ItemChecker
+from engine.client.link import ItemChecker
 from engine.client.pool import Capacity
 from engine.client.prepared_audio import Rendered, render
 from engine.errors import AtCapacity, EngineUnreachable, StreamFinished

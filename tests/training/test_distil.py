@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.weights.streaming_encoder import load_streaming_weights
+from engine.weights.checkpoint import load_streaming_weights
 from tests.training.tiny import SPEC, tiny_model, write_corpus
 from training.data import read_corpora
 from training.distil import BadConfig, Distillation, Lesson, TrainingConfig, begin, distil, export, read_config

@@ -4,10 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.models.int8 import Int8Linear
 from engine.models.moonshine import frames_after
 from engine.models.moonshine_streaming import StreamingEncoder
-from engine.models.seq2seq import Encoded, cross_keys_values
+from engine.models.seq2seq import Encoded, Int8Linear, cross_keys_values
 from tests.training.tiny import SPEC, tiny_model
 from training.model import block_plan, decode_known, encode_blocks, encode_whole, rounded
 

@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 
 from realtime.session.events import TimedWord
-from realtime.session.subtitles import subtitles, to_srt, to_vtt
+from realtime.session.words import subtitles, to_srt, to_vtt
 from tests.web.conftest import page_server
 from tests.web.devtools import open_page
 

@@ -95,8 +95,13 @@ async def test_word_times_under_the_pointer_and_by_arrow_keys(page: Page, server
         await page.until(tip)
     await page.until(f"document.querySelector('#tip').textContent === {shown!r}")
     assert await page.evaluate("document.querySelector('#announcer').textContent") == f"{WORDS[1]}, {shown}"
+    # Escape within the two frames after an arrow key hides the time for good.
+    await page.press("ArrowLeft")
     await page.press("Escape")
     await page.until("document.querySelector('#tip').hidden")
+    frames = "requestAnimationFrame(() => requestAnimationFrame(() => setTimeout(done, 50)))"
+    await page.evaluate(f"new Promise((done) => {frames})")
+    assert await page.evaluate("document.querySelector('#tip').hidden")
 
 
 async def test_keyboard_reaches_everything(page: Page, server: PageServer) -> None:

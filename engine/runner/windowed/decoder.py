@@ -1,29 +1,41 @@
-"""The decoder of windowed models: greedy decoding of a batch of windows, with drafts and keywords.
+"""The decoder of windowed models: greedy decoding of a batch of windows, language detection, and traced decoder passes.
 
-`windows.py` and the second pass (`revision.py`) use it. A row of a batch is one window. It has committed text and a
-draft, the hypothesis of its last pass. Both are read in one pass (prefill); then each pass adds one token per row until
-every row is done. The draft only saves time: it is checked in the same pass as the committed text is read, and kept as
-far as the model would choose the same tokens again. In a batch of a single row with `retries_draft`, the rest of the
-draft is tried after a difference, too, a few tokens in each pass (`DraftRest`).
+`windows.py` and the second pass (`engine/runner/background.py`) use it. A row of a batch is one window. It has
+committed text and a draft, the hypothesis of its last pass. Both are read in one pass (prefill); then each pass adds
+one token per row until every row is done. The draft only saves time: it is checked in the same pass as the committed
+text is read, and kept as far as the model would choose the same tokens again. In a batch of a single row with
+`retries_draft`, the rest of the draft is tried after a difference, too, a few tokens in each pass (`DraftRest`).
+
+For models with `detection_tokens`, `judge` detects language and speech in a window before it is decoded, and
+`LanguageState` keeps a stream's language.
 
 A decoder pass is `SpeechModel.decode`. On CUDA it is recorded as a graph (`recorded_decoder.py`), on a CPU it is traced
-with torch.jit (`traced_decoder.py`).
+with torch.jit (`compiled_decode`), so that it runs as one call without Python.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import math
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from copy import copy
 from dataclasses import dataclass, field, replace
 from math import inf
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.jit._trace import TracerWarning
 
-from engine.models.seq2seq import DecoderState, Encoded, SpeechModel
+from engine.messages import Saved
+from engine.models.moonshine import Moonshine
+from engine.models.seq2seq import DecoderState, Encoded, Int8Linear, SpeechModel, copy_for_thread, inference_thread
+from engine.models.whisper import Whisper
+from engine.options import Options
 from engine.runner.bias import AT_WORD, KeywordTree
 from engine.runner.device import upload
-from engine.runner.windowed.stability import Progress
+from engine.runner.windowed.stability import Policy, Progress
 
 # `SpeechModel.decode` or a traced form of it: tokens, positions, state, encoder output -> hidden rows, attention.
 Decode = Callable[[Tensor, Tensor, DecoderState, Encoded], tuple[Tensor, Tensor]]
@@ -331,3 +343,221 @@ class GreedyDecoder:
             row.add_token(choice, self._model.end_token)
             last[index] = (choice.token, column + 1)
         return last
+
+
+# Detection of language and speech in a window before it is decoded.
+#
+# Without a given language, the language is detected in the first window that is long enough. Then it stays: otherwise
+# one short word that sounds like another language would change the language of the text, and words that were right. To
+# change it, a client sets it or opens another stream. While the model is not sure, its best guess is used for one
+# utterance, and detection is repeated in the next one.
+
+# Positions of speech needed to detect a language (four seconds), and the probability from which on it stays.
+LANGUAGE_POSITIONS = 50
+SURE_LANGUAGE = 0.5
+# Above this probability of no speech, doubtful words are taken for noise. OpenAI's own threshold.
+NO_SPEECH_PROBABILITY = 0.6
+# Below this probability of no speech, an utterance that was read to its end is speech. Then its words are accepted down
+# to the mean log-probability SPOKEN_DOUBT: short prompts of non-native speakers are often that unsure.
+SPEECH_PROBABILITY = 0.3
+SPOKEN_DOUBT = -1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the model detected in a window."""
+
+    # Probability that the window has no speech.
+    no_speech: float
+    # Probability of each of the model's languages, in the order of its options.
+    languages: list[float]
+
+
+def judge(model: SpeechModel, encoded: Encoded) -> list[Judgement]:
+    """One judgement per row, from the model's first token."""
+    detection = model.detection_tokens
+    assert detection is not None, "this model cannot detect language and speech"
+    rows, device = len(encoded.lengths), encoded.keys.device
+    tokens = torch.full((rows, 1), detection.start, device=device)
+    hidden, _ = model.decode(tokens, torch.zeros_like(tokens), model.new_state(rows, 1), encoded)
+    logits = model.logits(hidden[:, 0]).float()
+    no_speech = logits.softmax(dim=-1)[:, detection.no_speech].tolist()
+    spoken = logits[:, list(detection.languages)].softmax(dim=-1).tolist()
+    return [Judgement(*each) for each in zip(no_speech, spoken, strict=True)]
+
+
+@dataclass(slots=True)
+class LanguageState:
+    """The language options of a stream, and what the model has detected."""
+
+    task: str
+    prompt: list[int]
+    # Codes of the languages to choose from.
+    languages: Sequence[str]
+    # Code of the spoken language; empty if unknown, or if the model has only one.
+    language: str = ""
+    # The language was given or detected for sure, and is not detected any more.
+    settled: bool = False
+    # Probability that the window has no speech, if the model detects that.
+    no_speech: float | None = None
+
+    @classmethod
+    def of(cls, options: Options, given: Mapping[str, str], prompt: list[int]) -> LanguageState:
+        languages = given["languages"].split(",") if "languages" in given else options.languages
+        language = given.get("language", "")
+        settled = bool(language) or not options.detects_language
+        return cls(given.get("task", ""), prompt, languages, language, settled)
+
+    def waits(self, positions: int) -> bool:
+        """Whether a growing window of this many positions is still too short to detect its language."""
+        return not self.settled and positions < LANGUAGE_POSITIONS
+
+    def update(self, judgement: Judgement, options: Options, positions: int) -> None:
+        """Use what was detected in a window of this many positions."""
+        self.no_speech = judgement.no_speech
+        if self.settled:
+            return
+        probabilities = dict(zip(options.languages, judgement.languages, strict=True))
+        self.language = max(self.languages, key=lambda code: probabilities[code])
+        share = probabilities[self.language] / sum(probabilities[code] for code in self.languages)
+        self.settled = share >= SURE_LANGUAGE and positions >= LANGUAGE_POSITIONS
+
+    @property
+    def finds_no_speech(self) -> bool:
+        """Whether the window probably has no speech."""
+        return self.no_speech is not None and self.no_speech > NO_SPEECH_PROBABILITY
+
+    def doubt(self, policy: Policy, to_end: bool, is_long: bool) -> float:
+        """Mean log-probability below which an utterance is taken for noise. `to_end`: the utterance was read to its
+        end. `is_long`: it is long, which noise rarely is; this counts if the model does not detect speech. The
+        log-probabilities of a translation say little about the audio, so there is no limit."""
+        if self.finds_no_speech:
+            return policy.sure
+        if self.task:
+            return -math.inf
+        is_speech = is_long if self.no_speech is None else self.no_speech < SPEECH_PROBABILITY
+        return min(policy.doubt, SPOKEN_DOUBT) if to_end and is_speech else policy.doubt
+
+    def save(self) -> Saved:
+        return {"language": self.language, "settled": self.settled, "no_speech": self.no_speech}
+
+    def resume(self, saved: Saved) -> None:
+        self.language, self.settled, self.no_speech = saved["language"], saved["settled"], saved["no_speech"]
+
+
+# The decoder's pass on a CPU, traced with torch.jit.
+#
+# For one token of a small model a CPU runs some hundred short operations, and half of the time is Python between them.
+# Only one thread at a time can run Python, so streams that are decoded in parallel would wait for each other. A traced
+# pass runs the same operations in the same order in torch's own interpreter; the results are the same, bit for bit.
+
+# A decoder pass with tensors as arguments: tokens, positions, (keys, values) of the text, (keys, values, mask of real
+# frames) of the audio -> hidden rows, attention.
+Pass = Callable[[Tensor, Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor, Tensor]], tuple[Tensor, Tensor]]
+
+
+class _Pass(nn.Module):
+    """A model's `decode` with tensors as arguments.
+
+    Its only attributes are the 8-bit weights of one inference thread, because tracing takes time for each submodule.
+    All other tensors of the model become constants of the trace.
+    """
+
+    def __init__(self, decode: Decode, layers: list[Int8Linear]) -> None:
+        super().__init__()
+        self._decode = decode
+        for name, weights in _weights_of(layers, 0):
+            setattr(self, name, weights)
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor, text: tuple[Tensor, Tensor], audio: tuple[Tensor, Tensor, Tensor]
+    ) -> tuple[Tensor, Tensor]:
+        keys, values, real = audio
+        return self._decode(tokens, positions, DecoderState(*text), Encoded(keys, values, [], real=real))
+
+
+def _weights_of(layers: list[Int8Linear], number: int) -> list[tuple[str, torch.ScriptObject]]:
+    """The 8-bit weights of one inference thread, by their names in a trace."""
+    return [(f"weights_{index}", layer.weights_of(number)) for index, layer in enumerate(layers)]
+
+
+@torch.inference_mode()
+def compiled_decode(model: Moonshine | Whisper, threads: int = 1) -> Decode:
+    """A traced `SpeechModel.decode` of a model on a CPU whose decoder does not change any more.
+
+    The pass is traced once, for `threads` inference threads. They share its code, and each has its own 8-bit weights of
+    the decoder's layers; for the other layers of the model, call `copy_for_thread`. The rest of the model may be
+    changed by another thread meanwhile.
+    """
+    layers = [module for module in model.decoder.modules() if isinstance(module, Int8Linear)]
+    # Copies of weights are made on another core while the pass is traced with the weights of the first thread.
+    copies = ThreadPoolExecutor(1, "copy weights")
+    copying = [copies.submit(copy_for_thread, model.decoder, number) for number in range(1, threads)]
+    # Constants of a trace must not need a gradient.
+    model.decoder.requires_grad_(False)
+    _use_simple_executor()
+    traced = _trace(model, layers)
+    for done in copying:
+        done.result()
+    copies.shutdown()
+    passes = [_with_weights(traced, _weights_of(layers, number)) for number in range(threads)]
+
+    def decode(tokens: Tensor, positions: Tensor, state: DecoderState, encoded: Encoded) -> tuple[Tensor, Tensor]:
+        real = _all_real(encoded.keys) if encoded.real is None else encoded.real
+        decoder_pass = passes[inference_thread.number]
+        # Without optimisations: they take longer than a dozen passes, and improve nothing on a CPU.
+        with torch.jit.optimized_execution(False):  # type: ignore[attr-defined]
+            hidden, attention = decoder_pass(
+                tokens, positions, (state.keys, state.values), (encoded.keys, encoded.values, real)
+            )
+        return hidden, attention
+
+    return decode
+
+
+def _use_simple_executor() -> None:
+    """Choose torch's simple executor, for all traced models of this process. The default one optimises a pass twice:
+    before its first call, and again with the shapes of that call."""
+    torch._C._jit_set_profiling_executor(False)
+
+
+def _with_weights(traced: torch.jit.ScriptModule, weights: list[tuple[str, torch.ScriptObject]]) -> Pass:
+    """The traced pass with the weights of another inference thread."""
+    module = copy(traced._c)
+    for name, value in weights:
+        module.setattr(name, value)
+    decode: Pass = module._get_method("forward")
+    return decode
+
+
+def _trace(model: Moonshine | Whisper, layers: list[Int8Linear]) -> torch.jit.ScriptModule:
+    """Trace a pass with the weights of the first inference thread."""
+    shape = model.decoder_shape
+    # The trace works for other sizes, too, as long as none of the example's sizes is 1.
+    rows, count, frames = 2, 2, 3
+    tokens = torch.zeros(rows, count, dtype=torch.int64)
+    state = model.new_state(rows, count)
+    keys, values = (
+        state.keys.new_zeros(shape.layers, rows, shape.heads, *size)
+        for size in ((shape.dim, frames), (frames, shape.dim))
+    )
+    example = (
+        tokens,
+        torch.arange(count).expand(rows, -1),
+        (state.keys, state.values),
+        (keys, values, _all_real(keys)),
+    )
+    with warnings.catch_warnings():
+        # Warnings about values treated as constants: sizes of the model, which are constant.
+        warnings.simplefilter("ignore", TracerWarning)
+        # The replacement that torch recommends needs a C++ compiler at run time. The torch version is pinned.
+        warnings.filterwarnings("ignore", "`torch.jit.trace", DeprecationWarning)
+        traced: torch.jit.ScriptModule = torch.jit.trace(  # type: ignore[no-untyped-call]
+            _Pass(model.decode, layers), example, check_trace=False
+        )
+    return traced
+
+
+def _all_real(keys: Tensor) -> Tensor:
+    """The mask of a batch without padding."""
+    return keys.new_ones(keys.shape[1], 1, 1, keys.shape[4], dtype=torch.bool)

@@ -13,6 +13,7 @@ returned by the step in which it is complete.
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field
 from functools import partial
@@ -25,11 +26,9 @@ from engine.messages import Open, Saved
 from engine.models.seq2seq import SpeechModel
 from engine.options import MAX_KEYWORDS, Options
 from engine.runner.base import Reviser, SynchronousRunner, never
-from engine.runner.bias import KeywordTrees, LazyTree
-from engine.runner.bpe import PromptTokenizer
-from engine.runner.windowed.decoder import SPARE_TOKENS, Row
+from engine.runner.bias import KeywordTrees, LazyTree, bpe_merge, single_bytes
+from engine.runner.windowed.decoder import SPARE_TOKENS, LanguageState, Row
 from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, EncodedAudio, StreamEncoder
-from engine.runner.windowed.language import LanguageState
 from engine.runner.windowed.stability import (
     FAR_BACK,
     HypothesisToken,
@@ -51,6 +50,26 @@ from engine.runner.windowed.stability import (
 )
 from engine.runner.windowed.windows import Results, Windows
 from engine.spec import ModelSpec, Vocabulary
+
+# Characters at the end of a prompt that are used: a model uses a few hundred tokens of it.
+PROMPT_CHARACTERS = 2_000
+# Parts of a text that are never merged: words with the space before them, numbers, marks. The same as in GPT-2.
+_WORDS = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
+
+
+class PromptTokenizer:
+    """Tokenises prompts. The number of a token is its merge rank."""
+
+    def __init__(self, pieces: Sequence[bytes]) -> None:
+        self._ranks = {piece: token for token, piece in enumerate(pieces) if piece}
+
+    def tokens(self, text: str) -> list[int]:
+        """The tokens of the end of a prompt, as of text after a space."""
+        text = text.strip()[-PROMPT_CHARACTERS:]
+        words = _WORDS.findall(f" {text}") if text else []
+        parts = (part for word in words for part in bpe_merge(single_bytes(word.encode()), self._ranks))
+        return [self._ranks[part] for part in parts if part in self._ranks]
+
 
 SAMPLE_RATE = 16_000
 # An utterance of at least this many seconds has a text. Moonshine's first token may be the end token although there is

@@ -5,7 +5,8 @@ encoder output, and rows into tokens. They own the audio of all streams, the enc
 
 On a CPU streams are read in parallel, each thread with one stream at a time: threads with separate streams do not
 hinder each other as threads within one matrix product do. One window keeps a core busy, needs no padding, and its text
-cannot depend on other streams. On a device streams are read in batches, as large as the memory plan says (`memory.py`).
+cannot depend on other streams. On a device streams are read in batches; `plan_windows` computes how many streams, and
+how large a batch, fit into its memory.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence, Set
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from itertools import count
 from typing import Protocol, TypeVar
 
@@ -21,16 +23,15 @@ import torch
 from torch import Tensor
 
 from engine.core.plan import DecodeResult, DecodeTask, EncodeTask
-from engine.models.int8 import inference_thread, prepare_kernels
-from engine.models.seq2seq import Encoded, SpeechModel
-from engine.runner.cpu_threads import compute_on_threads
-from engine.runner.device import NotEnoughMemory, gib
-from engine.runner.windowed.decoder import Decode, GreedyDecoder, Row
+from engine.models.moonshine import Moonshine
+from engine.models.seq2seq import Encoded, SpeechModel, inference_thread, prepare_kernels
+from engine.models.whisper import Whisper
+from engine.runner.device import GIB, NotEnoughMemory, compute_on_threads, gib
+from engine.runner.windowed.decoder import Decode, GreedyDecoder, Judgement, Row, judge
 from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, AudioSlab, EncodedAudio, StreamEncoder, WindowEncoder
-from engine.runner.windowed.language import Judgement, judge
-from engine.runner.windowed.memory import WindowMemory
 from engine.runner.windowed.recorded_decoder import DecoderBuffers, RecordedDecoderBatch, Shapes
 from engine.runner.windowed.stability import Policy
+from engine.spec import ModelSpec
 
 Results = dict[int, DecodeResult]
 Result = TypeVar("Result")
@@ -225,6 +226,103 @@ def _continue_one_by_one(waiting: deque[Callable[[], bool]], time_is_up: Callabl
 def _number_thread(numbers: Iterator[int]) -> None:
     """Give this thread the next number, which selects its copy of the weights."""
     inference_thread.number = next(numbers)
+
+
+# The memory plan of a device. `engine/runner/load.py` makes it before anything is allocated there, and `DeviceWindows`
+# keeps to it.
+
+# Most windows decoded as one batch. A larger batch would wait for the longest text in it.
+MAX_ROWS = 128
+# Most frames encoded at once: enough to keep a large device busy.
+MAX_FRAMES_AT_ONCE = 24_000
+# Most tokens of known text read in one pass, over all rows of a batch. Each such pass costs as many kernel launches as
+# one new token per row.
+MAX_TOKENS_AT_ONCE = 8_192
+# Default for the number of streams: what the host can schedule, not what fits into memory.
+MAX_STREAMS = 1024
+# Memory for libraries, CUDA graphs and fragmentation.
+FIXED_BYTES = GIB
+# Batch rows per longest live window of a step. The scheduler counts a step's windows as if all had the longest length;
+# most are much shorter, so a step has more of them than `windows_per_step`.
+ROWS_PER_WHOLE_WINDOW = 4
+
+
+@dataclass(frozen=True, slots=True)
+class WindowMemory:
+    """Memory plan of a windowed model on one device."""
+
+    streams: int
+    # Most rows (windows) of a decoding batch.
+    rows: int
+    # Most frames that are encoded at once, padding included.
+    frames_at_once: int
+    # Most tokens of known text that are read in one pass, over all rows.
+    tokens_at_once: int
+    weight_bytes: int
+    stream_bytes: int
+    batch_bytes: int
+
+    @property
+    def total_bytes(self) -> int:
+        return self.weight_bytes + self.batch_bytes + self.streams * self.stream_bytes
+
+    @property
+    def windows_per_step(self) -> int:
+        """Windows of the longest length that the scheduler may plan for one step."""
+        return max(2, self.rows // ROWS_PER_WHOLE_WINDOW)
+
+
+def longest_window(spec: ModelSpec, policy: Policy) -> int:
+    """Upper bound of the audio that is encoded for a window of a live stream, in samples: the longest window, and the
+    context before a short one."""
+    positions = spec.window_positions + policy.tail_gap + policy.tail_until
+    return int(positions + 1) * SAMPLES_PER_POSITION
+
+
+def plan_windows(
+    model: Moonshine | Whisper,
+    spec: ModelSpec,
+    room: int,
+    *,
+    dtype: torch.dtype,
+    longest: int,
+    max_streams: int | None,
+) -> WindowMemory:
+    """Fit the model, a batch and `max_streams` streams (None: as many as fit) into `room` bytes. `longest`: longest
+    window in samples. Raises NotEnoughMemory.
+    """
+    size, shape, frames = dtype.itemsize, model.decoder_shape, model.frames_of(longest)
+    weights = sum(parameter.numel() for parameter in model.parameters()) * size
+    # Audio of the window and around it, and of the utterance before.
+    stream_bytes = (spec.embeds_for(live=True) + spec.window_positions) * SAMPLES_PER_POSITION * 4
+    # Per token of known text: attention weights, and logits.
+    token_bytes = shape.heads * frames * 10 + model.config.vocabulary * 8
+    # Per row: cross keys and values as encoded and as copied for the decoder, and the decoder's own; a quarter more for
+    # uploads.
+    row_bytes = 2 * shape.layers * shape.heads * shape.dim * size * (2 * frames + model.max_tokens) * 5 // 4
+    frame_bytes = model.peak_values_per_frame * size
+    remaining = room - weights - FIXED_BYTES - (max_streams or 1) * stream_bytes
+    rows = min(MAX_ROWS, remaining // 2 // row_bytes)
+    frames_at_once = min(MAX_FRAMES_AT_ONCE, remaining // 8 // frame_bytes)
+    tokens_at_once = min(MAX_TOKENS_AT_ONCE, remaining // 4 // token_bytes)
+    if rows < 1 or frames_at_once < frames or tokens_at_once < model.max_tokens:
+        reading = FIXED_BYTES + max(2 * row_bytes, 8 * frames * frame_bytes, 4 * model.max_tokens * token_bytes)
+        streams = "a stream" if max_streams is None else f"{max_streams} streams"
+        raise NotEnoughMemory(
+            f"the model needs {gib(weights)} for its weights, {gib(reading)} to read windows and "
+            f"{gib((max_streams or 1) * stream_bytes)} for {streams}; {gib(room)} are free"
+        )
+    batch_bytes = FIXED_BYTES + rows * row_bytes + frames_at_once * frame_bytes + tokens_at_once * token_bytes
+    fits = (room - weights - batch_bytes) // stream_bytes
+    return WindowMemory(
+        streams=max_streams or min(MAX_STREAMS, fits),
+        rows=rows,
+        frames_at_once=frames_at_once,
+        tokens_at_once=tokens_at_once,
+        weight_bytes=weights,
+        stream_bytes=stream_bytes,
+        batch_bytes=batch_bytes,
+    )
 
 
 # Windows on a device: live streams are encoded and decoded in batches.

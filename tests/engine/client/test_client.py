@@ -25,8 +25,7 @@ from engine.boundary.items import hash_payload
 from engine.boundary.sockets import EngineSocket, GatewaySocket
 from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import EngineThread, RemoteEngine
-from engine.client.item_checks import ItemRefused
-from engine.client.link import EngineMismatch
+from engine.client.link import EngineMismatch, ItemRefused
 from engine.errors import AtCapacity, DuplicateStream, EngineUnreachable, StreamFinished
 from engine.messages import Closed, Failed, Item
 from engine.server.main import run_engine

@@ -294,7 +294,7 @@ async def test_a_stream_that_goes_on_from_a_saved_state_is_in_that_very_state(bu
         link.step()
         states = link.loop._states
         assert states is not None
-        assert msgspec.msgpack.encode(states._take("s")) == msgspec.msgpack.encode(replay.state)
+        assert msgspec.msgpack.encode(states._save("s")) == msgspec.msgpack.encode(replay.state)
         seen.add((replay.state.parts["gate"]["state"], bool(replay.state.parts["runner"]["committed"])))
     assert {("OPEN", True), ("QUIET", False)} <= seen
 

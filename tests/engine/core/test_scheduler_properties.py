@@ -15,7 +15,7 @@ from engine.core.plan import DecodeResult, DecodeTask, StepPlan, TimedToken
 from engine.core.scheduler import Limits, Scheduler
 from engine.errors import AtCapacity
 from engine.messages import Closed, Failed, Flushed, Item, Open, Output, Text
-from engine.runner.frames.parking import SPARE_HOST_BUFFERS
+from engine.runner.frames.memory import SPARE_HOST_BUFFERS
 from engine.spec import KvGroup, ModelSpec, Vocabulary
 
 VOCABULARY = Vocabulary([b"", b"", *(b" w%d" % index for index in range(50))], word_marker=1)

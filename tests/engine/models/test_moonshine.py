@@ -11,9 +11,9 @@ from torch import Tensor
 from transformers import MoonshineConfig as ReferenceConfig
 from transformers import MoonshineForConditionalGeneration
 
-from engine.models import int8, seq2seq
-from engine.models.int8 import Int8Linear, quantise_linears
+from engine.models import seq2seq
 from engine.models.moonshine import Moonshine, MoonshineConfig
+from engine.models.seq2seq import Int8Linear, quantise_linears
 from engine.options import cache_folder
 from engine.weights.onnx import moonshine_tensors
 
@@ -95,7 +95,7 @@ def test_ragged_batch_is_each_row_alone(model: Moonshine, shorter: int) -> None:
 def test_8_bit_encoder_stays_close_and_does_not_mix_rows(
     reference: MoonshineForConditionalGeneration, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(int8, "SMALLEST_8_BIT", 0)
+    monkeypatch.setattr(seq2seq, "SMALLEST_8_BIT", 0)
     exact = Moonshine.load(MoonshineConfig.from_json(reference.config.to_dict()), reference.state_dict())
     quantised = Moonshine.load(exact.config, reference.state_dict())
     quantised.quantise()

@@ -15,9 +15,8 @@ from audio.containers import read_file
 from engine.models.seq2seq import Encoded
 from engine.models.whisper import Whisper
 from engine.options import cache_folder
-from engine.runner.bpe import PromptTokenizer
-from engine.runner.windowed.decoder import GreedyDecoder, Row
-from engine.runner.windowed.language import judge
+from engine.runner.windowed.decoder import GreedyDecoder, Row, judge
+from engine.runner.windowed.runner import PromptTokenizer
 from engine.runner.windowed.stability import is_mark
 from engine.weights.checkpoint import load_speech_model
 
@@ -58,7 +57,7 @@ def heard(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Encoded]:
 
 def said(encoded: Encoded, language: str, task: str = "") -> str:
     model, pieces = whisper()
-    row = Row([], [], 12, None, encoded.audio[0], opening=model.prompt_tokens(language, task, []))
+    row = Row([], [], 12, None, encoded.audio[0], start_tokens=model.prompt_tokens(language, task, []))
     with torch.inference_mode():
         GreedyDecoder(model).run([row], encoded)
     return b"".join(pieces[token] for token in row.tokens).decode(errors="replace")
@@ -93,7 +92,7 @@ def test_words_are_found_where_they_are_said(heard: dict[str, Encoded]) -> None:
     """The first frame, before any speech, draws the most attention."""
     model, pieces = whisper()
     for language, encoded in heard.items():
-        row = Row([], [], 40, None, encoded.audio[0], opening=model.prompt_tokens(language, "", []))
+        row = Row([], [], 40, None, encoded.audio[0], start_tokens=model.prompt_tokens(language, "", []))
         with torch.inference_mode():
             GreedyDecoder(model).run([row], encoded)
         words = [peak for token, peak in zip(row.tokens, row.peaks, strict=True) if not is_mark(pieces[token])]

@@ -39,8 +39,8 @@ def test_the_cpu_has_memory() -> None:
 
 EIGHT_BITS_ON_ONE_THREAD = """
 import os, torch
-from engine.models.int8 import in_8_bits
-from engine.runner.cpu_threads import compute_on_one_thread
+from engine.models.seq2seq import in_8_bits
+from engine.runner.device import compute_on_one_thread
 
 compute_on_one_thread()
 threads = len(os.listdir("/proc/self/task"))
@@ -59,8 +59,8 @@ def test_products_start_no_threads() -> None:
 
 EIGHT_BITS_ON_TWO_THREADS = """
 import torch
-from engine.models.int8 import in_8_bits
-from engine.runner.cpu_threads import compute_on_threads
+from engine.models.seq2seq import in_8_bits
+from engine.runner.device import compute_on_threads
 
 layer, rows = in_8_bits(torch.randn(2048, 512)), torch.randn(400, 512)
 found = []

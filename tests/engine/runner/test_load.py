@@ -13,8 +13,8 @@ from audio.containers import read_file
 from engine.boundary.items import make_cutter, prepare
 from engine.core.plan import DecodeTask
 from engine.messages import Closed, Feed, Finish, Open, Output, Text
-from engine.models.int8 import Int8Linear
 from engine.models.moonshine import Moonshine
+from engine.models.seq2seq import Int8Linear
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import DEFAULT_MODEL, EngineConfig
 from engine.runner.device import NoDevice

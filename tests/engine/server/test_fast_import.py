@@ -15,8 +15,8 @@ from pathlib import Path
 has_gpu = Path("/dev/nvidiactl").exists()
 assert has_gpu or not vars(sys.modules["torch._meta_registrations"]).get("register_meta")
 assert gc.isenabled() and gc.get_freeze_count() > 10_000
-from engine.runner.windowed.traced_decoder import compiled_decode
-from tests.engine.runner.windowed.test_traced_decoder import heard, in_8_bits
+from engine.runner.windowed.decoder import compiled_decode
+from tests.engine.runner.windowed.test_decoder_traced import heard, in_8_bits
 model = in_8_bits()
 with torch.inference_mode():
     sound = heard(model, [9])

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from engine.core.words import Detokenizer
-from engine.weights.vocabularies import read_tekken
+from engine.weights.checkpoint import read_tekken
 
 
 def write(path: Path, pieces: list[bytes]) -> Path:

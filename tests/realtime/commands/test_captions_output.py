@@ -13,9 +13,8 @@ import pytest
 from rich.console import Console
 
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED
-from realtime.commands.caption_view import CaptionView
 from realtime.commands.captions import MAX_OPEN_CHARACTERS, MAX_OPEN_TURNS, AudioClock, CaptionOutput
-from realtime.commands.transcripts import TranscriptFile
+from realtime.commands.transcripts import CaptionView, TranscriptFile
 
 SPOKEN_S = 0.5
 

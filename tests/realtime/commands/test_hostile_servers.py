@@ -17,12 +17,11 @@ import pytest
 from rich.console import Console
 
 from realtime import cli
-from realtime.client import http_client
-from realtime.client.http_client import MAX_MESSAGE_CHARACTERS, HttpClient
-from realtime.client.wire_client import CannotConnect
+from realtime.client import wire_client
+from realtime.client.wire_client import MAX_MESSAGE_CHARACTERS, CannotConnect, HttpClient
 from realtime.commands import terminal
-from realtime.commands.caption_view import CaptionView, ShownWord
 from realtime.commands.status_view import Histogram, Snapshot, StatusView
+from realtime.commands.transcripts import CaptionView, ShownWord
 from tests.realtime.commands.test_status import CAPACITY, METRICS, server
 from tests.realtime.plain_server import answering, reply
 
@@ -137,7 +136,7 @@ def test_file_may_have_any_name(name: str, tmp_path: Path, capsys: pytest.Captur
 
 
 def test_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "MAX_STATUS_BYTES", 100_000)
+    monkeypatch.setattr(wire_client, "MAX_STATUS_BYTES", 100_000)
 
     def flood(connection: socket.socket) -> None:
         connection.recv(65536)
@@ -153,7 +152,7 @@ def test_answer_without_an_end_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def test_answer_that_drips_is_cut_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_client, "STATUS_S", 0.3)
+    monkeypatch.setattr(wire_client, "STATUS_S", 0.3)
 
     def drip(connection: socket.socket) -> None:
         connection.recv(65536)

@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from realtime import cli
-from realtime.client.http_client import HttpClient
+from realtime.client.wire_client import HttpClient
 from realtime.commands import status_view
 from realtime.commands.status import own_url
 from realtime.commands.status_view import Histogram, Quantile, Snapshot, StatusView

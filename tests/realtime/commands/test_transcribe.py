@@ -14,7 +14,7 @@ import pytest
 
 from realtime import cli
 from realtime.commands import file_transcription
-from realtime.commands.audio_input import duration_of, read_audio
+from realtime.commands.file_transcription import duration_of, read_audio
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import MULTILINGUAL, FakeEngine
 

@@ -6,7 +6,7 @@ import json
 
 import pytest
 
-from realtime.dialects.deepgram_query import read_file_query
+from realtime.dialects.deepgram import read_file_query
 from realtime.http.file_transcription import Transcript
 from realtime.http.listen_route import write_listen_answer
 from realtime.session.events import TimedWord

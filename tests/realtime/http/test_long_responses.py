@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 
-from realtime.dialects.deepgram import plain, plain_parts
-from realtime.dialects.deepgram_query import read_file_query
+from realtime.dialects.deepgram import plain, plain_parts, read_file_query
 from realtime.http import listen_route
 from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
 from realtime.http.long_responses import (
@@ -25,8 +24,7 @@ from realtime.http.long_responses import (
     json_pieces,
 )
 from realtime.session.events import TimedWord
-from realtime.session.formatting_options import NO_FORMATTING, Formatting, make_formatting
-from realtime.session.settings import Settings
+from realtime.session.settings import NO_FORMATTING, Formatting, Settings, make_formatting
 
 RATE = 16_000
 SHORT, LONG = 8_000, 16_000

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.boundary.items import hash_payload
-from engine.client.item_checks import ItemRefused
+from engine.client.link import ItemRefused
 from realtime.dialects.base import decode_body
 from realtime.errors import ClientFault, Refusal
 from realtime.http import prepared_audio_routes

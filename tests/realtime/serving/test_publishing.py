@@ -16,7 +16,7 @@ from realtime.serving.publishing import (
     SessionPublication,
 )
 from realtime.session.events import Completed, Delta, TimedWord
-from realtime.session.formatting_options import make_formatting
+from realtime.session.settings import make_formatting
 from realtime.workers.worker_link import LONGEST_LINE
 
 

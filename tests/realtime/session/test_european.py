@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from realtime.session.european import RULES, SPACE, THIN_SPACE, is_plain
 from realtime.session.events import TimedWord
 from realtime.session.formatting import Final, format_final, settled_words
-from realtime.session.formatting_options import make_formatting
+from realtime.session.settings import make_formatting
 
 TABLE = Path(__file__).with_name("european_sentences.tsv")
 SENTENCES = [

@@ -32,8 +32,7 @@ from realtime.session.formatting import (
     sentences_of,
     settled_words,
 )
-from realtime.session.formatting_options import MAX_TERM_CHARACTERS, MAX_TERMS, Formatting, make_formatting
-from realtime.session.settings import Settings
+from realtime.session.settings import MAX_TERM_CHARACTERS, MAX_TERMS, Formatting, Settings, make_formatting
 from realtime.session.turns import MAX_FORMATTED_SECONDS, MAX_FORMATTED_TURN_WORDS
 from tests.realtime.session.test_core import RATE, Driver, append, counter, word
 

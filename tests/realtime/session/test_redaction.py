@@ -13,14 +13,12 @@ from hypothesis import strategies as st
 
 from engine import messages
 from realtime.dialects.base import SessionFacts, encode_json
-from realtime.dialects.deepgram import DeepgramDialect, Listening
-from realtime.dialects.deepgram_query import read_socket_query
+from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_query
 from realtime.dialects.openai import OpenAIDialect
 from realtime.session.core import SavedSession, Session
 from realtime.session.events import Commit, Completed, Configure, Delta, End, TimedWord
-from realtime.session.formatting_options import REDACTED, make_formatting
 from realtime.session.redaction import MAX_HELD, RedactedStream, Redactor, is_redacted, without_hidden
-from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, Settings
+from realtime.session.settings import INCLUDE_LOGPROBS, INCLUDE_WORDS, REDACTED, Settings, make_formatting
 from tests.realtime.session.test_core import RATE, Driver, append, counter
 
 ALL = Redactor(("card", "phone", "email"), ("Ada Lovelace", "Grace"))

@@ -16,8 +16,8 @@ from realtime.session.core import SavedSession, Session
 from realtime.session.events import Commit, Completed, Configure, Delta, End, Tick, TimedWord, WordsLabelled
 from realtime.session.settings import INCLUDE_SPEAKERS, Settings
 from realtime.session.speakers import SpeakerTimeline, letter_name, shown_name
-from realtime.session.subtitles import spoken_lines, subtitles, to_srt, to_vtt, vtt_blocks
 from realtime.session.turns import LABELS_SECONDS, MAX_FINAL_WORDS, REVISION_SECONDS
+from realtime.session.words import spoken_lines, subtitles, to_srt, to_vtt, vtt_blocks
 from tests.realtime.session.test_core import RATE, Driver, append, counter, flushed, word
 
 LABELLED = Settings(turn_detection=None, speakers=True)

@@ -63,7 +63,7 @@ GATE = GateSettings(
 def loop_of(windowed: bool, turn_detector: TurnDetector | None = None) -> EngineLoop:
     runner = fakes.FakeWindowed() if windowed else fakes.FakeFrames()
     scheduler = Scheduler(runner.spec, Limits(max_streams=2, cache_embeds=2000), fakes.VOCABULARY)
-    gates: dict[str, Any] = {"gate": GATE} if windowed else {"cut": SKIPPING}
+    gates: dict[str, Any] = {"gate": GATE} if windowed else {"skipping": SKIPPING}
     return EngineLoop(scheduler, runner, fakes.FakeDetector(), turn_detector=turn_detector, **gates)
 
 

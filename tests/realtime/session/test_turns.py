@@ -17,8 +17,7 @@ from msgspec.structs import replace as replace_word
 from engine import messages
 from engine.server.speech_track import SpeechTrack
 from realtime.dialects.base import Dialect, SessionFacts
-from realtime.dialects.deepgram import DeepgramDialect, Listening
-from realtime.dialects.deepgram_query import read_socket_query
+from realtime.dialects.deepgram import DeepgramDialect, Listening, read_socket_query
 from realtime.dialects.openai import OpenAIDialect
 from realtime.dialects.vllm import VllmDialect
 from realtime.session.core import Session, SessionLimits

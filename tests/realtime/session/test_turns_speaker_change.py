@@ -34,8 +34,7 @@ from realtime.session.events import (
     SpeechStopped,
     Tick,
 )
-from realtime.session.formatting_options import make_formatting
-from realtime.session.settings import INCLUDE_SPEAKERS, Settings, TurnDetection
+from realtime.session.settings import INCLUDE_SPEAKERS, Settings, TurnDetection, make_formatting
 from realtime.session.speakers import SpeakerTimeline
 from realtime.session.turns import IDLE_SECONDS, REVISION_SECONDS
 from tests.realtime.session.test_core import (

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from engine.boundary.items import hash_payload, make_cutter, prepare
 from engine.client.client import EngineClient
 from engine.client.engine_handles import EngineThread
-from engine.client.item_checks import ItemRefused
+from engine.client.link import ItemRefused
 from engine.core.plan import DecodeResult, StepPlan
 from engine.core.scheduler import Limits, Scheduler
 from engine.messages import Closed, Item

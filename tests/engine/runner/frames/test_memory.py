@@ -7,8 +7,14 @@ import torch
 
 from engine.models.voxtral_realtime import voxtral_mini_4b
 from engine.runner.device import GIB, NotEnoughMemory
-from engine.runner.frames.kv_pages import stack_layouts
-from engine.runner.frames.memory import MemoryPlan, kv_bytes_per_stream, plan_memory, plan_share, voxtral_spec
+from engine.runner.frames.memory import (
+    MemoryPlan,
+    kv_bytes_per_stream,
+    plan_memory,
+    plan_share,
+    stack_layouts,
+    voxtral_spec,
+)
 
 H200_GIB = 139
 

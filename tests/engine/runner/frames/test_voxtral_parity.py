@@ -16,7 +16,7 @@ from transformers import (
     VoxtralRealtimeForConditionalGeneration,
 )
 
-from engine.runner.frames.passes import Chunk
+from engine.runner.frames.runner import Chunk
 from tests.engine.runner.frames.voxtral_driver import (
     SMALL,
     STEP,

@@ -14,11 +14,19 @@ from hypothesis import strategies as st
 from engine.core.plan import DecodeTask, EncodeTask, OpenTask, StepPlan
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.options import Options
-from engine.runner.bpe import PromptTokenizer
-from engine.runner.windowed.decoder import GUESSED_TOKENS, DecodedToken, DraftRest, GreedyDecoder, Row
+from engine.runner.windowed.decoder import (
+    GUESSED_TOKENS,
+    LANGUAGE_POSITIONS,
+    DecodedToken,
+    DraftRest,
+    GreedyDecoder,
+    Judgement,
+    LanguageState,
+    Row,
+    judge,
+)
 from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, WindowEncoder
-from engine.runner.windowed.language import LANGUAGE_POSITIONS, Judgement, LanguageState, judge
-from engine.runner.windowed.runner import SECONDS_WITH_TEXT, WindowedRunner, windowed_spec
+from engine.runner.windowed.runner import SECONDS_WITH_TEXT, PromptTokenizer, WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
 from engine.runner.windowed.windows import HostWindows
 from engine.spec import Vocabulary

@@ -16,11 +16,10 @@ from engine.models.seq2seq import DetectionTokens
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner import bias
 from engine.runner.windowed.encoders import SAMPLES_PER_POSITION, WindowEncoder
-from engine.runner.windowed.memory import WindowMemory
 from engine.runner.windowed.recorded_decoder import Shape, Shapes
 from engine.runner.windowed.runner import WindowedRunner, windowed_spec
 from engine.runner.windowed.stability import Policy
-from engine.runner.windowed.windows import DeviceWindows, HostWindows, Windows
+from engine.runner.windowed.windows import DeviceWindows, HostWindows, WindowMemory, Windows
 from engine.spec import Vocabulary
 from tests.engine.runner.windowed.test_runner import STRIDE, WINDOW, Streams, Uploads, speech
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree
 
-from realtime.bench.plot import draw
-from realtime.bench.run_records import ClientRecord, Objective, RunRecord
+from realtime.bench.load_test import ClientRecord, Objective, RunRecord, draw
 
 
 def test_plot_is_valid_and_marks_what_missed() -> None:

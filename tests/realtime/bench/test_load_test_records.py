@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from realtime.bench.run_records import Objective, RunRecord, read_run
+from realtime.bench.load_test import Objective, RunRecord, read_run
 from realtime.client.wire_client import COMPLETED, DELTA, FAILED, LAST_COMMIT
 
 OBJECTIVE = Objective(final_p95_s=1.0, lag_p95_s=2.0)

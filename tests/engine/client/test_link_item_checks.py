@@ -15,7 +15,7 @@ from msgspec import structs
 
 from engine.boundary.input_cache import CacheStats, SenderCache
 from engine.boundary.items import hash_payload, make_cutter, prepare
-from engine.client.item_checks import ItemChecker, ItemRefused, warm_up
+from engine.client.link import ItemChecker, ItemRefused, warm_up
 from engine.client.prepared_audio import check_same_model, parse_items, render
 from engine.messages import Item
 from engine.spec import FeatureShape

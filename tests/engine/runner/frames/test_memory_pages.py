@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from engine.runner.frames.kv_pages import PAGE_ROWS, StackCache, stack_layouts
-from engine.runner.frames.passes import NOT_FORCED, Payloads, SlotState, StepBuffers, StepOutcome, StepRows, outcome_of
+from engine.runner.frames.memory import PAGE_ROWS, StackCache, stack_layouts
+from engine.runner.frames.runner import NOT_FORCED, Payloads, SlotState, StepBuffers, StepOutcome, StepRows, outcome_of
 from tests.engine.runner.frames.voxtral_driver import SMALL
 
 CPU = torch.device("cpu")

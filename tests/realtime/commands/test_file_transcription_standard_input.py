@@ -21,7 +21,7 @@ import pytest
 
 from audio.errors import AudioError
 from realtime import cli
-from realtime.commands.audio_input import StandardInput, join_blocks, read_standard_input
+from realtime.commands.file_transcription import StandardInput, join_blocks, read_standard_input
 from tests.realtime.commands.conftest import sound, write_wav
 from tests.realtime.gateway_doubles import FakeEngine
 from tests.waiting import until_so

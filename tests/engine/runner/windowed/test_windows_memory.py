@@ -7,9 +7,9 @@ import torch
 
 from engine.models.whisper import Whisper, WhisperConfig
 from engine.runner.device import GIB, NotEnoughMemory
-from engine.runner.windowed.memory import MAX_ROWS, MAX_STREAMS, WindowMemory, longest_window, plan_windows
 from engine.runner.windowed.runner import windowed_spec
 from engine.runner.windowed.stability import Policy
+from engine.runner.windowed.windows import MAX_ROWS, MAX_STREAMS, WindowMemory, longest_window, plan_windows
 
 SPEC = windowed_spec("whisper", 192, 10, 350)
 # Wide in its decoder and light to make.

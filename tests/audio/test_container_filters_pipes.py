@@ -8,7 +8,7 @@ from queue import SimpleQueue
 
 import pytest
 
-from audio.byte_readers import MAX_SILENT_BYTES, BytePipe, IteratorSource, LibavSource, PipeClosed
+from audio.container_filters import MAX_SILENT_BYTES, BytePipe, IteratorSource, LibavSource, PipeClosed
 from audio.errors import CorruptAudio
 
 
@@ -123,7 +123,7 @@ def test_a_closed_pipe_stops_its_reader_in_the_middle_of_a_piece() -> None:
 
 def test_bytes_without_sound_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert MAX_SILENT_BYTES <= 16 << 20
-    monkeypatch.setattr("audio.byte_readers.MAX_SILENT_BYTES", 100)
+    monkeypatch.setattr("audio.container_filters.MAX_SILENT_BYTES", 100)
 
     def listening(pipe: BytePipe) -> None:
         while pipe.read(50):

@@ -14,9 +14,14 @@ from engine.core.scheduler import PARKED_AFTER_NS, Scheduler
 from engine.messages import Item, Open
 from engine.models.voxtral_realtime import STREAMING_WORD, VoxtralRealtime
 from engine.runner.device import NotEnoughMemory
-from engine.runner.frames.kv_pages import stack_layouts
-from engine.runner.frames.memory import kv_bytes_per_stream, plan_memory, voxtral_spec
-from engine.runner.frames.parking import SPARE_HOST_BUFFERS, ParkingBuffers
+from engine.runner.frames.memory import (
+    SPARE_HOST_BUFFERS,
+    ParkingBuffers,
+    kv_bytes_per_stream,
+    plan_memory,
+    stack_layouts,
+    voxtral_spec,
+)
 from engine.runner.frames.runner import RunnerSettings, VoxtralRunner
 from engine.runner.load import frames_limits
 from engine.spec import Vocabulary
@@ -161,8 +166,8 @@ def test_host_memory_that_cannot_be_had_parks_fewer_streams(
         if len(taken) == 3:
             raise RuntimeError("no more memory")
 
-    monkeypatch.setattr("engine.runner.frames.parking._pin", pin)
-    monkeypatch.setattr("engine.runner.frames.parking.PIECE_BYTES", 4096)
+    monkeypatch.setattr("engine.runner.frames.memory._pin", pin)
+    monkeypatch.setattr("engine.runner.frames.memory.PIECE_BYTES", 4096)
     host = ParkingBuffers(100, 1024, pinned=True)
     assert len(host.buffers) == 8
     assert np.all([buffer.numel() == 1024 for buffer in host.buffers])
@@ -173,12 +178,12 @@ def test_host_memory_ends_at_the_limit_of_the_container(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The system would end the engine that takes what is promised."""
-    monkeypatch.setattr("engine.runner.frames.parking.available_memory", lambda: 600_000)
-    monkeypatch.setattr("engine.runner.frames.parking.HOST_RESERVE_BYTES", 100_000)
-    monkeypatch.setattr("engine.runner.frames.parking.PIECE_BYTES", 100_000)
+    monkeypatch.setattr("engine.runner.frames.memory.available_memory", lambda: 600_000)
+    monkeypatch.setattr("engine.runner.frames.memory.HOST_RESERVE_BYTES", 100_000)
+    monkeypatch.setattr("engine.runner.frames.memory.PIECE_BYTES", 100_000)
     assert len(ParkingBuffers(10, 400_000, pinned=False).buffers) == 10
     for too_little in (100_000, None):
-        monkeypatch.setattr("engine.runner.frames.parking.available_memory", lambda left=too_little: left)
+        monkeypatch.setattr("engine.runner.frames.memory.available_memory", lambda left=too_little: left)
         caplog.clear()
         assert not ParkingBuffers(10, 400_000, pinned=False).buffers
         assert "0 parking buffers, not for 10" in caplog.text

@@ -12,11 +12,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from audio.byte_readers import BytePipe, ByteReader
+from audio.container_filters import MAX_ELEMENT_BYTES, MAX_OGG_STREAMS, MAX_OGG_TAGS, BytePipe, ByteReader, without_tags
 from audio.containers import ContainerDecoder
 from audio.errors import CorruptAudio
-from audio.tag_filter import MAX_ELEMENT_BYTES, MAX_OGG_STREAMS, MAX_OGG_TAGS, without_tags
-from tests.audio.test_byte_readers import run
+from tests.audio.test_container_filters_pipes import run
 from tests.audio.test_containers import KINDS, decode, decode_until_error, write
 
 TAGS = 20_000

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from realtime.bench.recordings import (
+from realtime.bench.clients import (
     AudioPiece,
     BadManifest,
     Bank,

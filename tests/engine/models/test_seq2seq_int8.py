@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from engine.models.int8 import PIECE_ROWS, in_8_bits, product_in_pieces
+from engine.models.seq2seq import PIECE_ROWS, in_8_bits, product_in_pieces
 
 ROWS = torch.rand(500, 320, generator=torch.Generator().manual_seed(3)) * 2 - 1
 WEIGHT = torch.randn(640, 320, generator=torch.Generator().manual_seed(4))

@@ -8,8 +8,7 @@ import numpy as np
 import torch
 
 from engine.options import Keyword
-from engine.runner.bias import KeywordTree, TokenIndex
-from engine.runner.frames.bias_tables import BiasTables
+from engine.runner.bias import BiasTables, KeywordTree, TokenIndex
 from engine.spec import Vocabulary
 
 BLANK, MARKER = 0, 1

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from realtime.commands.caption_view import MAX_CHARACTERS, CaptionView, ShownWord, caption_lines, clock, split_at_word
+from realtime.commands.transcripts import MAX_CHARACTERS, CaptionView, ShownWord, caption_lines, clock, split_at_word
 
 
 def view(show_words: bool = False, terminal: bool = False) -> tuple[CaptionView, io.StringIO]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from engine import messages
-from realtime.session.stall_guard import StallGuard
+from realtime.session.core import StallGuard
 
 RATE = 16_000
 

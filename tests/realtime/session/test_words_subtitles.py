@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from realtime.session.events import TimedWord
-from realtime.session.subtitles import subtitles, to_srt, to_vtt
+from realtime.session.words import subtitles, to_srt, to_vtt
 
 RATE = 16_000
 

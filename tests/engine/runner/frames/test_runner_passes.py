@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from engine.runner.frames.passes import choose, next_blank_runs
+from engine.runner.frames.runner import choose, next_blank_runs
 
 PAD = 32
 

@@ -7,8 +7,7 @@ import socket
 
 import pytest
 
-from realtime.client.http_client import FileUnreadable, Form, HttpAnswer, HttpClient, _head
-from realtime.client.wire_client import CannotConnect, realtime_url
+from realtime.client.wire_client import CannotConnect, FileUnreadable, Form, HttpAnswer, HttpClient, _head, realtime_url
 from tests.realtime.plain_server import answering, reply
 
 

@@ -13,11 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from engine.models.int8 import quantise_linears
 from engine.models.moonshine import Moonshine, MoonshineConfig
-from engine.models.seq2seq import Encoded, SpeechModel
+from engine.models.seq2seq import Encoded, SpeechModel, quantise_linears
 from engine.models.whisper import Whisper, WhisperConfig
-from engine.runner.windowed.traced_decoder import compiled_decode
+from engine.runner.windowed.decoder import compiled_decode
 
 VOCABULARY = 40
 
@@ -57,9 +56,9 @@ def heard(model: SpeechModel, frames: list[int]) -> Encoded:
 
 READ_SIDE_BY_SIDE = """
 import threading, torch
-from engine.runner.windowed.traced_decoder import compiled_decode
-from engine.models.int8 import in_8_bits, copy_for_thread, inference_thread
-from tests.engine.runner.windowed import test_traced_decoder as models
+from engine.runner.windowed.decoder import compiled_decode
+from engine.models.seq2seq import in_8_bits, copy_for_thread, inference_thread
+from tests.engine.runner.windowed import test_decoder_traced as models
 
 torch.set_num_threads(1)
 model, layer = models.in_8_bits(), in_8_bits(torch.randn(640, 320))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fleet.scaling import Decision, Load, ScaleRules, ScaleState, decide
+from fleet.plan import Decision, Load, ScaleRules, ScaleState, decide
 
 RULES = ScaleRules(least=1, most=4)
 ONE_ENGINE = 100
