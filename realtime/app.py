@@ -34,10 +34,17 @@ from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
 from realtime.listeners import listening_sockets, raise_file_limit
 from realtime.serving.engine_api import EngineApi
-from realtime.serving.engine_metrics import COUNTED_BY_EACH_GATEWAY, engine_collector
 from realtime.serving.fleet_publishing import FleetNames
-from realtime.serving.metrics import PROCESS_SUMS, Metrics, build_collector, name_collector, process_collector
-from realtime.serving.metrics_totals import report
+from realtime.serving.metrics import (
+    COUNTED_BY_EACH_GATEWAY,
+    PROCESS_SUMS,
+    Metrics,
+    build_collector,
+    engine_collector,
+    name_collector,
+    process_collector,
+    report,
+)
 from realtime.serving.publishing import Publisher
 from realtime.serving.quota import SessionQuota
 from realtime.serving.session_factory import GatewayServices

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from realtime.serving import pulled_audio
+from realtime.serving import isolated_decoder
 
 FFMPEG = shutil.which("ffmpeg")
 needs_ffmpeg = pytest.mark.skipif(FFMPEG is None, reason="ffmpeg is not installed (apt-get install ffmpeg)")
@@ -230,6 +230,6 @@ class RtspServer:
 
 def reconnect_soon(monkeypatch: pytest.MonkeyPatch) -> None:
     """Reconnects come soon, and audio as fast as it is sent."""
-    monkeypatch.setattr(pulled_audio, "FIRST_WAIT_S", 0.05)
-    monkeypatch.setattr(pulled_audio, "LONGEST_WAIT_S", 0.2)
-    monkeypatch.setattr(pulled_audio, "FILE_BURST_S", 1e6)
+    monkeypatch.setattr(isolated_decoder, "FIRST_WAIT_S", 0.05)
+    monkeypatch.setattr(isolated_decoder, "LONGEST_WAIT_S", 0.2)
+    monkeypatch.setattr(isolated_decoder, "FILE_BURST_S", 1e6)

@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
-from realtime.serving.webhook_sender import signature
+from realtime.serving.webhooks import signature
 
 # A status, or a function that writes the whole answer.
 Reply = int | Callable[[asyncio.StreamWriter], Awaitable[None]]

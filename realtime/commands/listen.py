@@ -1,6 +1,6 @@
 """`tickertape listen`: live captions of a network stream (HLS, RTMP, RTSP, SRT, Icecast).
 
-`realtime/serving/pulled_audio.py` pulls and decodes the stream in a process of its own; `captions.py` shows the
+`realtime/serving/isolated_decoder.py` pulls and decodes the stream in a process of its own; `captions.py` shows the
 text. A server pulls streams itself with `POST /v1/streams`.
 """
 
@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
     from realtime.client.wire_client import without_secrets
     from realtime.commands import captions
     from realtime.commands.terminal import UsageError, check_server, note
-    from realtime.serving.pulled_audio import PulledAudio
+    from realtime.serving.isolated_decoder import PulledAudio
 
     check_caption_options(options)
     if options.url.partition("://")[0].lower() not in SCHEMES:
@@ -86,7 +86,7 @@ def run(options: argparse.Namespace) -> int:
 async def _until_interrupted(audio: Any, interrupt: Any) -> AudioSource:
     """The audio, until Ctrl-C, also while no audio comes. Raises CommandFailed."""
     from realtime.commands.terminal import CommandFailed
-    from realtime.serving.pulled_audio import PullFailed
+    from realtime.serving.isolated_decoder import PullFailed
 
     async with aclosing(audio):
         ended = asyncio.create_task(_interrupted(interrupt))

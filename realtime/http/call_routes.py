@@ -18,9 +18,10 @@ from realtime.dialects.event_schema import SessionOptions, Shape
 from realtime.dialects.openai import MAX_NAME, merge_beta, merge_ga
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
-from realtime.http.multipart_forms import FormParser
+from realtime.http.info_routes import MAX_JSON_BODY, read_body
 from realtime.http.openapi import JSON, Operation, Parameter, described
-from realtime.http.route_helpers import MAX_JSON_BODY, check_once, read_body, refusal_response
+from realtime.http.upload_forms import FormParser
+from realtime.http.websocket_routes import check_once, refusal_response
 from realtime.serving.media_processes import MAX_OFFER_BYTES
 from realtime.serving.quota import Caller
 from realtime.serving.webrtc_calls import Call, Calls

@@ -21,7 +21,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from realtime.errors import Refusal
-from realtime.http.route_helpers import refusal_response
+from realtime.http.websocket_routes import refusal_response
 from realtime.serving.uvicorn_protocols import HttpWithDeadlines
 
 log = logging.getLogger("tickertape.server")

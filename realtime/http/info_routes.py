@@ -1,7 +1,8 @@
 """The routes with short JSON answers: models, client secrets, webhooks, health, readiness, capacity; and `/metrics`.
 
 `Answers` has an endpoint for each path, and `WebhookRoutes` that of `/v1/webhooks`. They read state of the gateway and
-own none, except for `Scrapes`, which caches the answer of `/metrics`.
+own none, except for `Scrapes`, which caches the answer of `/metrics`. `read_body` and `json_body` read the bounded body
+of a request, also for other routes.
 """
 
 from __future__ import annotations
@@ -19,16 +20,36 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from engine.client.pool import EngineShare
+from realtime.dialects.base import decode_body
 from realtime.dialects.event_schema import BetaSession, BetaSessionOptions, Session, SessionOptions
 from realtime.dialects.openai import beta_session, ga_session, merge_beta, merge_ga
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
 from realtime.http.openapi import JSON, JSON_BODY, Operation, described
-from realtime.http.route_helpers import json_body
 from realtime.serving.webhooks import Webhooks
 from realtime.session.settings import Settings
 
 WEBHOOKS = "/v1/webhooks"
+# The longest JSON body of a request, in bytes; bodies with prepared items have a limit of their own.
+MAX_JSON_BODY = 64 * 1024
+
+
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """The whole body. Raises a 413 Refusal as soon as it is larger than `max_bytes`."""
+    chunks: list[bytes] = []
+    size = 0
+    async for chunk in request.stream():
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > max_bytes:
+            raise Refusal(413, "body_too_large", f"The body is larger than {max_bytes} bytes.")
+    return b"".join(chunks)
+
+
+async def json_body(request: Request) -> dict[str, Any]:
+    """The JSON object of a body; empty if there is no body. Raises Refusal and ClientFault."""
+    body = await read_body(request, MAX_JSON_BODY)
+    return decode_body(body) if body.strip() else {}
 
 
 def fleet_figures(path: str | None) -> dict[str, Any] | None:

@@ -55,10 +55,9 @@ from realtime.http.long_responses import (
     json_pieces,
 )
 from realtime.http.openapi import JSON, UPLOADED, Operation, Parameter, described
-from realtime.http.route_helpers import check_once
 from realtime.http.transcription_routes import UploadRoutes
 from realtime.http.upload_forms import FormReader, Upload
-from realtime.http.websocket_routes import LISTEN_PARAMETERS
+from realtime.http.websocket_routes import LISTEN_PARAMETERS, check_once
 from realtime.http.websocket_routes import Flag as ListenFlag
 from realtime.session.formatting import paragraph_end, sentences_of
 from realtime.session.settings import AudioFormat, Settings

@@ -18,8 +18,8 @@ from realtime.dialects.base import decode_body, encode_json
 from realtime.dialects.event_schema import Shape
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
+from realtime.http.info_routes import MAX_JSON_BODY, read_body
 from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Operation, Parameter, described
-from realtime.http.route_helpers import MAX_JSON_BODY, read_body
 from realtime.serving.pulled_streams import PulledStream, PulledStreams, stream_settings
 from realtime.serving.quota import Caller
 from realtime.text_values import whole_number

@@ -1,8 +1,8 @@
 """OpenAI's endpoints for files: `/v1/audio/transcriptions` and `/v1/audio/translations`.
 
 This module has the endpoints and their documented shapes. A multipart form comes in (`upload_forms.py` receives it),
-`file_transcription.py` transcribes the file, and JSON, text, subtitles or server-sent events go out
-(`file_answers.py`). Deepgram's endpoint for files is in `listen_route.py`.
+`file_transcription.py` transcribes the file and writes the answer: JSON, text, subtitles or server-sent events.
+Deepgram's endpoint for files is in `listen_route.py`.
 """
 
 from __future__ import annotations
@@ -30,8 +30,18 @@ from realtime.dialects.event_schema import (
 )
 from realtime.errors import Refusal
 from realtime.http.authentication import Context
-from realtime.http.file_answers import SegmentEvents, sse, sse_delta, sse_done, write_answer
-from realtime.http.file_transcription import FORMATS, Transcriber, Transcript, UploadRequest, read_request
+from realtime.http.file_transcription import (
+    FORMATS,
+    SegmentEvents,
+    Transcriber,
+    Transcript,
+    UploadRequest,
+    read_request,
+    sse,
+    sse_delta,
+    sse_done,
+    write_answer,
+)
 from realtime.http.long_responses import (
     PiecesResponse,
     in_turns,
@@ -39,7 +49,7 @@ from realtime.http.long_responses import (
 )
 from realtime.http.openapi import EVENTS, JSON, UPLOADED, Operation, described
 from realtime.http.upload_forms import FormReader, Upload, client_gone
-from realtime.serving.shared_places import FairPlaces
+from realtime.serving.quota import FairPlaces
 
 Flag = Annotated[str, one_of(("true", "false", "1", "0"))]
 

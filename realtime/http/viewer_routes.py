@@ -2,7 +2,7 @@
 
 They admit viewers: one needs the key of the session's owner or a viewer link; on a server without keys every client may
 read what is published. `realtime/serving/viewers.py` writes the words to admitted viewers, and
-`realtime/serving/viewer_links.py` makes the links.
+`realtime/serving/signed_tokens.py` makes the links.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from starlette.websockets import WebSocket
 from realtime.dialects.event_schema import PublishedName, Shape
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, offered_key, select_subprotocol
+from realtime.http.info_routes import json_body
 from realtime.http.openapi import EVENTS, JSON, JSON_BODY, Codes, Operation, Parameter, described
-from realtime.http.route_helpers import check_once, json_body, refusal_response
-from realtime.serving.caption_segments import CaptionSegments
+from realtime.http.websocket_routes import check_once, refusal_response
 from realtime.serving.publishing import Key, Publisher, owner_of
-from realtime.serving.shared_places import places_of_one_key
+from realtime.serving.quota import places_of_one_key
+from realtime.serving.signed_tokens import DEFAULT_LINK_S, LINK_PREFIX, MAX_LINK_S, MIN_LINK_S, Link, ViewerLinks
 from realtime.serving.socket_extras import EXTENSION, SocketExtras, ViewerLine
-from realtime.serving.viewer_links import DEFAULT_LINK_S, LINK_PREFIX, MAX_LINK_S, MIN_LINK_S, Link, ViewerLinks
-from realtime.serving.viewers import RESTARTING, Audience, Framing, Message, Viewer
+from realtime.serving.viewers import RESTARTING, Audience, CaptionSegments, Framing, Message, Viewer
 from realtime.session.settings import NAME_RULE, PUBLISHED_NAME
 
 log = logging.getLogger("tickertape.viewers")

@@ -3,7 +3,7 @@
 Each endpoint authenticates the client, reads its query, opens or resumes the session by the registry, and runs a
 `Connection` until the socket closes. `WebSocketRoutes` also serves WebRTC calls, and starts and stops what runs as long
 as the gateway does: the registry's ticker, viewers, pulled streams and webhooks. The sockets of viewers are in
-`viewer_routes.py`.
+`viewer_routes.py`. `refusal_response` writes refusals for all routes: Deepgram's clients expect them in another format.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ from uuid import uuid4
 from anyio import open_file
 from msgspec import Meta
 from starlette.applications import Starlette
+from starlette.datastructures import QueryParams
+from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 from starlette.websockets import WebSocket, WebSocketState
 
@@ -34,6 +36,7 @@ from realtime.dialects.deepgram import (
     READ_ONCE,
     DeepgramDialect,
     Listening,
+    error_body,
     read_socket_query,
 )
 from realtime.dialects.deepgram_flux import FLUX_READ_ONCE, FluxDialect, read_flux_query
@@ -43,16 +46,14 @@ from realtime.dialects.twilio import CallStart, TwilioDialect, read_start
 from realtime.errors import ClientFault, CloseCode, Refusal
 from realtime.http.authentication import Context, asks_for_beta, offered_key, select_subprotocol
 from realtime.http.openapi import Codes, Operation, Parameter, described
-from realtime.http.route_helpers import check_once, refusal_response
-from realtime.serving.channels import ChannelGroup, ChannelInbox
-from realtime.serving.connection import CLOSE_GRACE_S, Connection
-from realtime.serving.fair_turns import FairTurns, Pace
+from realtime.serving.connection import CLOSE_GRACE_S, ChannelGroup, ChannelInbox, Connection
 from realtime.serving.inbox import Inbox
 from realtime.serving.live_session import LiveSession
 from realtime.serving.pulled_streams import PulledStreams
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, FairTurns, Pace
 from realtime.serving.session_factory import OpenSession
 from realtime.serving.socket_extras import EXTENSION, PART, SocketExtras
+from realtime.serving.uvicorn_protocols import header_text
 from realtime.serving.viewers import Audience
 from realtime.serving.webhooks import Webhooks
 from realtime.serving.webrtc_calls import CallInbox, CallLine, Calls
@@ -62,6 +63,10 @@ from realtime.text_values import whole_number
 
 log = logging.getLogger("tickertape.server")
 
+# The path of Deepgram's clients, for sockets and files.
+LISTEN = "/v1/listen"
+# The path of the clients of Deepgram Flux.
+FLUX = "/v2/listen"
 # The path of Twilio Media Streams.
 TWILIO = "/v1/twilio"
 # The messages of Twilio that start a call: `connected` and `start`.
@@ -486,6 +491,15 @@ class WebSocketRoutes:
             await asyncio.gather(*tickers, return_exceptions=True)
 
 
+def check_once(query: QueryParams, names: tuple[str, ...]) -> None:
+    """Raise Refusal for a repeated parameter, because one of its values would be ignored silently."""
+    for name in names:
+        if len(query.getlist(name)) > 1:
+            raise Refusal(
+                400, "invalid_query_parameter", f"'{name}' was sent more than once; send it once.", param=name
+            )
+
+
 def _extras(scope: Scope) -> SocketExtras:
     return scope.get("extensions", {}).get(EXTENSION) or SocketExtras()
 
@@ -528,3 +542,14 @@ def _joined(entries: tuple[OpenSession, ...]) -> tuple[LiveSession | ChannelGrou
     inboxes = [entry.inbox for entry in entries]
     inbox = ChannelInbox(inboxes, SAMPLE_BYTES[audio_format.type], interleaved=audio_format.binary)
     return ChannelGroup([entry.live for entry in entries]), inbox
+
+
+def refusal_response(path: str, error: Refusal | ClientFault) -> Response:
+    """A refusal as an HTTP response, in the format that clients of this path expect."""
+    if isinstance(error, ClientFault):
+        error = Refusal(400, error.code, error.message, error.param)
+    if path not in (LISTEN, FLUX):
+        return JSONResponse(error.body(), error.status, error.headers())
+    request_id = str(uuid4())
+    headers = {"dg-request-id": request_id, "dg-error": header_text(error.message)}
+    return JSONResponse(error_body(error, request_id), error.status, error.headers() | headers)

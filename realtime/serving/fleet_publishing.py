@@ -28,8 +28,8 @@ from engine.boundary.sockets import CannotListen, GatewayListener, GatewaySocket
 from engine.client.fleet_table import TABLE_POLL_SECONDS, GatewayEntry, TableFile
 from engine.fleet_secret import derive
 from realtime.config import Config
-from realtime.serving.published_transcript import Begun, PublishedTranscript, State, Update
 from realtime.serving.publishing import (
+    Begun,
     Coordinator,
     Current,
     Follow,
@@ -40,13 +40,15 @@ from realtime.serving.publishing import (
     Post,
     Publish,
     Published,
+    PublishedTranscript,
     Publisher,
     Revoke,
+    State,
     ToCoordinator,
     Unpublish,
+    Update,
 )
-from realtime.serving.signed_tokens import fleet_secret
-from realtime.serving.viewer_links import Revocation, Revocations
+from realtime.serving.signed_tokens import Revocation, Revocations, fleet_secret
 
 log = logging.getLogger("tickertape.viewers")
 

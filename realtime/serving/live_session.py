@@ -1,9 +1,12 @@
 """One session on asyncio: `LiveSession` connects the session core with its client and with its engine stream.
 
 Events from the client (`inbox.py`) and from the engine go to the core, and the effects that the core returns are
-applied at once. Events for the client go into the outbox. Commands for the engine go to the session's `StreamRunner`
-(`stream_runner.py`), which has a bounded queue. When that queue is full, `LiveSession.wait_for_room` makes the reader
-of the socket wait, so TCP slows down a client that sends faster than the engine takes audio.
+applied at once. Events for the client go into the outbox.
+
+Commands for the engine (audio, silence, flushes, changes of options) go through one ordered queue, `EngineQueue`.
+`StreamRunner` executes them, and opens and replaces the engine stream. The queue holds at most `max_audio_in_flight_s`
+of audio. When it is full, `LiveSession.wait_for_room` makes the reader of the socket wait, so TCP slows down a client
+that sends faster than the engine takes audio.
 
 A resumable session outlives its socket. `ResentAudio` is for a session whose gateway died: when the client sends audio
 again that the engine never received, `ResentAudio` passes it to the engine without counting it twice.
@@ -15,27 +18,31 @@ import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
 
 from engine import messages
 from engine.client.handoff import AdoptedSession
-from engine.errors import AtCapacity, EngineError
+from engine.client.stream import EngineStream
+from engine.errors import AtCapacity, EngineError, StreamError
+from engine.spec import ModelSpec
 from realtime.dialects.base import Dialect, encode_json
 from realtime.errors import ClientFault, CloseCode, OptionsRefused
-from realtime.serving.engine_api import EngineApi
-from realtime.serving.event_logs import SentLog
-from realtime.serving.handoff import SessionHandoff
+from realtime.serving.engine_api import EngineApi, StreamApi
+from realtime.serving.handoff import SavedLive, SessionHandoff
 from realtime.serving.metrics import Metrics
-from realtime.serving.outbox import Outbox
+from realtime.serving.outbox import Outbox, SentLog
 from realtime.serving.publishing import SessionPublication
-from realtime.serving.saved_session import SavedLive
-from realtime.serving.stream_runner import EngineCommand, LiveLimits, StreamRunner
+from realtime.serving.quota import SHARE_S
 from realtime.serving.webhooks import SessionWebhooks
+from realtime.session.boundaries import turn_rule
 from realtime.session.core import PendingFlush, Session, SessionPhase
 from realtime.session.events import (
     Append,
     Configure,
     Drain,
     Effect,
+    EngineSwitched,
     Event,
     Feed,
     FeedGap,
@@ -56,6 +63,414 @@ from realtime.session.events import (
 from realtime.session.settings import INCLUDE_RESUME, Settings
 
 log = logging.getLogger("tickertape.session")
+
+
+# The engine stream of a session
+
+
+EngineCommand = Feed | FeedGap | FlushEngine | FinishEngine | Reanchor | Reopen | FollowTurns
+
+
+class EngineQueue:
+    """Commands with one consumer; `put` never waits. Audio counts as queued until the engine stream has accepted it."""
+
+    def __init__(self, max_samples: int, max_commands: int) -> None:
+        # Samples that are queued, or being fed.
+        self.samples = 0
+        self._max_samples = max_samples
+        self._max_commands = max_commands
+        self._commands: deque[EngineCommand] = deque()
+        self._wake = asyncio.Event()
+        self._room = asyncio.Event()
+
+    def __len__(self) -> int:
+        return len(self._commands)
+
+    @property
+    def full(self) -> bool:
+        return self.samples > self._max_samples or len(self._commands) > self._max_commands
+
+    def put(self, command: EngineCommand) -> None:
+        if isinstance(command, Feed):
+            self.samples += len(command.samples)
+        elif isinstance(command, FeedGap):
+            # Declared silence counts as audio: a model may have to process every position of it.
+            self.samples += command.samples
+        self._commands.append(command)
+        self._wake.set()
+
+    def replace_all(self, reanchor: Reanchor) -> None:
+        """Replace all queued commands by one that begins a new stream and contains their audio. The core sends the
+        flushes again after it."""
+        for command in self._commands:
+            if isinstance(command, Feed | FeedGap):
+                self.consumed(len(command.samples) if isinstance(command, Feed) else command.samples)
+        self._commands.clear()
+        self.put(reanchor)
+
+    def pop(self) -> EngineCommand:
+        return self._commands.popleft()
+
+    @property
+    def reanchor(self) -> Reanchor | None:
+        """The queued command to begin a new stream, if any."""
+        return next((command for command in self._commands if isinstance(command, Reanchor)), None)
+
+    @property
+    def reopen(self) -> Reopen | None:
+        """The queued command to change the stream's options, if any."""
+        return next((command for command in self._commands if isinstance(command, Reopen)), None)
+
+    def consumed(self, samples: int) -> None:
+        """The engine stream has accepted this number of samples."""
+        self.samples -= samples
+
+    def clear(self) -> None:
+        self._commands.clear()
+        self.samples = 0
+        self._room.set()
+
+    # Waiting
+
+    def wake(self) -> None:
+        """Wake the consumer although nothing was put."""
+        self._wake.set()
+
+    def make_room(self) -> None:
+        """Wake the callers of `wait_for_room`."""
+        self._room.set()
+
+    def mark_idle(self) -> None:
+        """Called by the consumer when it has emptied the queue: the next `put` wakes it."""
+        self._wake.clear()
+
+    async def wait(self) -> None:
+        """Wait until something was put since the last `mark_idle`."""
+        await self._wake.wait()
+
+    async def wait_for_room(self) -> None:
+        """Wait for the next call of `make_room`."""
+        self._room.clear()
+        await self._room.wait()
+
+
+def fail(group: asyncio.TaskGroup, error: Exception) -> None:
+    """End the group as if one of its tasks had raised this error; the caller itself continues."""
+    failing = _raise(error)
+    try:
+        group.create_task(failing)
+    except RuntimeError:
+        failing.close()  # the group is ending already
+
+
+async def _raise(error: Exception) -> NoReturn:
+    raise error
+
+
+# The delay names of the OpenAI API in milliseconds. "medium" is the model's own default.
+DELAY_MS = {"minimal": 160, "low": 320, "high": 960, "xhigh": 2400}
+
+
+@dataclass(frozen=True, slots=True)
+class LiveLimits:
+    """Limits for the memory of one session."""
+
+    # Seconds of audio in the engine queue.
+    max_audio_in_flight_s: float = 60.0
+    max_commands: int = 4096
+    max_outbox_events: int = 1024
+    max_outbox_bytes: int = 2_000_000
+    max_log_events: int = 4096
+    max_log_bytes: int = 4 * 1024 * 1024
+    # Longest message that is not audio, in bytes.
+    max_control_bytes: int = 64 * 1024
+
+
+def delay_positions(delay: str | int | None, spec: ModelSpec) -> int | None:
+    """A client's delay in positions of the model, rounded up; None means the model's default."""
+    milliseconds = DELAY_MS.get(delay) if isinstance(delay, str) else delay
+    if milliseconds is None or spec.max_delay_positions == 0:
+        return None
+    positions = -(-milliseconds * spec.sample_rate // (1000 * spec.samples_per_position))
+    return max(1, min(positions, spec.max_delay_positions))
+
+
+# Outputs after which a stream sends nothing more.
+FINAL = (messages.Closed, messages.Failed, messages.Dead)
+NOT_FOR_SESSIONS = (messages.StreamState, messages.SessionOutput)
+
+
+class StreamRunner:
+    """Executes a session's commands on its engine stream, one stream at a time. Outputs are passed to `submit`."""
+
+    def __init__(
+        self, session_id: str, session: Session, engine: EngineApi, limits: LiveLimits, submit: Callable[[Event], None]
+    ) -> None:
+        self.session = session
+        self.queue = EngineQueue(int(limits.max_audio_in_flight_s * session.sample_rate), limits.max_commands)
+        self.stream: StreamApi | None = None
+        # The options for the next stream. Changes come as a Reopen command, in order with the audio.
+        self.settings = session.settings
+        self._id = session_id
+        self._engine = engine
+        self._submit = submit
+        # Done at the stream's last output, or when the stream is abandoned.
+        self._outputs_done: asyncio.Future[None] | None = None
+        # The stream is to finish, and a stream with other options follows it.
+        self._is_finishing = False
+        # All commands are executed, and `work` waits for the next one.
+        self.is_idle = False
+        # Grows when a stream is abandoned, so that its late outputs do not reach the core.
+        self._generation = 0
+        # Number of streams opened so far; part of the stream's name.
+        self._opened = 0
+        # Session samples: where the stream began, and up to where audio was fed.
+        self._base, self._fed = 0, 0
+        # Of an adopted stream: outstanding flushes that the core knows, and later ones that it does not know.
+        self._known_flushes, self._unknown_flushes = 0, 0
+
+    @property
+    def full(self) -> bool:
+        return self.queue.full and not self.session.closed
+
+    @property
+    def engine_stream(self) -> EngineStream | None:
+        return self.stream if isinstance(self.stream, EngineStream) else None
+
+    def restart_stream(self, reanchor: Reanchor) -> None:
+        """Abandon the current stream and begin a new one with the session's current options."""
+        self._generation += 1
+        self.settings, self._is_finishing = self.session.settings, False
+        if self._outputs_done is not None and not self._outputs_done.done():
+            self._outputs_done.set_result(None)
+        self.queue.replace_all(reanchor)
+
+    def put(self, command: EngineCommand) -> None:
+        """Queue a command. Audio is fed at once if the queue is empty and the stream has room."""
+        if not (self.is_idle and isinstance(command, Feed) and not self.queue and self._feed_now(command.samples)):
+            self.queue.put(command)
+
+    def save(self, last: bool) -> dict[str, Any]:
+        """The fields of `SavedLive` about the stream; with `last`, including audio not sent to the engine yet."""
+        reanchor, stream = self.queue.reanchor, self.engine_stream
+        return {
+            "engine_settings": self.settings,
+            "streams_opened": self._opened,
+            "fed": self._fed,
+            "reanchor": None if reanchor is None else (reanchor.base, self.session.appended - reanchor.base),
+            "reopen": self._is_finishing or self.queue.reopen is not None,
+            "rest": stream.rest().tobytes() if last and stream is not None else b"",
+            "runs_out": self._is_finishing,
+        }
+
+    def load(self, saved: SavedLive, adopted: AdoptedSession) -> int:
+        """Continue with an adopted stream. Returns the session sample from which audio has to be fed."""
+        self.settings, self._opened = saved.engine_settings, saved.streams_opened
+        self.stream, self._is_finishing = adopted.stream, saved.runs_out
+        known = len(self.session.marks)
+        self._known_flushes, self._unknown_flushes = known, max(0, adopted.flushes - known)
+        self._base, self._fed = self.session.engine_start, saved.fed
+        if adopted.stream is not None:
+            self._fed = self.session.engine_start + adopted.goes_on_at
+        return self._fed
+
+    def release(self) -> None:
+        """Leave the stream running in the engine: another process adopts it."""
+        stream, self.stream = self.engine_stream, None
+        if stream is not None:
+            stream.release()
+
+    def abort_everywhere(self) -> None:
+        """End the stream if an engine runs it for this process. Another process owns the session now; engines ignore
+        this for a stream that was adopted."""
+        stream, self.stream = self.engine_stream, None
+        if stream is not None:
+            stream.abort_everywhere()
+
+    async def close(self) -> None:
+        """End the stream, if there is one, and empty the queue."""
+        stream, self.stream = self.stream, None
+        if stream is not None:
+            await self._abort(stream)
+        self.queue.clear()
+
+    async def work(self, group: asyncio.TaskGroup) -> None:
+        """Execute commands until the session is closed. Errors from the stream's listener end the group."""
+        if self.stream is not None and self.queue.reanchor is None:
+            # An adopted stream.
+            self._subscribe(self.stream, group)
+        clock = asyncio.get_running_loop().time
+        while not self.session.closed:
+            began = clock()
+            while self.queue and not self.session.closed:
+                await self._execute(self.queue.pop(), group)
+                if not self.full:
+                    self.queue.make_room()
+                if clock() - began >= SHARE_S:
+                    # The queue may hold a minute of audio, and feeding a stream that has room never yields by itself.
+                    await asyncio.sleep(0)
+                    began = clock()
+            self.queue.mark_idle()
+            if not self.queue and not self.session.closed:
+                self.is_idle = True
+                try:
+                    await self.queue.wait()
+                finally:
+                    self.is_idle = False
+
+    async def _execute(self, command: EngineCommand, group: asyncio.TaskGroup) -> None:
+        match command:
+            case Reanchor(base, replay):
+                await self._abort_current()
+                await self._open(base, group)
+                for audio in replay:
+                    await self._feed(audio, group)
+            case Reopen(settings):
+                self.settings = settings
+                if self.stream is not None and self._outputs_done is not None:
+                    self._is_finishing = True
+                    await self.stream.finish()
+                    await self._outputs_done
+                    await self._abort_current()
+                self._is_finishing = False
+            case Feed(samples):
+                try:
+                    await self._feed(samples, group)
+                finally:
+                    self.queue.consumed(len(samples))
+            case FeedGap(samples):
+                try:
+                    await self._feed(samples, group)
+                finally:
+                    self.queue.consumed(samples)
+            case FlushEngine(pause, ends_speech, turn_over):
+                await self._flush(pause, ends_speech, turn_over)
+            case FollowTurns(settings):
+                self.settings = settings
+                if self.stream is not None:
+                    self.stream.change_turns(self._turn_rule)
+            case FinishEngine():
+                await self._finish()
+
+    async def _feed(self, audio: Samples | int, group: asyncio.TaskGroup) -> None:
+        if self.stream is None:
+            await self._open(self._fed, group)
+        assert self.stream is not None
+        try:
+            if isinstance(audio, int):
+                self._fed += audio
+                await self.stream.gap(audio)
+            else:
+                self._fed += len(audio)
+                await self.stream.feed(audio)
+        except StreamError as error:
+            # The stream's last output reports the same error to the core, which answers with a new stream.
+            log.debug("session %s: %s", self._id, error)
+
+    def _feed_now(self, samples: Samples) -> bool:
+        if self.stream is None or not self.stream.feed_now(samples):
+            return False
+        self._fed += len(samples)
+        return True
+
+    @property
+    def _turn_rule(self) -> messages.TurnRule | None:
+        return turn_rule(self.settings.turn_detection, self.session.sample_rate, self.session.limits.has_turn_detector)
+
+    async def _flush(self, pause: int | None, ends_speech: bool, turn_over: bool) -> None:
+        if self.stream is None:
+            self._submit(messages.Flushed(self._id, 0, 0))
+            return
+        try:
+            await self.stream.flush(None if pause is None else max(0, pause - self._base), ends_speech, turn_over)
+        except StreamError as error:
+            log.debug("session %s: %s", self._id, error)
+
+    async def _finish(self) -> None:
+        if self.stream is None:
+            self._submit(messages.Closed(self._id, 0))
+            return
+        await self.stream.finish()
+
+    async def _open(self, base: int, group: asyncio.TaskGroup) -> None:
+        settings, spec = self.settings, self._engine.spec
+        self._opened += 1
+        name = f"{self._id}.{self._opened}"
+        delay, options = delay_positions(settings.delay, spec), settings.engine_options()
+        heard = self.session.speech_track.sample
+        try:
+            stream = await self._engine.open(
+                name,
+                delay_positions=delay,
+                options=options,
+                turns=self._turn_rule,
+                track=self.session.speech_track.shifted(-base) if heard else None,
+                heard_until=max(0, heard - base),
+                labels=self.session.label_state(base) if settings.labels_speakers else None,
+            )
+        except ValueError as error:
+            raise OptionsRefused(str(error)) from error
+        self.stream = stream
+        self._fed = self._base = base
+        self._known_flushes = self._unknown_flushes = 0
+        self._submit(EngineSwitched(base))
+        self._subscribe(stream, group)
+
+    def _subscribe(self, stream: StreamApi, group: asyncio.TaskGroup) -> None:
+        outputs_done = self._outputs_done = asyncio.get_running_loop().create_future()
+        generation = self._generation
+
+        def on_output(output: messages.Output) -> None:
+            if isinstance(output, messages.Closed) and self.stream is stream:
+                # Before the output is handled: if the session is saved there, its value must not contain this stream.
+                self.stream = None
+            try:
+                if generation == self._generation:
+                    self._handle_output(output)
+            except Exception as error:
+                # Same result as an error in the runner: this session ends, others are not affected.
+                fail(group, error)
+            over = isinstance(output, FINAL) or generation != self._generation or self.session.closed
+            if over and not outputs_done.done():
+                outputs_done.set_result(None)
+
+        stream.subscribe(on_output)
+
+    def _handle_output(self, output: messages.Output) -> None:
+        assert not isinstance(output, NOT_FOR_SESSIONS), "handled by the engine client"
+        if self._is_finishing and isinstance(output, messages.Closed):
+            # The end of this stream and not of the session: the next stream continues from here.
+            self._submit(EngineSwitched(self._fed))
+        elif not (isinstance(output, messages.Flushed) and self._is_unknown_flush()):
+            self._submit(output)
+        if self.session.closed:
+            self.queue.wake()
+
+    def _is_unknown_flush(self) -> bool:
+        """Whether this answer is for a flush of the previous owner that the core does not know. Answers come in order:
+        first those to flushes that the core knows, then the unknown ones."""
+        if not self._unknown_flushes:
+            return False
+        if self._known_flushes:
+            self._known_flushes -= 1
+            return False
+        self._unknown_flushes -= 1
+        return True
+
+    async def _abort_current(self) -> None:
+        """Abort the stream; its outputs are ignored already."""
+        stream, self.stream, self._outputs_done = self.stream, None, None
+        if stream is not None:
+            await self._abort(stream)
+
+    async def _abort(self, stream: StreamApi) -> None:
+        try:
+            await stream.abort()
+        except EngineError as error:
+            log.debug("session %s: %s", self._id, error)
+
+
+# The session
 
 
 class ResentAudio:

@@ -1,9 +1,15 @@
-"""Prometheus metrics of a gateway process, and the text for `/metrics`.
+"""Prometheus metrics of a gateway: its own, those of its engines, and their sums over several workers.
 
 Each gateway process has one `Metrics` (sessions, lag, refusals, uploads, viewers, webhooks, and the process itself),
 and the other modules count with its attributes. It has a registry of its own, so that several gateways can run in one
-process. `scrape` returns the text for `/metrics`. Metrics of engines are added as a collector (`engine_metrics.py`);
-with several workers, `metrics_totals.py` adds their metrics up.
+process. `scrape` returns the text for `/metrics`.
+
+`engine_collector` reads steps, caches, streams and load from the engine client at each scrape; nothing is counted
+there. All gateways of an engine show the same values, except for the metrics in `COUNTED_BY_EACH_GATEWAY`.
+
+With several workers, a scrape of any worker shows the whole server: each worker sends its metrics to the parent process
+(`report`), where `Totals` adds them up, counters and histograms over all workers that ever ran, gauges over the running
+ones. Metrics of engines are not added up, because all workers see the same values.
 """
 
 from __future__ import annotations
@@ -17,10 +23,13 @@ from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator
 from contextlib import suppress
 from importlib.metadata import version
 
+import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from engine.client.pool import Capacity
+from engine.client.supervisor import EngineMetrics
 from realtime.session.events import MEASURES
 
 # Bucket bounds of histograms, in seconds. Those of the lag lie around the 80 ms step of live models.
@@ -183,3 +192,214 @@ class _Borrowed(Collector):
 
     def collect(self) -> Iterable[Metric]:
         return self._collect()
+
+
+# Metrics of the engines
+
+
+# Metrics that each gateway process counts itself, of its own cache and streams. Engines report the others to all.
+COUNTED_BY_EACH_GATEWAY = (
+    "mm_cache_queries",
+    "mm_cache_hits",
+    "mm_cache_bytes_sent",
+    "mm_cache_bytes_saved",
+    "mm_cache_repairs",
+    "engine_streams_recovered",
+    "engine_streams_given_up",
+    "engine_poisonous_streams",
+    "engine_recovery_seconds",
+)
+
+
+def engine_collector(
+    metrics: Callable[[], EngineMetrics], capacity: Callable[[], Capacity]
+) -> Callable[[], Iterable[Metric]]:
+    """The collector for `Metrics.add_collector`."""
+
+    def collect() -> Iterable[Metric]:
+        seen, room = metrics(), capacity()
+        cache = seen.input_cache
+        for name, text, count in (
+            ("mm_cache_queries", "Items looked up in the input cache", cache.queries),
+            ("mm_cache_hits", "Items found in the input cache, which were not sent to the engine", cache.hits),
+            ("mm_cache_bytes_sent", "Bytes of audio sent to the engines", cache.bytes_sent),
+            ("mm_cache_bytes_saved", "Bytes of audio that the input cache saved", cache.bytes_saved),
+            ("mm_cache_repairs", "Times the two sides of the input cache disagreed and were repaired", cache.repairs),
+            ("encoder_cache_queries", "Items looked up in the encoder cache", seen.encoder_queries),
+            ("encoder_cache_hits", "Items found in the encoder cache", seen.encoder_hits),
+            ("steps", "Steps the engines have run", seen.steps),
+            ("blank_guard", "Tokens changed by the guard against endless blanks", seen.blank_guard),
+            ("finals_revised", "Parts of finals that were decoded again", seen.revised),
+            ("finals_not_revised", "Parts of finals not decoded again for lack of time", seen.revisions_skipped),
+            ("words_revised", "Words of finals that differ from the streamed ones", seen.words_revised),
+            ("engine_restarts", "Engines that were lost and came back", seen.restarts),
+            ("engine_streams_recovered", "Streams rebuilt on a new engine", seen.streams_recovered),
+            ("engine_streams_given_up", "Streams that could not be rebuilt", seen.streams_given_up),
+            ("engine_poisonous_streams", "Streams ended because they crashed the engine", seen.crashing_streams),
+            ("engine_recovery_seconds", "Time until streams of a lost engine were rebuilt", seen.recovery_seconds_sum),
+        ):
+            yield CounterMetricFamily(f"tickertape_{name}", text, value=count)
+        parts = CounterMetricFamily("tickertape_step_seconds", "Time of all steps, by part", labels=["part"])
+        for part, nanoseconds in seen.step_ns.items():
+            parts.add_metric([part], nanoseconds / 1e9)
+        yield parts
+        for name, text, value in (
+            ("engine_streams", "Streams open on the engines", room.used),
+            ("engine_streams_max", "Streams the engines have room for", room.total),
+            ("engine_streams_parked", "Silent streams whose state is in host memory", room.parked),
+            ("engine_speaking", "Engine streams with speech now", room.speaking),
+            ("engine_streams_counted", "Live streams with speech now or recently", room.counted),
+            ("engine_streams_that_hold", "Live streams that could have speech at once, by measured cost", room.holds),
+            ("engine_spares", "Spare engines, which replace an engine that is lost", room.spares_ready),
+            ("engine_load", "Share of its time the least busy engine spends on live streams", room.load),
+            ("engine_load_per_stream", "Load that one more stream with speech would add", room.load_per_stream),
+        ):
+            yield GaugeMetricFamily(f"tickertape_{name}", text, value=value)
+        yield from _by_engine(room)
+
+    return collect
+
+
+def _by_engine(room: Capacity) -> Iterable[Metric]:
+    """The metrics of each engine, labelled with its name."""
+    for name, text, values in (
+        ("streams", "Streams open on an engine", [engine.used for engine in room.engines]),
+        ("streams_free", "Streams an engine can still take", [engine.free for engine in room.engines]),
+        ("load", "Share of its time an engine spends on live streams", [engine.load for engine in room.engines]),
+        ("draining", "Whether an engine takes no new streams", [engine.draining for engine in room.engines]),
+        ("beat_age_seconds", "Time since an engine's last message", [engine.silent_s for engine in room.engines]),
+    ):
+        gauge = GaugeMetricFamily(f"tickertape_each_engine_{name}", text, labels=["engine"])
+        for engine, value in zip(room.engines, values, strict=True):
+            gauge.add_metric([engine.name], value)
+        yield gauge
+    up = GaugeMetricFamily("tickertape_each_engine_up", "Whether an engine is connected", labels=["engine"])
+    for engine in room.engines:
+        up.add_metric([engine.name], 1)
+    for missing in room.missing:
+        up.add_metric([missing.name], 0)
+    yield up
+
+
+# Sums over several workers
+
+
+# Suffix of samples with the creation time of a counter, which is meaningless for a sum over processes.
+CREATED = "_created"
+
+# The key of a sample is one string: family name, sample name, label names and values. Strings cache their hash, which
+# tuples do not.
+_BETWEEN = "\0"
+
+
+class _Sample(msgspec.Struct, array_like=True, frozen=True):
+    name: str
+    labels: dict[str, str]
+    # None for NaN and infinity, which JSON cannot express.
+    value: float | None
+
+
+class _Family(msgspec.Struct, array_like=True, frozen=True):
+    """A metric with its samples, as a worker reports it to the parent."""
+
+    name: str
+    text: str
+    kind: str
+    # Every process sees the same values, as for engine metrics.
+    is_shared: bool
+    samples: list[_Sample]
+
+
+_encoder = msgspec.json.Encoder()
+_decoder = msgspec.json.Decoder(list[_Family])
+
+
+def report(metrics: Iterable[tuple[Metric, bool]]) -> msgspec.Raw:
+    """The metrics of a process for `Totals.add_report`. Each comes with a flag: every process sees the same values."""
+    families = [
+        _Family(metric.name, metric.documentation, metric.type, is_shared, _samples(metric))
+        for metric, is_shared in metrics
+    ]
+    return msgspec.Raw(_encoder.encode(families))
+
+
+def _samples(metric: Metric) -> list[_Sample]:
+    return [
+        _Sample(sample.name, dict(sample.labels), float(sample.value))
+        for sample in metric.samples
+        if not sample.name.endswith(CREATED)
+    ]
+
+
+def _key(family: _Family, sample: _Sample) -> str:
+    labels = (text.replace(_BETWEEN, "") for label in sample.labels.items() for text in label)
+    return _BETWEEN.join((family.name, sample.name, *labels))
+
+
+class Totals:
+    """The last report of each running process, and the sums of the counters of processes that have ended.
+
+    Memory does not grow with the number of ended processes, and counters never decrease: the last report of a process
+    stays in the sums. Counts after that report are lost if the process was killed.
+    """
+
+    def __init__(self) -> None:
+        # Every family ever reported, without samples.
+        self._families: dict[str, _Family] = {}
+        # Values by sample key, of each running process and of all ended processes together.
+        self._living: dict[int, dict[str, float]] = {}
+        self._ended: dict[str, float] = {}
+        # The highest value shown so far of each counter whose value is the same in all processes.
+        self._highest: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        """Number of values kept."""
+        return len(self._ended) + len(self._highest) + sum(map(len, self._living.values()))
+
+    def add_report(self, process: int, reported: msgspec.Raw) -> None:
+        """Replace the report of a process by a newer one."""
+        values: dict[str, float] = {}
+        for family in _decoder.decode(reported):
+            self._families[family.name] = msgspec.structs.replace(family, samples=[])
+            for sample in family.samples:
+                if sample.value is not None:
+                    values[_key(family, sample)] = sample.value
+        self._living[process] = values
+
+    def forget(self, process: int) -> None:
+        """A process has ended: add its counters to the sums."""
+        for key, value in self._living.pop(process, {}).items():
+            family = self._families[key.partition(_BETWEEN)[0]]
+            if family.kind != "gauge" and not family.is_shared:
+                self._ended[key] = self._ended.get(key, 0.0) + value
+
+    def exposition(self) -> bytes:
+        """All metrics in the Prometheus text format."""
+        registry = CollectorRegistry(auto_describe=False)
+        registry.register(_Collected(self._collect()))
+        return generate_latest(registry)
+
+    def _collect(self) -> list[Metric]:
+        sums, highest = dict(self._ended), dict[str, float]()
+        for values in self._living.values():
+            for key, value in values.items():
+                sums[key] = sums.get(key, 0.0) + value
+                highest[key] = max(value, highest.get(key, value))
+        shown = {name: Metric(name, family.text, family.kind) for name, family in self._families.items()}
+        for key, value in sums.items():
+            name, sample, *labels = key.split(_BETWEEN)
+            family = self._families[name]
+            if family.is_shared:
+                value = highest[key]
+                if family.kind != "gauge":
+                    self._highest[key] = value = max(value, self._highest.get(key, 0.0))
+            shown[name].add_sample(sample, dict(zip(labels[::2], labels[1::2], strict=True)), value)
+        return list(shown.values())
+
+
+class _Collected(Collector):
+    def __init__(self, metrics: list[Metric]) -> None:
+        self._metrics = metrics
+
+    def collect(self) -> Iterable[Metric]:
+        return self._metrics

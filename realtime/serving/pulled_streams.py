@@ -30,12 +30,11 @@ from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import Refusal
 from realtime.serving.checked_fetch import NotAllowed, check_url
 from realtime.serving.daemon_thread import in_thread
-from realtime.serving.event_logs import EventLog
+from realtime.serving.isolated_decoder import PulledAudio, PullFailed
 from realtime.serving.live_session import LiveSession
-from realtime.serving.pulled_audio import PulledAudio, PullFailed
-from realtime.serving.quota import Caller
+from realtime.serving.outbox import EventLog
+from realtime.serving.quota import Caller, places_of_one_key
 from realtime.serving.registry import Sessions
-from realtime.serving.shared_places import places_of_one_key
 from realtime.session.events import Append, End, Gap, Hangup, Samples
 from realtime.session.settings import INCLUDE_WORDS, AudioFormat, Settings
 

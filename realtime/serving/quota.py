@@ -1,15 +1,25 @@
-"""Limits on the sessions of callers: how many a caller may have open, and how many it may open in a minute.
+"""Limits on what callers use: their sessions, places for other work, the rate of messages, time on the event loop.
 
 A caller is an API key, or a client address on a server without keys. The registry asks a `SessionQuota` before it opens
 sessions, and each session has an `Admission` until it ends. `LocalQuota` counts for a server with a single gateway
 process; with several workers the parent counts (`realtime/workers/worker_link.py`). Room in the engines is checked by
 the registry, not here.
+
+Uploads, viewers, pulled streams and WebRTC calls take places. Where several API keys share a server, one of them has at
+most half of its places (`places_of_one_key`). `SharedCount` counts what callers have used, for example uploads in
+progress and their bytes. `FairPlaces` lets callers wait for a place in turn, for uploads that are transcribed.
+
+A client that sends too many messages is slowed by its `Pace` and not refused. A client whose messages arrive faster
+than they are handled would occupy the event loop without end, so after `SHARE_S` it waits in `FairTurns`, which lets
+one client continue in each iteration of the loop. A client that sends rarely then waits for one share at most.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -206,3 +216,153 @@ class LocalQuota:
 
     def tick(self, own: Figures) -> None:
         self.counts.tick()
+
+
+# Shares of the server's places
+
+
+def places_of_one_key(places: int, keys: int) -> int:
+    """How many of the server's places one key may take: where several keys share them, half, rounded up."""
+    return places if keys < 2 else -(-places // 2)
+
+
+class SharedCount:
+    """Places, or bytes, that callers share. `used` has those of each caller."""
+
+    def __init__(self, limit: Callable[[], int], share: Callable[[], int], what: str) -> None:
+        """`limit` is for all callers, `share` for one; both may change with a reload. `what` names them in a
+        refusal."""
+        self._limit = limit
+        self._share = share
+        self._what = what
+        self.used: Counter[str] = Counter()
+
+    def reserve(self, caller: str, size: int = 1) -> str | None:
+        """Count `size` places of a caller; if a limit forbids it, count nothing and return the reason."""
+        limit, share = self._limit(), self._share()
+        if self.used.total() + size > limit:
+            return f"The server has no room for more than {limit} {self._what}"
+        if self.used[caller] + size > share:
+            return f"One of several keys may have {share} {self._what}"
+        self.used[caller] += size
+        return None
+
+    def release(self, caller: str, size: int = 1) -> None:
+        self.used[caller] -= size
+        if self.used[caller] <= 0:
+            del self.used[caller]
+
+
+class FairPlaces:
+    """Places for work that waits. A free place goes to the waiting callers in turn, and one of several keys has at
+    most its share: another key waits for one piece of work, not for all that came before."""
+
+    def __init__(self, places: int, keys: Callable[[], int]) -> None:
+        self._places = places
+        self._keys = keys
+        self._used: Counter[str] = Counter()
+        # Caller -> its waiting futures. The caller that was served longest ago comes first.
+        self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
+
+    @asynccontextmanager
+    async def place(self, caller: str) -> AsyncIterator[None]:
+        """Wait for a place, and hold it for the length of the block."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._waiting.setdefault(caller, deque()).append(turn)
+        self._assign_places()
+        try:
+            await turn
+            yield
+        finally:
+            self._release(caller, turn)
+
+    @property
+    def callers(self) -> int:
+        """The callers that hold a place or wait for one."""
+        return len(self._used.keys() | self._waiting.keys())
+
+    def _release(self, caller: str, turn: asyncio.Future[None]) -> None:
+        queue = self._waiting.get(caller, deque())
+        if not turn.cancelled():
+            self._used[caller] -= 1
+            if not self._used[caller]:
+                del self._used[caller]
+        elif turn in queue:
+            queue.remove(turn)
+            if not queue:
+                del self._waiting[caller]
+        self._assign_places()
+
+    def _assign_places(self) -> None:
+        share = places_of_one_key(self._places, self._keys())
+        while self._used.total() < self._places:
+            caller = next((caller for caller in self._waiting if self._used[caller] < share), None)
+            if caller is None:
+                return
+            queue = self._waiting.pop(caller)
+            first = queue.popleft()
+            if queue:
+                self._waiting[caller] = queue
+            # A caller that was cancelled meanwhile does not take the place.
+            if not first.cancelled():
+                first.set_result(None)
+                self._used[caller] += 1
+
+
+# The rate of messages, and time on the event loop
+
+
+# Seconds for which one client's messages are handled without yielding.
+SHARE_S = 0.0002
+
+
+class Pace:
+    """A token bucket: `per_second` messages on average, with bursts of one second's worth."""
+
+    def __init__(self, per_second: float, clock: Callable[[], float]) -> None:
+        self._per_second = per_second
+        self._clock = clock
+        self._tokens = max(1.0, per_second)
+        self._filled_at = clock()
+
+    def delay(self) -> float:
+        """Take one token; returns the seconds to wait."""
+        now = self._clock()
+        self._tokens = min(max(1.0, self._per_second), self._tokens + (now - self._filled_at) * self._per_second)
+        self._filled_at = now
+        self._tokens -= 1
+        return max(0.0, -self._tokens / self._per_second)
+
+    def may_pass(self) -> bool:
+        """Whether a token is available now; takes none."""
+        return self._tokens + (self._clock() - self._filled_at) * self._per_second >= 1
+
+    async def wait(self) -> None:
+        delay = self.delay()
+        if delay:
+            await asyncio.sleep(delay)
+
+
+class FairTurns:
+    """A queue of busy clients, shared by all sockets of a gateway."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    async def wait(self) -> None:
+        """Wait until every client that called this before has continued."""
+        loop = asyncio.get_running_loop()
+        turn: asyncio.Future[None] = loop.create_future()
+        self._waiting.append(turn)
+        if len(self._waiting) == 1:
+            loop.call_soon(self._release_one, loop)
+        await turn
+
+    def _release_one(self, loop: asyncio.AbstractEventLoop) -> None:
+        while self._waiting:
+            first = self._waiting.popleft()
+            if not first.done():
+                first.set_result(None)
+                break
+        if self._waiting:
+            loop.call_soon(self._release_one, loop)

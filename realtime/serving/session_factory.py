@@ -24,15 +24,12 @@ from realtime.errors import UnreadableValue
 from realtime.serving.connection import Connection
 from realtime.serving.engine_api import EngineApi
 from realtime.serving.enrolment import SocketEnrolment
-from realtime.serving.handoff import HandoffSettings, HandoffStore, SessionHandoff
-from realtime.serving.inbox import Inbox
-from realtime.serving.live_session import LiveSession
-from realtime.serving.metrics import Metrics
-from realtime.serving.publishing import Publisher, SessionPublication
-from realtime.serving.quota import Admission, Caller, SessionQuota
-from realtime.serving.saved_session import (
+from realtime.serving.handoff import (
     LIVE_VERSION,
+    HandoffSettings,
+    HandoffStore,
     SavedLive,
+    SessionHandoff,
     decode_entry,
     decode_frames,
     decode_live,
@@ -41,8 +38,12 @@ from realtime.serving.saved_session import (
     named,
     plain,
 )
+from realtime.serving.inbox import Inbox
+from realtime.serving.live_session import LiveLimits, LiveSession
+from realtime.serving.metrics import Metrics
+from realtime.serving.publishing import Publisher, SessionPublication
+from realtime.serving.quota import Admission, Caller, SessionQuota
 from realtime.serving.signed_tokens import Signer
-from realtime.serving.stream_runner import LiveLimits
 from realtime.serving.webhooks import Webhooks
 from realtime.session.core import Session, SessionLimits
 from realtime.session.settings import Settings

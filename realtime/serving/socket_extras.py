@@ -101,6 +101,9 @@ class SocketExtras:
     offer_to: Callable[[TextHandler], None] = _no_offers
 
 
+# Socket state from the kernel. After a standstill of this process a request may wait in a socket that its client has
+# closed since; the kernel knows that even while bytes are unread.
+
 # `tcpi_last_data_recv` of Linux's `struct tcp_info`: milliseconds since the last data, after 8 bytes and 11 integers.
 _LAST_DATA = struct.Struct("8x44xI")
 

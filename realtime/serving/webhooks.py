@@ -4,31 +4,55 @@
 events of a session are delivered in order, and retried with growing pauses until they are too old; sessions do not wait
 for each other, nor do URLs. When a queue is full, its oldest event is dropped and counted, and the next event of the
 same session says how many are missing. A session only puts events into queues (`SessionWebhooks`), so a receiver cannot
-slow it. `webhook_sender.py` sends one webhook, and `webhook_store.py` keeps waiting webhooks in a file.
+slow it.
+
+`WebhookSender` sends one webhook: a signed POST to a checked address, without redirects, within a deadline. The
+signature is that of the Standard Webhooks scheme. The URL may come from a client, so host and address are checked by
+the rules of `checked_fetch.py`, and the connection is made to the address that was checked. Only the status of the
+response counts; a bounded part of the rest is read and dropped.
+
+`WebhookStore` keeps webhooks that wait for delivery in an SQLite file, so that they survive a restart of the gateway.
+It is used if `webhooks.folder` is set. Every gateway process has a file of its own in that folder: the first one that
+it can lock. At its start it also takes over the webhooks in files whose processes have ended. The event loop never
+waits for the disk: changes are collected, and a thread writes them in batches. What is written survives the end of the
+process, but not a power failure.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
+import hashlib
 import hmac
 import logging
 import random
+import socket
+import sqlite3
+import ssl
+import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 import msgspec
 
 from realtime.config import Config, hook_of
 from realtime.errors import ClientFault
-from realtime.serving.checked_fetch import NotAllowed, check_url, port_of
+from realtime.serving.checked_fetch import (
+    NotAllowed,
+    ResolvedAddress,
+    check_addresses,
+    check_url,
+    port_of,
+    request_target,
+)
+from realtime.serving.daemon_thread import in_thread
 from realtime.serving.metrics import Metrics
-from realtime.serving.webhook_sender import HOSTS_SETTING, WebhookSender, shown_secret, signature, signing_secret
-from realtime.serving.webhook_store import StoredEvent, WebhookStore
 from realtime.session.events import Completed, ServerEvent
 from realtime.session.formatting import FinalFormatter
 from realtime.session.settings import Settings
@@ -607,3 +631,359 @@ class Webhooks:
 
 def _refused(code: str, message: str) -> ClientFault:
     return ClientFault(code, message, param="session.on_final")
+
+
+# Sending one webhook
+
+
+HOSTS_SETTING = "webhooks.hosts"
+SECRET_PREFIX = "whsec_"
+# The longest line of a response, and how many interim responses (100 to 199) may come before the final one.
+MAX_LINE_BYTES = 16 * 1024
+MAX_INTERIM_ANSWERS = 5
+MAX_HEADER_LINES = 100
+# Bytes of the response's body that are read, so that the receiver can finish it, and the seconds for that.
+MAX_BODY_BYTES = 64 * 1024
+BODY_S = 1.0
+# Addresses of a host name that are tried.
+MAX_ADDRESSES = 4
+
+
+def signing_secret(secret: str, key: str) -> bytes:
+    """The secret that webhooks of one API key are signed with; an empty key stands for a server without keys. It is
+    derived, so that a receiver of one key cannot sign for another."""
+    return hmac.digest(secret.encode(), b"tickertape webhook\0" + key.encode("utf-8", "surrogateescape"), "sha256")
+
+
+def shown_secret(secret: bytes) -> str:
+    """The secret as libraries for Standard Webhooks read it."""
+    return SECRET_PREFIX + base64.b64encode(secret).decode()
+
+
+def signature(secret: bytes, message_id: str, timestamp: int, body: bytes) -> str:
+    signed = f"{message_id}.{timestamp}.".encode() + body
+    return "v1," + base64.b64encode(hmac.digest(secret, signed, hashlib.sha256)).decode()
+
+
+class WebhookSender:
+    """Sends to any number of URLs. A name is looked up once at a time, in a thread of its own: a name whose lookup
+    hangs delays only its own webhooks."""
+
+    def __init__(self) -> None:
+        self._tls: ssl.SSLContext | None = None
+        self._lookups: dict[tuple[str, int], asyncio.Future[list[ResolvedAddress]]] = {}
+
+    async def send(self, url: str, hosts: Sequence[str], headers: dict[str, str], body: bytes, seconds: float) -> int:
+        """The status of the answer. Raises NotAllowed, OSError and TimeoutError."""
+        writer: asyncio.StreamWriter | None = None
+        try:
+            async with asyncio.timeout(seconds):
+                split = check_url(url, hosts, HOSTS_SETTING)
+                found = await self._addresses(split)
+                check_addresses(found, hosts, HOSTS_SETTING)
+                reader, writer = await self._connect(split, found[:MAX_ADDRESSES], seconds)
+                writer.write(_head(split, headers, len(body)) + body)
+                await writer.drain()
+                status = await _status(reader)
+            await _finish(reader)
+            return status
+        finally:
+            if writer is not None:
+                writer.transport.abort()
+
+    async def _addresses(self, split: SplitResult) -> list[ResolvedAddress]:
+        assert split.hostname is not None
+        place = (split.hostname, port_of(split))
+        lookup = self._lookups.get(place)
+        if lookup is None:
+            lookup = in_thread(lambda: _look_up(*place), f"lookup of {place[0]}")
+            self._lookups[place] = lookup
+            lookup.add_done_callback(lambda done: self._forget(place, done))
+        return await asyncio.shield(lookup)
+
+    def _forget(self, place: tuple[str, int], lookup: asyncio.Future[list[ResolvedAddress]]) -> None:
+        del self._lookups[place]
+        if not lookup.cancelled():
+            lookup.exception()  # it may be that all that waited for it have given up
+
+    async def _connect(
+        self, split: SplitResult, found: Sequence[ResolvedAddress], seconds: float
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        context = await self._context() if split.scheme == "https" else None
+        failure: OSError = OSError("the host has no address")
+        for *_, address in found:
+            try:
+                # An address that does not answer leaves time for the next one.
+                async with asyncio.timeout(seconds / len(found)):
+                    return await asyncio.open_connection(
+                        str(address[0]),
+                        address[1],
+                        ssl=context,
+                        server_hostname=split.hostname if context is not None else None,
+                        limit=MAX_LINE_BYTES,
+                    )
+            except OSError as error:  # TimeoutError is one
+                failure = error
+        raise failure
+
+    async def _context(self) -> ssl.SSLContext:
+        if self._tls is None:
+            # Reads the system's certificates.
+            self._tls = await in_thread(ssl.create_default_context, "certificates")
+        return self._tls
+
+
+def _look_up(host: str, port: int) -> list[ResolvedAddress]:
+    return [*socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)]
+
+
+def _head(split: SplitResult, headers: dict[str, str], length: int) -> bytes:
+    """The head of the request. `check_url` has refused URLs with line ends and spaces."""
+    host = split.netloc.rpartition("@")[2]
+    lines = [
+        f"POST {request_target(split)} HTTP/1.1",
+        f"Host: {host}",
+        "User-Agent: tickertape",
+        "Content-Type: application/json",
+        f"Content-Length: {length}",
+        "Connection: close",
+        *(f"{name}: {value}" for name, value in headers.items()),
+    ]
+    return "\r\n".join((*lines, "", "")).encode()
+
+
+async def _status(reader: asyncio.StreamReader) -> int:
+    for _ in range(MAX_INTERIM_ANSWERS + 1):
+        version, _, rest = (await _line(reader)).partition(b" ")
+        code = rest[:3]
+        if not version.startswith(b"HTTP/1.") or not code.isdigit() or len(code) != 3:
+            raise OSError("the answer is not HTTP")
+        if not 100 <= int(code) < 200:
+            return int(code)
+        for _ in range(MAX_HEADER_LINES):
+            if not (await _line(reader)).strip():
+                break
+    raise OSError("the answer has no end")
+
+
+async def _line(reader: asyncio.StreamReader) -> bytes:
+    try:
+        return await reader.readuntil(b"\n")
+    except asyncio.IncompleteReadError:
+        raise OSError("the connection was closed before the answer") from None
+    except asyncio.LimitOverrunError:
+        raise OSError("the answer has a line that is too long") from None
+
+
+async def _finish(reader: asyncio.StreamReader) -> None:
+    """Read the rest of the answer, within bounds, so that the receiver does not see a reset."""
+    count = 0
+    with suppress(TimeoutError, OSError):
+        async with asyncio.timeout(BODY_S):
+            while count < MAX_BODY_BYTES and (data := await reader.read(MAX_LINE_BYTES)):
+                count += len(data)
+
+
+# The file of webhooks that wait
+
+
+# Files of one folder, each of one gateway process.
+MAX_FILES = 256
+# Seconds after which a failed write is tried again.
+RETRY_S = 5.0
+_TABLE = (
+    "create table if not exists events (number integer primary key, account text, url text, session text, kind text, "
+    "at real, dropped integer, data blob, named integer)"
+)
+# For a file of an older server, which had no such column: its URLs are checked like those that clients name.
+_ADDED_COLUMN = "alter table events add column named integer default 1"
+
+
+@dataclass(slots=True)
+class StoredEvent:
+    """An event that waits, with the number of its row and the time (of day) at which it happened. `named`: a client has
+    named its URL."""
+
+    number: int
+    account: str
+    url: str
+    session: str
+    kind: str
+    at: float
+    dropped: int
+    data: bytes
+    named: bool = False
+
+
+class WebhookStore:
+    """The file of this process. Opened by `open`; `add` and `remove` return at once."""
+
+    def __init__(self, folder: str) -> None:
+        self._folder = Path(folder)
+        self._file: sqlite3.Connection | None = None
+        # Held while the file is used: closing it while another thread writes would crash the process.
+        self._file_lock = threading.Lock()
+        self.unwritten: dict[int, StoredEvent] = {}
+        # Numbers of events that are in the file, or in the write that runs; and those of them to be deleted.
+        self._stored: set[int] = set()
+        self._removed: set[int] = set()
+        self._changed = asyncio.Event()
+        self._writing: asyncio.Task[None] | None = None
+        self._has_failed = False
+
+    async def open(self) -> list[StoredEvent]:
+        """Lock a file for this process. Returns its events, and those of processes that have ended. Raises OSError."""
+        events = await in_thread(self._lock_files, "webhook store")
+        self._stored = {event.number for event in events}
+        self._writing = asyncio.create_task(self._write_all(), name="webhook store")
+        return events
+
+    def add(self, event: StoredEvent) -> None:
+        self.unwritten[event.number] = event
+        self._changed.set()
+
+    def remove(self, number: int) -> None:
+        # Also what was added and not yet written: an older row of the event may be in the file. Without one there is
+        # nothing to remember: a disk may be full for days.
+        self.unwritten.pop(number, None)
+        if number in self._stored:
+            self._removed.add(number)
+            self._changed.set()
+
+    async def close(self, seconds: float) -> bool:
+        """Write what is left, for at most this time. Returns whether all of it was written."""
+        if self._writing is None:
+            return False
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while (self.unwritten or self._removed) and not self._has_failed:  # noqa: ASYNC110
+                    await asyncio.sleep(0.01)
+        self._writing.cancel()
+        await asyncio.gather(self._writing, return_exceptions=True)
+        self._writing = None
+        await asyncio.wait((in_thread(self._close, "webhook store"),), timeout=seconds)
+        return not self.unwritten and not self._removed
+
+    async def _write_all(self) -> None:
+        while True:
+            await self._changed.wait()
+            self._changed.clear()
+            # Copies: what changes during the write is in the next batch.
+            added, removed = list(self.unwritten.values()), set(self._removed)
+            if not added and not removed:
+                continue
+            new = {event.number for event in added} - self._stored
+            self._stored |= new
+            try:
+                await in_thread(lambda a=added, r=removed: self._write(a, r), "webhook store")  # type: ignore[misc]
+            except (sqlite3.Error, OSError) as error:
+                self._has_failed = True
+                # A write is done whole or not at all.
+                self._stored -= new
+                self._removed -= new
+                log.error("webhooks.folder: cannot write (%s); waiting webhooks are in memory only", error)
+                await asyncio.sleep(RETRY_S)
+                self._changed.set()
+                continue
+            self._has_failed = False
+            self._stored -= removed - {event.number for event in added}
+            self._removed -= removed
+            for event in added:
+                # Else it was changed or removed while it was written.
+                if self.unwritten.get(event.number) is event:
+                    del self.unwritten[event.number]
+
+    # In a thread
+
+    def _close(self) -> None:
+        with self._file_lock:
+            if self._file is not None:
+                self._file.close()
+
+    def _write(self, added: Iterable[StoredEvent], removed: Iterable[int]) -> None:
+        assert self._file is not None
+        with self._file_lock, self._file as file:
+            file.executemany("delete from events where number = ?", [(number,) for number in removed])
+            file.executemany("insert or replace into events values (?, ?, ?, ?, ?, ?, ?, ?, ?)", map(_row, added))
+
+    def _lock_files(self) -> list[StoredEvent]:
+        problem = f"{MAX_FILES} processes use it"
+        try:
+            self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            events, unreadable = self._read_free_files()
+            if self._file is not None:
+                return events
+            problem = unreadable or problem
+        except (OSError, sqlite3.Error) as error:
+            if self._file is not None:
+                self._file.close()
+            problem = (error.strerror if isinstance(error, OSError) else None) or str(error)
+        raise OSError(f"webhooks.folder: cannot use {str(self._folder)!r}: {problem}")
+
+    def _read_free_files(self) -> tuple[list[StoredEvent], str]:
+        """The events of all files that no other process has, and why a file cannot be read (empty if all can)."""
+        events: list[StoredEvent] = []
+        problem = ""
+        for number in range(MAX_FILES):
+            path = self._folder / f"webhooks-{number}.sqlite"
+            if self._file is not None and not path.exists():
+                continue
+            try:
+                file = _locked(path)
+                if file is None:
+                    continue
+                rows = [StoredEvent(*row) for row in file.execute("select * from events order by number")]
+            except sqlite3.DatabaseError as error:
+                log.error("webhooks.folder: cannot read %s (%s); it is left as it is", path, error)
+                problem = str(error)
+                continue
+            if self._file is None:
+                self._file = file
+                events = rows
+                continue
+            # Copied before it is deleted: an end of this process between the two delivers some events twice.
+            first = max((event.number for event in events), default=0) + 1
+            for place, event in enumerate(rows):
+                event.number = first + place
+            with closing(file):
+                self._write(rows, ())
+                with file:
+                    file.execute("delete from events")
+            events += rows
+        return events, problem
+
+
+def _row(event: StoredEvent) -> tuple[object, ...]:
+    return (
+        event.number,
+        event.account,
+        event.url,
+        event.session,
+        event.kind,
+        event.at,
+        event.dropped,
+        event.data,
+        int(event.named),
+    )
+
+
+def _locked(path: Path) -> sqlite3.Connection | None:
+    """The file, locked for this process as long as it is open; None if another process has it. A file is never removed,
+    because another process may be about to lock it."""
+    path.touch(mode=0o600)
+    file = sqlite3.connect(path, timeout=0, check_same_thread=False)
+    try:
+        file.execute("pragma locking_mode = exclusive")
+        file.execute("pragma journal_mode = truncate")
+        file.execute("pragma synchronous = off")
+        file.execute("begin exclusive")
+        file.execute(_TABLE)
+        if "named" not in [column[1] for column in file.execute("pragma table_info(events)")]:
+            file.execute(_ADDED_COLUMN)
+        file.commit()
+    except sqlite3.OperationalError as error:
+        file.close()
+        if "locked" in str(error) or "busy" in str(error):
+            return None
+        raise
+    return file

@@ -45,10 +45,9 @@ from realtime.serving.media_processes import (
     ForkServerClient,
 )
 from realtime.serving.metrics import Metrics
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, places_of_one_key
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import OpenSession
-from realtime.serving.shared_places import places_of_one_key
 from realtime.serving.socket_extras import Part, SocketExtras
 from realtime.session.events import Answered
 from realtime.session.settings import Settings

@@ -2,7 +2,7 @@
 
 Client inputs (`Append`, `Commit`, ...) come from the dialects, engine inputs are `engine.messages`. Effects are of
 three kinds: events for the client (`Delta`, `Completed`, ...), which a dialect writes as JSON; commands for the engine
-stream (`Feed`, `FlushEngine`, ...), which `realtime/serving/stream_runner.py` carries out; and `Hangup` and `Measured`.
+stream (`Feed`, `FlushEngine`, ...), which `realtime/serving/live_session.py` carries out; and `Hangup` and `Measured`.
 Samples are counted at the engine's rate from the first sample of the session. Names with `source` are counts at the
 rate of the client's format.
 """

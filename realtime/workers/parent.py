@@ -27,7 +27,7 @@ from engine.logs import set_log_level
 from realtime.config import Changes, Config, take_over
 from realtime.listeners import cannot_listen
 from realtime.serving.fleet_publishing import FleetNames
-from realtime.serving.metrics_totals import Totals
+from realtime.serving.metrics import Totals
 from realtime.serving.publishing import Coordinator, ToCoordinator
 from realtime.serving.signed_tokens import signing_secret
 from realtime.workers.worker_link import (

@@ -24,7 +24,7 @@ from prometheus_client.core import Metric
 from engine.logs import WITH_PROCESS, set_log_level, set_up_logging
 from realtime.app import Server, SharedParts, gateway_of_several, share_of
 from realtime.config import Config, ConfigError
-from realtime.serving.metrics_totals import report
+from realtime.serving.metrics import report
 from realtime.serving.publishing import FromCoordinator, Publisher
 from realtime.serving.signed_tokens import Signer
 from realtime.workers.worker_link import (

@@ -12,8 +12,7 @@ import yaml
 from fleet.cluster.connect import TESTED_RAY_VERSION
 from fleet.plan import read_plan
 from realtime.config import ENVIRONMENT_PREFIX, known_keys
-from realtime.serving.engine_metrics import engine_collector
-from realtime.serving.metrics import Metrics, build_collector, name_collector
+from realtime.serving.metrics import Metrics, build_collector, engine_collector, name_collector
 
 ROOT = Path(__file__).parent.parent.parent
 

@@ -24,7 +24,7 @@ WALL_CLOCK = {
     "realtime/http/authentication.py": "client secrets say until when they are valid, also at other gateways",
     "realtime/http/info_routes.py": "shown to clients and operators",
     "realtime/http/routes.py": "handed to those two",
-    "realtime/serving/viewer_links.py": "links expire at a time of day",
+    "realtime/serving/signed_tokens.py": "links expire at a time of day",
     "realtime/serving/fleet_publishing.py": "links that were issued before the fleet began are not valid",
     "realtime/serving/viewers.py": "caption segments have the time of day, which players need",
     "realtime/http/viewer_routes.py": "the same",

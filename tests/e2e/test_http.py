@@ -17,7 +17,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from realtime.config import ServerConfig
-from realtime.http.access_log import AccessLog
+from realtime.http.routes import AccessLog
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import COMPLETED, greeted_client, raw_client
 from tests.e2e.test_openai_client import send_audio, wav

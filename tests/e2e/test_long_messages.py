@@ -16,9 +16,8 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed
 
 from realtime.serving import uvicorn_protocols
-from realtime.serving.audio_intake import AudioIntake
-from realtime.serving.uvicorn_protocols import MAX_WAITING_BYTES, RealtimeWebSocket
-from realtime.serving.websocket_frames import PART_BYTES
+from realtime.serving.inbox import AudioIntake
+from realtime.serving.uvicorn_protocols import MAX_WAITING_BYTES, PART_BYTES, RealtimeWebSocket
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.test_flooding import CONTINUED, TEXT, bare_socket, frame, server_side

@@ -259,5 +259,5 @@ def test_values_that_hold_secrets_do_not_show_them() -> None:
         keys,
     ):
         shown = f"{held!r} {held}"
-        hidden = (*MARKS, keys.engine.secret.decode(), keys.gateway.secret.decode())
+        hidden = (*MARKS, keys.listener.secret.decode(), keys.caller.secret.decode())
         assert not [mark for mark in hidden if mark in shown], shown

@@ -14,7 +14,7 @@ from openai.types.audio import TranscriptionDiarized
 from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
-from realtime.http.multipart_forms import MAX_REFERENCE_BYTES
+from realtime.http.upload_forms import MAX_REFERENCE_BYTES
 from tests.e2e import ecosystem_clients as clients
 from tests.e2e.conftest import Serve
 from tests.e2e.raw_client import raw_client

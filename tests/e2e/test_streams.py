@@ -15,7 +15,7 @@ import pytest
 
 from realtime.http import stream_routes
 from realtime.http.stream_routes import StreamRoutes
-from realtime.serving import pulled_audio, pulled_streams
+from realtime.serving import isolated_decoder, pulled_streams
 from realtime.serving.quota import Caller
 from realtime.session.settings import Settings
 from tests.e2e.conftest import Running, Serve
@@ -432,7 +432,7 @@ async def test_hosts_that_are_not_allowed_are_never_contacted(serve: Serve) -> N
 async def test_bodies_that_never_end_or_are_no_media_fail_and_leave_nothing(
     serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pulled_audio, "OPEN_S", 3.0)
+    monkeypatch.setattr(isolated_decoder, "OPEN_S", 3.0)
 
     async def endless_playlist(writer: asyncio.StreamWriter) -> None:
         writer.write(head_of(None) + b"#EXTM3U\n#EXT-X-TARGETDURATION:2\n")

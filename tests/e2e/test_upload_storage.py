@@ -22,9 +22,8 @@ from typing import Any
 import httpx
 import pytest
 
-from realtime.http.multipart_forms import Form
 from realtime.http.prepared_audio_routes import PrepareRoutes
-from realtime.http.upload_forms import IN_MEMORY_BYTES, MAX_FORM_BYTES, Spool, Upload
+from realtime.http.upload_forms import IN_MEMORY_BYTES, MAX_FORM_BYTES, Form, Spool, Upload
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.test_deepgram_files import wav as pcm_wav
 from tests.e2e.test_openai_client import wav
@@ -286,8 +285,7 @@ async def test_forms_leave_no_memory_to_the_garbage_collector(serve: Serve, monk
             super().__init__(*arguments)
             kept.append(weakref.ref(self))
 
-    for module in ("multipart_forms", "upload_forms"):
-        monkeypatch.setattr(f"realtime.http.{module}.Form", SeenForm)
+    monkeypatch.setattr("realtime.http.upload_forms.Form", SeenForm)
     good = {"files": file(), "data": {"prompt": "x" * 10_000}}
     forms: list[tuple[int, dict[str, Any]]] = [
         (200, good),

@@ -14,7 +14,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 from websockets.typing import Subprotocol
 
-from realtime.serving import viewer_links, viewers
+from realtime.serving import signed_tokens, viewers
 from realtime.serving.viewers import Message
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
@@ -374,16 +374,16 @@ async def test_thousands_of_links_and_revocations_are_bounded(serve: Serve) -> N
         made = [await link(running) for _ in range(3)]
         # As thousands of requests do it.
         routes = running.gateway.audience.publisher
-        links = viewer_links.ViewerLinks(None, revocations, lambda owner: True)  # type: ignore[arg-type]
+        links = signed_tokens.ViewerLinks(None, revocations, lambda owner: True)  # type: ignore[arg-type]
         owner = running.gateway.context.authenticator.name_of(KEY)
         for number in range(100):
             assert links.revocation(owner, "talk", f"ffffffff-{number:016x}") is None, "no link lasts that long"
-        for number in range(viewer_links.MAX_REVOKED + 200):
+        for number in range(signed_tokens.MAX_REVOKED + 200):
             now_id = f"{int(made[0]['expires_at']):08x}-{number:016x}"
             revocation = links.revocation(owner, "talk", now_id)
             assert revocation is not None
             routes.revoke(revocation)
-        assert len(revocations.all()) <= viewer_links.MAX_REVOKED + 1
+        assert len(revocations.all()) <= signed_tokens.MAX_REVOKED + 1
         # What does not fit revokes more than was asked for, never less; other keys are not affected.
         assert await refusal(running, "talk", made[0]["token"]) == (401, "viewer_link_invalid")
         for name, token in (

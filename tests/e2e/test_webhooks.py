@@ -14,7 +14,7 @@ from websockets.asyncio.client import connect
 from websockets.exceptions import InvalidStatus
 
 from realtime.serving import webhooks
-from realtime.serving.webhook_sender import shown_secret, signing_secret
+from realtime.serving.webhooks import shown_secret, signing_secret
 from tests.e2e.conftest import Running, Serve
 from tests.e2e.raw_client import COMPLETED, RawClient, greeted_client, raw_client
 from tests.media_streams import spoken, wav_bytes, web_server

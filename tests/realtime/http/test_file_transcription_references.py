@@ -11,7 +11,7 @@ import pytest
 
 from realtime.errors import Refusal
 from realtime.http.file_transcription import read_references, read_request
-from realtime.http.multipart_forms import Form
+from realtime.http.upload_forms import Form
 from realtime.serving import enrolment
 from realtime.serving.enrolment import enrolled
 from tests.realtime.gateway_doubles import SPEC, FakeEngine

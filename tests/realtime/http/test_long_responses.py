@@ -11,8 +11,7 @@ import pytest
 
 from realtime.dialects.deepgram import plain, plain_parts, read_file_query
 from realtime.http import listen_route
-from realtime.http.file_answers import sse_done, write_answer
-from realtime.http.file_transcription import Transcript, UploadRequest
+from realtime.http.file_transcription import Transcript, UploadRequest, sse_done, write_answer
 from realtime.http.long_responses import (
     CHARACTERS_AT_ONCE,
     ENTRIES_AT_ONCE,

@@ -15,8 +15,8 @@ from engine.boundary.items import hash_payload
 from engine.client.link import ItemRefused
 from realtime.dialects.base import decode_body
 from realtime.errors import ClientFault, Refusal
-from realtime.http import item_lists
-from realtime.http.item_lists import MAX_ITEM_BYTES, PIECE_BYTES, items_of
+from realtime.http import prepared_audio_routes
+from realtime.http.prepared_audio_routes import MAX_ITEM_BYTES, PIECE_BYTES, items_of
 
 SOUND = np.linspace(-0.5, 0.5, 1280, dtype=np.float32)
 ITEM = {
@@ -35,7 +35,7 @@ def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         lengths.append(len(data))
         return decode_body(data)
 
-    monkeypatch.setattr(item_lists, "decode_body", noted)
+    monkeypatch.setattr(prepared_audio_routes, "decode_body", noted)
     return lengths
 
 
@@ -60,8 +60,8 @@ def test_no_call_of_the_decoder_gets_more_than_a_piece_or_one_item(
 ) -> None:
     """Many times the longest item of anything: the decoder keeps the interpreter's lock for as long as a call lasts."""
     piece, item = 4 * 1024, 32 * 1024
-    monkeypatch.setattr(item_lists, "PIECE_BYTES", piece)
-    monkeypatch.setattr(item_lists, "MAX_ITEM_BYTES", item)
+    monkeypatch.setattr(prepared_audio_routes, "PIECE_BYTES", piece)
+    monkeypatch.setattr(prepared_audio_routes, "MAX_ITEM_BYTES", item)
     count = 8 * item // len(inner)
     for separator, most in ((b",", piece), (b"", item)):
         body = b'{"items":[' + separator.join([inner] * count) + b"]}"
@@ -115,7 +115,7 @@ def test_pieces_and_the_whole_have_the_same_result(body: dict[str, Any]) -> None
 
     def result(piece_bytes: int) -> Any:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(item_lists, "PIECE_BYTES", piece_bytes)
+            patch.setattr(prepared_audio_routes, "PIECE_BYTES", piece_bytes)
             try:
                 return [None if item is None else (item.offset, item.key) for item in items_of(data)]
             except (ItemRefused, Refusal, ClientFault):

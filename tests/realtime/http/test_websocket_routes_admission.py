@@ -117,9 +117,7 @@ async def failing_at_awaits(at: int, error: type[BaseException]) -> AsyncIterato
 # garbage collector may call a finalizer from anywhere: an error in it reaches no caller.
 SPARED = {"release", "end", "_remove", "detach", "create_task", "__del__"}
 WAITS = inspect.CO_COROUTINE | inspect.CO_GENERATOR | inspect.CO_ASYNC_GENERATOR
-WATCHED = tuple(
-    f"{OURS}/{path}" for path in ("http/websocket_routes.py", "serving/registry.py", "serving/pause_detector.py")
-)
+WATCHED = tuple(f"{OURS}/{path}" for path in ("http/websocket_routes.py", "serving/registry.py"))
 
 
 @asynccontextmanager

@@ -15,10 +15,18 @@ from engine.boundary.sockets import GatewaySocket, LinkKeys
 from engine.client.fleet_table import GatewayEntry
 from realtime.serving import fleet_publishing
 from realtime.serving.fleet_publishing import FleetNames, home_of
-from realtime.serving.published_transcript import Added, Finished, Line, PublishedTranscript, State, Update
-from realtime.serving.publishing import Follow, Key, Publisher
-from realtime.serving.signed_tokens import Signer
-from realtime.serving.viewer_links import ViewerLinks
+from realtime.serving.publishing import (
+    Added,
+    Finished,
+    Follow,
+    Key,
+    Line,
+    PublishedTranscript,
+    Publisher,
+    State,
+    Update,
+)
+from realtime.serving.signed_tokens import Signer, ViewerLinks
 from tests.engine import fakes
 
 SECRET = b"the secret of a fleet in a test"

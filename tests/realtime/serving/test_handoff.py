@@ -10,8 +10,7 @@ import pytest
 
 from engine import messages
 from engine.client.stream import HandoffTarget
-from realtime.serving.handoff import HandoffSettings, SessionHandoff
-from realtime.serving.saved_session import decode_entry
+from realtime.serving.handoff import HandoffSettings, SessionHandoff, decode_entry
 from realtime.session.events import Acknowledged, Append, Gap, Measured, Send, Tick
 
 SPEECH = messages.Speech("s", 0, 512, [0.5])

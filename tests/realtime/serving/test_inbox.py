@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from realtime.config import Config
 from realtime.dialects.openai import OpenAIDialect
 from realtime.serving.connection import Connection
-from realtime.serving.fair_turns import FairTurns, Pace
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, FairTurns, Pace
 from realtime.serving.registry import Sessions
 from realtime.serving.socket_extras import SocketExtras
 from realtime.session.settings import AudioFormat, Settings

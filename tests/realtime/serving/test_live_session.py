@@ -17,11 +17,10 @@ from engine import messages
 from engine.client.handoff import AdoptedSession
 from realtime.dialects.base import SessionFacts
 from realtime.dialects.openai import OpenAIDialect
-from realtime.serving.fair_turns import SHARE_S
-from realtime.serving.live_session import LiveSession
+from realtime.serving.handoff import LIVE_VERSION, SavedLive
+from realtime.serving.live_session import LiveLimits, LiveSession
 from realtime.serving.metrics import Metrics
-from realtime.serving.saved_session import LIVE_VERSION, SavedLive
-from realtime.serving.stream_runner import LiveLimits
+from realtime.serving.quota import SHARE_S
 from realtime.session.core import Session
 from realtime.session.events import (
     Append,

@@ -8,8 +8,7 @@ from collections.abc import Iterable
 import msgspec
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
-from realtime.serving.metrics import Metrics
-from realtime.serving.metrics_totals import Totals, report
+from realtime.serving.metrics import Metrics, Totals, report
 
 
 def reported(metrics: Metrics) -> msgspec.Raw:

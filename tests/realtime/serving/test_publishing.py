@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import msgspec
 
-from realtime.serving.published_transcript import (
+from realtime.serving.publishing import (
     MAX_CHARACTERS,
     MAX_LINE_CHARACTERS,
     MAX_LINES,
     MAX_OPEN_TURNS,
     Added,
+    Current,
     Finished,
     PublishedTranscript,
+    SessionPublication,
 )
-from realtime.serving.publishing import Current, SessionPublication
 from realtime.session.events import Completed, Delta, TimedWord
 from realtime.session.settings import make_formatting
 from realtime.workers.worker_link import LONGEST_LINE

@@ -12,8 +12,7 @@ from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode, Refusal
 from realtime.serving import quota
 from realtime.serving.connection import Connection
-from realtime.serving.fair_turns import FairTurns
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, FairTurns
 from realtime.serving.registry import TAKEN_OVER, Sessions
 from realtime.serving.socket_extras import SocketExtras
 from realtime.session.settings import Settings

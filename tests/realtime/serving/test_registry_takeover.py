@@ -16,8 +16,7 @@ from realtime.config import Config, LimitsConfig
 from realtime.dialects.openai import OpenAIDialect
 from realtime.errors import CloseCode
 from realtime.serving.connection import Connection
-from realtime.serving.fair_turns import FairTurns
-from realtime.serving.quota import Caller
+from realtime.serving.quota import Caller, FairTurns
 from realtime.serving.registry import Sessions
 from realtime.serving.session_factory import OpenSession
 from realtime.serving.socket_extras import SocketExtras

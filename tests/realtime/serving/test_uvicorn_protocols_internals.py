@@ -23,7 +23,7 @@ from websockets.protocol import Protocol, State
 from websockets.server import ServerProtocol
 
 from realtime import app
-from realtime.serving import uvicorn_protocols, websocket_frames
+from realtime.serving import uvicorn_protocols
 from realtime.serving.uvicorn_protocols import HttpWithDeadlines, RealtimeWebSocket
 
 PATCHED = [
@@ -148,7 +148,7 @@ def test_the_queue_that_is_replaced_is_used_through_what_ours_has() -> None:
 
 
 def test_frames_are_unmasked_and_states_named_as_the_short_way_for_frames_needs_it() -> None:
-    assert websocket_frames.apply_mask is frames.apply_mask  # type: ignore[attr-defined]
+    assert uvicorn_protocols.apply_mask is frames.apply_mask  # type: ignore[attr-defined]
     assert bytes(frames.apply_mask(b"\x01\x02\x03\x04\x05", b"\x01\x01\x01\x01")) == b"\x00\x03\x02\x05\x04"  # type: ignore[attr-defined]
     assert State.OPEN in State and isinstance(inspect.getattr_static(Protocol, "state"), property)
 

@@ -8,8 +8,7 @@ import pytest
 
 from realtime.serving import viewers
 from realtime.serving.metrics import Metrics
-from realtime.serving.published_transcript import Added, Ended, Finished, Line, State
-from realtime.serving.publishing import Publisher
+from realtime.serving.publishing import Added, Ended, Finished, Line, Publisher, State
 from realtime.serving.viewers import WRITTEN_AT_ONCE, Audience, Channel, Framing, Viewer
 from tests.waiting import until
 

@@ -21,16 +21,21 @@ from realtime.config import AuthConfig, Config, ConfigError, WebhooksConfig, loa
 from realtime.errors import UnreadableValue
 from realtime.serving import webhooks
 from realtime.serving.checked_fetch import NotAllowed
+from realtime.serving.handoff import encode_live
 from realtime.serving.metrics import Metrics
-from realtime.serving.saved_session import encode_live
 from realtime.serving.session_factory import GatewayServices, SessionFactory
-from realtime.serving.webhook_sender import WebhookSender
-from realtime.serving.webhook_store import WebhookStore
-from realtime.serving.webhooks import FINAL, MAX_REQUESTS_AT_ONCE, MAX_URLS_PER_KEY, Webhooks
+from realtime.serving.webhooks import (
+    FINAL,
+    MAX_REQUESTS_AT_ONCE,
+    MAX_URLS_PER_KEY,
+    Webhooks,
+    WebhookSender,
+    WebhookStore,
+)
 from realtime.session.events import Completed, TimedWord
 from realtime.session.settings import Settings
 from tests.realtime.gateway_doubles import FakeEngine
-from tests.realtime.serving.test_saved_session import SAVED
+from tests.realtime.serving.test_handoff_saved_session import SAVED
 from tests.waiting import stays, until
 from tests.webhook_receiver import hang, receiver
 

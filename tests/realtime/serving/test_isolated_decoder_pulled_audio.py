@@ -15,9 +15,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from realtime.serving import pulled_audio
-from realtime.serving.network_reader import MAX_READ_MESSAGE_BYTES
-from realtime.serving.pulled_audio import PulledAudio, PullFailed
+from realtime.serving import isolated_decoder
+from realtime.serving.decoder_process import MAX_READ_MESSAGE_BYTES
+from realtime.serving.isolated_decoder import PulledAudio, PullFailed
 from tests.media_streams import (
     FFMPEG,
     RtspServer,
@@ -118,7 +118,7 @@ async def test_file_that_begins_much_later_after_a_reconnect_has_another_clock()
     for begins_s, gaps in ((1e13, []), (4.0 + 3601, []), (6.0, [32_000])):
         pulled = PulledAudio("http://127.0.0.1/talk")
         pulled.resume_at(4.0, asyncio.get_running_loop().time())
-        parts = pulled._parts(pulled_audio._Kind(10.0, True), begins_s, 0.0, spoken(0.2), True)
+        parts = pulled._parts(isolated_decoder._Kind(10.0, True), begins_s, 0.0, spoken(0.2), True)
         assert [part for part in parts if isinstance(part, int)] == gaps, begins_s
         assert pulled.position is not None and pulled.position[0] == begins_s + 0.2
 
@@ -205,7 +205,7 @@ async def test_encoder_that_is_started_again_within_a_connection_has_a_gap_by_th
 ) -> None:
     """Its clock begins anew, so the times of the stream do not tell what is missing."""
     # The three segments at the start come at once; only the last of their audio says how early audio usually comes.
-    monkeypatch.setattr(pulled_audio, "ESTIMATE_S", 0.5)
+    monkeypatch.setattr(isolated_decoder, "ESTIMATE_S", 0.5)
     old, new = hls_segments(tmp_path, 6, clock_s=300.0)[:3], hls_segments(tmp_path, 4)[:2]
     async with web_server() as web:
         clock = asyncio.get_running_loop().time
@@ -249,12 +249,12 @@ async def test_encoder_that_is_started_again_between_connections_is_heard_from_i
 async def test_clock_that_libav_has_prolonged_is_that_of_the_next_connection() -> None:
     pulled, now = PulledAudio("http://127.0.0.1/live.m3u8"), asyncio.get_running_loop().time()
     pulled.resume_at(2**33 / 90_000 + 160.0, now - 5.0)
-    kind = pulled_audio._Kind(None, keeps_time=True)
+    kind = isolated_decoder._Kind(None, keeps_time=True)
     assert pulled._missing_after_reconnect(kind, 158.0, 0.2, now) == pytest.approx(-2.0)
 
 
 async def test_audio_that_comes_late_was_lost_and_uneven_audio_was_not() -> None:
-    estimate = pulled_audio._LossEstimate()
+    estimate = isolated_decoder._LossEstimate()
     assert estimate.lost(0.2, 100.0) == 0.0
     for second in range(0, 40, 4):  # a segment of four seconds, which comes when it is complete
         for piece in range(20):
@@ -340,7 +340,7 @@ def srt_with(script: str, folder: Path) -> str:
     program.write_text(f"#!/bin/sh\n{script}\n")
     program.chmod(0o755)
     code = """
-from realtime.serving.network_reader import read_srt
+from realtime.serving.decoder_process import read_srt
 try:
     print("samples", sum(len(part.samples) for part in read_srt("srt://studio.example") if hasattr(part, "samples")))
 except OSError as error:
@@ -408,7 +408,7 @@ async def test_what_is_no_stream_is_refused_with_a_reason() -> None:
 
 
 async def test_server_that_says_nothing_or_never_ends_its_playlist_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulled_audio, "OPEN_S", 2.0)
+    monkeypatch.setattr(isolated_decoder, "OPEN_S", 2.0)
 
     async def silent(writer: asyncio.StreamWriter) -> None:
         await forever()
@@ -440,7 +440,7 @@ async def test_stream_that_stays_away_is_given_up() -> None:
 
 
 async def test_file_comes_at_the_pace_of_speech(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pulled_audio, "FILE_BURST_S", 1.0)
+    monkeypatch.setattr(isolated_decoder, "FILE_BURST_S", 1.0)
     async with web_server() as web:
         web.pages["/talk.wav"] = wav_bytes(spoken(30.0))
         heard = Heard(web.url("/talk.wav"))

@@ -9,7 +9,7 @@ from websockets.frames import Frame, Opcode
 from websockets.protocol import State
 from websockets.server import ServerProtocol
 
-from realtime.serving.websocket_frames import PART_BYTES, FrameSplitter, text_of_whole_frame
+from realtime.serving.uvicorn_protocols import PART_BYTES, FrameSplitter, text_of_whole_frame
 
 payloads = st.binary(max_size=40) | st.integers(120, 300).map(bytes) | st.integers(65_530, 65_540).map(bytes)
 frames = st.builds(

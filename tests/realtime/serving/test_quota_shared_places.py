@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 
-from realtime.serving.shared_places import FairPlaces
+from realtime.serving.quota import FairPlaces
 from tests.waiting import until
 
 

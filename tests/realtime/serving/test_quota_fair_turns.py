@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from realtime.serving.fair_turns import FairTurns, Pace
+from realtime.serving.quota import FairTurns, Pace
 
 
 async def count_rounds(rounds: list[int]) -> None:

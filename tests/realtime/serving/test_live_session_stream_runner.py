@@ -6,7 +6,7 @@ import asyncio
 
 import numpy as np
 
-from realtime.serving.stream_runner import EngineQueue
+from realtime.serving.live_session import EngineQueue
 from realtime.session.events import Feed, FeedGap, FlushEngine
 
 

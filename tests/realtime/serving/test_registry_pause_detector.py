@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from realtime.serving.pause_detector import STANDSTILL_S, PauseDetector
+from realtime.serving.registry import STANDSTILL_S, PauseDetector
 from realtime.serving.socket_extras import SocketExtras
 
 

@@ -19,8 +19,8 @@ import pytest
 from audio.containers import MAX_PACKET_SAMPLES, STEP_SAMPLES
 from audio.errors import AudioError, CorruptAudio, DecodingTooSlow, TooManyDecoders, UnsupportedFormat
 from realtime.serving import isolated_decoder
-from realtime.serving.audio_intake import ContainerStream
 from realtime.serving.decoder_process import MAX_DECODER_BYTES
+from realtime.serving.inbox import ContainerStream
 from realtime.serving.isolated_decoder import DECODERS_AT_ONCE, IsolatedDecoder, decoded_file
 from realtime.session.events import Samples
 from tests.audio.test_containers import KINDS, SECONDS, assert_is_the_tone, write

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from realtime.serving.audio_intake import AudioIntake
+from realtime.serving.inbox import AudioIntake
 from realtime.session.settings import AudioFormat
 
 RATE = 16_000

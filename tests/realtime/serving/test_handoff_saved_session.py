@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from realtime.errors import UnreadableValue
-from realtime.serving.saved_session import LIVE_VERSION, SavedLive, decode_live, encode_live
+from realtime.serving.handoff import LIVE_VERSION, SavedLive, decode_live, encode_live
 from realtime.session.settings import Settings
 from tests.realtime.session.test_core import session
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
-from realtime.serving.caption_segments import HOLD_S, LISTED_SEGMENTS, MAX_SEGMENT_WORDS, SEGMENT_S, CaptionSegments
-from realtime.serving.published_transcript import Added, Begun, Finished, Line
+from realtime.serving.publishing import Added, Begun, Finished, Line
+from realtime.serving.viewers import HOLD_S, LISTED_SEGMENTS, MAX_SEGMENT_WORDS, SEGMENT_S, CaptionSegments
 
 # The beginning of a segment.
 NOON = 1_800_000_000.0

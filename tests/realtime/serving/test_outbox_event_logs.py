@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from realtime.serving.event_logs import EventLog, SentLog
+from realtime.serving.outbox import EventLog, SentLog
 
 
 def test_frames_after_a_number_are_given_again_until_they_are_gone() -> None:

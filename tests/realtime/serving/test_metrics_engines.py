@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from engine.client.pool import Capacity
 from engine.client.supervisor import EngineMetrics
-from realtime.serving.engine_metrics import engine_collector
-from realtime.serving.metrics import Metrics, name_collector
+from realtime.serving.metrics import Metrics, engine_collector, name_collector
 
 
 def test_engine_counters_are_shown_with_the_gateways_own() -> None:

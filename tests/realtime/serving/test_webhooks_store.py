@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from realtime.serving import webhook_store
-from realtime.serving.webhook_store import StoredEvent, WebhookStore
+from realtime.serving import webhooks
+from realtime.serving.webhooks import StoredEvent, WebhookStore
 from tests.waiting import until
 
 ROOT = Path(__file__).parents[3]
@@ -231,7 +231,7 @@ async def test_what_a_full_disk_never_took_is_not_remembered(tmp_path: Path, mon
         raise sqlite3.OperationalError("database or disk is full")
 
     with monkeypatch.context() as patched:
-        patched.setattr(webhook_store, "RETRY_S", 0.01)
+        patched.setattr(webhooks, "RETRY_S", 0.01)
         patched.setattr(store, "_write", full)
         for number in range(2, 500):
             store.add(event(number))

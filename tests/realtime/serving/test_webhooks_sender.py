@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from realtime.serving import webhook_sender
+from realtime.serving import webhooks
 from realtime.serving.checked_fetch import NotAllowed, check_address, check_url
-from realtime.serving.webhook_sender import HOSTS_SETTING, WebhookSender, shown_secret, signature, signing_secret
+from realtime.serving.webhooks import HOSTS_SETTING, WebhookSender, shown_secret, signature, signing_secret
 from tests.waiting import forever
 from tests.webhook_receiver import hang, receiver
 
@@ -106,7 +106,7 @@ async def test_a_listed_name_with_a_private_address_is_not_reached(
 ) -> None:
     async with receiver() as hook:
         connected: list[Any] = []
-        monkeypatch.setattr(webhook_sender.socket, "getaddrinfo", resolving(addresses, hook.port))
+        monkeypatch.setattr(webhooks.socket, "getaddrinfo", resolving(addresses, hook.port))
         monkeypatch.setattr(asyncio, "open_connection", lambda *given, **_: connected.append(given))
         with pytest.raises(NotAllowed, match="not public and not in webhooks.hosts"):
             await send(f"http://hooks.example:{hook.port}/", ("hooks.example:*", "*"))
@@ -165,7 +165,7 @@ async def test_a_lookup_that_hangs_ends_at_the_deadline_and_delays_no_other(monk
 
 
 async def test_answers_that_never_end_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(webhook_sender, "BODY_S", 0.1)
+    monkeypatch.setattr(webhooks, "BODY_S", 0.1)
     sent = 0
 
     async def endless_body(writer: asyncio.StreamWriter) -> None:

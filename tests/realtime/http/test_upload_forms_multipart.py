@@ -11,8 +11,16 @@ from hypothesis import strategies as st
 
 from realtime.config import Config
 from realtime.errors import Refusal
-from realtime.http.multipart_forms import MAX_FIELD_BYTES, MAX_FIELDS, MAX_PART_HEAD_BYTES, FormParser
-from realtime.http.upload_forms import MAX_FORM_BYTES, MAX_FORMS_BYTES, Spool, Upload
+from realtime.http.upload_forms import (
+    MAX_FIELD_BYTES,
+    MAX_FIELDS,
+    MAX_FORM_BYTES,
+    MAX_FORMS_BYTES,
+    MAX_PART_HEAD_BYTES,
+    FormParser,
+    Spool,
+    Upload,
+)
 from tests.realtime.http.test_upload_forms import LIMITS
 
 TYPE = "multipart/form-data; boundary=b"
