@@ -7,12 +7,13 @@ export class WordTimes extends EventTarget {
     super();
     Object.assign(this, { captions, tip, announce });
     this.current = null;
-    // The word that the keyboard has chosen, until its time is left or hidden by anything but scrolling.
-    this.chosen = null;
-    captions.addEventListener("pointerover", ({ target }) => this.#point(target.closest(".word")));
-    captions.addEventListener("pointerleave", () => this.#point(null));
+    // The word that the keyboard has selected, until Escape or the loss of the focus. Scrolling moves the words under a
+    // resting pointer, so that pointer events do not end the selection.
+    this.selected = null;
+    captions.addEventListener("pointerover", ({ target }) => this.#show(target.closest(".word")));
+    captions.addEventListener("pointerleave", () => this.#show(null));
     captions.addEventListener("keydown", (event) => this.#key(event));
-    captions.addEventListener("blur", () => this.#point(null));
+    captions.addEventListener("blur", () => this.#leave());
     addEventListener("scroll", () => this.#show(null), { passive: true });
   }
 
@@ -22,9 +23,9 @@ export class WordTimes extends EventTarget {
     this.#show(word);
   }
 
-  #point(word) {
-    this.chosen = null;
-    this.#show(word);
+  #leave() {
+    this.selected = null;
+    this.#show(null);
   }
 
   #show(word) {
@@ -50,7 +51,7 @@ export class WordTimes extends EventTarget {
       Home: 0,
       End: words.length - 1,
     }[event.key];
-    if (event.key === "Escape") this.#point(null);
+    if (event.key === "Escape") this.#leave();
     const command = { Enter: "edit", " ": "hear" }[event.key];
     if (command && this.current && !event.ctrlKey && !event.metaKey) {
       event.preventDefault();
@@ -64,9 +65,9 @@ export class WordTimes extends EventTarget {
     if (!word) return;
     event.preventDefault();
     word.scrollIntoView({ block: "nearest" });
-    this.#show((this.chosen = word));
+    this.#show((this.selected = word));
     // The scrolling that this causes hides the time; so show it again after the scroll event.
-    requestAnimationFrame(() => requestAnimationFrame(() => this.chosen === word && this.#show(word)));
+    requestAnimationFrame(() => requestAnimationFrame(() => this.selected === word && this.#show(word)));
     this.announce(`${word.textContent || "removed word"}, ${word.dataset.time}`);
   }
 }
