@@ -1,9 +1,9 @@
 """Builds and runs a server: the engine client, the gateway with its routes, and uvicorn.
 
-This is the composition root: no other file puts engine client, gateway and uvicorn together. `running_server` is a whole server in one
-gateway process. With several workers its two halves run apart: `engine_for_workers` in the parent process,
-`gateway_of_several` in each worker. `Server` is uvicorn's server, which also drains sessions before its sockets close
-and applies a reloaded configuration.
+This is the composition root: no other file puts engine client, gateway and uvicorn together. `running_server` is a
+whole server in one gateway process. With several workers its two halves run apart: `engine_for_workers` in the parent
+process, `gateway_of_several` in each worker. `Server` is uvicorn's server, which also drains sessions before its
+sockets close and applies a reloaded configuration.
 """
 
 from __future__ import annotations
