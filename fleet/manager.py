@@ -46,8 +46,9 @@ Report = Mapping[str, Any]
 Capacity = Mapping[str, Any]
 # Seconds until a node that could not start a unit is tried again.
 AVOID_S = 60.0
-# An engine whose heartbeats have not reached any gateway for this many seconds does not serve. A supervisor that has
-# not answered for this long is named in the status; a new supervisor takes a few seconds.
+# Reports of gateways on an engine count until this many seconds after its last heartbeat: then its load and room are
+# left out. A supervisor that has not answered for this long is named in the status; a new supervisor takes a few
+# seconds.
 SILENT_S = 5.0
 # The newest notes that the status shows.
 NOTES_KEPT = 50
@@ -69,7 +70,8 @@ def place(
     """
     needs = wanted.needs[kind]
     open_nodes = [node for node in nodes if node.name not in wanted.drained]
-    # A session is lost if its gateway and its engine are lost together: with edge nodes the two kinds are separated.
+    # A session is lost if its gateway and its engine are lost together: with edge nodes the two kinds are separated,
+    # unless no open node is left for this kind.
     proper = [node for node in open_nodes if node.is_edge == (kind is Kind.GATEWAY)]
     if any(node.is_edge for node in open_nodes) and proper:
         open_nodes = proper
@@ -124,9 +126,9 @@ def _fits(needs: Needs, cpus: float, gpus: float) -> bool:
     return needs.cpus <= cpus + _TOLERANCE and needs.gpus <= gpus + _TOLERANCE
 
 
-# Reconciliation. A unit is not drained while fewer than the wanted number would serve afterwards. The exception is a
-# unit or node that the operator drains: it is drained before its replacement serves if there is no room for both.
-# Units of a kind are replaced one at a time.
+# Reconciliation. A unit is not drained while fewer than the wanted number would serve afterwards. There are two
+# exceptions, a unit or node that the operator drains and an upgrade: a unit is drained before its replacement serves if
+# there is no room for both. Units of a kind are replaced one at a time.
 
 PREFIX = {Kind.ENGINE: "e", Kind.GATEWAY: "g"}
 
@@ -531,7 +533,7 @@ class Manager:
         if unit.kind is Kind.ENGINE:
             seen = self._seen.get(unit.name)
             busy = unit.busy if seen is None else seen["streams"]
-            # Gateways report whether an engine serves. If no gateway answers, the engine keeps its last state.
+            # Gateways report whether an engine serves. Without such a report the engine keeps its last state.
             if seen is not None:
                 self._served_as[unit.name] = report["pid"]
             if (

@@ -1,8 +1,8 @@
 """Data types of a fleet: nodes and units, desired and actual state, actions, and the table of engines for gateways.
 
 A unit is one engine or gateway process. `fleet/manager.py` compares `ActualState` with `DesiredState` and performs the
-resulting actions (`Start`, `DrainUnit`, `Forget`). Supervisors write the table to a file that their gateway reads
-(`write_table`). This module has no state of its own.
+resulting actions (`Start`, `DrainUnit`, `Forget`, `Wait`). The supervisor of a gateway writes the table to a file that
+the gateway reads (`write_table`). This module has no state of its own.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any
 
 
 class FleetError(Exception):
-    """A fleet operation failed; the text says what to do about it."""
+    """A fleet operation failed; the text says why, and what to do about it if that is known."""
 
 
 class FleetFileError(FleetError):
@@ -68,7 +68,7 @@ def next_table(last: Table, units: Iterable[Unit], hosts: Mapping[str, str], to_
 
 def reported_by_others(gateway: str, table: Table) -> frozenset[str]:
     """The engines of the table that this gateway need not report: for each, `REPORTERS` other gateways of the table
-    have higher hashes."""
+    have higher hashes (rendezvous hashing)."""
     rivals = [row["name"] for row in table.get("gateways", ()) if row["name"] != gateway]
 
     def others_report(engine: str) -> bool:
@@ -127,7 +127,7 @@ class Node:
     host: str
     cpus: float = 0.0
     gpus: float = 0.0
-    # Edge nodes run gateways, the others engines. If no node is an edge, every node may run both.
+    # Edge nodes run gateways, the others engines. If all nodes that take new work are of one sort, they run both.
     is_edge: bool = False
 
 

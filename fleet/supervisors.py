@@ -176,9 +176,10 @@ class Records:
 
 # Supervisors
 
-# Seconds before a process that ended by itself is started again: the first time, and at most.
+# Seconds before a process that ended by itself is started again: after a stable run, and at most. Each shorter run
+# doubles the wait.
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.5, 30.0
-# After this many seconds of running, the wait after the next end is `FIRST_WAIT_S` again.
+# A run is stable after this many seconds.
 STABLE_S = 60.0
 # Seconds that a process has to end after its drain time, before it is killed.
 GRACE_S = 15.0

@@ -1,9 +1,9 @@
 """Builds and runs a server: the engine client, the gateway with its routes, and uvicorn.
 
-This is the composition root: no other file builds objects of all packages. `running_server` is a whole server in one
-gateway process. With several workers its two halves run apart: `engine_for_workers` in the parent process,
-`gateway_of_several` in each worker. `Server` is uvicorn's server, which also drains sessions before its sockets close
-and applies a reloaded configuration.
+This is the composition root: no other file puts engine client, gateway and uvicorn together. `running_server` is a
+whole server in one gateway process. With several workers its two halves run apart: `engine_for_workers` in the parent
+process, `gateway_of_several` in each worker. `Server` is uvicorn's server, which also drains sessions before its
+sockets close and applies a reloaded configuration.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from engine.client.client import ClientSettings, EngineClient
 from engine.client.engine_handles import START_TIMEOUT_S, EngineHandle, EngineProcess, RemoteEngine
 from engine.logs import set_log_level
 from engine.options import DEFAULT_MODEL, EngineConfig
-from realtime.config import Changes, Config, ModelConfig, take_over
+from realtime.config import Changes, Config, ModelConfig, check_tls, take_over
 from realtime.http.descriptors import Descriptors, http_with_reserve
 from realtime.http.routes import build_app
 from realtime.http.websocket_routes import WebSocketRoutes
@@ -102,9 +102,11 @@ class Server(uvicorn.Server):
                 del self._captured_signals[1:]
 
     def reload(self, new: Config) -> Changes:
-        """Apply the reloadable keys of another configuration; no socket is closed. Certificate files are read again,
-        even if their names are the same. Raises ConfigError, with nothing changed."""
+        """Apply the reloadable keys of another configuration; no socket is closed. The certificate files in force are
+        read again, because they may have been renewed. Raises ConfigError, with nothing changed."""
         config = self.gateway.config
+        # Before any value changes: a certificate that cannot be used must not leave half of a reload in force.
+        check_tls(config.server)
         changes = take_over(config, new)
         if self.config.ssl is not None and config.server.tls_cert is not None:
             self.config.ssl.load_cert_chain(config.server.tls_cert, config.server.tls_key)
@@ -191,7 +193,7 @@ def limit_http_dates() -> None:
 
 
 def build_server(engine: EngineApi, config: Config, services: GatewayServices | None = None) -> Server:
-    """The gateway over a running engine, ready to `serve()`."""
+    """uvicorn's server with the gateway, ready to `serve()`. The engine may still be starting."""
     limit_http_dates()
     app = build_app(engine, config, services)
     app.state.api_docs.make()
@@ -240,8 +242,8 @@ async def listening(
     services: GatewayServices | None = None,
     sockets: list[socket.socket] | None = None,
 ) -> AsyncIterator[RunningServer]:
-    """A listening gateway over a running engine, which is stopped at the end. Without `sockets` it opens its own, and
-    raises OSError if it cannot."""
+    """A listening gateway, which is stopped at the end; its engine is not, and may still be starting. Without
+    `sockets` it opens its own, and raises OSError if it cannot."""
     if sockets is None:
         sockets = await asyncio.to_thread(listening_sockets, config.server.host, config.server.port)
     server = build_server(engine, config, services)

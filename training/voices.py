@@ -52,7 +52,7 @@ def voices_of(utterances: Sequence[Utterance]) -> Voices:
 def embeddings_of(voices: Voices, labeller: Labeller, report: Callable[[str], None]) -> list[Embeddings]:
     """For each speaker the embeddings of pieces that do not overlap, without short ones."""
     settings = CutSettings(hop_frames=CutSettings().piece_frames)
-    shortest = LabelSettings().new_piece_samples
+    shortest = LabelSettings().new_speaker_min_samples
     found = []
     for number, (name, recordings) in enumerate(voices.items()):
         seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:4], "big")

@@ -1,10 +1,12 @@
 """`EngineClient`: the gateway's interface to all of its engines. Opens streams, adopts sessions, reports capacity.
 
-`realtime/app.py` makes one per gateway (commands that work without a server make one with an engine thread); it runs in
-the event loop. It owns the set of open stream ids and the parts that do the work: the `Supervisor` with its pool of
-engines, and the `HandoffClient`. A new stream is offered to the engines in the order of `EnginePool.in_order` until one
-accepts it, and stays there until that engine is lost or drained. Then the supervisor has it rebuilt on another engine,
-or on the same one when that is back: the stream's reader sees a pause, no loss.
+`realtime/app.py` makes one per gateway, and one in the parent of workers to run the engine; commands that work without
+a server make one with an engine thread. It runs in the event loop. It owns the set of open stream ids and the parts
+that do the work: the `Supervisor` with its pool of engines, and the `HandoffClient`. A new stream is offered to the
+engines in the order of `EnginePool.in_order` until one accepts it, and stays there until that engine is lost or
+drained. Then the supervisor has it rebuilt on another engine, or on the same one when that is back: the stream's reader
+sees a pause, no loss. `inject` puts prepared audio into the caches of the engines, and `render` says which of it is
+there (`prepared_audio.py`). With a table file, the client polls it for engines that come and go.
 """
 
 from __future__ import annotations
@@ -73,7 +75,7 @@ class EngineClient:
         self._supervisor: Supervisor | None = None
         self._preparing_checker: ItemChecker | None = None
         # Ids of the open streams.
-        self._names: set[str] = set()
+        self._open_ids: set[str] = set()
         # Saved states of sessions on the engines, and adoption of other gateways' sessions.
         self.handoffs = HandoffClient(self._make_adopted)
 
@@ -153,13 +155,14 @@ class EngineClient:
         heard_until: int = 0,
         labels: tuple[messages.Saved, int] | None = None,
     ) -> EngineStream:
-        """Open a stream on an engine with room. Raises AtCapacity, ValueError (bad options) or EngineUnavailable.
+        """Open a stream on an engine with room. Raises AtCapacity, DuplicateStream, ValueError (bad options) or
+        EngineUnavailable.
 
         `track`: where the speech track continues, if another stream has judged the audio up to sample `heard_until`;
         the speech before that sample is not reported again. `labels`: the last state of speaker labels of another
         stream, which this one continues, and the sample of that stream at which this one begins.
         """
-        if stream in self._names:
+        if stream in self._open_ids:
             raise DuplicateStream(stream, "is open already; use another id")
         _check_texts(options or {})
         state, earlier = labels or (None, 0)
@@ -175,7 +178,7 @@ class EngineClient:
             labels_earlier=earlier,
         )
         refusal: EngineError = EngineUnreachable("no engine is running at the moment; try again in a few seconds")
-        self._names.add(stream)
+        self._open_ids.add(stream)
         try:
             for pooled in self.supervisor.pool.in_order():
                 opened = EngineStream(opening, self.spec, self._limits(), self._ended)
@@ -188,9 +191,9 @@ class EngineClient:
                         raise
                     refusal = error
         except BaseException:
-            self._names.discard(stream)
+            self._open_ids.discard(stream)
             raise
-        self._names.discard(stream)
+        self._open_ids.discard(stream)
         raise refusal
 
     def handoff_target(self, stream: EngineStream | None) -> HandoffTarget | None:
@@ -215,7 +218,7 @@ class EngineClient:
         return EngineStream(messages.Open(f"place for {stream.id}"), self.spec, self._limits(), self._ended)
 
     def _make_adopted(self, adopted: messages.SessionGiven) -> EngineStream:
-        self._names.add(adopted.stream)
+        self._open_ids.add(adopted.stream)
         opening = messages.Open(adopted.stream, True, adopted.delay_positions, adopted.options, turns=adopted.turns)
         return EngineStream(opening, self.spec, self._limits(), self._ended)
 
@@ -277,7 +280,7 @@ class EngineClient:
         )
 
     def _ended(self, stream: EngineStream) -> None:
-        self._names.discard(stream.id)
+        self._open_ids.discard(stream.id)
         self.supervisor.ended(stream)
 
 

@@ -1,8 +1,8 @@
 """Reads the table file of a fleet (`TableFile`): names, addresses and states of its engines and gateways.
 
-`tickertape fleet` replaces the file atomically (`fleet/state.py`). Each gateway polls it: `EngineClient` connects to
-the engines, and `realtime/serving/fleet_publishing.py` to the other gateways. The last good table stays in use while
-the file is missing, unreadable or older.
+The supervisor of each gateway replaces the file atomically (`write_table` in `fleet/state.py`). Each gateway polls it:
+`EngineClient` connects to the engines, and `realtime/serving/fleet_publishing.py` to the other gateways. The last good
+table stays in use while the file is missing, unreadable or older.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TABLE_POLL_SECONDS = 0.5
 MAX_TABLE_BYTES = 4 * 1024 * 1024
 
 
-class TableEntry(msgspec.Struct, frozen=True):
+class EngineEntry(msgspec.Struct, frozen=True):
     """One engine of the table. A draining engine takes no new streams, and its streams migrate."""
 
     name: str
@@ -45,7 +45,7 @@ class Table(msgspec.Struct, frozen=True):
     """The engines and the gateways of a fleet. `number` rises with each table that is written."""
 
     number: int
-    engines: list[TableEntry]
+    engines: list[EngineEntry]
     gateways: list[GatewayEntry] = []
 
 

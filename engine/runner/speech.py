@@ -2,8 +2,9 @@
 
 The `Listener` of the engine loop (`engine/server/speech.py`) uses one of them and decides what is speech; the detectors
 compute probabilities only. `SpeechDetector` keeps the state of its streams on the host, wherever the model runs, so
-that it can be saved: it serves windowed models. `DeviceSpeechDetector` keeps it on the GPU and never makes the host
-wait: it serves frame-synchronous models. `DetectorSlots` assigns the slots of the state tensors to streams, for both.
+that it can be saved: it serves windowed models. `DeviceSpeechDetector` keeps it on the GPU, and the host waits only
+when it reads results or passes a long silence: it serves frame-synchronous models. `DetectorSlots` assigns the slots of
+the state tensors to streams, for both.
 """
 
 from __future__ import annotations
@@ -365,7 +366,8 @@ class DeviceSpeechDetector(Detector):
     @torch.inference_mode()
     def launch(self, batch: list[tuple[str, Samples]]) -> Callable[[], list[Speech]]:
         """Start on new samples without waiting for the device. The returned function waits for the results, and leaves
-        out streams that were closed meanwhile. If this raises, no stream has changed."""
+        out streams that were closed meanwhile. If the check of the batch raises, no stream has changed; a later error
+        may leave streams between two rounds."""
         self._slots.check(batch)
         self._clear_new_slots()
         rounds: list[_Round] = []

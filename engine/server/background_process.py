@@ -46,7 +46,7 @@ from engine.runner.base import Background, Embedder, TurnDetector
 from engine.server.recent_audio import PART_SAMPLES, new_samples
 from engine.server.speaker_labels import Samples
 from engine.server.speakers import SpeakerTracks
-from engine.server.turn_questions import AskedAudio, KeptAudio
+from engine.server.turn_questions import LocalTurnAudio, TurnAudio
 from engine.spec import ModelSpec
 
 logger = logging.getLogger(__name__)
@@ -408,12 +408,12 @@ class ProcessTracks(SpeakerTracks):
         if name in self._names:
             self._process.add_audio(name, items)
 
-    def labels(self, name: str) -> bool:
+    def has_labels(self, name: str) -> bool:
         return name in self._names
 
-    def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
+    def add_frames(self, speech: Speech, is_speech: Sequence[bool]) -> None:
         if speech.stream in self._names:
-            dropped, has_voice = self._process.dropped_until(speech.stream), list(voiced)
+            dropped, has_voice = self._process.dropped_until(speech.stream), list(is_speech)
             if speech.sample < dropped:
                 # The process has silence there, which has no voice.
                 starts = range(speech.sample, speech.end, speech.frame_samples)
@@ -428,7 +428,7 @@ class ProcessTracks(SpeakerTracks):
     def is_waiting(self) -> bool:
         return bool(self._names)
 
-    def waiting_from(self, name: str) -> int | None:
+    def upload_waits_from(self, name: str) -> int | None:
         return self._late.get(name)
 
     def add_labels(self, outputs: list[Output]) -> None:
@@ -454,7 +454,7 @@ class ProcessTracks(SpeakerTracks):
             self._end_failed(answer.stream, BadItem(answer.stream, answer.message))
 
 
-class SentAudio(AskedAudio):
+class SentAudio(TurnAudio):
     """Audio that is sent to the process; if `labels` says that the stream has labels too, it is sent for those. For
     models whose streams are not saved as values."""
 
@@ -515,7 +515,7 @@ class _Process:
         # Uploads, each with the sample from which it waits for embeddings, as reported last.
         self._uploads: dict[str, int | None] = {}
         # The audio of streams with questions, and the numbers of questions that are being answered.
-        self._asked: dict[str, KeptAudio] = {}
+        self._asked: dict[str, LocalTurnAudio] = {}
         self._questions: dict[int, Future[float]] = {}
 
     @property
@@ -561,7 +561,7 @@ class _Process:
             elif isinstance(output, Closed):
                 self.answers.append(_Finished(output.stream))
         for name, reported in self._uploads.items():
-            late = self._tracks.waiting_from(name)
+            late = self._tracks.upload_waits_from(name)
             if late != reported:
                 self._uploads[name] = late
                 self.answers.append(_Late(name, late))
@@ -572,7 +572,7 @@ class _Process:
     def _apply(self, command: Command) -> None:
         if isinstance(command, _Frames):
             speech = Speech(command.stream, command.sample, command.frame_samples, [0.0] * len(command.voiced))
-            self._tracks.judge(speech, command.voiced)
+            self._tracks.add_frames(speech, command.voiced)
         elif isinstance(command, _Opened):
             if not command.live:
                 self._uploads[command.stream] = None
@@ -581,7 +581,7 @@ class _Process:
             self._tracks.resume(command.stream, command.state, command.earlier)
         elif isinstance(command, _Asks):
             assert self._turn_detector is not None
-            self._asked[command.stream] = KeptAudio(self._spec, self._turn_detector)
+            self._asked[command.stream] = LocalTurnAudio(self._spec, self._turn_detector)
         elif isinstance(command, _NotNeeded):
             self._asked[command.stream].drop_before(command.sample)
         elif isinstance(command, _Question):

@@ -7,6 +7,13 @@ Invariants: a session has at most one owner, and its owner number rises with eac
 and requests to adopt that are older than the current owner, change nothing. A session whose owner is lost or has
 released it waits with its stream for `SaveHandoff.keep_s` seconds. The gateway that adopts it gets the saved state, the
 stream as it is, and the outputs that the state does not include.
+
+The owner number is a fencing token: a new owner raises it by `NEXT_OWNER`, a migration to another engine by one. A
+gateway that connects names the sessions that it owns (`Claim`). A session that is claimed or has migrated, and has no
+saved state here, is remembered for `CLAIM_SECONDS` (`_Elsewhere`), so that no gateway takes it for unknown.
+
+An engine that was frozen (its process or machine was suspended) does not trust its table for a while: the sessions of
+lost gateways may have continued on another engine, and requests to adopt them are refused (`_is_in_doubt`).
 """
 
 from __future__ import annotations
@@ -22,10 +29,11 @@ from engine.server.hosted_streams import MAX_OUTPUTS_KEPT, HostedStream, HostedS
 logger = logging.getLogger(__name__)
 
 # How long an owner may take to release a session that another gateway wants; then the session is taken from it. A
-# gateway that was stopped for nearly this long first checks which sessions it still owns: `STANDSTILL_S` must be less.
+# gateway that was frozen for nearly this long first checks which sessions it still owns: `STANDSTILL_S` in
+# `realtime/serving/registry.py` must be less.
 RELEASE_SECONDS = 1.0
-# Gateways give up an engine that is stopped for longer than this, and continue on another one.
-STOPPED_ENGINE_SECONDS = 2.5
+# Gateways give up an engine that is frozen for longer than this, and continue on another one.
+FROZEN_ENGINE_SECONDS = 2.5
 # How long a session without saved state here is remembered after its gateway has claimed or migrated it.
 CLAIM_SECONDS = 10.0
 # Most entries since the last base, and their bytes. A handoff that exceeds them is dropped; gateways send a new base
@@ -33,7 +41,7 @@ CLAIM_SECONDS = 10.0
 MAX_ENTRIES = 8192
 MAX_ENTRY_BYTES = 8 * 1024 * 1024
 # The last owner numbers of ended sessions that had several owners: how long and of how many sessions they are
-# remembered. Without its number, a former owner that was stopped meanwhile could continue an ended session.
+# remembered. Without its number, a former owner that was frozen meanwhile could continue an ended session.
 ENDED_SECONDS = 600.0
 MAX_ENDED = 10_000
 # Sessions that are adopted in one tick: each may have a long log, and live outputs wait behind it.
@@ -49,7 +57,7 @@ class SavedHandoff:
     key: str
     owner_number: int
     owner: Peer | None
-    # Lowest owner number accepted from the owner, which may not know its new number yet.
+    # Lowest owner number accepted from the owner, which uses it until it has received the one from `Renew`.
     min_number: int = 0
     # The lost gateway that owned it and may return with a newer state; empty if the session was released.
     lost_gateway: str = ""
@@ -107,10 +115,10 @@ class HandoffTable:
         self._elsewhere: dict[str, _Elsewhere] = {}
         # Ended sessions: key -> (last owner number, time), oldest first.
         self.ended: dict[str, tuple[int, float]] = {}
-        # Seconds during which the engine was not stopped. While it is stopped, no owner counts as late.
+        # Seconds during which the engine was not frozen. While it is frozen, no owner counts as late.
         self._running_s = 0.0
         self._ticked_at = self._reviewed_at = clock()
-        # This engine was stopped: until this time a session whose owner was lost may be continued on another engine.
+        # This engine was frozen: until this time a session whose owner was lost may be continued on another engine.
         self._in_doubt_until = float("-inf")
 
     def __len__(self) -> int:
@@ -121,7 +129,7 @@ class HandoffTable:
             case messages.SaveHandoff():
                 self._save_handoff(peer, command)
             case messages.Ask():
-                peer.outputs.append(self._held(command.key, command.tag))
+                peer.outputs.append(self._holding(command.key, command.tag))
             case messages.Adopt():
                 self._adopt(peer, command.key, command.owner_number)
             case messages.Renew():
@@ -141,11 +149,11 @@ class HandoffTable:
             if handoff.owner is peer:
                 handoff.lost_gateway = peer.gateway
                 self._release(handoff)
-        self._settle()
+        self._adopt_waiting()
 
     def tick(self, now: float) -> None:
         """Take sessions from late owners, let claimants adopt them, and drop those that have waited long enough."""
-        if now - self._ticked_at > STOPPED_ENGINE_SECONDS:
+        if now - self._ticked_at > FROZEN_ENGINE_SECONDS:
             self._in_doubt_until = now + CLAIM_SECONDS
         self._running_s += min(now - self._ticked_at, 2 * REVIEW_SECONDS)
         self._ticked_at = now
@@ -153,7 +161,7 @@ class HandoffTable:
             self._reviewed_at = now
             self._review(now)
         if self._wanted:
-            self._settle()
+            self._adopt_waiting()
 
     # Internals.
 
@@ -179,13 +187,13 @@ class HandoffTable:
         self._apply_received(owner)
         if handoff.owner is not owner or self._handoffs.get(handoff.key) is not handoff:
             return
-        if self._was_stopped:
+        if self._was_frozen:
             # The session may have continued on another engine whose gateway has not said so yet.
             self._refuse_claimants(handoff)
         else:
             self._release(handoff)
 
-    def _held(self, key: str, tag: int) -> messages.Held:
+    def _holding(self, key: str, tag: int) -> messages.Held:
         handoff, elsewhere = self._handoffs.get(key), self._elsewhere.get(key)
         if handoff is not None:
             return messages.Held(key, tag, handoff.owner_number, whole=not self._is_in_doubt(handoff))
@@ -196,6 +204,8 @@ class HandoffTable:
         )
 
     def _renew(self, peer: Peer, command: messages.Renew) -> int:
+        """The client has resumed at the owner itself: the owner gets the number of a new owner, so that older requests
+        to adopt the session fail. 0: the peer is not the owner."""
         handoff = self._handoffs.get(command.key)
         if handoff is None:
             return command.owner_number
@@ -212,24 +222,26 @@ class HandoffTable:
         if handoff is None or handoff.owner_number > command.owner_number:
             return
         self._forget(handoff)
-        if handoff.owner_number >= messages.NEXT_OWNER:
+        had_several_owners = handoff.owner_number >= messages.NEXT_OWNER
+        has_migrated = handoff.owner_number < command.owner_number
+        if had_several_owners:
             self.ended.pop(command.key, None)
             self.ended[command.key] = (command.owner_number, self._clock())
             if len(self.ended) > MAX_ENDED:
                 del self.ended[next(iter(self.ended))]
-        if handoff.owner_number < command.owner_number:
-            # The session has migrated. A gateway that asks all engines now may have asked the other one too early.
+        if has_migrated:
+            # A gateway that asks all engines now may have asked the other one too early.
             self._elsewhere[command.key] = _Elsewhere(command.owner_number, None, self._clock())
 
     def _is_in_doubt(self, handoff: SavedHandoff) -> bool:
         """Whether its owner may have continued it on another engine without having told this one."""
-        return handoff.owner is None and bool(handoff.lost_gateway) and self._was_stopped
+        return handoff.owner is None and bool(handoff.lost_gateway) and self._was_frozen
 
     @property
-    def _was_stopped(self) -> bool:
-        """Whether this engine was stopped a short time ago. Messages may be taken in before the first tick since."""
+    def _was_frozen(self) -> bool:
+        """Whether this engine was frozen a short time ago. Messages may be taken in before the first tick since."""
         now = self._clock()
-        return now < self._in_doubt_until or now - self._ticked_at > STOPPED_ENGINE_SECONDS
+        return now < self._in_doubt_until or now - self._ticked_at > FROZEN_ENGINE_SECONDS
 
     def _claim(self, peer: Peer, claim: messages.Claim) -> None:
         """A gateway says which sessions it owns. Fence those that have a newer owner, and drop saved handoffs of those
@@ -276,7 +288,7 @@ class HandoffTable:
             self._forget(handoff)
         elif saved.last:
             self._release(handoff)
-            self._settle()
+            self._adopt_waiting()
 
     def _begin(self, peer: Peer, saved: messages.SaveHandoff, known: SavedHandoff | None) -> SavedHandoff:
         assert saved.base is not None
@@ -329,7 +341,7 @@ class HandoffTable:
             # A send to a lost owner has already released its sessions.
             if handoff.owner is owner:
                 self._release(handoff)
-        self._settle()
+        self._adopt_waiting()
 
     def _release(self, handoff: SavedHandoff) -> None:
         """The session has no owner now; its stream continues with the audio it has."""
@@ -339,8 +351,8 @@ class HandoffTable:
         if handoff.hosted is not None:
             self._hosted.detach(handoff.hosted)
 
-    def _settle(self) -> None:
-        """Let claimants adopt their sessions without an owner, as long as the claimants' queues have room."""
+    def _adopt_waiting(self) -> None:
+        """Give sessions without an owner to their claimants, as long as the claimants' queues have room."""
         adopted = 0
         for key in list(self._wanted):
             handoff = self._handoffs.get(key)
@@ -398,7 +410,7 @@ def _describe(hosted: HostedStream, adopted: messages.SessionGiven) -> None:
     adopted.flushes = hosted.flushes
     # An engine that rebuilds a stream says some things again; what the gateway before it had received counts.
     adopted.answered = max(opening.answered, answers[0] - 1) if answers else hosted.answered
-    adopted.token = hosted.tokens - tokens
+    adopted.token = hosted.next_token - tokens
     adopted.delay_positions, adopted.options, adopted.turns = opening.delay_positions, opening.options, opening.turns
     speech = [output.sample for output in ahead if isinstance(output, messages.Speech)]
     adopted.heard_until = max(opening.heard_until, speech[0]) if speech else hosted.heard_until

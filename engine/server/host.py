@@ -4,9 +4,9 @@
 (`CommandIntake`), runs one step, and sends one message to each gateway that has outputs. Each gateway has its own
 cache, numbering and streams (`engine/server/hosted_streams.py`), and cannot see or harm those of the others.
 
-With each message the host sends capacity, load and counters of the engine, as `Status` (`LoadReport`). They come from
-the loop's meter (`engine/server/metering.py`), its scheduler and the host's streams. Gateways compute from them how
-many more streams the engine can have (`engine/client/pool.py`).
+With each update and heartbeat the host sends capacity, load and counters of the engine, as `Status` (`LoadReport`).
+They come from the loop's meter (`engine/server/metering.py`), its scheduler and the host's streams. Gateways compute
+from them how many more streams the engine can have (`engine/client/pool.py`).
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def active_at_once(recent: int, active: int) -> int:
 
 
 class LoadReport:
-    """Keeps the `Status` that all gateways are sent up to date, from the loop's counters."""
+    """Keeps up to date the `Status` that is sent to all gateways, from the loop's counters."""
 
     def __init__(self, loop: EngineLoop, now: float) -> None:
         limits = loop.scheduler.limits
@@ -367,7 +367,7 @@ MAX_UNREADABLE = 5
 
 @dataclass(frozen=True, slots=True)
 class DrainRequest:
-    """A request to drain the engine: it accepts no new streams, and ends when it is empty."""
+    """How the engine is asked to drain: it then accepts no new streams, and ends when it is empty."""
 
     # Whether draining was requested.
     is_requested: Callable[[], bool]

@@ -30,7 +30,7 @@ OUTPUTS_KEPT_WITHOUT_HANDOFF = 64
 class HostedStream:
     """A stream of the loop: its gateway, its names, its audio and its progress."""
 
-    # None while its gateway is lost and no other one has adopted it.
+    # None while its gateway is lost or has released the session, and no other one has adopted it.
     peer: Peer | None
     # The gateway's name for the stream.
     name: str
@@ -50,14 +50,14 @@ class HostedStream:
     flushes: int = 0
     answered: int = 0
     # Position of the next token.
-    tokens: int = 0
+    next_token: int = 0
     # Positions computed when that was last checked, and positions reported to the gateway.
     computed: int = 0
     reported: int = 0
     # There is speech now, or the possible start of it.
     speaking: bool = False
-    # Number of outputs so far, and (sequence number, output) of those that no saved handoff includes.
-    outputs_sent: int = 0
+    # Number of outputs so far, sent or not, and (sequence number, output) of those that no saved handoff includes.
+    output_count: int = 0
     outputs: deque[tuple[int, messages.Output]] = field(default_factory=deque)
     # The session saves handoffs.
     saves_handoffs: bool = False
@@ -96,11 +96,11 @@ class HostedStream:
 
     def send_output(self, output: messages.Output) -> None:
         """Send an output to the gateway, if there is one, and keep it until a saved handoff includes it."""
-        self.outputs_sent += 1
+        self.output_count += 1
         if isinstance(output, messages.Flushed):
             self.answered = max(self.answered, output.tag)
         elif isinstance(output, messages.Text):
-            self.tokens += len(output.tokens)
+            self.next_token += len(output.tokens)
         elif isinstance(output, messages.Speech):
             if output.end > self.heard_until:
                 self.heard_until, self.track = output.end, output.track
@@ -110,7 +110,7 @@ class HostedStream:
             self.state = output
             self.kept.drop_before(output.audio_from)
             self.kept.drop_flushes(output.tag)
-        self.outputs.append((self.outputs_sent, output))
+        self.outputs.append((self.output_count, output))
         if len(self.outputs) > (MAX_OUTPUTS_KEPT if self.saves_handoffs else OUTPUTS_KEPT_WITHOUT_HANDOFF):
             self.outputs.popleft()
         if self.peer is not None:
@@ -183,7 +183,7 @@ class HostedStreams:
         hosted = HostedStream(peer, stream, opening.live, now, now, name, opening, first_position)
         hosted.end = first_position if state is None else state.position
         hosted.end_sample, hosted.segment = opening.sample, opening.segment
-        hosted.tokens = first_position + len(opening.forced_tokens)
+        hosted.next_token = first_position + len(opening.forced_tokens)
         hosted.heard_until, hosted.flushes, hosted.answered = opening.heard_until, opening.flushes, opening.answered
         if spec.rereads_window and opening.live:
             hosted.state, hosted.kept = state, ReplayLog(spec)
@@ -193,7 +193,7 @@ class HostedStreams:
         return name
 
     def forget(self, name: str) -> None:
-        """The loop has ended the stream. Does nothing if it is unknown."""
+        """Remove a stream that the loop has ended, or that the host gives up. Does nothing if it is unknown."""
         hosted = self.streams.pop(name, None)
         if hosted is not None:
             if hosted.peer is not None:

@@ -72,7 +72,7 @@ from engine.server.skipped_silence import SilenceSkipper
 from engine.server.speakers import SpeakerTracks
 from engine.server.speech import Listener, Target
 from engine.server.speech_track import GateSettings
-from engine.server.turn_questions import AskedAudio, KeptAudio, TurnQuestions
+from engine.server.turn_questions import LocalTurnAudio, TurnAudio, TurnQuestions
 
 logger = logging.getLogger(__name__)
 
@@ -363,13 +363,13 @@ class EngineLoop:
         window = 0 if self._turn_detector is None else self._turn_detector.window_samples
         return BackgroundProcess(self.scheduler.spec, recipes, window)
 
-    def _asked_audio(self, name: str) -> AskedAudio | None:
+    def _asked_audio(self, name: str) -> TurnAudio | None:
         """The audio of a stream, to ask the turn detector about it; None if there is no detector."""
         if self._turn_detector is None:
             return None
         if self._process is not None and self._process.recipes.turn_detector:
-            return SentAudio(self._process, self._speakers.labels, name)
-        return KeptAudio(self.scheduler.spec, self._turn_detector)
+            return SentAudio(self._process, self._speakers.has_labels, name)
+        return LocalTurnAudio(self.scheduler.spec, self._turn_detector)
 
     def _check_alive(self) -> None:
         if self._dead:
@@ -452,7 +452,7 @@ class EngineLoop:
         """Return the computed position of an open stream on its gateway's count; skipped silence counts as computed.
         For an upload with late speaker labels it is at most the position of the labels, so that its gateway sends audio
         more slowly."""
-        stream, labelled = self.scheduler.streams[name], self._speakers.waiting_from(name)
+        stream, labelled = self.scheduler.streams[name], self._speakers.upload_waits_from(name)
         computed = stream.computed if labelled is None else min(stream.computed, stream.clock.position_at(labelled))
         return self.silence_skipper.gateway_count(name, computed)
 
@@ -513,7 +513,7 @@ class EngineLoop:
             if message.ends_speech:
                 self.listener.end_speech(message.stream)
                 self._questions.end_at(message.stream, message.tag)
-                self.revisions.end_at(message.stream, message.tag)
+                self.revisions.mark_turn_end(message.stream, message.tag)
         self.silence_skipper.flush(message)
 
     def _change_turns(self, message: ChangeTurns, now: int) -> None:

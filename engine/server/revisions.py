@@ -4,9 +4,13 @@ A part of the engine loop. It keeps the audio and the streamed words of each str
 the new words as `Revised`; `UtteranceReviser` (`engine/runner/background.py`) computes them on other threads. A
 `Revision` covers the audio between two flushes, or between a flush and the end of the stream. Audio that goes on for
 long without a flush is revised in parts while the speaker goes on, cut at pauses between words, so that little is left
-to do at the flush. The division into parts depends on the audio and the streamed words alone; the time of the result
-depends on the load. A revision that would not be ready in time, by the pace of the last ones, is not begun: the
-streamed words stay, and the final comes at once.
+to do at the flush. So is audio before a long silence.
+
+A part is decoded again only if it has a word that is less probable than `SURE`, and if the result would be ready in
+time, by the pace of the last revisions (one of `PROBE_EVERY` that would be late is begun nevertheless). A revision that
+is late all the same is given up. In all other cases the streamed words stay, and the final waits only for earlier parts
+of its turn that are still being decoded. The division into parts depends on the audio and the streamed words alone;
+which parts are decoded again, and when, depends on the load too.
 """
 
 from __future__ import annotations
@@ -38,8 +42,8 @@ SAMPLE_RATE = 16_000
 MARGIN_SAMPLES = SAMPLE_RATE
 # Audio without words that is kept: words arrive some time after they are spoken, later under load.
 WORDLESS_SAMPLES = 8 * SAMPLE_RATE
-# Audio without a flush is cut at the first pause of PAUSE_SAMPLES between two words after SHORTEST_PART_SAMPLES, or
-# after LONG_SAMPLES at the longest pause.
+# After SHORTEST_PART_SAMPLES, audio without a flush is cut at the first pause of PAUSE_SAMPLES between two words. If
+# there is none within LONG_SAMPLES, it is cut at the longest pause.
 SHORTEST_PART_SAMPLES = 8 * SAMPLE_RATE
 PAUSE_SAMPLES = 3 * SAMPLE_RATE // 10
 LONG_SAMPLES = 20 * SAMPLE_RATE
@@ -91,7 +95,7 @@ class Revision:
     start: int
     end: int
     # The samples [start, end) of the audio that is decoded for it.
-    audio: tuple[int, int]
+    audio_span: tuple[int, int]
     # The tokens that were streamed for it.
     draft: list[int]
     # The part before, as context: the first sample of its audio, and its tokens.
@@ -110,7 +114,7 @@ class Revision:
         return {
             "start": self.start,
             "end": self.end,
-            "audio": list(self.audio),
+            "audio": list(self.audio_span),
             "draft": list(self.draft),
             "context": self.context,
             "goes_on": self.goes_on,
@@ -126,12 +130,12 @@ class Revision:
     @property
     def needs_from(self) -> int:
         """The first sample of the audio that is decoded, with the context."""
-        return self.audio[0] if self.context is None else self.context[0]
+        return self.audio_span[0] if self.context is None else self.context[0]
 
     @property
     def seconds(self) -> float:
         """The length of the audio that is decoded."""
-        return (self.audio[1] - self.needs_from) / SAMPLE_RATE
+        return (self.audio_span[1] - self.needs_from) / SAMPLE_RATE
 
 
 @dataclass(slots=True)
@@ -147,7 +151,7 @@ class RevisedStream:
     # The last part, as long as it may be context for the next one: first sample, end, tokens.
     previous: tuple[int, int, list[int]] | None = None
     # Tags of flushes at which the client ended a turn or dropped it: nothing before them is context.
-    borders: set[int] = field(default_factory=set)
+    turn_end_tags: set[int] = field(default_factory=set)
     # Revisions that are not sent yet, in order.
     waiting: deque[Revision] = field(default_factory=deque)
     # The end of the stream, which waits for its last revision.
@@ -191,20 +195,20 @@ class RevisedStream:
         """The sample at which long audio without a flush is divided, in a pause between two words; None: not yet."""
         if not self.words:
             return None
-        earliest, best, cut = self._from() + SHORTEST_PART_SAMPLES, -1, None
+        earliest, best, cut = self._audio_start() + SHORTEST_PART_SAMPLES, -1, None
         for before, after in pairwise(self.words):
             pause = after.start - before.end
-            if cut is not None and before.end - self._from() > LONG_SAMPLES:
+            if cut is not None and before.end - self._audio_start() > LONG_SAMPLES:
                 break
             if before.end >= earliest and pause >= best:
                 best, cut = pause, (before.end + after.start) // 2
                 if pause >= PAUSE_SAMPLES:
                     return cut
-        return cut if self.words[-1].end - self._from() >= LONG_SAMPLES else None
+        return cut if self.words[-1].end - self._audio_start() >= LONG_SAMPLES else None
 
-    def part_until(self, end: int) -> tuple[Revision, float] | None:
-        """End a part at this sample. Returns what to decode again, and the probability of its least probable word; None
-        if it has no words."""
+    def take_part(self, end: int) -> tuple[Revision, float] | None:
+        """Take the words and tokens up to this sample as a part. Returns what to decode again, and the probability of
+        its least probable word; None if it has no words."""
         count = next((at for at, word in enumerate(self.words) if word.start >= end), len(self.words))
         words, self.words = self.words[:count], self.words[count:]
         tokens = sum(word.tokens for word in words) if self.words else len(self.tokens)
@@ -219,7 +223,7 @@ class RevisedStream:
         self.previous = _end_of_part(words, audio, draft)
         return Revision(start, end, audio, draft, context), min(word.confidence for word in words)
 
-    def _from(self) -> int:
+    def _audio_start(self) -> int:
         return max(self.start, self.words[0].start - MARGIN_SAMPLES)
 
     def save(self) -> Saved:
@@ -228,14 +232,14 @@ class RevisedStream:
             "words": [[word.start, word.end, word.tokens, word.confidence] for word in self.words],
             "tokens": list(self.tokens),
             "previous": self.previous,
-            "borders": list(self.borders),
+            "borders": list(self.turn_end_tags),
             "waiting": [one.save() for one in self.waiting],
         }
 
     def resume(self, saved: Saved) -> None:
         self.start, self.tokens = saved["start"], list(saved["tokens"])
         self.words = [StreamedWord(*word) for word in saved["words"]]
-        self.borders = set(saved["borders"])
+        self.turn_end_tags = set(saved["borders"])
         if saved["previous"] is not None:
             first, last, tokens = saved["previous"]
             self.previous = first, last, list(tokens)
@@ -299,10 +303,10 @@ class Revisions:
         if stream is not None:
             stream.add_audio(items, self._spec)
 
-    def end_at(self, name: str, tag: int) -> None:
+    def mark_turn_end(self, name: str, tag: int) -> None:
         """The client has ended or dropped a turn with this flush."""
         if name in self._streams:
-            self._streams[name].borders.add(tag)
+            self._streams[name].turn_end_tags.add(tag)
 
     def save(self, name: str) -> tuple[dict[str, Saved], int | None]:
         """The state of a stream, and the position from which on its audio is needed."""
@@ -374,8 +378,8 @@ class Revisions:
             self._hurry(stream, patience)
             is_begun = self._begin(stream, output.sample, patience)
             output.is_revised = is_begun or self._wait_for_earlier(stream, output.sample)
-            if output.tag in stream.borders:
-                stream.borders, stream.previous = set(), None
+            if output.tag in stream.turn_end_tags:
+                stream.turn_end_tags, stream.previous = set(), None
         elif isinstance(output, Closed):
             patience = self._patience(stream)
             self._hurry(stream, patience)
@@ -384,8 +388,8 @@ class Revisions:
         return stream.closed is output
 
     def _patience(self, stream: RevisedStream) -> float:
-        """Seconds for which a client waits for a revision of its final. After the loss of an engine it has waited
-        already, and its final should not depend on that."""
+        """Seconds for which a client waits for a revision of its final. After the loss of an engine the
+        client has waited anyway, and a short limit would make its final depend on the loss."""
         if stream.recovers:
             return UNHURRIED_SECONDS
         speaking = sum(bool(stream.words or stream.waiting) for stream in self._streams.values())
@@ -398,16 +402,16 @@ class Revisions:
             revision.give_up_ns = min(revision.give_up_ns, latest)
 
     def _begin(self, stream: RevisedStream, end: int, patience: float, *, goes_on: bool = False) -> bool:
-        """Decode the part up to this sample again, if that is worthwhile and will be done in `patience` seconds.
-        Returns whether."""
-        found = stream.part_until(end)
+        """Take the part up to this sample. Decode it again if a word is doubtful and the result will be ready in
+        `patience` seconds. Returns whether it is decoded."""
+        found = stream.take_part(end)
         if found is None:
             return False
         revision, confidence = found
         revision.goes_on = goes_on
         if confidence >= SURE:
             return False
-        if revision.audio[1] - revision.audio[0] > MAX_SAMPLES or revision.needs_from < stream.audio.start:
+        if revision.audio_span[1] - revision.audio_span[0] > MAX_SAMPLES or revision.needs_from < stream.audio.start:
             # Too long for the model, or its words came so late that its audio was dropped.
             self.skipped += 1
             return False
@@ -424,7 +428,7 @@ class Revisions:
 
     def _wait_for_earlier(self, stream: RevisedStream, end: int) -> bool:
         """The part up to this sample keeps its words. If parts before it are being decoded, its turn waits for them.
-        Returns whether."""
+        Returns whether it waits."""
         if not stream.waiting:
             return False
         if stream.waiting[-1].result is None:
@@ -438,11 +442,11 @@ class Revisions:
 
     def _submit(self, revision: Revision, stream: RevisedStream, patience: float) -> None:
         assert self._reviser is not None
-        first, said = revision.audio[0], list[int]()
+        first, said = revision.audio_span[0], list[int]()
         if revision.context is not None:
             first, said = revision.context
-        samples = stream.audio.cut(first, revision.audio[1])
-        utterance = EndedUtterance(samples, revision.draft, stream.options, revision.audio[0] - first, said)
+        samples = stream.audio.cut(first, revision.audio_span[1])
+        utterance = EndedUtterance(samples, revision.draft, stream.options, revision.audio_span[0] - first, said)
         revision.result = self._reviser.submit(utterance)
         revision.begun_ns = self._clock()
         revision.give_up_ns = revision.begun_ns + int(patience * 1e9)

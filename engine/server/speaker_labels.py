@@ -1,15 +1,18 @@
-"""Speaker labels of one stream: `PieceCutter` cuts its speech into pieces, `SpeakerLabels` assigns these to voices.
+"""Speaker labels of one stream: `PieceCutter` cuts its speech into pieces, `SpeakerLabels` assigns these to speakers.
 
 `SpeakerTrack` (`engine/server/speakers.py`) has one of each, and gets the embedding of each piece in between.
 
-Pieces have equal lengths, for the speaker embedding model, and consist of the frames in which the speech detector has
-found a voice. Where speech is cut does not depend on how the audio arrived, and a saved state continues with the same
-pieces.
+Pieces are overlapping windows for the speaker embedding model: about 1 s of speech frames, one about every 0.5 s of
+speech. A run of speech that is shorter than a piece is repeated to its length. Where speech is cut does not depend on
+how the audio arrived, and a saved state continues with the same pieces.
 
-Voices are told apart by the embeddings, and numbered. A label is decided when the audio is `lag_samples` past the
-middle of its piece, or when a pause has ended the run of speech; it never changes. Labels are a pure function of the
-pieces: a saved state continues with the same labels. Embeddings are rounded to integers first, and voices are sums of
-integers, so the order of additions and the machine do not matter.
+The labels are an online diarization. `VoiceModel` (a two-covariance model, as in PLDA) scores how well an embedding
+fits each known voice or a new one. A small beam search (`_hypotheses`) assigns the pieces that are not decided yet to
+voices; once a piece is decided, its voice learns from it (`Voice.learn`), and voices that have grown alike are merged.
+A label is decided when the audio is `lag_samples` past the middle of its piece, or when a pause has ended the run of
+speech; it never changes. Labels are a pure function of the pieces: a saved state continues with the same labels.
+Embeddings are rounded to integers first, and voices are sums of integers, so the order of additions and the machine do
+not matter. A voice is the model of one speaker here, and speech is everything that the speech detector finds.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ class CutSettings:
     hop_frames: int = 16
     # A pause of this many frames ends a run of speech. A piece has frames of one run only.
     pause_frames: int = 10
-    # A run with fewer frames gets no piece: it is too short to tell a voice.
+    # A run with fewer frames gets no piece: it is too short to tell the speaker.
     shortest_frames: int = 6
 
 
@@ -97,12 +100,12 @@ class PieceCutter:
         self._cut = 0
         self._silence = 0
 
-    def feed(self, frames: Samples, voiced: Sequence[bool]) -> list[tuple[Piece, Samples]]:
-        """The next frames [n, 512], and which of them have a voice -> pieces and their audio."""
+    def feed(self, frames: Samples, is_speech: Sequence[bool]) -> list[tuple[Piece, Samples]]:
+        """The next frames [n, 512], and which of them the detector counts as speech -> pieces and their audio."""
         found = []
-        for audio, has_voice in zip(frames, voiced, strict=True):
+        for audio, has_speech in zip(frames, is_speech, strict=True):
             start, self.sample = self.sample, self.sample + FRAME_SAMPLES
-            if has_voice:
+            if has_speech:
                 self._silence = 0
                 self._keep(start, audio)
                 due = self._count - self.settings.piece_frames
@@ -198,8 +201,8 @@ MAX_STATE_BYTES = 64 * 1024
 
 @dataclass(frozen=True, slots=True)
 class VoiceModel:
-    """How embeddings of length 1 are spread, per number: a voice is off the mean of all voices with the variance
-    `between`, a piece is off its voice with the variance `within`. `python -m training voices` estimates it."""
+    """Variances of embeddings of length 1, per dimension: of voices around the mean of all voices (`between`), and of
+    pieces around their voice (`within`). `python -m training voices` estimates it."""
 
     mean: Embedding
     within: float
@@ -219,27 +222,30 @@ class LabelSettings:
 
     # Pieces of one person are not independent of each other: half a second of speech counts as this many pieces.
     evidence: float = 0.53
-    # What a change of voice costs, inside a run of speech and after a pause.
-    switch: float = 3.0
-    switch_after_pause: float = 1.2
-    # What a voice that was never heard costs. Shorter pieces cannot be its first.
-    new: float = 26.0
-    new_piece_samples: int = 9_000
-    # Voices that are one with these odds are merged. Below 0: people mostly meet the voices that they know.
-    merge: float = -3.0
-    # A voice learns from pieces with these odds.
-    learn: float = 6.0
+    # Cost of a change of speaker, inside a run of speech and after a pause.
+    switch_cost: float = 3.0
+    switch_cost_after_pause: float = 1.2
+    # Cost of a new speaker, except for the first of a stream. A piece with fewer samples cannot begin one either.
+    new_speaker_cost: float = 26.0
+    new_speaker_min_samples: int = 9_000
+    # Two voices with at least these log odds of being one speaker are merged. Below 0, because a speaker is more
+    # often a known one than a new one.
+    merge_log_odds: float = -3.0
+    # A voice learns from pieces with at least these log odds.
+    learn_log_odds: float = 6.0
     # A label is decided when the audio is this far past the middle of its piece.
     lag_samples: int = 24_000
 
 
-# A piece weighs as much as it has new frames, up to two hops.
+# The weight of a piece is the number of its new frames, at most two hops, times its share of the full length.
 _MOST_WEIGHT = 32
 _HOP_WEIGHT = 16
+# The weight of an enrolled recording: 20 hops.
 _ENROLLED_WEIGHT = 320
+# The largest weight of a voice. Above it, all that was learnt is halved, so that a voice follows changes.
 _MOST_LEARNT = 512
-# Assignments of the pending pieces that are kept while the best one is looked for.
-_HYPOTHESES = 8
+# Beam width of the search: the number of assignments of the pending pieces that are kept.
+_BEAM_WIDTH = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,11 +347,11 @@ class SpeakerLabels:
     def __init__(self, settings: LabelSettings | None = None, model: VoiceModel | None = None) -> None:
         self.settings = settings or LabelSettings()
         self._model = model or shipped_model()
-        # The variance of a voice's mean by that of its embeddings, for each unit of weight; and the same for squares
-        # of embeddings in integers.
+        # The variance between voices divided by that within a voice, per unit of weight; and the factor of squared sums
+        # of rounded embeddings in the log likelihood.
         unit = self.settings.evidence / _HOP_WEIGHT
-        self._spread = unit * self._model.between / self._model.within
-        self._scale = self._spread * unit / self._model.within * ROUNDING**2
+        self._ratio = unit * self._model.between / self._model.within
+        self._scale = self._ratio * unit / self._model.within * ROUNDING**2
         self._voices: list[Voice] = []
         self._pending: list[_Pending] = []
         # The number of the next new voice, and of the last decided one.
@@ -402,7 +408,7 @@ class SpeakerLabels:
         return labels
 
     def advance(self, sample: int) -> list[Label]:
-        """All pieces that were cut up to `sample` have been pushed. Returns the labels that are decided by now."""
+        """Call when all pieces cut up to `sample` have been pushed. Returns the labels that can be decided by now."""
         if self._pending and self._pending[-1].piece.ends_run:
             return self.end()
         labels = []
@@ -418,7 +424,7 @@ class SpeakerLabels:
         """The likely labels of the pieces that are not decided yet. Changes nothing."""
         if not self._pending:
             return []
-        hypotheses = self._hypotheses(self._odds())
+        hypotheses = self._hypotheses(self._log_odds())
         numbers = [*self.speakers, self._next]
         labels, labelled = [], self._labelled
         for place, (one, index) in enumerate(zip(self._pending, hypotheses[0].path, strict=True)):
@@ -470,7 +476,7 @@ class SpeakerLabels:
 
     def _decide(self) -> Label:
         """Decide the oldest pending piece."""
-        odds = self._odds()
+        odds = self._log_odds()
         hypotheses = self._hypotheses(odds)
         index, first = hypotheses[0].path[0], self._pending.pop(0)
         is_new = index == len(self._voices)
@@ -478,7 +484,7 @@ class SpeakerLabels:
             voice = self._add(Voice(self._next, first.evidence))
         else:
             voice = self._voices[index]
-            if odds[0][index] >= self._least_odds(voice):
+            if odds[0][index] >= self._least_log_odds(voice):
                 voice.learn(first.evidence)
         voice.heard = first.piece.end
         remaining = self._merged(voice)
@@ -490,36 +496,37 @@ class SpeakerLabels:
         start, self._labelled = _span(first.piece, self._labelled, following)
         return Label(start, self._labelled, voice.number, _confidence(hypotheses, 0))
 
-    def _least_odds(self, voice: Voice) -> float:
-        """The odds that a piece needs for its voice to learn from it. A doubtful piece gets a label, but the voice does
-        not learn from it: a mixture of two people would match both of them. A voice with less than half a second of
-        speech learns from every likely piece, because its odds are small with every person."""
+    def _least_log_odds(self, voice: Voice) -> float:
+        """The log odds that a piece needs for its voice to learn from it. A doubtful piece gets a label, but the voice
+        does not learn from it: a mixture of two people would match both of them. A voice with less than half a second
+        of speech learns from every likely piece, because its odds are small with every person."""
         is_hardly_known = not voice.name and voice.known.weight < _HOP_WEIGHT
-        return 0.0 if is_hardly_known else self.settings.learn
+        return 0.0 if is_hardly_known else self.settings.learn_log_odds
 
     def _weighed(self, piece: Piece, embedding: Embedding) -> _Pending:
-        """A piece with its weight: that of its new speech; a short piece tells less of its voice."""
+        """A piece with its weight: that of its new speech, less for a short piece, which tells less of its voice."""
         weight = min(piece.new // FRAME_SAMPLES, _MOST_WEIGHT) * piece.length // PIECE_SAMPLES
         return _Pending(piece, embedding, Evidence(weight * (embedding - self._model.mean), weight))
 
-    def _likelihood(self, weight: int, square: int) -> float:
-        """Of pieces with this sum of weights and square of their total, if one voice said all of them. What does not
-        depend on who said them is left out."""
-        spread = 1 + self._spread * weight
+    def _log_likelihood(self, weight: int, square: int) -> float:
+        """The log likelihood that one voice said all of some pieces, from the sum of their weights and the square of
+        their total. Terms that do not depend on the speaker are left out."""
+        spread = 1 + self._ratio * weight
         return 0.5 * (self._scale * square / spread - EMBEDDING_SIZE * math.log(spread))
 
-    def _alone(self, one: Evidence) -> float:
-        return self._likelihood(one.weight, one.square)
+    def _log_likelihood_alone(self, one: Evidence) -> float:
+        return self._log_likelihood(one.weight, one.square)
 
-    def _same(self, one: Evidence, other: Evidence) -> float:
+    def _log_odds_same(self, one: Evidence, other: Evidence) -> float:
         """The logarithm of the odds that one voice said both."""
         square = one.square + other.square + 2 * int(one.total @ other.total)
-        return self._likelihood(one.weight + other.weight, square) - self._alone(one) - self._alone(other)
+        together = self._log_likelihood(one.weight + other.weight, square)
+        return together - self._log_likelihood_alone(one) - self._log_likelihood_alone(other)
 
-    def _odds(self) -> list[list[float]]:
+    def _log_odds(self) -> list[list[float]]:
         """For each pending piece and each voice: the logarithm of the odds that this voice said the piece, and not a
         person without a voice yet."""
-        return [[self._same(voice.known, one.evidence) for voice in self._voices] for one in self._pending]
+        return [[self._log_odds_same(voice.known, one.evidence) for voice in self._voices] for one in self._pending]
 
     def _hypotheses(self, odds: Sequence[Sequence[float]]) -> list[_Hypothesis]:
         """Assignments of the pending pieces, the best first; ties go to the older voice.
@@ -530,8 +537,8 @@ class SpeakerLabels:
         last = next((index for index, voice in enumerate(self._voices) if voice.number == self._last), None)
         found = [_Hypothesis(0.0, ())]
         for place, one in enumerate(self._pending):
-            cost = settings.switch_after_pause if one.piece.after_pause else settings.switch
-            may_begin = not known or one.piece.length >= settings.new_piece_samples
+            cost = settings.switch_cost_after_pause if one.piece.after_pause else settings.switch_cost
+            may_begin = not known or one.piece.length >= settings.new_speaker_min_samples
             best: dict[tuple[int, tuple[int, ...]], _Hypothesis] = {}
             for so_far in found:
                 before = so_far.path[-1] if so_far.path else last
@@ -541,18 +548,18 @@ class SpeakerLabels:
                     if index < known:
                         score += odds[place][index]
                     elif new is not None:
-                        score += self._same(new, one.evidence)
+                        score += self._log_odds_same(new, one.evidence)
                         new = Evidence(new.total + one.evidence.total, new.weight + one.evidence.weight)
                         places = (*places, place)
                     elif may_begin:
-                        score -= settings.new if known else 0.0
+                        score -= settings.new_speaker_cost if known else 0.0
                         places, new = (place,), one.evidence
                     else:
                         continue
                     other = best.get((index, places))
                     if other is None or score > other.score:
                         best[index, places] = _Hypothesis(score, (*so_far.path, index), places, new)
-            found = sorted(best.values(), key=lambda one: (-one.score, one.path))[:_HYPOTHESES]
+            found = sorted(best.values(), key=lambda one: (-one.score, one.path))[:_BEAM_WIDTH]
         return found
 
     def _add(self, voice: Voice) -> Voice:
@@ -560,7 +567,7 @@ class SpeakerLabels:
         if not voice.name and len(unnamed) >= MAX_VOICES:
             oldest = min(unnamed, key=lambda known: known.heard)
             others = [known for known in self._voices if known is not oldest]
-            self._absorb(max(others, key=lambda known: self._same(known.known, oldest.known)), oldest)
+            self._absorb(max(others, key=lambda known: self._log_odds_same(known.known, oldest.known)), oldest)
         self._voices.append(voice)
         self._next += 1
         return voice
@@ -570,7 +577,7 @@ class SpeakerLabels:
         for other in self._voices:
             if other is voice or (other.name and voice.name):
                 continue
-            if self._same(other.known, voice.known) >= self.settings.merge:
+            if self._log_odds_same(other.known, voice.known) >= self.settings.merge_log_odds:
                 older, younger = sorted((other, voice), key=lambda one: (not one.name, one.number))
                 self._absorb(older, younger)
                 return older

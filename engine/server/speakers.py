@@ -4,8 +4,14 @@ A part of the engine loop, or of the background process (`engine/server/backgrou
 for each stream that asks for labels, and delays the end of a stream until its last labels are known. A track keeps the
 audio until the speech detector has processed it, cuts it into pieces, has their embeddings computed on other threads
 (`engine/runner/background.py`), and decides the labels from these, in the order of the audio. Pieces and labels of one
-stream are in `engine/server/speaker_labels.py`. Labels depend on the audio alone; when they are sent depends on how
-fast embeddings are computed.
+stream are in `engine/server/speaker_labels.py`.
+
+Labels depend on the audio alone, unless the engine is overloaded: then the oldest pieces of live streams get no label
+(`MAX_WAITING`). When labels are sent depends on how fast embeddings are computed.
+
+A track that was restored from a saved state (`resume`) first gets again the audio that the state needs, without cutting
+it into new pieces (`replay`, `_take_if_new`). Then it computes the embeddings that were still missing, and continues
+with new audio.
 """
 
 from __future__ import annotations
@@ -72,12 +78,12 @@ class SpeakerTrack:
         # Audio that the detector has not judged, or that a saved state may need.
         self._audio = RecentAudio()
         self._waiting: deque[_Waiting] = deque()
-        # A restored state, and its audio, which is sent again: the samples from `_restored_from` on.
+        # The state to restore, and the audio collected for it so far: the samples from `_restored_from` on.
         self._restoring: tuple[Saved, list[Samples]] | None = None
         self._restored_from = 0
         # No more audio comes.
         self._ended = False
-        # A restored track is behind until the speech that it received at once has embeddings.
+        # The track was restored, and the speech that it received since then has no embeddings yet.
         self._is_behind = False
         # Values of `Labels.is_behind` and `Labels.settled` that were sent last.
         self._sent_is_behind = False
@@ -97,19 +103,19 @@ class SpeakerTrack:
         """The same for audio that is not in an item; a number of samples is silence."""
         self._audio.add_part(sample, position, audio)
 
-    def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
-        """The detector's next frames, and which of them have a voice."""
+    def add_frames(self, speech: Speech, is_speech: Sequence[bool]) -> None:
+        """The next frames that the detector has judged, and which of them it counts as speech."""
         if speech.frame_samples != FRAME_SAMPLES:
             # A long silence that was not computed.
             for _ in speech.probabilities:
-                if self._passes(speech.sample + speech.frame_samples, None):
+                if self._take_if_new(speech.sample + speech.frame_samples, None):
                     self._submit(self._cutter.pass_silence(speech.frame_samples))
         else:
             frames = self._audio.cut(speech.sample, speech.end).reshape(-1, FRAME_SAMPLES)
             new = 0
-            while new < len(frames) and not self._passes(speech.sample + new * FRAME_SAMPLES, frames[new]):
+            while new < len(frames) and not self._take_if_new(speech.sample + new * FRAME_SAMPLES, frames[new]):
                 new += 1
-            self._submit(self._cutter.feed(frames[new:], voiced[new:]))
+            self._submit(self._cutter.feed(frames[new:], is_speech[new:]))
         self._audio.drop_before(self.needs_from if self._restoring is None else speech.end)
 
     def end(self) -> None:
@@ -127,7 +133,7 @@ class SpeakerTrack:
         return len(self._waiting)
 
     @property
-    def waiting_from(self) -> int | None:
+    def upload_waits_from(self) -> int | None:
         """The first sample of the oldest piece without an embedding, if more wait than an upload should have."""
         return self._waiting[0].piece.start if len(self._waiting) > MAX_UPLOAD_WAITING else None
 
@@ -157,7 +163,7 @@ class SpeakerTrack:
 
     @property
     def _settled(self) -> int:
-        """The sample before which no label begins that is not decided: all later pieces begin after it."""
+        """All labels that begin before this sample are decided."""
         if self._restoring is not None:
             return 0
         starts = [self._cutter.needs_from, *(one.piece.start for one in self._waiting)]
@@ -197,7 +203,7 @@ class SpeakerTrack:
         self._is_behind = True
 
     def replay(self, items: Iterable[Item], spec: ModelSpec) -> None:
-        """Audio from before a restored state, which the detector does not judge again; then that which it will."""
+        """Audio that the restored state needs and the detector does not get again, followed by new audio."""
         assert self._restoring is not None
         end = self._restoring[0]["cutter"]["sample"]
         self.add_audio(items, spec)
@@ -205,8 +211,9 @@ class SpeakerTrack:
         self._restoring[1].append(self._audio.cut(self._restored_from, end))
         self._finish_restoring(end)
 
-    def _passes(self, start: int, frame: Samples | None) -> bool:
-        """Whether a frame is new. Audio that comes again before a restored state is only kept, for its pieces."""
+    def _take_if_new(self, start: int, frame: Samples | None) -> bool:
+        """Returns whether a frame is new. A frame that the restored state has seen is only kept, for its pieces; the
+        first new one ends the restoring. `frame`: None for a long silence."""
         if self._restoring is None:
             return True
         saved, audio = self._restoring
@@ -321,6 +328,7 @@ class SpeakerTracks:
     def open(self, name: str, options: Mapping[str, str], live: bool) -> None:
         if SPEAKERS in options and self._embedder is not None:
             voices = read_speakers(options[SPEAKERS])
+            # Enrolled vectors are stored without the mean of all voices.
             mean = shipped_model().mean
             enrolled = [(voice, np.frombuffer(vector, "<i2").astype(np.int64) + mean) for voice, vector in voices]
             embedder = self._embedder
@@ -372,15 +380,15 @@ class SpeakerTracks:
         if track is not None:
             track.add_part(sample, position, audio)
 
-    def labels(self, name: str) -> bool:
+    def has_labels(self, name: str) -> bool:
         """Whether the stream has asked for labels."""
         return name in self._tracks
 
-    def judge(self, speech: Speech, voiced: Sequence[bool]) -> None:
-        """The detector's next frames, and which of them have a voice."""
+    def add_frames(self, speech: Speech, is_speech: Sequence[bool]) -> None:
+        """The next frames that the detector has judged, and which of them it counts as speech."""
         track = self._tracks.get(speech.stream)
         if track is not None:
-            track.judge(speech, voiced)
+            track.add_frames(speech, is_speech)
             self._changed.append(speech.stream)
 
     @property
@@ -393,10 +401,11 @@ class SpeakerTracks:
         """Whether embeddings are being computed."""
         return any(track.waiting for track in self._tracks.values())
 
-    def waiting_from(self, name: str) -> int | None:
-        """The sample from which on an upload waits for embeddings, if it should not be sent more audio."""
+    def upload_waits_from(self, name: str) -> int | None:
+        """The sample from which on an upload waits for embeddings. None: a live stream, no labels, or few pieces that
+        wait."""
         track = self._tracks.get(name)
-        return None if track is None or name in self._live else track.waiting_from
+        return None if track is None or name in self._live else track.upload_waits_from
 
     def add_labels(self, outputs: list[Output]) -> None:
         """Add the labels that can be decided by now to the outputs of a step, and delay ends that wait for labels."""

@@ -478,8 +478,8 @@ class Listener:
         try:
             if speech.probabilities and speech.stream in self._tracks:
                 self._track(speech)
-            if self._speakers.labels(speech.stream):
-                self._speakers.judge(speech, voiced_frames(speech.probabilities))
+            if self._speakers.has_labels(speech.stream):
+                self._speakers.add_frames(speech, voiced_frames(speech.probabilities))
         except StreamError as error:
             self._scheduler.fail(error)
         except Exception as error:

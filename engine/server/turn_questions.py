@@ -3,8 +3,8 @@
 A part of the engine loop; the detector itself computes on other threads (`engine/runner/background.py`). The speech
 track decides when to ask: it adds a `TurnScored` without an answer to the events of a `Speech` message. The computation
 of words never waits for an answer. Only the `Speech` message with the question, and later `Speech` messages of the
-stream, are delayed until the answer is in them. So the gateway gets every answer at its sample, in order with the other
-events, and its decisions depend on the audio and the text alone.
+stream, are delayed until the answer is in them. So an answer that comes in time reaches the gateway at its sample, in
+order with the other events. Only a late answer makes decisions depend on the load.
 
 The delay is bounded by audio and not by time: if an answer has not come after `WAIT_MESSAGES` more messages of the
 stream, or when the client ends the turn or the stream, the message is sent without it. (The bound is in messages and
@@ -34,7 +34,7 @@ from engine.spec import ModelSpec
 WAIT_MESSAGES = 10
 
 
-class AskedAudio(ABC):
+class TurnAudio(ABC):
     """Access to the audio of one stream for questions to the turn detector."""
 
     # The detector judges this much audio before a question.
@@ -61,7 +61,7 @@ class AskedAudio(ABC):
         """The stream has ended."""
 
 
-class KeptAudio(AskedAudio):
+class LocalTurnAudio(TurnAudio):
     """Audio that is kept in this process, for a detector on its threads."""
 
     def __init__(self, spec: ModelSpec, detector: TurnDetector) -> None:
@@ -104,7 +104,7 @@ class DelayedSpeech:
 class StreamQuestions:
     """The questions of one stream. `audio` is None if there is no detector; then questions are sent without answers."""
 
-    def __init__(self, audio: AskedAudio | None) -> None:
+    def __init__(self, audio: TurnAudio | None) -> None:
         self._audio = audio
         self._delayed: deque[DelayedSpeech] = deque()
         # Tags of flushes at which the client has ended the turn.
@@ -199,10 +199,10 @@ def _probability(answer: Future[float]) -> float | None:
 
 
 class TurnQuestions:
-    """The questions of all streams whose turn rule has questions. `audio_of` makes the `AskedAudio` of a stream; None
+    """The questions of all streams whose turn rule has questions. `audio_of` makes the `TurnAudio` of a stream; None
     if there is no turn detector."""
 
-    def __init__(self, audio_of: Callable[[str], AskedAudio | None]) -> None:
+    def __init__(self, audio_of: Callable[[str], TurnAudio | None]) -> None:
         self._audio_of = audio_of
         self._streams: dict[str, StreamQuestions] = {}
         # Those of them with delayed messages.

@@ -37,7 +37,7 @@ class Graph:
 
 
 def read_graph(data: bytes) -> Graph:
-    """Read either format; an ORT file is known by its first bytes. Raises BadOnnxFile."""
+    """Read either format; an ORT file is known by its bytes 4 to 7. Raises BadOnnxFile."""
     graph = Graph()
     try:
         if data[4:8] == b"ORTM":

@@ -2,8 +2,8 @@
 
 A supervisor starts and watches one engine or gateway process on its node (`fleet/supervisors.py`). `RaySupervisors` is
 the manager's way to call them. Each actor has a thread that does its work; the decisions are in `fleet/manager.py`.
-Calls between actors carry only reports, tables of engines and orders, a few a second, independent of the load of the
-fleet.
+Calls between actors carry only reports, tables of engines, figures of the fleet and orders, a few a second, independent
+of the load of the fleet.
 """
 
 from __future__ import annotations
@@ -155,7 +155,8 @@ def units_on(folder: str, node: str) -> list[Unit]:
 
 
 class SupervisorActor:
-    """The actor of one supervisor. The supervisor's process outlives the actor; see `Supervisor`."""
+    """The actor of one supervisor. The process that it supervises outlives the actor; see
+    `fleet/supervisors.py`."""
 
     def __init__(self, unit: Unit, plan: dict[str, Any], place: Place) -> None:
         supervisor_class = EngineSupervisor if unit.kind is Kind.ENGINE else GatewaySupervisor

@@ -42,7 +42,7 @@ WEBSOCKET_SCHEMES = {"http": "ws", "ws": "ws", "https": "wss", "wss": "wss"}
 
 
 class CannotConnect(Exception):
-    """No session can be opened; the text says why and what to do."""
+    """The server cannot be used: no connection, or no usable answer. The text says why."""
 
 
 class Refused(CannotConnect):
@@ -175,7 +175,8 @@ def is_expected(error: dict[str, Any]) -> bool:
 
 
 class WireSession:
-    """One open socket of a session. After `finish`, `is_over` becomes True when every turn has its text."""
+    """One open socket of a session. After `finish`, `is_over` becomes True when every turn has its text or has
+    failed."""
 
     def __init__(self, socket: ClientConnection, turns: OpenTurns) -> None:
         self._socket = socket

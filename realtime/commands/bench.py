@@ -35,8 +35,8 @@ Examples:
 
 Clients in separate processes play speech in real time. The number of streams is doubled, then bisected, to find the
 largest number that meets the objective; a longer run with that number follows. The result is the number of streams,
-the time to final, and the word error rate alone and under load, which must be equal. A Tickertape server refuses
-streams beyond its expected capacity: start it with --limits.max-load 0 to search beyond that.
+the time to final, the word error rate alone and under load, and whether the words are the same, which they must be. A
+Tickertape server refuses streams beyond its expected capacity: start it with --limits.max-load 0 to search beyond that.
 
 A manifest has JSON lines with `path`, `text` and `seconds`. Without one, the sample recording is used, with a different
 start for each client; it has no reference text, so the text under load is compared with the text of a client alone.

@@ -1,7 +1,7 @@
 """`tickertape check-config`: checks a configuration and prints all values in force.
 
-It reads the same file, environment and flags as `tickertape serve`, starts nothing, and does not print secrets. The
-configuration itself is `realtime/config.py`.
+It reads the same file and environment as `tickertape serve`, but no flags of it. It starts nothing, and does not print
+secrets. The configuration itself is `realtime/config.py`.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 `read_offer` takes the values that the server needs from an offer: the audio section with Opus, the section of data
 channels, and the client's ICE and DTLS parameters. `write_answer` accepts one incoming audio track and the data
-channels, and rejects all other sections. Only `a=` lines and `m=` lines of an offer are read, and its ICE candidates
-are ignored (`IceLite` in `peer_connection.py` learns the client's address from signed checks).
+channels, and rejects all other sections. Only `a=` lines and `m=` lines of an offer are used, without its ICE
+candidates (`IceLite` in `peer_connection.py` learns the client's address from signed checks).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Section:
     protocol: str
     # RTP payload types, or the name of the data channel application.
     formats: list[str]
-    # The port is 0: the client does not use the section.
+    # The port is 0: the client does not use the section, or only in a bundle (`a=bundle-only`, which is not supported).
     is_disabled: bool
     attributes: list[tuple[str, str]] = field(default_factory=list)
 

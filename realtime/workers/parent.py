@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 
 from engine.logs import set_log_level
-from realtime.config import Changes, Config, take_over
+from realtime.config import Changes, Config, check_tls, take_over
 from realtime.listeners import cannot_listen
 from realtime.serving.fleet_publishing import FleetNames
 from realtime.serving.metrics import Totals
@@ -164,7 +164,10 @@ class Parent:
         return self._restarting
 
     def reload(self, new: Config) -> Changes:
-        """Apply another configuration here and in all workers, without closing a socket. Raises ConfigError."""
+        """Apply another configuration here and in all workers, without closing a socket. Raises ConfigError, with
+        nothing changed."""
+        # As each worker does, so that all processes refuse a certificate that cannot be used.
+        check_tls(self.config.server)
         changes = take_over(self.config, new)
         set_log_level(self.config.server.log_level)
         encoded = encode_config(self.config)

@@ -166,10 +166,13 @@ class WorkerConnection:
 
     @classmethod
     async def from_socket(cls, end: socket.socket) -> WorkerConnection:
-        return cls(*await asyncio.open_connection(sock=end, limit=LONGEST_LINE))
+        reader, writer = await asyncio.open_connection(sock=end, limit=LONGEST_LINE)
+        # By default `StreamWriter.drain` returns with up to 64 KiB unsent, which are lost if the process ends then.
+        writer.transport.set_write_buffer_limits(0)
+        return cls(reader, writer)
 
     def send(self, message: Message) -> None:
-        """Send without waiting. The buffer stays small: both sides always read, and messages follow sessions."""
+        """Send without waiting. The buffer stays small, because both sides always read."""
         if not self._writer.is_closing():
             self._writer.write(_encoder.encode(message) + b"\n")
 

@@ -21,6 +21,7 @@ import httpx
 import pytest
 from websockets.exceptions import ConnectionClosed, InvalidStatus
 
+from realtime.config import ConfigError
 from tests.e2e.conftest import running_server
 from tests.e2e.raw_client import greeted_client
 from tests.e2e.serve_process import NO_LOAD, engine_at, serving
@@ -272,6 +273,18 @@ async def test_a_certificate_that_was_renewed_is_used_and_a_broken_one_is_not(tm
         await server.until_it_says("the configuration was reloaded")
         assert await shown() == second[0]
         assert await server.stop() == 0
+
+
+async def test_a_reload_with_a_certificate_that_cannot_be_used_changes_nothing(tmp_path: Path) -> None:
+    certificate(tmp_path, "own")
+    cert, key = tmp_path / "own.cert", tmp_path / "own.key"
+    async with running_server(server={"tls_cert": str(cert), "tls_key": str(key)}) as running:
+        config = running.gateway.config
+        new = replace(config, limits=replace(config.limits, upload_bytes=4000))
+        key.write_text("broken")
+        with pytest.raises(ConfigError, match="must be PEM files"):
+            running.server.reload(new)
+        assert config.limits.upload_bytes != 4000
 
 
 def test_a_server_stops_when_its_terminal_is_closed(tmp_path: Path) -> None:

@@ -3,11 +3,14 @@
 Encoding and decoding happen in `windows.py`, on a CPU or a device. The runner decides what is read, and makes text of
 the tokens; `stability.py` decides what is committed.
 
-Live streams are read first. Two kinds of work take longer than a live stream can wait: a window of an upload, which has
-no earlier pass to continue from, and a live stream that was restored from a saved state, if its encoder must be
-rebuilt. This *deferred* work is done in pieces (an encoder layer, a decoder pass, or two seconds of a rebuild), after
-the live streams of the step and while there is time, restored streams before uploads. All threads do it. A result is
-returned by the step in which it is complete.
+Live streams are read first. Two kinds of work take longer than a live stream can wait: windows of uploads, which are
+long and are decoded from nothing, and live streams that were restored from a saved state, if their encoder must be
+rebuilt. This *deferred* work is done in small steps (an encoder layer, a decoder pass, or two seconds of a rebuild),
+after the live streams of the plan and while there is time, restored streams before uploads. On a CPU all threads share
+it. A result is returned with the plan in which it is complete.
+
+A batch that fails is repeated stream by stream, so that only the faulty stream ends (`_continue`). The text of a window
+and the state of its encoder are saved and restored (`save`, `_restored`). `PromptTokenizer` makes tokens of prompts.
 """
 
 from __future__ import annotations
@@ -108,9 +111,9 @@ class _Slot:
     hypothesis: list[HypothesisToken] = field(default_factory=list)
     # Text of this utterance has been committed, so it is speech.
     spoken: bool = False
-    # The last pass read the end of the utterance before (its tail) together with this one.
+    # The last pass began with the end of the previous utterance (its tail).
     has_tail: bool = False
-    # Marks after the last utterance. If a task has `pending` set, they are not committed yet.
+    # Punctuation marks after the last utterance. If the next task has `pending` set, they were not sent yet.
     marks: list[TimedToken] = field(default_factory=list)
     # If set, the last pass has decoded the window [start, end) to its end: a final pass has nothing to decode.
     decoded_window: tuple[int, int] | None = None
@@ -126,7 +129,7 @@ class _Slot:
 
 @dataclass(slots=True)
 class _Reading:
-    """Windows that are read together, piece by piece. `results` is complete when `is_done`."""
+    """Windows that are encoded and decoded together, in steps of `work`. `results` is complete when `is_done`."""
 
     live: bool
     tasks: Sequence[DecodeTask]
@@ -140,7 +143,7 @@ class _Reading:
     is_done: bool = False
 
     def run(self, time_is_up: Callable[[], bool]) -> bool:
-        """Do one piece of work, and more while there is time; True if all is done."""
+        """Do one step of the work, and more while there is time; True if all is done."""
         for _ in self.work:
             if time_is_up():
                 return False
@@ -187,7 +190,7 @@ class WindowedRunner(SynchronousRunner):
         self._keywords = KeywordTrees(vocabulary)
         self._prompts = PromptTokenizer(vocabulary.pieces)
         self.slots: dict[int, _Slot] = {}
-        # Readings that are done in pieces, by slot, the oldest first.
+        # Readings that are done in small steps, by slot, the oldest first.
         self._readings: dict[int, _Reading] = {}
         # Slots of streams that could not be opened: slot -> error text.
         self._unusable: dict[int, str] = {}
@@ -214,13 +217,13 @@ class WindowedRunner(SynchronousRunner):
         if live:
             results |= self.windows.run_in_parts(live, self._read_at_once)
         if deferred and not (live and time_is_up()):
-            results |= self._read_in_pieces(deferred, time_is_up)
+            results |= self._read_in_steps(deferred, time_is_up)
         return [results.get(task.slot) or DecodeResult(unfinished=True) for task in plan.decode]
 
     @torch.inference_mode()
     def _read_at_once(self, tasks: Sequence[DecodeTask]) -> Results:
         """Read windows of live streams without a break."""
-        reading = self._read(tasks, live=True)
+        reading = self._new_reading(tasks, live=True)
         self._continue(reading, never)
         return reading.results
 
@@ -228,16 +231,16 @@ class WindowedRunner(SynchronousRunner):
         """Whether the encoder of a live stream must be rebuilt for this task."""
         return self._encoder_of(task.slot).must_rebuild(task.slot) and not self._is_decoded(task)
 
-    def _read_in_pieces(self, tasks: Sequence[DecodeTask], time_is_up: Callable[[], bool]) -> Results:
+    def _read_in_steps(self, tasks: Sequence[DecodeTask], time_is_up: Callable[[], bool]) -> Results:
         """Continue these tasks until the time is up. Returns the results of those that are done."""
         new = [task for task in tasks if task.slot not in self._readings]
         if not self.windows.batches_uploads:
             started = [
-                self._read_restored(task) if self._must_rebuild(task) else self._read([task], live=False)
+                self._new_restored_reading(task) if self._must_rebuild(task) else self._new_reading([task], live=False)
                 for task in new
             ]
         else:
-            started = [self._read(new, live=False)] if new and not self._readings else []
+            started = [self._new_reading(new, live=False)] if new and not self._readings else []
         self._readings |= {slot: reading for reading in started for slot in reading.open_slots}
         # Only readings of the plan's tasks: the result of another one would have no task in the plan.
         planned = [self._readings[task.slot] for task in tasks if task.slot in self._readings]
@@ -267,17 +270,17 @@ class WindowedRunner(SynchronousRunner):
         reading.one_by_one = True
         reading.rows.clear()
         remaining = [task for task in reading.tasks if task.slot in reading.open_slots - reading.results.keys()]
-        reading.work = self._pieces_one_by_one(remaining, reading)
+        reading.work = self._read_steps_one_by_one(remaining, reading)
         return reading.run(time_is_up)
 
-    def _pieces_one_by_one(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
+    def _read_steps_one_by_one(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
         failed: list[Exception] = []
         for task in tasks:
             if task.slot not in reading.open_slots:
                 continue
             alone = _Reading(reading.live, [task], {task.slot})
             try:
-                yield from self._pieces([task], alone)
+                yield from self._read_steps([task], alone)
             except Exception as error:
                 logger.error("stream %s cannot be read; the others continue", task.stream, exc_info=error)
                 failed.append(error)
@@ -320,25 +323,28 @@ class WindowedRunner(SynchronousRunner):
         if opened.saved is not None:
             self._encoder_of(opened.slot).resume(opened.slot, opened.saved["ear"], opened.saved_items)
 
-    def _read(self, tasks: Sequence[DecodeTask], live: bool) -> _Reading:
-        """Start to read the tasks' windows, piece by piece. The texts of the slots change only with the last piece."""
+    def _new_reading(self, tasks: Sequence[DecodeTask], live: bool) -> _Reading:
+        """A new reading of the tasks' windows, with all its work still to do. The texts of the slots change only in its
+        last step."""
         reading = _Reading(live, tasks, {task.slot for task in tasks})
-        reading.work = self._pieces(tasks, reading)
+        reading.work = self._read_steps(tasks, reading)
         return reading
 
-    def _read_restored(self, task: DecodeTask) -> _Reading:
-        """As `_read`, for a live stream whose encoder is rebuilt first. After that, its window is read as one piece."""
+    def _new_restored_reading(self, task: DecodeTask) -> _Reading:
+        """As `_new_reading`, for a live stream whose encoder is rebuilt first. After that, its window is read in one
+        step."""
         reading = _Reading(True, [task], {task.slot})
 
-        def pieces() -> Iterator[None]:
+        def steps() -> Iterator[None]:
             yield from self._encoder_of(task.slot).rebuild(task.slot)
-            for _ in self._pieces([task], reading):
+            for _ in self._read_steps([task], reading):
                 pass
 
-        reading.work = pieces()
+        reading.work = steps()
         return reading
 
-    def _pieces(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
+    def _read_steps(self, tasks: Sequence[DecodeTask], reading: _Reading) -> Iterator[None]:
+        """Read the windows together; each `yield` ends a step of the work."""
         # 1. Leave out windows that are still too short, and those that are already decoded to their end.
         waiting = {task.slot for task in tasks if self._waits(task)}
         unread = [task for task in tasks if task.slot not in waiting and not self._is_decoded(task)]
@@ -353,7 +359,9 @@ class WindowedRunner(SynchronousRunner):
                 # Streams that are closed meanwhile are left out: their slots may belong to other streams by then.
                 sounds |= yield from self.windows.encode(due, live, reading.open_slots)
         # 3. Detect language and speech.
-        self._judge([task for task in unread if task.slot in sounds and task.slot in reading.open_slots], sounds)
+        self._detect_language_and_speech(
+            [task for task in unread if task.slot in sounds and task.slot in reading.open_slots], sounds
+        )
         # 4. Decode.
         rows = {
             task.slot: self._row(task, sounds[task.slot])
@@ -378,13 +386,13 @@ class WindowedRunner(SynchronousRunner):
         """Whether the window should grow before it is read."""
         return not (task.final or task.pause) and self.slots[task.slot].language_state.waits(task.end - task.base)
 
-    def _judge(self, tasks: list[DecodeTask], sounds: dict[int, EncodedAudio]) -> None:
+    def _detect_language_and_speech(self, tasks: list[DecodeTask], sounds: dict[int, EncodedAudio]) -> None:
         """Detect language and speech in windows without committed text."""
         new = [task for task in tasks if not self.slots[task.slot].spoken and sounds[task.slot].frames]
         if self._model.detection_tokens is None or not new:
             return
-        for task, judgement in zip(new, self.windows.judge([sounds[task.slot] for task in new]), strict=True):
-            self.slots[task.slot].language_state.update(judgement, self.spec.options, task.end - task.base)
+        for task, detection in zip(new, self.windows.judge([sounds[task.slot] for task in new]), strict=True):
+            self.slots[task.slot].language_state.update(detection, self.spec.options, task.end - task.base)
 
     def judgement(self, slot: int) -> tuple[str, float | None]:
         language_state = self.slots[slot].language_state
@@ -394,6 +402,8 @@ class WindowedRunner(SynchronousRunner):
         """The slot's state as plain data, and the first position whose audio the state needs."""
         state = self.slots.get(slot) or _Slot(True, LanguageState.of(self.spec.options, {}, []))
         encoder_state, audio_from = self._encoder_of(slot).save(slot, base, end)
+        # Keys with older names: `heard_on` is `has_tail`, `understood` `decoded_window`, `mind` the language state and
+        # `ear` the state of the encoder.
         saved: Saved = {
             "committed": [(token.token, token.peak, token.log_probability) for token in state.committed],
             "hypothesis": [(token.token, token.peak, token.log_probability) for token in state.hypothesis],
@@ -446,13 +456,13 @@ class WindowedRunner(SynchronousRunner):
             ),
             keywords=None if slot.keywords is None else slot.keywords.tree,
             start_tokens=start_tokens,
-            has_text=self._has_text(task, sound),
+            has_text=self._must_have_text(task, sound),
         )
 
-    def _has_text(self, task: DecodeTask, sound: EncodedAudio) -> bool:
+    def _must_have_text(self, task: DecodeTask, sound: EncodedAudio) -> bool:
         """Whether a window that ends an utterance, which has no text so far, must have a text. Not if the window is
-        read with the tail of the last utterance, because the text may repeat the tail. Not for a translation, because
-        its log-probabilities say little about the audio."""
+        read with the tail of the last utterance, because the text may repeat the tail. Not if the model finds no speech
+        in it. Not for a translation, because its log-probabilities say little about the audio."""
         slot = self.slots[task.slot]
         if not task.final or slot.spoken or sound.tail_tokens:
             return False
@@ -467,6 +477,7 @@ class WindowedRunner(SynchronousRunner):
     def _result(self, task: DecodeTask, sound: EncodedAudio, row: Row) -> DecodeResult:
         """Commit what is stable in a decoded row, and cut the window if it is long."""
         slot = self.slots[task.slot]
+        # 1. Give each token a time.
         floor = slot.committed[-1].peak if slot.committed else float(task.base)
         scale = self._model.samples_per_frame / SAMPLES_PER_POSITION
         # Raw attention peaks, which may go backwards, and the same made monotonic.
@@ -474,6 +485,7 @@ class WindowedRunner(SynchronousRunner):
         is_complete = task.final and not slot.live
         peaks = steady(raw_peaks, floor) if is_complete else rising(raw_peaks, floor)
         new = [HypothesisToken(*each) for each in zip(row.tokens, peaks, row.log_probabilities, strict=True)]
+        # 2. Drop what the audio does not have: words behind its end, loops, repeats, noise.
         if task.cut_off:
             new = new[: spoken_before_the_end(row.tokens, raw_peaks, (floor, sound.edge), self.vocabulary.pieces)]
         committed = [token.token for token in slot.committed]
@@ -497,6 +509,7 @@ class WindowedRunner(SynchronousRunner):
         if task.final:
             slot.hypothesis = new
             return self._finish(task)
+        # 3. Commit what is stable, and cut the window.
         window = (float(task.base), sound.edge)
         previous = [token.token for token in slot.hypothesis]
         count = committable(new, row.ended, previous, window, self.vocabulary.pieces, self._policy)
@@ -509,7 +522,7 @@ class WindowedRunner(SynchronousRunner):
         slot.hypothesis = new[count:]
         repeats_only = bool(row.tokens) and not new and sound.edge - floor > FAR_BACK
         keep_from = self._cut(task, slot, next_peak, repeats_only)
-        # A window without text is read again when the utterance ends (`_has_text`).
+        # A window without text is read again when the utterance ends (`_must_have_text`).
         slot.decoded_window = (keep_from, task.end) if task.pause and (slot.spoken or new) else None
         return DecodeResult(timed=timed, keep_from=keep_from, stride=sound.stride)
 
@@ -536,8 +549,9 @@ class WindowedRunner(SynchronousRunner):
     def _joined(
         self, task: DecodeTask, new: list[HypothesisToken], before: float, after: float
     ) -> tuple[list[TimedToken], list[HypothesisToken]]:
-        """Tokens to commit with their times, and the same tokens for `_Slot.committed`. The marks between two
-        utterances are decided when the second one has words. `before`, `after`: peaks of the tokens next to `new`."""
+        """The tokens to send, with their times, and the tokens for `_Slot.committed`. The first list may begin with the
+        pending marks between two utterances, which are decided when the second one has words. `before`, `after`: peaks
+        of the tokens next to `new`."""
         slot = self.slots[task.slot]
         if new and slot.committed:
             new = self._joiner.capitalised(slot.committed[-1].token, new)

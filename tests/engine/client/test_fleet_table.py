@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from engine.client.fleet_table import TableEntry, TableFile
+from engine.client.fleet_table import EngineEntry, TableFile
 
 ENGINE = {"name": "e1", "address": "tcp://127.0.0.1:5000", "state": "serving"}
 
@@ -27,7 +27,7 @@ def test_a_newer_table_is_told_once(tmp_path: Path) -> None:
     put(path, {"number": 1, "engines": [ENGINE]})
     file = TableFile(path)
     table = file.poll()
-    assert table is not None and table.engines == [TableEntry("e1", "tcp://127.0.0.1:5000")]
+    assert table is not None and table.engines == [EngineEntry("e1", "tcp://127.0.0.1:5000")]
     assert file.poll() is None
     put(path, {"number": 2, "engines": [{**ENGINE, "state": "draining"}]})
     table = file.poll()

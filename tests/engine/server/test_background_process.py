@@ -66,7 +66,7 @@ class Loop:
         self.failed: list[tuple[str, str]] = []
         self.process = BackgroundProcess(SPEC, Recipes(make, InstantAnswers), WINDOW)
         self.tracks = ProcessTracks(self.process, make(), self._end_failed)
-        self.questions = TurnQuestions(partial(SentAudio, self.process, self.tracks.labels))
+        self.questions = TurnQuestions(partial(SentAudio, self.process, self.tracks.has_labels))
 
     def _end_failed(self, name: str, error: Exception) -> None:
         self.failed.append((name, str(error)))
@@ -82,7 +82,7 @@ class Loop:
                 sent += len(own)
             until = sent // FRAME_SAMPLES
             frames = Speech(name, judged * FRAME_SAMPLES, FRAME_SAMPLES, PROBABILITIES[judged:until])
-            self.tracks.judge(*heard(frames))
+            self.tracks.add_frames(*heard(frames))
             judged = until
 
     def until(self, done: Callable[[list[Output]], bool], *first: Output) -> list[Output]:
@@ -168,7 +168,7 @@ def test_streams_without_labels_start_no_process(loop: Loop) -> None:
     end = Closed("s", 1)
     assert loop.until(has_closed, end) == [end]
     assert loop.process.pid is None
-    assert not loop.tracks.labels("s")
+    assert not loop.tracks.has_labels("s")
 
 
 @pytest.mark.parametrize("state", [{}, {"cutter": 3}, {"cutter": {}, "labels": {}, "waiting": []}])
@@ -211,8 +211,8 @@ def test_an_upload_waits_for_its_labels(loop: Loop) -> None:
     loop.tracks.open("u", ON, live=False)
     audio = np.full(2000 * FRAME_SAMPLES, 0.5, np.float32)
     loop.tracks.add_audio("u", [Item(0, 1, 0, b"k", audio, samples=len(audio))])
-    loop.tracks.judge(*heard(Speech("u", 0, FRAME_SAMPLES, [0.9] * 2000)))
-    loop.until(lambda outputs: loop.tracks.waiting_from("u") == 0)
+    loop.tracks.add_frames(*heard(Speech("u", 0, FRAME_SAMPLES, [0.9] * 2000)))
+    loop.until(lambda outputs: loop.tracks.upload_waits_from("u") == 0)
 
 
 def test_a_process_that_is_overloaded_gets_silence(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -232,7 +232,7 @@ def test_audio_that_one_stream_was_not_sent_has_no_voice_there(loop: Loop, monke
     monkeypatch.undo()
     loop.tracks.add_audio("t", ITEMS_OF_SPEECH)
     for name in ("s", "t"):
-        loop.tracks.judge(*heard(Speech(name, 0, FRAME_SAMPLES, PROBABILITIES[: len(AUDIO) // FRAME_SAMPLES])))
+        loop.tracks.add_frames(*heard(Speech(name, 0, FRAME_SAMPLES, PROBABILITIES[: len(AUDIO) // FRAME_SAMPLES])))
     outputs = loop.until(
         lambda found: sum(isinstance(one, Closed) for one in found) == 2, Closed("s", 1), Closed("t", 1)
     )
@@ -342,7 +342,7 @@ def test_questions_of_an_overloaded_process_have_no_answer(loop: Loop, monkeypat
 
 def test_too_many_questions_have_no_answer(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(background_process, "MAX_QUESTIONS", 1)
-    audio = SentAudio(loop.process, loop.tracks.labels, "s")
+    audio = SentAudio(loop.process, loop.tracks.has_labels, "s")
     audio.add(ITEMS[:20])
     first, second = audio.ask(10_000), audio.ask(11_000)
     assert isinstance(second.exception(0), RuntimeError)

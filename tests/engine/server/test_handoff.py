@@ -14,10 +14,10 @@ from engine.server import handoff
 from engine.server.handoff import (
     CLAIM_SECONDS,
     ENDED_SECONDS,
+    FROZEN_ENGINE_SECONDS,
     MAX_ENTRIES,
     RELEASE_SECONDS,
     REVIEW_SECONDS,
-    STOPPED_ENGINE_SECONDS,
 )
 from engine.server.host import COMMANDS_AN_ITEM, MIN_ITEMS
 from tests.engine.server.test_host import Host, calm, command, say_all
@@ -192,7 +192,7 @@ def test_a_stream_waits_for_its_next_gateway_and_is_forgotten_in_time(host: Host
     assert adopted(host, b"d") == [messages.SessionGiven("s")]
 
 
-def test_an_engine_that_was_stopped_does_not_take_its_gateways_for_silent(host: Host) -> None:
+def test_an_engine_that_was_frozen_does_not_take_its_gateways_for_silent(host: Host) -> None:
     """After the machine was suspended, engine and gateways have heard nothing of each other."""
     host.now += 10 * SILENCE_SECONDS
     host.tick()
@@ -271,7 +271,7 @@ def test_an_engine_that_stood_still_gives_nothing_away_that_its_owner_may_have_t
 ) -> None:
     """Gateways lose an engine that stands still, and go on at another one. It hears of that when they are back."""
     entrust(host, b"a", 0)
-    host.now += STOPPED_ENGINE_SECONDS + 5
+    host.now += FROZEN_ENGINE_SECONDS + 5
     host.tick()
     if leaves == "gone":
         host.line.gone.add(b"a")
@@ -293,7 +293,7 @@ def test_an_engine_that_stood_still_gives_nothing_away_when_the_first_that_it_he
     """The owner connects anew before the engine has looked at the time, and has gone on at another engine."""
     entrust(host, b"a", 0)
     adopt(host, b"b")
-    host.now += STOPPED_ENGINE_SECONDS + 5
+    host.now += FROZEN_ENGINE_SECONDS + 5
     host.greet(b"a")
     assert adopted(host, b"b") == [messages.SessionGiven("s")]
     claim(host, b"a", ("s", 2, True))
@@ -302,7 +302,7 @@ def test_an_engine_that_stood_still_gives_nothing_away_when_the_first_that_it_he
 
 def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
     entrust(host, b"a", 0)
-    host.now += STOPPED_ENGINE_SECONDS + 5
+    host.now += FROZEN_ENGINE_SECONDS + 5
     host.line.gone.add(b"a")
     listen(host, CLAIM_SECONDS + 1)
     adopt(host, b"b")
@@ -310,7 +310,7 @@ def test_what_nobody_comes_back_for_after_a_standstill_of_the_engine_is_given_aw
 
 
 def test_what_an_owner_gives_up_after_a_standstill_of_the_engine_is_given_away(host: Host) -> None:
-    host.now += STOPPED_ENGINE_SECONDS + 5
+    host.now += FROZEN_ENGINE_SECONDS + 5
     host.tick()
     entrust(host, b"a", 0)
     adopt(host, b"b")

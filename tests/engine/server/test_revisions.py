@@ -490,7 +490,7 @@ def test_a_turn_that_the_client_ended_is_no_context() -> None:
         bench = Bench()
         bench.revisions.add_audio("s", audio(6.0))
         if border:
-            bench.revisions.end_at("s", 1)
+            bench.revisions.mark_turn_end("s", 1)
         bench.step(said("one", 0.5, 1.0, 0), Flushed("s", 1, int(1.5 * RATE)))
         bench.step(said("two", 2.5, 3.0, 1), Flushed("s", 2, 4 * RATE))
         (_, _), (utterance, _) = bench.reviser.asked

@@ -107,7 +107,7 @@ class Stream:
     def judge(self) -> None:
         until = self.sent // FRAME_SAMPLES
         probabilities = PROBABILITIES[self.judged : until]
-        self.track.judge(*heard(Speech("s", self.judged * FRAME_SAMPLES, FRAME_SAMPLES, probabilities)))
+        self.track.add_frames(*heard(Speech("s", self.judged * FRAME_SAMPLES, FRAME_SAMPLES, probabilities)))
         self.judged = until
 
     def take(self) -> None:
@@ -144,7 +144,7 @@ class Stream:
             self.track.add_audio([moved], SPEC)
         began = first * POSITION // FRAME_SAMPLES
         assert first * POSITION % FRAME_SAMPLES == 0
-        self.track.judge(*heard(Speech("s", 0, FRAME_SAMPLES, PROBABILITIES[began : self.judged])))
+        self.track.add_frames(*heard(Speech("s", 0, FRAME_SAMPLES, PROBABILITIES[began : self.judged])))
 
 
 def reread(state: Saved) -> Saved:
@@ -202,7 +202,7 @@ def test_a_stream_that_is_replayed_goes_on_with_the_same_labels(seed: int) -> No
     rest = AUDIO[stream.sent :]
     stream.track.add_audio([Item(0, 1, stream.sent - shift, b"k", rest, samples=len(rest))], SPEC)
     unjudged = PROBABILITIES[stream.judged :]
-    stream.track.judge(*heard(Speech("s", stream.judged * FRAME_SAMPLES - shift, FRAME_SAMPLES, unjudged)))
+    stream.track.add_frames(*heard(Speech("s", stream.judged * FRAME_SAMPLES - shift, FRAME_SAMPLES, unjudged)))
     stream.track.end()
     stream.embeddings.compute()
     labels = stream.track.advance("s")
@@ -262,7 +262,7 @@ def test_a_restored_stream_whose_last_audio_does_not_come_again_goes_on(missing:
     first = state["cutter"]["sample"] // FRAME_SAMPLES + missing
     frames = AUDIO[first * FRAME_SAMPLES : (first + 100) * FRAME_SAMPLES]
     stream.track.add_part(first * FRAME_SAMPLES, 0, frames)
-    stream.track.judge(Speech("s", first * FRAME_SAMPLES, FRAME_SAMPLES, [0.9] * 100), [has_voice] * 100)
+    stream.track.add_frames(Speech("s", first * FRAME_SAMPLES, FRAME_SAMPLES, [0.9] * 100), [has_voice] * 100)
     assert len(stream.embeddings.waiting) == (5 if has_voice else 0)
     stream.track.end()
     stream.embeddings.compute()
@@ -273,8 +273,8 @@ def test_silence_is_not_computed() -> None:
     embeddings = Embeddings()
     track = SpeakerTrack(embeddings.submit)
     track.add_audio([Item(0, 1000, 0)], SPEC)
-    track.judge(*heard(Speech("s", 0, FRAME_SAMPLES, [0.0] * 60)))
-    track.judge(*heard(Speech("s", 60 * FRAME_SAMPLES, 1000 * FRAME_SAMPLES, [0.0])))
+    track.add_frames(*heard(Speech("s", 0, FRAME_SAMPLES, [0.0] * 60)))
+    track.add_frames(*heard(Speech("s", 60 * FRAME_SAMPLES, 1000 * FRAME_SAMPLES, [0.0])))
     assert not embeddings.waiting
     # Only how far all labels are decided is told, and not more often than every second.
     assert track.advance("s") == Labels("s", [], settled=1060 * FRAME_SAMPLES)
@@ -287,7 +287,7 @@ def loop_tracks(embeddings: Embeddings, failed: list[str] | None = None) -> Spea
 
 def fed(tracks: SpeakerTracks, name: str) -> None:
     tracks.add_audio(name, [Item(0, 1, 0, b"k", AUDIO, samples=len(AUDIO))])
-    tracks.judge(*heard(Speech(name, 0, FRAME_SAMPLES, PROBABILITIES)))
+    tracks.add_frames(*heard(Speech(name, 0, FRAME_SAMPLES, PROBABILITIES)))
 
 
 def test_the_end_of_a_stream_waits_for_its_last_labels() -> None:
@@ -352,17 +352,17 @@ def test_an_overloaded_engine_keeps_a_bounded_number_of_pieces() -> None:
     tracks.open("upload", ON, live=False)
     for name in ("live", "upload"):
         tracks.add_audio(name, [Item(0, 1, 0, b"k", np.ones(4000 * FRAME_SAMPLES, np.float32), samples=4000 * 512)])
-        tracks.judge(*heard(Speech(name, 0, FRAME_SAMPLES, [0.9] * 4000)))
+        tracks.add_frames(*heard(Speech(name, 0, FRAME_SAMPLES, [0.9] * 4000)))
     tracks.add_labels([])
     assert (
         sum(not future.cancelled() for _, future in embeddings.waiting[: len(embeddings.waiting) // 2]) == MAX_WAITING
     )
     # The gateway sends no more of an upload until its labels have come nearer.
-    assert tracks.waiting_from("live") is None
-    assert tracks.waiting_from("upload") == 0
+    assert tracks.upload_waits_from("live") is None
+    assert tracks.upload_waits_from("upload") == 0
     embeddings.compute(len(embeddings.waiting) - MAX_UPLOAD_WAITING)
     tracks.add_labels([])
-    assert tracks.waiting_from("upload") is None
+    assert tracks.upload_waits_from("upload") is None
 
 
 @pytest.mark.parametrize(

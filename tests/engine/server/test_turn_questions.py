@@ -15,7 +15,7 @@ from engine.errors import BadItem
 from engine.messages import Closed, Flushed, Item, Output, Saved, Speech, Text, TurnRule, TurnScored
 from engine.server.recent_audio import PART_SAMPLES
 from engine.server.speech_track import DECISIONS, SpeechTrack
-from engine.server.turn_questions import WAIT_MESSAGES, AskedAudio, KeptAudio, StreamQuestions, TurnQuestions
+from engine.server.turn_questions import WAIT_MESSAGES, LocalTurnAudio, StreamQuestions, TurnAudio, TurnQuestions
 from tests.engine.server.test_speakers_tracks import POSITION, SPEC
 from tests.engine.turn_detectors import WINDOW, Answers, answer_to
 
@@ -74,8 +74,8 @@ def questions_of(detector: Answers | None, name: str = "s") -> TurnQuestions:
     return questions
 
 
-def audio_of(detector: Answers | None) -> Callable[[str], AskedAudio | None]:
-    return lambda name: None if detector is None else KeptAudio(SPEC, detector)
+def audio_of(detector: Answers | None) -> Callable[[str], TurnAudio | None]:
+    return lambda name: None if detector is None else LocalTurnAudio(SPEC, detector)
 
 
 def asking(detector: Answers | None, name: str = "s") -> TurnQuestions:
@@ -243,7 +243,7 @@ def test_a_state_that_cannot_be_read_is_refused() -> None:
 
 
 def test_the_audio_of_a_stream_is_bounded() -> None:
-    audio, most = KeptAudio(SPEC, Answers()), 0
+    audio, most = LocalTurnAudio(SPEC, Answers()), 0
     stream = StreamQuestions(audio)
     for number in range(800):
         start = number * FRAME
@@ -256,7 +256,7 @@ def test_the_audio_of_a_stream_is_bounded() -> None:
 
 def test_declared_silence_is_silence() -> None:
     detector = Answers(instant=True)
-    stream = StreamQuestions(KeptAudio(SPEC, detector))
+    stream = StreamQuestions(LocalTurnAudio(SPEC, detector))
     loud: NDArray[np.float32] = np.full(POSITION, 0.5, np.float32)
     stream.add_audio(
         [Item(0, 1, 0, b"k", loud, samples=POSITION), Item(1, 2, POSITION), Item(3, 1, 3 * POSITION, b"k", loud)]

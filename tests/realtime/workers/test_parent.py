@@ -1,11 +1,14 @@
-"""How many workers a server gets."""
+"""How many workers a server gets, and what a reload checks before it is sent to them."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from realtime.config import Config, ConfigError, LimitsConfig, ModelConfig, ServerConfig, load_config
-from realtime.workers.parent import workers_for
+from realtime.workers.parent import Parent, reserved_port, workers_for
 
 GPU = ModelConfig(name="voxtral", device="cuda")
 
@@ -38,3 +41,14 @@ def test_the_number_can_be_said_everywhere() -> None:
             load_config(environment={}, flags={"server.workers": wrong})
     with pytest.raises(ConfigError, match="16 characters"):
         load_config(environment={}, flags={"auth.secret": "short"})
+
+
+async def test_a_reload_with_a_certificate_that_cannot_be_used_changes_nothing(tmp_path: Path) -> None:
+    file = tmp_path / "broken.pem"
+    file.write_text("broken")
+    config = Config(server=ServerConfig(tls_cert=str(file), tls_key=str(file)))
+    async with reserved_port("127.0.0.1", 0) as held:
+        parent = Parent(config, 2, [], held)
+        with pytest.raises(ConfigError, match="must be PEM files"):
+            parent.reload(replace(config, limits=replace(config.limits, upload_bytes=4000)))
+    assert config.limits.upload_bytes != 4000

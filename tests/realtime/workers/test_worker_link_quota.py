@@ -135,3 +135,23 @@ async def test_what_a_worker_said_before_it_ended_is_not_counted_after() -> None
             parent.target.on_message(1, parent.unheard.get_nowait())
         assert parent.target.counts.total() == 0
         asking.cancel()
+
+
+async def test_drain_waits_until_the_last_byte_is_sent() -> None:
+    """A worker ends after it, and the rest of its buffer with it."""
+    end, other = socket.socketpair()
+    end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    other.setblocking(False)
+    line = await WorkerConnection.from_socket(end)
+    with other:
+        for _ in range(30):
+            line.send(Leave("x" * 1000))
+        draining = asyncio.create_task(line.drain())
+        await asyncio.sleep(0)
+        assert not draining.done()
+        received = b""
+        while received.count(b"\n") < 30:
+            received += await asyncio.get_running_loop().sock_recv(other, 1 << 16)
+        await draining
+        line.close()
+        await line._writer.wait_closed()
