@@ -41,9 +41,14 @@ class Section:
     protocol: str
     # RTP payload types, or the name of the data channel application.
     formats: list[str]
-    # The port is 0: the client does not use the section, or only in a bundle (`a=bundle-only`, which is not supported).
-    is_disabled: bool
+    has_port: bool
     attributes: list[tuple[str, str]] = field(default_factory=list)
+
+    @property
+    def is_disabled(self) -> bool:
+        """Whether the client does not use the section: its port is 0, and it is not meant for a bundle alone (RFC 8843;
+        browsers write that with the bundle policy `max-bundle`)."""
+        return not self.has_port and self.get("bundle-only") is None
 
     def get(self, name: str) -> str | None:
         """The value of the first attribute with this name."""
@@ -207,7 +212,7 @@ def _section(line: str) -> Section:
     names = formats.split()
     if not all(TOKEN.fullmatch(name) for name in names):
         raise BadOffer("an m= line of the offer is not valid")
-    return Section(media, protocol, names, is_disabled=port == "0")
+    return Section(media, protocol, names, has_port=port != "0")
 
 
 def _is_audio(section: Section) -> bool:

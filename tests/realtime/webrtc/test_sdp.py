@@ -51,6 +51,16 @@ def test_a_publisher_without_a_data_channel_is_answered() -> None:
     assert write_answer(offer, LOCAL).count("m=") == 1
 
 
+@pytest.mark.parametrize("in_bundle", [True, False])
+def test_a_data_channel_of_a_bundle_alone_is_accepted_and_a_disabled_one_is_not(in_bundle: bool) -> None:
+    """What browsers offer with the bundle policy `max-bundle` (RFC 8843)."""
+    data = DATA.replace("m=application 9", "m=application 0") + ("a=bundle-only\r\n" if in_bundle else "")
+    offer = read_offer(COMMON + AUDIO + data)
+    assert (offer.data is not None) == in_bundle
+    port = 4000 if in_bundle else 0
+    assert f"m=application {port} UDP/DTLS/SCTP webrtc-datachannel" in write_answer(offer, LOCAL)
+
+
 def test_candidates_are_ignored() -> None:
     lines = "".join(f"a=candidate:{number} 1 udp 1 10.0.0.1 {number} typ host\r\n" for number in range(1, 1000))
     offer = read_offer(COMMON + AUDIO + lines)
