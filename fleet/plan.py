@@ -1,9 +1,9 @@
 """The fleet file (TOML) of the operator: its sections and keys (`FleetPlan`); and the scaling rule (`decide`).
 
-The commands of `tickertape fleet` and the manager read and check the file. The manager calls `decide` once per round:
-it says how many engines the fleet should have, as a pure function of the rules, the load and the time, and the manager
-keeps the `ScaleState` that it returns. This plan has nothing to do with `tickertape plan`, which plans the capacity of
-one machine, nor with the plan of an engine step.
+The commands of `tickertape fleet` read and check the file (`read_plan`). The manager and the actors get the plan as a
+dict (`plan_from`). The manager calls `decide` once per round: it says how many engines the fleet should have, as a pure
+function of the rules, the load and the time, and the manager keeps the `ScaleState` that it returns. This plan has
+nothing to do with `tickertape plan`, which plans the capacity of one machine, nor with the plan of an engine step.
 """
 
 from __future__ import annotations

@@ -1,10 +1,13 @@
-"""Measures the cost of steps (`StepMeter`), and derives the load, and the budgets of uploads and rebuilds, from it.
+"""Measures how long steps take (`StepMeter`), and limits uploads and rebuilds by it (`UploadBudget`, `RebuildBudget`).
 
-A part of the engine loop. The load is sent to the gateways, which compute capacity from it (`engine/client/pool.py`).
-The cost of a step has a fixed part and a part per stream (or position). Load alone does not tell how many more streams
-an engine can have: a model that batches is busy long before it is full, a model that does not batch is full when it is
-busy. The two parts distinguish these cases. They are estimated by least squares over the last steps, with weights that
-decrease with age, so that old disturbances are forgotten.
+A part of the engine loop. `LoadReport` (`engine/server/host.py`) computes from these measurements the load that the
+gateways get, and they compute the engine's capacity from it (`engine/client/pool.py`). An upload is a stream that is
+not live. A rebuild computes the past audio of a resumed stream again.
+
+The time of a step has a fixed part and a part per stream (or position), which are measured separately (`StepCost`,
+`LiveCost`), because load alone does not say how many more streams fit. With batching most of the time is fixed, and an
+engine is busy long before it is full. Without batching the time grows with each stream, and a busy engine is full. The
+parts are estimated by least squares over the last steps; the weight of a step decreases with its age.
 """
 
 from __future__ import annotations
@@ -133,7 +136,8 @@ class StepTotals:
 
 
 class StepMeter:
-    """Measures the parts of a step (`lap`). `account` records the cost of a plan, `end` adds the step to the totals."""
+    """Measures one step at a time, between `begin` and `end`. `lap` gives the time of a part, `account` records the
+    time of a plan, `end` adds the step to the totals."""
 
     def __init__(self, spec: ModelSpec, clock: Callable[[], int]) -> None:
         self.times = StepTimes()
@@ -208,7 +212,7 @@ PROBE_EVERY = 16
 
 @dataclass(frozen=True, slots=True)
 class Shares:
-    """The work of the next step: live streams or not, and how many positions of uploads (None: any number)."""
+    """What the next step may contain: whether live streams, and at most how many positions of uploads (None: any)."""
 
     live: bool = True
     upload_positions: int | None = None
@@ -218,8 +222,8 @@ class RebuildBudget:
     """Decides how many positions the next step rebuilds.
 
     Rebuilds run in steps of their own, between two steps of live streams, so that live audio never waits for more than
-    one of them, which is kept short by the measured cost of the last ones. While no stream is on time, the limit alone
-    bounds such a step, and several come before the rebuilt streams compute their next positions.
+    one of them. The measured cost of the last ones keeps it short. While no stream is on time, only the scheduler's
+    limit (`_max_positions`) bounds a step, and several come before the rebuilt streams compute their next positions.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -229,7 +233,7 @@ class RebuildBudget:
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
         # Measured nanoseconds per position. The initial value keeps the first step small.
         self._position_ns = REBUILD_SHARE * self._stride_ns / MIN_REBUILD_POSITIONS
-        # Consecutive steps that rebuilt streams.
+        # Consecutive steps that rebuilt streams. This value lets the other streams go first.
         self._steps = REBUILDS_AHEAD
 
     def positions(self) -> int:
@@ -242,16 +246,16 @@ class RebuildBudget:
             self._steps = 0
             return 0
         self._steps += 1
-        return self._limit
+        return self._step_limit
 
     @property
     def room(self) -> int:
-        """Positions of replayed audio that the engine should receive now, so that two steps have enough to rebuild."""
+        """Positions of replayed audio to request from the gateways now, so that two steps have enough to rebuild."""
         scheduler = self._scheduler
-        return max(0, 2 * self._limit - scheduler.rebuild_backlog) if scheduler.rebuilding else 0
+        return max(0, 2 * self._step_limit - scheduler.rebuild_backlog) if scheduler.rebuilding else 0
 
     @property
-    def _limit(self) -> int:
+    def _step_limit(self) -> int:
         """Most positions of a step that rebuilds."""
         scheduler = self._scheduler
         on_time = scheduler.on_time_count
@@ -292,12 +296,15 @@ class UploadBudget:
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
         self._min_positions = spec.window_for(live=False) if spec.rereads_window else 1
         self._position_cost = position_cost
+        # With waiting live streams: whether the next step is for uploads.
         self._upload_is_next = False
+        # When the runner must stop the work on uploads.
         self._stop_at = 0
+        # Steps whose uploads were bounded, for `PROBE_EVERY`.
         self._bounded_steps = 0
 
     def shares(self) -> Shares:
-        """Return the shares of the step that is about to be planned."""
+        """Return what the step that is planned next may contain."""
         scheduler = self._scheduler
         # 0: the time is up at once, so live streams do not wait for other work in their step.
         self._stop_at = 0
@@ -318,6 +325,7 @@ class UploadBudget:
         return self._clock() >= self._stop_at
 
     def _positions(self) -> int | None:
+        """Most positions of uploads in a step that is one batch; None: any number, because no stream is live."""
         if not any(stream.live for stream in self._scheduler.streams.values()):
             return None
         parts = self._position_cost.parts()

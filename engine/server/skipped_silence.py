@@ -1,16 +1,20 @@
-"""Skipped silence (`SilenceSkipper`): keeps long silence from a frame-synchronous model, which would compute all of it.
+"""Skipped silence: keeps long silence from a frame-synchronous model, which would compute all of it.
 
-A part of the engine loop, between its commands and the scheduler. Each stream of a conversation is silent for most of
-the time. So after some seconds of silence a live stream's audio waits here and does not go to the scheduler. Waiting
-audio is skipped when it lies far enough back; when speech starts, the stream continues a little before it. To the model
-the audio around a skip is contiguous. So there are two counts of positions: the *gateway count* includes skipped
-positions, the *engine count* does not. The times of words are not affected, because each item has its sample.
+A frame-synchronous model, such as Voxtral, computes every position (80 ms of audio for Voxtral), also in silence, and
+each stream of a conversation is silent for most of the time. So after some seconds of silence a live stream's audio
+waits here and does not go to the scheduler. Audio that has waited is skipped, except for the last part of it: when
+speech starts, the stream continues a little before it. `SkippingStream` has the waiting audio and the skips of one
+stream. `SilenceSkipper` has all streams and is a part of the engine loop, between its commands and the scheduler.
+
+To the model the audio around a skip is contiguous. So there are two counts of positions: the *gateway count* includes
+skipped positions, the *engine count* does not. The times of words are not affected, because each item has its sample.
 
 The gate of the stream's speech track (`engine/server/speech_track.py`) decides. It is open at the start, opens with any
-speech that the track has found, and closes after its hang-over. Which items are skipped depends only on the
-probabilities, not on when they arrive: an item is *released* to the scheduler only when no later probability could skip
-it. A flush releases everything before it. Each skipped position is reported to the gateway as a `SKIPPED` token, so
-that a replay skips the same positions.
+speech that the track has found, and closes when silence has lasted for its hang-over. Which items are skipped depends
+only on the probabilities of speech, not on when they arrive: an item is *released* to the scheduler only when no later
+probability could skip it. A flush, which asks for the text up to a point now, releases everything before it. Each
+skipped position is reported to the gateway as a `SKIPPED` token, so that a replay, which computes the stream again on
+another engine, skips the same positions.
 """
 
 from __future__ import annotations
@@ -31,8 +35,8 @@ from engine.server.speech_track import GateSettings, SpeechGate
 from engine.spec import ModelSpec
 
 SAMPLE_RATE = 16_000
-# Evidence that opens the gate: as little as that of windowed models needs in a conversation, because a missed word is
-# worse than computed silence.
+# Evidence that opens the gate. It is as little as the gate of a windowed model needs in a conversation, because a
+# missed word is worse than computed silence.
 EVIDENCE = 0.2
 PRE_ROLL_SECONDS = 0.48
 
@@ -48,7 +52,8 @@ def skip_settings(silence_seconds: float) -> GateSettings:
     )
 
 
-# Finds the engine position up to which text is wanted (None: all), when the audio before a mark has been released.
+# Called when all audio before a flush has been released; returns the engine position up to which text is wanted (None:
+# all of it).
 FindPosition = Callable[[], int | None]
 
 
@@ -67,7 +72,7 @@ class SkippingStream:
         self._samples_per_position = spec.samples_per_position
         if gate is not None:
             # The model completes the last word before a pause this much later; the audio until then must not be
-            # skipped.
+            # skipped. Two positions are added as a margin.
             delay = spec.default_delay_positions if message.delay_positions is None else message.delay_positions
             needed = (spec.pause_positions_for(delay) + 2) * self._samples_per_position
             gate = replace(gate, hang_over_samples=max(gate.hang_over_samples, needed))
@@ -76,8 +81,9 @@ class SkippingStream:
         self.waiting: deque[Item | PendingMark] = deque()
         # For each waiting mark: the sample up to which audio had arrived.
         self._marks: deque[int] = deque()
-        # End of the audio received, end of the audio judged, and frame length, all in samples.
-        self._end_sample = self._judged = self._frame = 0
+        # End of the audio received, end of the audio that the speech track has processed, and the length of its frames,
+        # all in samples.
+        self._end_sample = self._processed = self._frame = 0
         # A replay: positions (gateway count) that were skipped the first time, and where this record ends.
         first, tokens = spec.prefix_positions, message.forced_tokens
         self._recorded = {first + index for index, token in enumerate(tokens) if token == SKIPPED}
@@ -85,8 +91,8 @@ class SkippingStream:
         # Skipped positions in total, and (engine position, total before it) for each skip.
         self.skipped_positions = 0
         self._skips: list[tuple[int, int]] = []
-        # Skips not reported yet: (engine position, length); `unreported` is the sum of the lengths.
-        self._unreported: deque[tuple[int, int]] = deque()
+        # Skips not reported yet: (engine position, length); and the sum of their lengths.
+        self._unreported_skips: deque[tuple[int, int]] = deque()
         self.unreported = 0
         self._reported_until = self._recorded_until - len(self._recorded)
         self._skip_until_sample = 0
@@ -112,7 +118,7 @@ class SkippingStream:
 
     def on_track(self, sample: int, frame_samples: int) -> None:
         """The speech track has processed the audio up to this sample, in frames of this length."""
-        self._judged = sample
+        self._processed = sample
         self._frame = min(self._frame, frame_samples) or frame_samples
 
     def is_released_at_once(self, item: Item) -> bool:
@@ -128,7 +134,7 @@ class SkippingStream:
 
     @property
     def nothing_is_released(self) -> bool:
-        """Fast path for silence: True if `next` would return None (nothing waits, or the first item must wait)."""
+        """Fast path for silence. If True, `next` would return None: nothing waits, or the first item must wait."""
         if not self.waiting:
             return True
         gate, head = self.gate, self.waiting[0]
@@ -160,7 +166,7 @@ class SkippingStream:
                 return self.on_engine_count(head)
             else:
                 certain = 0 if gate.certain_until is None else gate.certain_until
-                # A position is released if it begins within the certain part.
+                # A position is released if it begins within the certain part: positions are not divided.
                 count = self._position_offset(head, certain + self._samples_per_position - 1)
                 if head.sample < certain and (count > 0 or not self._samples(head)):
                     return self.on_engine_count(self._split(head, count or head.length))
@@ -189,8 +195,8 @@ class SkippingStream:
         """Insert `SKIPPED` tokens for unreported skips into the tokens of a text."""
         start, tokens, done = self._reported_until, [], 0
         self._reported_until = end = start + len(text.tokens)
-        while self._unreported and self._unreported[0][0] <= end:
-            position, length = self._unreported.popleft()
+        while self._unreported_skips and self._unreported_skips[0][0] <= end:
+            position, length = self._unreported_skips.popleft()
             tokens += text.tokens[done : position - start] + [SKIPPED] * length
             done = position - start
             self.unreported -= length
@@ -203,8 +209,8 @@ class SkippingStream:
         return item.covered_samples(self._samples_per_position)
 
     def _is_flushed(self) -> bool:
-        """Whether a flush wants the text of the first items, and all audio before the flush is judged."""
-        return bool(self._marks) and self._judged + self._frame > self._marks[0]
+        """Whether a flush wants the text of the first items, and the track has processed the audio before it."""
+        return bool(self._marks) and self._processed + self._frame > self._marks[0]
 
     def _recorded_part(self, item: Item) -> Item:
         """The first positions of a gap that were all skipped the first time, or all not. Other items stay whole."""
@@ -250,11 +256,12 @@ class SkippingStream:
         self._skips.append((reached, self.skipped_positions))
         self._skip_until_sample = item.sample + self._samples(item)
         if not reported:
-            self._unreported.append((reached, item.length))
+            self._unreported_skips.append((reached, item.length))
             self.unreported += item.length
 
 
 def _is_gap(item: Item) -> bool:
+    """Whether the item is a gap: declared silence or lost packets, without samples."""
     return not item.key and item.payload is None
 
 

@@ -19,15 +19,15 @@ changes nothing:
 | SPEAKING | stay | stay | `SpeechPaused`, PAUSED |
 | PAUSED | `SpeechResumed`, SPEAKING | stay; `SpeechEnded` and QUIET after `silence_samples` | the same |
 
-A `SpeechGate` decides which audio the model gets. The track passes each frame to it, and with it where it has found
-speech. A windowed model makes up words in noise, so its gate needs more evidence than the track needs for a turn; a
-turn without that evidence gets an empty text. Before a frame-synchronous model, silence is skipped only where the track
-has found no speech: its gate opens with every `SpeechStarted` at the latest, and does not close before the speech has
-ended (`GateSettings.follows_track`).
+If the turn rule asks the turn detector (`TurnRule.questions`: lengths of silence), the track adds a `TurnScored`
+without a score when the silence reaches each of these lengths; `engine/server/turn_questions.py` gets the score from
+the detector.
 
-If the turn rule has questions to the
-turn detector, the track adds `TurnScored` without an answer after each silence of `questions`, until there is speech
-again; `engine/server/turn_questions.py` asks the detector.
+A `SpeechGate` decides which audio the model gets. For each frame the track tells it the probability, and where the
+track's current speech began. A windowed model makes up words in noise, so its gate needs more evidence than the track
+needs for a turn; a turn without that evidence gets an empty text. Before a frame-synchronous model, silence is skipped
+only where the track has found no speech: its gate opens with every `SpeechStarted` at the latest, and its hang-over
+begins at the earliest when the speech has paused (`GateSettings.follows_track`).
 
 A track is a pure function of the frames, the rule, and the samples at which the rule was changed or the open speech was
 ended. Events depend on the probabilities over time, not on the length of frames or on how they are split into calls.
@@ -92,7 +92,7 @@ class GateSettings:
     hold_samples: int = 5_000 * SAMPLES_PER_MS
     # A longer utterance is split at the quietest point in its second half (None: it is never split).
     longest_samples: int | None = None
-    # The gate opens with any speech that the track has found, and does not close before it has fallen.
+    # The gate opens with any speech that the track has found, and does not close before that speech has paused.
     follows_track: bool = False
 
     def for_files(self, longest_samples: int) -> GateSettings:
@@ -172,11 +172,11 @@ class GateState(Enum):
 
 
 class SpeechGate:
-    """Decides from speech probabilities which audio of one stream a windowed model gets.
+    """Decides from speech probabilities which audio of one stream the model gets.
 
-    A windowed model makes up words in silence, and a window without speech is wasted work. The gate skips silence and
-    noise, holds doubtful audio back, opens when there is enough evidence of speech, and ends utterances, so that their
-    text becomes final:
+    A windowed model needs it most: it makes up words in silence, and a window without speech is wasted work. The gate
+    skips silence and noise, holds doubtful audio back, opens when there is enough evidence of speech, and ends
+    utterances, so that their text becomes final:
 
         QUIET --evidence above zero--> DOUBTFUL --enough evidence--> OPEN --silence for the hang-over--> QUIET
                                            `--evidence back at zero--> QUIET
@@ -227,8 +227,8 @@ class SpeechGate:
         return decisions + self.skip_silence()
 
     def add_frame(self, probability: float, frame_samples: int, since: int | None, is_certain: bool) -> list[Decision]:
-        """Judge the next frame. `since`: where the speech began that the track has found (`is_certain`) or whose
-        possible start it has found; None: there is none. Call `skip_silence` after the last frame."""
+        """Judge the next frame. `since`: the first sample of the track's current speech; None: it has none.
+        `is_certain`: the track is SPEAKING, not only STARTING. Call `skip_silence` after the last frame."""
         self._sample += frame_samples
         if not self.settings.follows_track:
             since, is_certain = None, False
@@ -433,13 +433,13 @@ class SpeechTrack:
         self._floor = 0
         # First sample of the current or last speech, and of the silence after it.
         self._start = 0
-        self._fell = 0
+        self._silence_start = 0
         # How many more times the turn detector is asked in this pause.
         self._questions = 0
         # End of the last frame with sound, and of the last speech that ended by a rule for turns.
         self._last_sound = 0
         self.turn_end = 0
-        # Frames up to this sample were judged on another engine; they are for the gate only.
+        # The track of another engine has processed the frames up to this sample; here they are for the gate only.
         self._judged_before = 0
         # Samples of the frames since `take_spoken` that are surely speech.
         self._spoken = 0
@@ -449,7 +449,7 @@ class SpeechTrack:
 
     @property
     def state(self) -> TrackState:
-        return TrackState(self.phase, self._start, self._fell, self._floor, self.sample, self._questions)
+        return TrackState(self.phase, self._start, self._silence_start, self._floor, self.sample, self._questions)
 
     @property
     def rule(self) -> TurnRule | None:
@@ -463,6 +463,7 @@ class SpeechTrack:
 
     @property
     def speaking(self) -> bool:
+        """In speech, or in what may be its start."""
         return self.phase is Phase.SPEAKING or self.phase is Phase.STARTING
 
     @property
@@ -478,9 +479,9 @@ class SpeechTrack:
         return self._start if self.phase is Phase.STARTING else self.sample
 
     def continue_from(self, state: TrackState) -> None:
-        """Another track has judged the frames up to `state.sample`. They may come once more, for the gate only."""
+        """Another track has processed the frames up to `state.sample`. They may come once more, for the gate only."""
         self.phase = state.phase
-        self._start, self._fell, self._floor = state.start, state.fell, state.floor
+        self._start, self._silence_start, self._floor = state.start, state.fell, state.floor
         self._questions = min(state.questions, len(self._asked_after))
         self._judged_before = state.sample
 
@@ -494,7 +495,7 @@ class SpeechTrack:
 
     def end_questions(self, sample: int) -> None:
         """No more questions in the pause that contains `sample`. The events of speech do not change."""
-        if self._fell < sample:
+        if self._silence_start < sample:
             self._questions = 0
 
     def is_silence(self, probabilities: Sequence[float]) -> bool:
@@ -536,7 +537,7 @@ class SpeechTrack:
                 self._last_sound = end
                 if probability >= SURELY_SPEECH and end > self._judged_before:
                     self._spoken += frame_samples
-            events = self._judge(probability, start)
+            events = self._step(probability, start)
             if self._questions:
                 events = self._ask(events)
             if gate is not None:
@@ -563,7 +564,7 @@ class SpeechTrack:
     def save(self) -> Saved:
         """The state as plain data, without the gate's."""
         return {
-            "state": (int(self.phase), self._start, self._fell, self._floor, self._questions),
+            "state": (int(self.phase), self._start, self._silence_start, self._floor, self._questions),
             "sample": self.sample,
             "judged_before": self._judged_before,
             "turn_end": self.turn_end,
@@ -574,7 +575,7 @@ class SpeechTrack:
 
     def load(self, saved: Saved) -> None:
         """Continue from a saved state, with its rule."""
-        phase, self._start, self._fell, self._floor, questions = saved["state"]
+        phase, self._start, self._silence_start, self._floor, questions = saved["state"]
         self.phase = Phase(phase)
         self.sample, self._judged_before = saved["sample"], saved["judged_before"]
         self.turn_end, self._last_sound = saved["turn_end"], saved["last_sound"]
@@ -582,8 +583,8 @@ class SpeechTrack:
         self._questions = questions
         self._changes = deque(Change(sample, restarts, _rule(rule)) for sample, restarts, rule in saved["changes"])
 
-    def _judge(self, probability: float, start: int) -> list[SpeechEvent]:
-        """Judge the frame that begins at `start` and ends at `self.sample`."""
+    def _step(self, probability: float, start: int) -> list[SpeechEvent]:
+        """Change the phase by the frame that begins at `start` and ends at `self.sample`; returns the events."""
         phase, end = self.phase, self.sample
         # Most frames change nothing: silence in silence, and speech in speech.
         if phase is Phase.QUIET:
@@ -633,10 +634,10 @@ class SpeechTrack:
             if not quiet:
                 return []
             self.phase = Phase.PAUSED
-            self._fell = start
+            self._silence_start = start
             self._questions = len(self._asked_after)
             events.append(SpeechPaused(start, self.sample))
-        silent_at = self._fell + self._silence
+        silent_at = self._silence_start + self._silence
         if self.sample >= silent_at:
             # Where the silence became long enough, and not the end of the frame; but not before this frame, in case the
             # rule was changed.
@@ -645,7 +646,7 @@ class SpeechTrack:
             self._floor = max(ended, self._floor)
             if self._rule is not None:
                 self.turn_end = ended
-            events.append(SpeechEnded(ended, self.sample, self._fell))
+            events.append(SpeechEnded(ended, self.sample, self._silence_start))
         return events
 
     def _ask(self, events: list[SpeechEvent]) -> list[SpeechEvent]:
@@ -654,13 +655,13 @@ class SpeechTrack:
         found = list(events)
         while self._questions and self.sample > self._judged_before:
             number = len(self._asked_after) - self._questions
-            due = self._fell + self._asked_after[number]
+            due = self._silence_start + self._asked_after[number]
             if due > self.sample:
                 break
             self._questions -= 1
             last = found[-1] if found else None
             before = isinstance(last, SpeechEnded) and due <= last.sample
-            found.insert(len(found) - before, TurnScored(due, self.sample, self._fell, number))
+            found.insert(len(found) - before, TurnScored(due, self.sample, self._silence_start, number))
         return found
 
     def _apply_changes(self, end: int) -> None:

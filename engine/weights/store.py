@@ -95,10 +95,10 @@ def cached(name: str) -> Path | None:
 
 
 def pull(name: str, report: Report = log.info, *, fresh: bool = False) -> Path:
-    """Make sure that `name` is in the cache; returns its folder (for a recording: the file). Raises WeightsError.
+    """Make sure that `name` is in the cache; returns its folder, or its file (`single_file`). Raises WeightsError.
 
-    `report` is called with a line of text for each file that was fetched. `fresh`: download again and replace the
-    cached copy.
+    `report` is called with a line of text for each file that was fetched or renewed, and for each source that failed.
+    `fresh`: download again and replace the cached copy.
     """
     entry = REGISTRY.get(name)
     if entry is None:
@@ -157,12 +157,12 @@ def _renew_shipped(recipes: tuple[Recipe, ...], folder: Path, report: Report) ->
         if digests.get(name) == digest:
             continue
         with tempfile.TemporaryDirectory(prefix=".partial-", dir=folder.parent) as work:
-            fresh, new_digests = Path(work) / name, Path(work) / _DIGESTS
-            shutil.copyfile(source.path, fresh)
-            if _sha256(fresh) != digest:
+            new_file, new_digests = Path(work) / name, Path(work) / _DIGESTS
+            shutil.copyfile(source.path, new_file)
+            if _sha256(new_file) != digest:
                 raise WrongDigest(f"{source.path} is not the file that belongs to this version; install it again")
             new_digests.write_text(json.dumps(digests | {name: digest}, indent=1))
-            fresh.replace(folder / name)
+            new_file.replace(folder / name)
             new_digests.replace(folder / _DIGESTS)
         report(f"{folder.name}: replaced {name} by the newer one from {source}")
 

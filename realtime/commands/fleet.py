@@ -1,7 +1,8 @@
-"""`tickertape fleet`: starts, joins, scales, drains and shows a fleet: engines and gateways on many machines, with Ray.
+"""`tickertape fleet`: starts, joins, shows, scales, drains, upgrades and stops a fleet of engines and gateways.
 
-This module reads the options, calls the fleet's manager through `fleet/cluster/connect.py`, and prints the status as a
-table that is refreshed in a terminal. All decisions are in `fleet/`.
+The fleet runs on many machines, with Ray. A unit is an engine or a gateway. This module reads the options, calls the
+fleet's manager through `fleet/cluster/connect.py`, and prints the status as a table that is refreshed in a terminal.
+All decisions are in `fleet/`.
 """
 
 from __future__ import annotations
@@ -64,10 +65,10 @@ def add(commands: Any) -> None:
     scale.add_argument("engines", nargs="?", type=integer, metavar="N")
     scale.add_argument("--dry-run", action="store_true", help="only show the actions")
     drain = _action(actions, "drain", "drain a node, an engine or a gateway")
-    drain.add_argument("name", metavar="NODE_OR_ENGINE")
+    drain.add_argument("name", metavar="NAME")
     drain.add_argument("--undo", action="store_true", help="end the drain, so that it takes new work")
     drain.add_argument("--wait", type=decimal, default=0.0, metavar="SECONDS", help="wait this long until it is empty")
-    upgrade = _action(actions, "upgrade", "replace all engines and gateways one by one")
+    upgrade = _action(actions, "upgrade", "apply the file, and replace all engines and gateways one by one")
     upgrade.add_argument("--wait", type=decimal, default=0.0, metavar="SECONDS", help="wait this long until it is done")
     down = _action(actions, "down", "drain and stop everything")
     down.add_argument(

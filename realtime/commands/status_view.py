@@ -173,7 +173,7 @@ def _object(server: HttpClient, path: str, answer: HttpAnswer, *statuses: int) -
     raise CommandFailed(f"{server.url}{path} {answer.refusal}")
 
 
-# Lag and time to final are those of the last seconds.
+# Lag and time to final are those of the last seconds; after the first snapshot, those since the server's start.
 RECENT_S = 60.0
 NO_VALUE = "n/a"
 # Descriptions of the states of a server that is not ready.

@@ -50,8 +50,9 @@ PIECE_BYTES = 16 * 1024
 MAX_CHANNELS = 8
 # The longest utterance in seconds; audio beyond it is ignored.
 MAX_UTTERANCE_S = 600
-# Seconds without an event after which a client is disconnected; seconds for the text after the end of the audio.
+# Seconds without an event after which a client is disconnected.
 IDLE_S = 300.0
+# Seconds for the text after the end of the audio.
 LAST_WORDS_S = 60.0
 # Seconds in which a client must read an answer, also when the connection is closed.
 SEND_S = 10.0

@@ -1,9 +1,10 @@
 """Authenticates callers by API key, client secret or Twilio's signature; `Context` has what all routes share.
 
-Every route that needs a caller asks the `Authenticator`. It owns the API keys as digests only; keys never appear in a
-log or a response. It also issues client secrets: short-lived keys for browsers, which are signed and not stored, and
-contain their owner, the initial settings of their sessions and their expiry time. `Context` holds the engine, the
-configuration, the metrics, the authenticator and the sessions.
+Routes get their caller from `Context`, which asks the `Authenticator` and counts refusals; it also checks Twilio's
+signature. The `Authenticator` owns the API keys as digests only; keys never appear in a log or a response. It also
+issues client secrets: short-lived keys for browsers, which are signed and not stored, and contain their owner, the
+initial settings of their sessions and their expiry time. `Context` holds the engine, the configuration, the metrics,
+the authenticator and the sessions.
 """
 
 from __future__ import annotations

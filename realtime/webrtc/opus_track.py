@@ -3,8 +3,8 @@
 It runs in the process of the call, which sends samples and gaps to the gateway. `JitterBuffer` puts the packets in
 order, and marks where packets are missing. Later packets wait for a missing one for at most `WAIT_S`, and at most
 `MAX_WAITING_PACKETS` of them. `OpusTrack` decodes the packets. Time comes from the timestamps of the packets, so the
-times of words stay right when packets are missing. A call's audio never runs ahead of the clock by more than
-`MAX_AHEAD_S`, whatever the timestamps are.
+times of words stay right when packets are missing. Whatever the timestamps are, a call's audio never runs ahead of the
+clock by more than `MAX_AHEAD_S`, plus 0.2 % of the call's length for a sender's fast clock (`CLOCK_DRIFT`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Packet:
 
 @dataclass(frozen=True, slots=True)
 class OrderedPacket:
-    """A packet in order. `after_loss`: at least one packet directly before it is missing."""
+    """A packet in order. `after_loss`: packets directly before it are missing, or it begins a new count."""
 
     packet: Packet
     after_loss: bool
@@ -90,7 +90,7 @@ class JitterBuffer:
         yield from self.expired(now)
 
     def expired(self, now: float) -> Iterator[OrderedPacket]:
-        """The packets that have waited `WAIT_S` for a missing one, and those that follow them."""
+        """The packets that have waited `WAIT_S` for a missing one, or of which too many wait, and those that follow."""
         while self._waiting and (
             len(self._waiting) > MAX_WAITING_PACKETS
             or now - min(arrival for _, arrival in self._waiting.values()) >= WAIT_S

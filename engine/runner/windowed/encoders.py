@@ -284,8 +284,8 @@ class WindowEncoder:
 # A pass is worthwhile when a block is complete, so the encoder says when the next one will be. The pass also gets the
 # block's look-ahead frames, so that words need not wait until these are final.
 
-# An utterance gets a new anchor when its window is cut this many positions or more after the anchor. The encoder was
-# trained on up to 28 s; a window is cut every seven or eight seconds.
+# An utterance gets a new anchor when its window is cut and ends more than this many positions after the anchor. The
+# encoder was trained on up to 28 s; a window is cut every seven or eight seconds.
 LONG_FROM_ANCHOR = int(18 * POSITIONS_PER_SECOND)
 # Positions that are encoded in one piece when an utterance is rebuilt. Live streams wait for one piece at most.
 REBUILT_AT_ONCE = int(2 * POSITIONS_PER_SECOND)
@@ -306,7 +306,7 @@ class _Utterance:
 
 @dataclass(frozen=True, slots=True)
 class _RestoredState:
-    """A saved utterance whose audio has not been encoded again yet. Fields as in `_Utterance`."""
+    """A saved utterance whose audio has not been encoded again yet. Fields as in `_Utterance`, except `audio`."""
 
     anchor: int
     audio_until: int
@@ -381,7 +381,7 @@ class BlockEncoder:
         restored = self._restored.get(slot)
         if restored is None:
             return
-        # Until it is complete, only this iterator knows the utterance: another one begins at the anchor again.
+        # The utterance is stored when it is complete. An iterator that is abandoned before changes nothing.
         utterance = self._start(restored.anchor)
         for start in range(restored.anchor, restored.audio_until, REBUILT_AT_ONCE):
             end = min(start + REBUILT_AT_ONCE, restored.audio_until)

@@ -1,12 +1,13 @@
 """Encodes and decodes the windows of many streams, on a CPU (`HostWindows`) or a device (`DeviceWindows`).
 
-`WindowedRunner` (`runner.py`) uses one of them. The runner knows streams, text and plans; these classes turn audio into
-encoder output, and rows into tokens. They own the audio of all streams, the encoders with their state, and the decoder.
+`WindowedRunner` (`runner.py`) uses one of them. To *read* a window is to encode its audio and to decode its text. The
+runner knows streams, text and plans. These classes own the audio of all streams, the encoders with their state, and the
+decoder, whose batches have one row (`Row`) per window.
 
-On a CPU streams are read in parallel, each thread with one stream at a time: threads with separate streams do not
-hinder each other as threads within one matrix product do. One window keeps a core busy, needs no padding, and its text
-cannot depend on other streams. On a device streams are read in batches; `plan_windows` computes how many streams, and
-how large a batch, fit into its memory.
+On a CPU windows are read in parallel, one at a time by each thread: threads with separate windows do not hinder each
+other as threads within one matrix product do. One window keeps a core busy, needs no padding, and its text cannot
+depend on other streams. On a device windows are read in batches. `plan_windows` computes how many streams, and how
+large a batch, fit into its memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class Windows(Protocol):
     """Audio of all streams, their encoders, and the decoder. Streams are identified by slot."""
 
     device: torch.device
-    # Uploads are read in batches: new ones wait until the batch before is done.
+    # Whether uploads are read in batches: then new ones wait until the batch before is done.
     batches_uploads: bool
 
     def write(self, tasks: Sequence[EncodeTask]) -> None:
@@ -62,10 +63,10 @@ class Windows(Protocol):
         """Encode; returns the encoded audio by slot. Yields after each piece of work. The caller may remove slots from
         `wanted` meanwhile: these are left out."""
 
-    def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
+    def passes(self, rows: Sequence[Row], encoded_audio: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
         """Decode the rows, yielding after each pass. With `live` nothing else may be decoded in between."""
 
-    def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
+    def judge(self, encoded_audio: Sequence[EncodedAudio]) -> list[Judgement]:
         """Detect language and speech in the encoded audio before it is decoded."""
 
     def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
@@ -110,30 +111,30 @@ class HostWindows:
         self._model = model
         self._encoder_threads = encoder_threads
         self.slab = AudioSlab(cache_embeds)
-        self._encoder, self._file_encoder = stream_encoder, file_encoder
+        self._encoder, self._upload_encoder = stream_encoder, file_encoder
         self.decoder = GreedyDecoder(model, decode=decode)
         self._threads = threads
         self._helpers = ThreadPoolExecutor(threads - 1, "read", _number_thread, (count(1),)) if threads > 1 else None
         self.write, self.audio, self.is_broken = self.slab.write, self.slab.audio, self.slab.is_broken
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
-        return self._encoder if live else self._file_encoder
+        return self._encoder if live else self._upload_encoder
 
     def encode(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
     ) -> Generator[None, None, dict[int, EncodedAudio]]:
-        sounds: dict[int, EncodedAudio] = {}
+        encoded_audio: dict[int, EncodedAudio] = {}
         for task in tasks:
             if task.slot not in wanted:
                 continue
             if live:
-                sounds[task.slot] = self._encoder.encode(task, self.audio(task))
+                encoded_audio[task.slot] = self._encoder.encode(task, self.audio(task))
             else:
-                sounds[task.slot] = yield from self._on_encoder_threads(
-                    self._file_encoder.encode_in_pieces(task, self.audio(task))
+                encoded_audio[task.slot] = yield from self._on_encoder_threads(
+                    self._upload_encoder.encode_in_pieces(task, self.audio(task))
                 )
             yield
-        return sounds
+        return encoded_audio
 
     def _on_encoder_threads(self, work: Generator[None, None, Result]) -> Generator[None, None, Result]:
         """Run a generator, each piece of it on the encoder's threads."""
@@ -151,11 +152,11 @@ class HostWindows:
                     compute_on_threads(1)
             yield
 
-    def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
-        return self.decoder.passes(list(rows), Encoded.stack([sound.encoded for sound in sounds]))
+    def passes(self, rows: Sequence[Row], encoded_audio: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
+        return self.decoder.passes(list(rows), Encoded.stack([window.encoded for window in encoded_audio]))
 
-    def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
-        return judge(self._model, Encoded.stack([sound.encoded for sound in sounds]))
+    def judge(self, encoded_audio: Sequence[EncodedAudio]) -> list[Judgement]:
+        return judge(self._model, Encoded.stack([window.encoded for window in encoded_audio]))
 
     def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         """Each free thread reads one stream at a time. Streams are not batched, because a matrix product of many rows
@@ -235,15 +236,15 @@ def _number_thread(numbers: Iterator[int]) -> None:
 MAX_ROWS = 128
 # Most frames encoded at once: enough to keep a large device busy.
 MAX_FRAMES_AT_ONCE = 24_000
-# Most tokens of known text read in one pass, over all rows of a batch. Each such pass costs as many kernel launches as
-# one new token per row.
+# Most tokens of known text that the decoder takes in one pass, over all rows of a batch. Such a pass costs as many
+# kernel launches as a pass that decodes one new token of each row.
 MAX_TOKENS_AT_ONCE = 8_192
-# Default for the number of streams: what the host can schedule, not what fits into memory.
+# Upper bound of the default number of streams: what the host can schedule. Less may fit into memory.
 MAX_STREAMS = 1024
 # Memory for libraries, CUDA graphs and fragmentation.
 FIXED_BYTES = GIB
-# Batch rows per longest live window of a step. The scheduler counts a step's windows as if all had the longest length;
-# most are much shorter, so a step has more of them than `windows_per_step`.
+# The scheduler plans a step as if every window had the longest length. Most are much shorter, so a step that is planned
+# for N longest windows may have up to this many times N windows, one batch row each.
 ROWS_PER_WHOLE_WINDOW = 4
 
 
@@ -327,10 +328,11 @@ def plan_windows(
 
 # Windows on a device: live streams are encoded and decoded in batches.
 #
-# Audio stays on the device, one row per position, so a step uploads only row numbers and new audio. Windows are sorted
-# by length, so that those encoded together need little padding; masks keep the rows independent. Each token of a batch
-# costs one launch, one upload and one copy back (`recorded_decoder.py`). Uploads are decoded in buffers of their own
-# and without recorded graphs, because live windows may be decoded between two of their passes.
+# Audio stays on the device, one row of the `AudioSlab` per position, so a step copies only row numbers and new audio to
+# it. Windows are sorted by length, so that those encoded together need little padding; masks keep the rows of a batch
+# independent. Each token of a batch costs one launch, one upload and one copy back (`recorded_decoder.py`). Uploads are
+# decoded in buffers of their own and without recorded graphs, because live windows may be decoded between two of their
+# passes.
 
 
 class DeviceWindows:
@@ -356,34 +358,34 @@ class DeviceWindows:
         self._longest = longest
         self.slab = AudioSlab(cache_embeds, device)
         self._encoder = WindowEncoder(model, pieces, policy, device)
-        self._file_encoder = WindowEncoder(model, pieces, policy, device)
+        self._upload_encoder = WindowEncoder(model, pieces, policy, device)
         self.decoder = _RecordedDecoder(model, memory, model.frames_of(longest), device, dtype)
         self.write, self.audio, self.is_broken = self.slab.write, self.slab.audio, self.slab.is_broken
 
     def stream_encoder(self, live: bool) -> StreamEncoder:
-        return self._encoder if live else self._file_encoder
+        return self._encoder if live else self._upload_encoder
 
     def encode(
         self, tasks: Sequence[DecodeTask], live: bool, wanted: Set[int]
     ) -> Generator[None, None, dict[int, EncodedAudio]]:
-        sounds: dict[int, EncodedAudio] = {}
-        stream_encoder = self._encoder if live else self._file_encoder
+        encoded_audio: dict[int, EncodedAudio] = {}
+        stream_encoder = self._encoder if live else self._upload_encoder
         for batch in self._batches(tasks):
             present = [task for task in batch if task.slot in wanted]
             if present:
                 encoded = stream_encoder.encode_batch(present, self.slab)
-                sounds |= {task.slot: sound for task, sound in zip(present, encoded, strict=True)}
+                encoded_audio |= {task.slot: window for task, window in zip(present, encoded, strict=True)}
                 yield
-        return sounds
+        return encoded_audio
 
-    def passes(self, rows: Sequence[Row], sounds: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
-        batches = _encoded_batches(sounds)
+    def passes(self, rows: Sequence[Row], encoded_audio: Sequence[EncodedAudio], live: bool) -> Iterator[None]:
+        batches = _encoded_batches(encoded_audio)
         if live:
             return self.decoder.recorded_passes(list(rows), batches)
         return self.decoder.passes(list(rows), Encoded.stack(batches))
 
-    def judge(self, sounds: Sequence[EncodedAudio]) -> list[Judgement]:
-        return judge(self._model, Encoded.stack(_encoded_batches(sounds)))
+    def judge(self, encoded_audio: Sequence[EncodedAudio]) -> list[Judgement]:
+        return judge(self._model, Encoded.stack(_encoded_batches(encoded_audio)))
 
     def run_in_parts(self, tasks: Sequence[DecodeTask], read: Callable[[Sequence[DecodeTask]], Results]) -> Results:
         in_order = sorted(tasks, key=lambda task: len(task.rows))
@@ -464,11 +466,11 @@ class _RecordedDecoder(GreedyDecoder):
         )
 
 
-def _encoded_batches(sounds: Sequence[EncodedAudio]) -> list[Encoded]:
+def _encoded_batches(encoded_audio: Sequence[EncodedAudio]) -> list[Encoded]:
     """The batches in which this audio was encoded, without the rows of other audio."""
     rows: dict[int, list[int]] = {}
     batches: dict[int, Encoded] = {}
-    for sound in sounds:
-        batches[id(sound.encoded)] = sound.encoded
-        rows.setdefault(id(sound.encoded), []).append(sound.row)
+    for window in encoded_audio:
+        batches[id(window.encoded)] = window.encoded
+        rows.setdefault(id(window.encoded), []).append(window.row)
     return [batches[batch].select(batch_rows) for batch, batch_rows in rows.items()]
