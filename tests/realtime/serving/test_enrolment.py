@@ -31,7 +31,7 @@ def labels_of(turns: Sequence[tuple[int, int]], option: str) -> Labels:
     tracks = loop_tracks(embeddings)
     tracks.open("s", {SPEAKERS: option}, live=False)
     tracks.add_audio("s", [Item(0, 1, 0, b"k", audio, samples=len(audio))])
-    tracks.judge(*heard(Speech("s", 0, FRAME_SAMPLES, probabilities)))
+    tracks.add_frames(*heard(Speech("s", 0, FRAME_SAMPLES, probabilities)))
     embeddings.compute()
     outputs: list[Output] = [Closed("s", len(audio))]
     tracks.add_labels(outputs)
