@@ -39,7 +39,7 @@ def total_memory(system: Path = Path("/")) -> int | None:
 
 
 def memory_to_plan_with(share_of: int, system: Path = Path("/")) -> int:
-    """Bytes of which an engine gives a part to parked streams; 0 if the system does not report its memory.
+    """Host memory in bytes; an engine gives a part of it to parked streams. 0 if the system does not report it.
 
     An engine alone on its device plans with the free memory. Engines that share a device start one after the other, so
     the free memory shrinks from one to the next, but they should plan with the same number, so that each can replace

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import TextIO
 
-# Layouts of text lines. The second has the process id, for processes of which several write to one terminal.
+# Layouts of text lines. The second has the process id, because several processes write to one terminal.
 PLAIN = "%(asctime)s %(levelname)s %(name)s: %(message)s"
 WITH_PROCESS = "%(asctime)s %(levelname)s %(name)s [%(process)d]: %(message)s"
 FORMATS = ("text", "json")

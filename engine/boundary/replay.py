@@ -295,7 +295,7 @@ class ReplayState(Protocol):
         """Record the state after all text so far."""
 
     def start_at(self, position: int, next_token_position: int) -> None:
-        """Begin with an adopted stream, of which no audio before `position` is kept."""
+        """Begin with an adopted stream. None of its audio before `position` is kept."""
 
     @property
     def can_replay(self) -> bool:

@@ -212,7 +212,7 @@ class SendQueue:
             size += add(self._live_commands.popleft())
         replayed = self._add_replays(add, max(1, BATCH_BYTES - size))
         if replayed:
-            # A batch of which nothing could be encoded is not sent, and its number is used again.
+            # If no command of a batch could be encoded, the batch is not sent, and its number is used again.
             self._replays[number] = self._replays.get(number, 0) + replayed
             self._replay_bytes += replayed
 

@@ -528,7 +528,7 @@ class EngineHost:
             pass
 
     def _abort(self, name: str) -> None:
-        """End a stream whose outputs nobody receives."""
+        """End a stream whose outputs no gateway receives."""
         self.hosted.forget(name)
         self._loop.submit([messages.Abort(name)], time.monotonic_ns())
 

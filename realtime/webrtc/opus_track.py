@@ -90,7 +90,7 @@ class JitterBuffer:
         yield from self.expired(now)
 
     def expired(self, now: float) -> Iterator[OrderedPacket]:
-        """The packets that have waited `WAIT_S` for a missing one, or of which too many wait, and those that follow."""
+        """The packets that have waited `WAIT_S` for a missing one, those beyond the bound, and those that follow."""
         while self._waiting and (
             len(self._waiting) > MAX_WAITING_PACKETS
             or now - min(arrival for _, arrival in self._waiting.values()) >= WAIT_S
