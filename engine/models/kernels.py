@@ -125,9 +125,10 @@ def _rotate_store_kernel(
         high = high * cos + low * sin
         low = rotated
     if tl.program_id(1) * TILE < QUERIES:
-        target = query + row * QUERIES * DIM + head[:, None] * DIM + half[None, :]
-        tl.store(target, low)
-        tl.store(target + DIM // 2, high)
+        # A variable of both branches must have one type in Triton, so the two addresses have two names.
+        rotated_query = query + row * QUERIES * DIM + head[:, None] * DIM + half[None, :]
+        tl.store(rotated_query, low)
+        tl.store(rotated_query + DIM // 2, high)
     else:
         # Values that are not finite make this step's logits not finite, too; they must not be stored in a page.
         low = tl.where(tl.abs(low) < float("inf"), low, 0.0)
@@ -147,9 +148,9 @@ def _rotate_store_kernel(
             wide = scale.to(tl.float32)[:, None]
             low = tl.clamp(low / wide, -FORMAT_MAX, FORMAT_MAX)
             high = tl.clamp(high / wide, -FORMAT_MAX, FORMAT_MAX)
-        target = data + line[:, None] * DIM + half[None, :]
-        tl.store(target, low.to(data.dtype.element_ty))
-        tl.store(target + DIM // 2, high.to(data.dtype.element_ty))
+        in_page = data + line[:, None] * DIM + half[None, :]
+        tl.store(in_page, low.to(data.dtype.element_ty))
+        tl.store(in_page + DIM // 2, high.to(data.dtype.element_ty))
 
 
 @triton.jit
