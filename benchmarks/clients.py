@@ -65,6 +65,8 @@ class Orders:
     # Whether sessions ask for speaker labels, and whether their turns end by `semantic_vad`.
     speakers: bool = False
     semantic: bool = False
+    # Added to the number of a session, which chooses its audio, where other processes of clients play too.
+    first_number: int = 0
     # For clients that send all of their audio: its seconds, and whether each client has its own part of the sound.
     seconds: float = 0.0
     own_parts: bool = True
@@ -242,10 +244,10 @@ class Track:
 @dataclass
 class Findings:
     """Of all sessions of a process. `lags` are pairs of seconds since counting began and the lag in milliseconds, of
-    words in speech, less the model's delay; words in pauses are counted. `finals` are lags of final texts."""
+    words in speech, less the model's delay; words in pauses are counted. `finals` are the same of final texts."""
 
     lags: list[tuple[float, float]] = field(default_factory=list)
-    finals: list[float] = field(default_factory=list)
+    finals: list[tuple[float, float]] = field(default_factory=list)
     in_pauses: int = 0
     appends: int = 0
     late_ms: list[float] = field(default_factory=list)
@@ -296,7 +298,7 @@ class LagClient(PacedClient):
             self._speech_ends[event["item_id"]] = (event["audio_end_ms"] - TURN_SILENCE_MS) / 1000
         elif kind == COMPLETED and event["transcript"] and event["item_id"] in self._speech_ends:
             lag_ms = self._lag_ms(self._speech_ends.pop(event["item_id"]), now)
-            self._findings.finals += [] if lag_ms is None else [lag_ms]
+            self._findings.finals += [] if lag_ms is None else [(self._moment(now), lag_ms)]
 
     def _pieces(self) -> Iterator[bytes]:
         orders = self._orders
@@ -319,10 +321,13 @@ class LagClient(PacedClient):
             return
         lag_ms = self._lag_ms(word["end"], came)
         if lag_ms is not None and self._is_in_speech(word["start"], word["end"]):
-            moment = came - self._schedule.counts_from
-            self._findings.lags.append((round(moment, 3), round(lag_ms - self._orders.delay_ms, 2)))
+            self._findings.lags.append((self._moment(came), round(lag_ms - self._orders.delay_ms, 2)))
         elif lag_ms is not None:
             self._findings.in_pauses += 1
+
+    def _moment(self, came: float) -> float:
+        """Seconds since counting began."""
+        return round(came - self._schedule.counts_from, 3)
 
     def _lag_ms(self, end_s: float, came: float) -> float | None:
         """The lag of what ends at `end_s`; None if it does not count."""
@@ -347,7 +352,7 @@ async def play_lags(orders: Orders, sound: Samples, schedule: Schedule) -> Findi
         await sleep_until(schedule.joins_at(number, orders.all_sessions))
         while time.monotonic() < schedule.counts_until:
             try:
-                return await LagClient(number, orders, schedule, sounds, findings).play()
+                return await LagClient(orders.first_number + number, orders, schedule, sounds, findings).play()
             except Refused:
                 findings.refusals += 1
                 await asyncio.sleep(ASK_AGAIN_S)

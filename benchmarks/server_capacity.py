@@ -18,13 +18,17 @@ of the queries of the server the latest stream has at most 1.5 s of audio withou
 model: that measures the cost of gateways.
 
 Several loads share one start: SESSIONS[:RATE[:APPEND_MS[:SILENT_SHARE]]].
+
+--join-later N: halfway through the counted time, N more sessions join within five seconds. --drain N: N more sessions
+are on a second engine of the same device, which is drained halfway. Both compare the lags of the first sessions before
+and after that moment, and tell those of the N.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +42,9 @@ from benchmarks.sounds import SAMPLE_RATE, speech, speech_probabilities, utteran
 
 SETTLE_S = 3.0
 ASK_EVERY_S = 0.5
+# Seconds in which sessions join later, for which sessions speak before their engine is drained, and in which an engine
+# starts beside another.
+LATER_JOIN_S, DRAINED_AFTER_S, SECOND_START_S = 5.0, 30.0, 75.0
 # A lag that grows by more than this in a minute counts as growing.
 MAX_GROWTH_MS_PER_MIN = 100.0
 # A model that answers every frame is held to the lag of its words (99th percentile), less its own delay; one that reads
@@ -81,7 +88,7 @@ def spans_of_speech(audio: Path | None, everywhere: bool) -> list[tuple[float, f
 
 
 def measure(server: Server, load: Load, options: argparse.Namespace, spans: list[tuple[float, float]]) -> Result:
-    windowed = is_windowed(options)
+    windowed, later = is_windowed(options), options.join_later or options.drain
     orders = {
         "url": server.url,
         "recording": options.audio,
@@ -94,19 +101,63 @@ def measure(server: Server, load: Load, options: argparse.Namespace, spans: list
         "semantic": options.semantic,
         "speech": spans,
     }
-    with ClientProcesses(play_lags, load.sessions, options.clients, **orders) as clients:
+    with (
+        ClientProcesses(play_lags, load.sessions, options.clients, **orders) as clients,
+        ClientProcesses(play_lags, later, options.clients, **orders, first_number=load.sessions) as others,
+    ):
         begins, join_s = time.monotonic() + 0.5, load.sessions / options.joins_per_second
-        counts_from = begins + join_s + (0.5 if options.small else SETTLE_S)
+        settle_s = 0.5 if options.small else SETTLE_S
+        prepare_s = settle_s if not options.drain else 10.0 if options.small else SECOND_START_S + DRAINED_AFTER_S
+        counts_from = begins + join_s + prepare_s
         schedule = Schedule(begins, join_s, counts_from, counts_from + options.seconds)
+        middle = counts_from + options.seconds / 2
         clients.begin(schedule)
-        time.sleep(max(0.0, schedule.counts_from - time.monotonic()))
+        if options.join_later:
+            others.begin(replace(schedule, begins=middle, join_s=LATER_JOIN_S, counts_from=middle + LATER_JOIN_S))
+        elif options.drain:
+            sleep_until(begins + join_s)
+            server.start_second_engine(options, options.drain)
+            others.begin(replace(schedule, begins=time.monotonic(), join_s=options.drain / options.joins_per_second))
+        sleep_until(counts_from)
         before = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
-        capacities = watch(server, schedule.counts_until)
+        capacities = watch(server, middle)
+        if options.drain:
+            print("engines before the drain:", [engine["streams"] for engine in server.capacity()["engines"]])
+            server.drain_second_engine()
+        capacities += watch(server, schedule.counts_until)
         after = {**server.cpu_seconds(), "clients": clients.cpu_seconds()}
         findings = clients.findings()
         cores = {name: (after[name] - before.get(name, 0.0)) / options.seconds for name in after}
-    server.check()
-    return summary(load, options.seconds, findings, cores, capacities)
+        figures = summary(load, options.seconds, findings, cores, capacities)
+        if later:
+            figures |= before_and_after(findings, options.seconds / 2) | of_later(others.findings())
+    if not options.drain:
+        server.check()
+    return figures
+
+
+def sleep_until(moment: float) -> None:
+    time.sleep(max(0.0, moment - time.monotonic()))
+
+
+def before_and_after(findings: list[Findings], middle: float) -> Result:
+    """Lags of words and final texts before and after `middle`, in seconds since counting began."""
+    figures: Result = {}
+    for name, is_part in (("before", lambda moment: moment < middle), ("after", lambda moment: moment >= middle)):
+        lags = [lag for found in findings for moment, lag in found.lags if is_part(moment)]
+        finals = [lag for found in findings for moment, lag in found.finals if is_part(moment)]
+        figures |= percentiles(f"{name}_lag", lags, 50, 99, 100) | percentiles(f"{name}_final", finals, 50, 95)
+    return figures
+
+
+def of_later(findings: list[Findings]) -> Result:
+    """Figures of the sessions that joined later or were drained."""
+    lags = [lag for found in findings for _, lag in found.lags]
+    return {
+        "later_connected": sum(found.connected for found in findings),
+        "later_failures": [text for found in findings for text in found.failures][:20],
+        **percentiles("later_lag", lags, 50, 99, 100),
+    }
 
 
 def is_windowed(options: argparse.Namespace) -> bool:
@@ -120,7 +171,7 @@ def watch(server: Server, until: float) -> list[tuple[int, float]]:
         capacity = server.capacity()
         behind = max((engine["lag_ms"] for engine in capacity["engines"]), default=0)
         told.append((capacity["streams_that_hold"], behind))
-        time.sleep(max(0.0, min(ASK_EVERY_S, until - time.monotonic())))
+        sleep_until(min(time.monotonic() + ASK_EVERY_S, until))
     return told
 
 
@@ -136,7 +187,7 @@ def summary(
     lags = [lag for _, lag in pairs]
     moments = [moment for moment, _ in pairs]
     grows = len(pairs) > 1 and np.ptp(moments) > 0
-    finals = [value for found in findings for value in found.finals]
+    finals = [lag for found in findings for _, lag in found.finals]
     appends = sum(found.appends for found in findings)
     gateways = sorted((used for name, used in cores.items() if name.startswith("gateway")), reverse=True)
     each_us = 1e6 * seconds / max(1, appends)
@@ -198,6 +249,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--sessions", nargs="+", default=["600"], metavar="LOAD", help="see above")
     parser.add_argument("--seconds", type=float, default=60.0, help="seconds that are counted, for each load")
+    parser.add_argument("--join-later", type=int, default=0, metavar="N", help="sessions that join halfway")
+    parser.add_argument("--drain", type=int, default=0, metavar="N", help="sessions whose engine is drained halfway")
     parser.add_argument("--speakers", action="store_true", help="sessions ask for speaker labels")
     parser.add_argument("--semantic", action="store_true", help="turns end by semantic_vad, with the turn detector")
     add_server_options(parser)

@@ -108,20 +108,23 @@ class Child:
 
 class Server:
     """An engine and `tickertape serve` by the options, ready when the constructor returns; a context manager that stops
-    them. With `counts_streams_only` as many sessions are admitted as the engine has room for, whatever its load."""
+    them. With `counts_streams_only` as many sessions are admitted as the engine has room for, whatever its load. A
+    second engine can be started later, and drained."""
 
     def __init__(self, options: argparse.Namespace, counts_streams_only: bool) -> None:
         # SIGTERM raises here, so that a stopped benchmark leaves its `with` blocks and ends the processes.
         self._on_term = signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped by SIGTERM"))
         self._folder = tempfile.TemporaryDirectory(prefix="server-")
         self._children: list[Child] = []
-        address, place = f"ipc://{self._folder.name}/engine", f"127.0.0.1:{free_port()}"
+        self._addresses = [f"ipc://{self._folder.name}/{name}" for name in ("engine", "second-engine")]
+        place = f"127.0.0.1:{free_port()}"
         self._origin, self.url = f"http://{place}", f"ws://{place}/v1/realtime"
-        serve = ["realtime.cli", "serve", "--engine", address, "--port", place.rpartition(":")[2]]
+        serve = ["realtime.cli", "serve", "--engine", ",".join(self._addresses), "--port", place.rpartition(":")[2]]
         serve += ["--workers", str(options.workers)] if options.workers else []
         serve += ["--limits.max-load", "0"] if counts_streams_only else []
         try:
-            self.engine = self._start("engine", [*engine_command(options), "--listen", address])
+            command = engine_command(options, options.max_streams)
+            self.engine = self._start("engine", [*command, "--listen", self._addresses[0]])
             self.gateway = self._start("gateway", serve)
             wait_until_ready(self._origin, *self._children)
         except BaseException:
@@ -133,6 +136,21 @@ class Server:
 
     def __exit__(self, *_: object) -> None:
         self.stop()
+
+    def start_second_engine(self, options: argparse.Namespace, streams: int) -> None:
+        """Start an engine with room for these streams, and wait until the gateway uses it."""
+        command = engine_command(options, streams, drains=True)
+        self.second_engine = self._start("second engine", [*command, "--listen", self._addresses[1]])
+        deadline = time.monotonic() + READY_S
+        while len(self.capacity()["engines"]) < 2:
+            self.second_engine.check()
+            if time.monotonic() > deadline:
+                raise RunFailed(f"the second engine was not ready within {READY_S:.0f} s")
+            time.sleep(0.1)
+
+    def drain_second_engine(self) -> None:
+        """Let its sessions move to the first engine."""
+        os.kill(self.second_engine.pid, signal.SIGTERM)
 
     def _start(self, name: str, command: list[str]) -> Child:
         self._children.append(Child(name, [sys.executable, "-m", *command], Path(self._folder.name) / f"{name}.log"))
@@ -172,12 +190,13 @@ class Server:
         signal.signal(signal.SIGTERM, self._on_term)
 
 
-def engine_command(options: argparse.Namespace) -> list[str]:
-    room = [] if options.max_streams is None else [str(options.max_streams)]
+def engine_command(options: argparse.Namespace, streams: int | None, drains: bool = False) -> list[str]:
+    """The command of an engine with room for these streams (None: for all that fit). `drains`: on SIGTERM."""
+    room = [] if streams is None else [str(streams)]
     if options.model:
         limit = ["--model.max-streams", *room] if room else []
         return ["realtime.cli", "engine", "--model", options.model, *limit]
-    command = ["benchmarks.engines", *(["--max-streams", *room] if room else [])]
+    command = ["benchmarks.engines", *(["engine"] if drains else []), *(["--max-streams", *room] if room else [])]
     if options.null:
         return command
     command += ["--whisper", options.whisper] if options.whisper else ["--voxtral", "--kv", options.kv]

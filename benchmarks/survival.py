@@ -156,6 +156,7 @@ async def measure_pauses(
             os.kill(pid, signal.SIGKILL)
             await until(lambda: pooled.link is not link, PATIENCE_S)  # noqa: B023
             killed += await waits(moment)
+            print(row(percentiles("killed_s", killed, 50, 100)), flush=True)
         await until(lambda: client.metrics().streams_recovered == sessions * kills, PATIENCE_S)
         metrics = client.metrics()
         for speaker in speakers:

@@ -41,8 +41,8 @@ ENGINE = re.compile(r"ipc://.+|inproc://.+|tcp://[^\s:/]+:([0-9]{1,5})|tcp://\[[
 DEVICE = re.compile(r"auto|cpu|cuda(?::(?:0|[1-9][0-9]{0,2}))?")
 # More processes would only compete for the processors.
 MOST_WORKERS = 64
-# Longer than the delay of any model between speech and its text.
-MIN_CUT_SILENCE_S = 3.0
+# Pauses inside sentences are shorter. A stream computes at least until its last word is complete in any case.
+MIN_CUT_SILENCE_S = 0.5
 # Largest share of the free host memory for parked streams.
 MAX_PARKED_SHARE = 0.9
 # The smallest values of settings for which 0 does not mean "no limit", and what would happen with less.
@@ -290,7 +290,7 @@ class ModelConfig:
     blank_guard: bool = True
     # Frame-synchronous models: after this many seconds of silence a stream skips the model until there is speech again;
     # 0: all silence is computed.
-    cut_silence_s: float = 3.0
+    cut_silence_s: float = 1.0
     # Frame-synchronous models on a GPU: streams whose silence is skipped are parked in host memory, so that more
     # sessions fit. The share of the memory free at the start that they may use; 0: they stay on the device.
     parked_share: float = 0.6
@@ -620,7 +620,7 @@ def _check_model(config: Config) -> None:
             raise ConfigError(f"model.engines: {shown(address)} {text}")
     if 0 < model.cut_silence_s < MIN_CUT_SILENCE_S:
         raise ConfigError(
-            f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: text may arrive that long after speech"
+            f"model.cut_silence_s must be 0 or at least {MIN_CUT_SILENCE_S:g}: shorter pauses belong to the speech"
         )
     if not 0 <= model.parked_share <= MAX_PARKED_SHARE:
         raise ConfigError(f"model.parked_share must be 0 to {MAX_PARKED_SHARE:g}: the system needs memory, too")

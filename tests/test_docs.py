@@ -189,7 +189,7 @@ def is_printed(quoted: str, texts: list[str]) -> bool:
 
 
 def test_sentences_that_troubleshooting_quotes_are_those_of_the_code() -> None:
-    packages = ("realtime", "audio", "engine/client", "engine/boundary", "engine/weights")
+    packages = ("realtime", "audio", "engine/client", "engine/boundary", "engine/server", "engine/weights")
     modules = [path for package in packages for path in (ROOT / package).rglob("*.py")]
     texts = [text for path in modules for text in sentences_of(path)]
     texts += [path.read_text() for path in (ROOT / "realtime" / "web").glob("*.js")]

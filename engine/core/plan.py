@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 from engine.messages import Item, Saved
 
@@ -81,6 +81,26 @@ class MoveTask:
     slot: int
     # The stream's pages in each KV group, in ring order.
     pages: list[list[int]]
+
+
+class Moves(Protocol):
+    """How far the moves of earlier plans are. The runner copies pages while the device computes."""
+
+    def is_restored(self, slot: int) -> bool:
+        """Whether the pages of this slot have arrived on the device, so that the next plan can compute the stream."""
+
+    def parking_room(self) -> int:
+        """How many streams the next plan may park."""
+
+
+class InstantMoves:
+    """Moves that are over when the next plan is made."""
+
+    def is_restored(self, slot: int) -> bool:
+        return True
+
+    def parking_room(self) -> int:
+        return 1 << 20
 
 
 @dataclass(slots=True)

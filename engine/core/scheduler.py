@@ -14,9 +14,9 @@ the budgets allows; with none it waits for the next step. A windowed model reads
 all.
 
 Parking: with `Limits.resident_streams` there may be more streams than the device has pages for. Then a stream that has
-been silent for a while is *parked*: its pages go to host memory. When it has work it is brought back, one step before
-it is computed, in place of the stream that has been silent for longest. A stream with reserved pages on the device is
-*resident*.
+been silent for a while is *parked*: its pages go to host memory. When it has work it is brought back, in place of the
+stream that has been silent for longest, and computed when its pages have arrived (`Moves`). A stream with reserved
+pages on the device is *resident*.
 
 Recovery: a frame-synchronous stream whose engine was lost is opened with the tokens that are known. While its next
 positions repeat these tokens it is *rebuilding*. It is *recovering* until it has also caught up with its audio. Crash
@@ -32,7 +32,17 @@ from dataclasses import dataclass
 from operator import attrgetter
 
 from engine.core.caches import EncoderCache, PagePool
-from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, MoveTask, OpenTask, StepPlan
+from engine.core.plan import (
+    SILENCE_ROW,
+    DecodeResult,
+    DecodeTask,
+    EncodeTask,
+    InstantMoves,
+    Moves,
+    MoveTask,
+    OpenTask,
+    StepPlan,
+)
 from engine.core.stream import PRUNE_EVERY_POSITIONS, FlushMark, Stream
 from engine.errors import (
     AtCapacity,
@@ -79,7 +89,7 @@ class Limits:
     # How many of `max_streams` can have their pages on the device at a time; the others are silent and parked in host
     # memory. None: all of them.
     resident_streams: int | None = None
-    # Most streams parked, and most brought back, in one step.
+    # Most streams parked, and most brought back, in one step. At most twice as many are on their way back.
     moves: int = 4
 
 
@@ -391,8 +401,12 @@ class Scheduler:
         self._parks = limits.resident_streams is not None
         # Streams for which pages are kept free.
         self._kept_free = max(1, min(MAX_KEPT_FREE, (limits.resident_streams or 0) // KEPT_FREE_DIVISOR))
-        # With parking: streams with work that are not resident.
+        # With parking: streams with work that are not resident, and those whose pages are being brought back.
         self._waiting_for_pages: list[Stream] = []
+        self._arriving: list[Stream] = []
+        # The engine loop sets this to the moves of its runner.
+        self.moves: Moves = InstantMoves()
+        self._parking_room = 0  # streams that the plan under way may still park
         # With parking: resident streams without work, the one that has been without for longest first.
         self._idle: dict[str, Stream] = {}
         self.parked = 0  # streams whose pages are in host memory
@@ -539,7 +553,7 @@ class Scheduler:
 
     def has_work(self) -> bool:
         """Whether a step would compute something, or open or close slots of the runner."""
-        if self.live or self.uploads_wait or self._opened or self._closed_slots:
+        if self.live or self.uploads_wait or self._opened or self._closed_slots or self._arriving:
             return True
         if not self._waiting_for_pages:
             return False
@@ -604,7 +618,8 @@ class Scheduler:
         self._step += 1
         plan = StepPlan(self._step, list(self._opened.values()), self._closed_slots)
         self._opened, self._closed_slots = {}, []
-        arriving = self._move_streams(plan) if self._parks else []
+        if self._parks:
+            self._move_streams(plan)
         set_aside = self._set_suspects_aside() if self.suspects else []
         limits = self.limits
         planner = Planner(
@@ -634,7 +649,7 @@ class Scheduler:
             planner.add_again(self._unfinished)
             self._unfinished = []
             self.uploads = planner.add_all(self.uploads, upload_positions)
-        for stream in set_aside + arriving:
+        for stream in set_aside:
             (self.live if stream.live else self.uploads).append(stream)
         self._planned |= {task.slot: task for task in plan.decode}
         return plan
@@ -700,7 +715,7 @@ class Scheduler:
             rows = sum(len(entry) for entry in stream.cached.values())
             assert rows == stream.cached_rows <= self.spec.embeds_for(stream.live), "more rows than reserved for it"
             waiting = (self.live if stream.live else self.uploads).count(stream) if stream.resident else 0
-            waiting += self._waiting_for_pages.count(stream)
+            waiting += self._waiting_for_pages.count(stream) + self._arriving.count(stream)
             waiting += sum(task.slot == stream.slot for task in [*self._unfinished, *self._planned.values()])
             assert waiting == int(stream.queued), f"{stream.id} is queued {waiting} times"
 
@@ -808,16 +823,22 @@ class Scheduler:
         stream = next(iter(self._idle.values()), None)
         return stream if stream is not None and self._now - stream.waiting_since >= PARKED_AFTER_NS else None
 
-    def _move_streams(self, plan: StepPlan) -> list[Stream]:
-        """Bring streams with work back to the device, in `_waiting_order`, and park silent ones for them and for the
-        next ones. Returns the streams that are being brought back: they can be computed from the next plan on. A stream
-        that never had pages has nothing to copy and can be computed by this plan."""
-        arriving: list[Stream] = []
+    def _move_streams(self, plan: StepPlan) -> None:
+        """Queue the streams whose pages have arrived. Bring streams with work back to the device, in `_waiting_order`,
+        and park silent ones for them and for the next ones. A stream that never had pages has nothing to copy and can
+        be computed by this plan."""
+        still_arriving: list[Stream] = []
+        for stream in self._arriving:
+            queue = self.live if stream.live else self.uploads
+            (queue if self.moves.is_restored(stream.slot) else still_arriving).append(stream)
+        self._arriving = still_arriving
+        self._parking_room = min(self.limits.moves, self.moves.parking_room())
         waiting: list[Stream] = []
         queue = self._waiting_for_pages
         for stream in sorted(queue, key=_waiting_order) if len(queue) > 1 else queue:
             kept_free = 0 if stream.live else self._kept_free
-            if len(plan.restored) == self.limits.moves or not self._make_room(plan, kept_free):
+            is_full = len(plan.restored) == self.limits.moves or len(self._arriving) == 2 * self.limits.moves
+            if is_full or not self._make_room(plan, kept_free):
                 waiting.append(stream)
                 continue
             self._reserve()
@@ -827,11 +848,10 @@ class Scheduler:
             else:
                 self.parked -= 1
                 plan.restored.append(MoveTask(stream.slot, pages))
-                arriving.append(stream)
+                self._arriving.append(stream)
         self._waiting_for_pages = waiting
         # Keep pages free for the next streams.
         self._make_room(plan, self._kept_free - 1)
-        return arriving
 
     def _make_room(self, plan: StepPlan, kept_free: int) -> bool:
         """Park silent streams until pages for one more stream can be reserved, with pages for `kept_free` others left.
@@ -842,8 +862,8 @@ class Scheduler:
 
     def _park_one(self, plan: StepPlan) -> bool:
         """Park the stream that has been silent for longest; False if it has not been silent for long enough, or if the
-        plan parks `Limits.moves` streams already."""
-        stream = self._next_to_park() if len(plan.parked) < self.limits.moves else None
+        plan can park no more."""
+        stream = self._next_to_park() if len(plan.parked) < self._parking_room else None
         if stream is None:
             return False
         del self._idle[stream.id]
@@ -930,8 +950,8 @@ class Scheduler:
         self._reserved_rows -= self.spec.embeds_for(stream.live)
         self._free_slots.append(stream.slot)
         if stream.queued:
-            queue = self._waiting_for_pages if not stream.resident else self.live if stream.live else self.uploads
-            queue[:] = [other for other in queue if other is not stream]
+            for queue in (self.live if stream.live else self.uploads, self._waiting_for_pages, self._arriving):
+                queue[:] = [other for other in queue if other is not stream]
             self._unfinished = [task for task in self._unfinished if task.slot != stream.slot]
             self._planned.pop(stream.slot, None)
         # The runner does not know a stream that closes before its first plan.

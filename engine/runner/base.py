@@ -17,7 +17,7 @@ from typing import Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.core.plan import DecodeResult, StepPlan, TimedToken
+from engine.core.plan import DecodeResult, InstantMoves, Moves, StepPlan, TimedToken
 from engine.messages import Open, Saved, Speech
 from engine.spec import ModelSpec, Vocabulary
 
@@ -110,6 +110,8 @@ class Runner(ABC):
     blank_guard_activations = 0
     # The second pass for finals; None if the model has none.
     reviser: Reviser | None = None
+    # How far the copies of parked streams are.
+    moves: Moves = InstantMoves()
 
     @abstractmethod
     def check_open(self, message: Open) -> None:

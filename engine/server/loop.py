@@ -154,6 +154,7 @@ class EngineLoop:
         turn_detector: TurnDetector | None = None,
     ) -> None:
         self.scheduler = scheduler
+        scheduler.moves = runner.moves
         self.runner = runner
         self.meter = StepMeter(scheduler.spec, clock)
         self.launched: deque[LaunchedStep] = deque()

@@ -12,12 +12,15 @@ parts are estimated by least squares over the last steps; the weight of a step d
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from engine.core.plan import StepPlan
 from engine.core.scheduler import Scheduler
 from engine.spec import ModelSpec
+
+logger = logging.getLogger(__name__)
 
 # Steps needed for a measurement.
 ENOUGH_STEPS = 8
@@ -108,6 +111,10 @@ class StepTimes:
     live_ns: float = 0.0
     live_speech_ns: float = 0.0
 
+    @property
+    def ns(self) -> int:
+        return self.speech_ns + self.plan_ns + self.execute_ns + self.commit_ns
+
 
 @dataclass(slots=True)
 class StepTotals:
@@ -135,6 +142,10 @@ class StepTotals:
         return self.speech_ns + self.plan_ns + self.execute_ns + self.commit_ns
 
 
+# A step of a frame-synchronous model that takes longer is logged, at most once in the second time.
+SLOW_STEP_NS, LOG_EVERY_NS = 500_000_000, 10_000_000_000
+
+
 class StepMeter:
     """Measures one step at a time, between `begin` and `end`. `lap` gives the time of a part, `account` records the
     time of a plan, `end` adds the step to the totals."""
@@ -147,6 +158,9 @@ class StepMeter:
         self.position_cost = StepCost()
         self._position_ns = spec.samples_per_position * 1e9 / spec.sample_rate
         self._clock = clock
+        # Steps of windowed models may be long.
+        self._logs_slow_steps = not spec.rereads_window
+        self._slow_steps, self._logged_at = 0, -LOG_EVERY_NS
         # Time of the end of the last lap, and of the last commit.
         self.mark = 0
         self._committed_at = 0
@@ -184,6 +198,23 @@ class StepMeter:
         self.times.live_speech_ns = self.times.speech_ns * live_detection_share
         self.times.live_ns += self.times.live_speech_ns
         self.totals.add(self.times)
+        if self._logs_slow_steps and self.times.ns >= SLOW_STEP_NS:
+            self._log_slow_step(self.times)
+
+    def _log_slow_step(self, times: StepTimes) -> None:
+        """All streams wait for a step, so the log must say which part of it was slow."""
+        self._slow_steps += 1
+        if self.mark - self._logged_at < LOG_EVERY_NS:
+            return
+        self._logged_at = self.mark
+        logger.warning(
+            "a step took %.2f s: speech detection %.2f, planning %.2f, launch and device %.2f, commit %.2f; "
+            "%d streams, %d positions; %d slow steps so far",
+            *(ns / 1e9 for ns in (times.ns, times.speech_ns, times.plan_ns, times.execute_ns, times.commit_ns)),
+            times.streams,
+            times.positions,
+            self._slow_steps,
+        )
 
 
 def _live_part(plan: StepPlan, read: int) -> float:

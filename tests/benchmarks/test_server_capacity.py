@@ -37,10 +37,10 @@ def test_a_point_holds_by_its_lag_its_growth_and_its_sessions() -> None:
 
 def test_a_windowed_model_is_held_to_final_texts_and_to_what_its_engine_has_read() -> None:
     steady = [(index / 10, 1700.0) for index in range(100)]
-    assert holds(result(steady, 900.0, finals=[700.0] * 20), windowed=True)
+    assert holds(result(steady, 900.0, finals=[(0.0, 700.0)] * 20), windowed=True)
     assert not holds(result(steady, 900.0), windowed=True), "no text was ever final"
-    assert not holds(result(steady, 900.0, finals=[700.0] * 18 + [1600.0] * 2), windowed=True)
-    assert not holds(result(steady, 1600.0, finals=[700.0] * 20), windowed=True)
+    assert not holds(result(steady, 900.0, finals=[(0.0, 700.0)] * 18 + [(0.0, 1600.0)] * 2), windowed=True)
+    assert not holds(result(steady, 1600.0, finals=[(0.0, 700.0)] * 20), windowed=True)
     assert result(steady)["said_to_hold"] == 7
 
 
@@ -138,4 +138,4 @@ def test_a_final_text_is_late_from_the_end_of_speech_on() -> None:
     for event in events:
         client.take(event, now=102.5)
     # Speech ended half a second before the turn did, at 1.6 s, in the append that was sent at 101.52.
-    assert findings.finals == [pytest.approx(980.0)]
+    assert findings.finals == [(2.5, pytest.approx(980.0))]

@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine.core.plan import MoveTask
+from engine.core.plan import Moves, MoveTask
 from engine.core.scheduler import MAX_KEPT_FREE
 from engine.host_memory import available_memory
 from engine.models.layers import Heads, KvPages, Span, rotary_angles
@@ -351,11 +351,12 @@ def _activation_bytes(config: VoxtralConfig, dtype: torch.dtype, spec: ModelSpec
 # Parking: the pages of silent streams in host memory.
 #
 # A stream's pages are gathered on the device into one buffer, which is copied to the host while the device computes. On
-# the way back the copy starts one step before the stream is computed, and its pages are written when that step is
-# launched. All copies are ordered by CUDA streams and events, so the engine's thread never waits for a copy.
+# the way back a copy fills another buffer, and the pages are written when it is complete; the scheduler asks for that
+# before it plans the stream. Copies run in CUDA streams of their own. Neither the engine's thread nor the streams that
+# the device computes wait for one.
 
-# Most streams that are parked, and most that are restored, in one step. Parking needs one buffer on the device for
-# each, restoring two.
+# Most streams that are parked, and most that begin to be restored, in one step. Parking has one buffer on the device
+# for each, restoring two.
 MOVES = 4
 # Host buffers needed beyond one per parked stream. Streams are parked early to keep pages free, for MAX_KEPT_FREE live
 # streams and one upload. And a step parks up to MOVES streams before it frees the buffers of those that it restores.
@@ -415,10 +416,14 @@ def _pin(memory: Tensor) -> None:
 
 @dataclass(slots=True)
 class _Transfer:
-    """A device buffer of the size of one stream, and the event after which it can be used again."""
+    """A device buffer of the size of one stream, and the event after which its copy is complete."""
 
     buffer: Tensor
     done: torch.cuda.Event | None = None
+
+    @property
+    def is_complete(self) -> bool:
+        return self.done is None or bool(self.done.query())  # type: ignore[no-untyped-call]
 
 
 @dataclass(slots=True)
@@ -429,7 +434,7 @@ class _Parked:
     arrived: torch.cuda.Event | None
 
 
-class ParkedPages:
+class ParkedPages(Moves):
     """Moves the pages of streams to host memory and back. `moves`: most streams in one step, each way."""
 
     def __init__(self, stacks: Sequence[KvPages], host: ParkingBuffers, moves: int) -> None:
@@ -438,13 +443,13 @@ class ParkedPages:
         self._host = host
         self._free = list(host.buffers)
         self._parked: dict[int, _Parked] = {}
-        # Pages to write at the next launch, by slot: the device buffer with their contents, and their page numbers.
+        # Streams that are being restored, by slot: the device buffer for their pages, and their page numbers.
         self._arriving: dict[int, tuple[_Transfer, list[list[int]]]] = {}
         size = host.buffers[0].numel()
         cuda = self._device.type == "cuda"
         self._park_stream = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
         self._restore_stream = torch.cuda.Stream(self._device) if cuda else None  # type: ignore[no-untyped-call]
-        # Device buffers. Twice as many to restore: those of the last step are read while those of this step are filled.
+        # Device buffers: all that are for parking, the one used longest ago first, and the free ones for restoring.
         self._park_buffers = [
             _Transfer(torch.empty(size, dtype=torch.uint8, device=self._device)) for _ in range(moves)
         ]
@@ -453,19 +458,33 @@ class ParkedPages:
         ]
 
     def begin_step(self, closed: Sequence[int], parked: Sequence[MoveTask], restored: Sequence[MoveTask]) -> None:
-        """Free the buffers of closed streams, write the pages whose copies the last step has started, then start the
-        moves of this step."""
+        """Free the buffers of closed streams, then start the moves of this step."""
         for slot in closed:
-            self._arriving.pop(slot, None)
+            if (arriving := self._arriving.pop(slot, None)) is not None:
+                self._restore_buffers.append(arriving[0])
             if (parked_stream := self._parked.pop(slot, None)) is not None:
                 self._free.append(parked_stream.buffer)
-        for transfer, pages in self._arriving.values():
-            self._finish_restore(transfer, pages)
-        self._arriving.clear()
         for task in parked:
             self._start_park(task)
         for task in restored:
             self._start_restore(task)
+
+    @torch.inference_mode()
+    def is_restored(self, slot: int) -> bool:
+        """Whether the pages of a slot are on the device. If their copy is complete, they are written now."""
+        if slot not in self._arriving:
+            return True
+        transfer, pages = self._arriving[slot]
+        if not transfer.is_complete:
+            return False
+        del self._arriving[slot]
+        self._finish_restore(transfer, pages)
+        self._restore_buffers.append(transfer)
+        return True
+
+    def parking_room(self) -> int:
+        """How many streams the next step can park without waiting for the copies of those before."""
+        return sum(transfer.is_complete for transfer in self._park_buffers)
 
     def close(self) -> None:
         """Free the host memory. Waits for copies that are under way."""
@@ -502,7 +521,6 @@ class ParkedPages:
     def _start_restore(self, task: MoveTask) -> None:
         """Start to copy a parked stream into a device buffer."""
         transfer = self._restore_buffers.pop(0)
-        self._restore_buffers.append(transfer)
         parked = self._parked.pop(task.slot)
         size = sum(part.nbytes for _, _, part in self._parts(transfer.buffer, task.pages))
         if self._restore_stream is None:
@@ -522,14 +540,12 @@ class ParkedPages:
         self._arriving[task.slot] = transfer, task.pages
 
     def _finish_restore(self, transfer: _Transfer, pages: list[list[int]]) -> None:
-        """Write the pages of a stream that is about to be computed."""
-        compute = torch.cuda.current_stream(self._device) if self._restore_stream is not None else None
-        if compute is not None and transfer.done is not None:
-            compute.wait_event(transfer.done)
+        """Write the pages of a stream whose copy is complete."""
         for view, numbers, part in self._parts(transfer.buffer, pages):
             view.index_copy_(1, numbers, part)
-        if compute is not None:
-            transfer.done = compute.record_event()  # type: ignore[no-untyped-call]
+        if self._restore_stream is not None:
+            # The buffer must not be filled again before the device has read it.
+            transfer.done = torch.cuda.current_stream(self._device).record_event()  # type: ignore[no-untyped-call]
 
     def _parts(self, buffer: Tensor, pages: list[list[int]]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield each tensor of pages, the numbers of a stream's pages in it, and the part of a buffer for them."""

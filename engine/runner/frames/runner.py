@@ -30,7 +30,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, OpenTask, StepPlan
+from engine.core.plan import SILENCE_ROW, DecodeResult, DecodeTask, EncodeTask, InstantMoves, OpenTask, StepPlan
 from engine.host_memory import memory_to_plan_with
 from engine.messages import Open
 from engine.models.voxtral_realtime import (
@@ -545,6 +545,7 @@ class VoxtralRunner(Runner):
             for layout, pages, openings in zip(layouts, memory.group_pages, (1, MAX_DELAY_POSITIONS), strict=True)
         ]
         self._parked = ParkedPages([cache.pages for cache in self._caches], host, MOVES) if memory.parked else None
+        self.moves = self._parked or InstantMoves()
         self._state = SlotState(memory.streams, model.device)
         self._keywords = KeywordTrees(vocabulary)
         self._bias = BiasTables(memory.streams + 1, self._keywords.index, model.device)

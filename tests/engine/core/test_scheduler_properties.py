@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from dataclasses import replace
+from random import Random
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -223,7 +224,8 @@ class OverlapMachine(SchedulerMachine):
 
 
 class ParkingMachine(OverlapMachine):
-    """Five streams, and pages for two: what a stream has written is there whenever it is computed."""
+    """Five streams, and pages for two: what a stream has written is there whenever it is computed. Copies take until
+    chance completes them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -231,12 +233,24 @@ class ParkingMachine(OverlapMachine):
         pages = tuple(group.ring_pages * resident for group in spec.kv_groups)
         limits = Limits(5, spec.embeds_per_stream * 5, pages, 12, 7, resident_streams=resident, moves=2)
         self.engine = Scheduler(spec, limits, VOCABULARY)
-        # Owner of each page by group, pages in host memory by slot, and pages that come back with the next plan.
+        self.engine.moves = self
+        self.chance, self.room = Random(1), 0
+        # Owner of each page by group, pages in host memory by slot, and pages that are being copied back.
         self.device: list[dict[int, int]] = [{}, {}]
         self.host: dict[int, list[int]] = {}
         self.coming: dict[int, list[list[int]]] = {}
         self.patch = MonkeyPatch()
         self.patch.setattr(scheduler_module, "PARKED_AFTER_NS", -(1 << 62))
+
+    def is_restored(self, slot: int) -> bool:
+        if slot in self.coming and self.chance.random() < 0.5:
+            for owners, pages in zip(self.device, self.coming.pop(slot), strict=True):
+                owners.update(dict.fromkeys(pages, slot))
+        return slot not in self.coming
+
+    def parking_room(self) -> int:
+        self.room = self.chance.randint(0, 2)
+        return self.room
 
     def plan(self) -> None:
         super().plan()
@@ -244,10 +258,6 @@ class ParkingMachine(OverlapMachine):
         for slot in plan.closed:
             self.coming.pop(slot, None)
             self.host.pop(slot, None)
-        for slot, groups in self.coming.items():
-            for owners, pages in zip(self.device, groups, strict=True):
-                owners.update(dict.fromkeys(pages, slot))
-        self.coming = {}
         for task in plan.parked:
             for owners, pages in zip(self.device, task.pages, strict=True):
                 assert all(owners[page] == task.slot for page in pages), "another stream has written to its pages"
@@ -256,7 +266,7 @@ class ParkingMachine(OverlapMachine):
         for task in plan.restored:
             assert self.host.pop(task.slot) == [len(pages) for pages in task.pages]
             self.coming[task.slot] = task.pages
-        assert max(len(plan.parked), len(plan.restored)) <= 2
+        assert len(plan.parked) <= self.room and len(plan.restored) <= 2 and len(self.coming) <= 4
         assert len(self.host) <= 3 + 2, "more host memory than there is"
         for task in plan.decode:
             assert task.slot not in self.coming and task.slot not in self.host, "its pages are not on the device"

@@ -134,6 +134,18 @@ class TestPositions:
         assert fitting * 0.8 <= np.median(runner.backlog()[-40:]) <= fitting * 1.2
         assert sum(count > fitting * 1.2 for count in runner.backlog()) <= 300 / PROBE_EVERY
 
+    def test_a_slow_step_is_logged_by_part_and_not_every_time(self, caplog: pytest.LogCaptureFixture) -> None:
+        for step_ns, told in ((499_000_000, 0), (600_000_000, 3)):
+            caplog.clear()
+            loop = loop_of(Batching(Clock(), step_ns=step_ns, position_ns=0))
+            loop.submit([Open("live")], 0)
+            for position in range(40):
+                loop.submit([audio("live", position, 1, FRAMES)], position)
+                loop.step()
+            lines = [record.getMessage() for record in caplog.records if "a step took" in record.getMessage()]
+            assert len(lines) == told, "24 s of slow steps"
+        assert "launch and device 0.60" in lines[0] and "1 streams, 1 positions" in lines[0]
+
     def test_a_model_whose_positions_cost_more_gets_fewer(self) -> None:
         costs = (400_000, 1_000_000, 50_000_000)
         counts = [np.median(self.live_beside(35, 300, ns).backlog()[-40:]) for ns in costs]

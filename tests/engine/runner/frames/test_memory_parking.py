@@ -48,6 +48,7 @@ def tokens_of(
 ) -> tuple[dict[str, list[int]], int]:
     """Tokens of each stream after these turns of (stream, positions), seconds apart, and how many moves there were."""
     scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
+    scheduler.moves = runner.moves
     audio = {f"s{number}": speech_like(sum(count for _, count in turns), number) for number in range(STREAMS)}
     done, tokens = dict.fromkeys(audio, 0), {name: list[int]() for name in audio}
     for number, name in enumerate(audio):
@@ -104,6 +105,7 @@ def test_any_turns_of_any_streams(turns: list[tuple[int, int]], overlap: bool) -
 def test_closed_streams_leave_their_host_memory() -> None:
     runner = parking_runner(torch.float32, RESIDENT)
     scheduler = Scheduler(runner.spec, frames_limits(runner.memory), runner.vocabulary)
+    scheduler.moves = runner.moves
     audio = speech_like(4, 0)
     assert runner._parked is not None
     buffers = len(runner._parked._free)
