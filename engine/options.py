@@ -44,7 +44,7 @@ class EngineConfig:
     # Number of engines on the device; each uses an equal share of the memory.
     share_of: int = 1
     # Frame-synchronous models: seconds of silence to compute before the rest of it is skipped until speech; 0: never.
-    cut_silence_s: float = 1.0
+    cut_silence_s: float = 3.0
     # Frame-synchronous models on a GPU: host memory for streams whose silence is skipped, as a share of the memory that
     # is free at the start; 0: their keys and values stay on the device.
     parked_share: float = 0.6

@@ -290,7 +290,7 @@ class ModelConfig:
     blank_guard: bool = True
     # Frame-synchronous models: after this many seconds of silence a stream skips the model until there is speech again;
     # 0: all silence is computed.
-    cut_silence_s: float = 1.0
+    cut_silence_s: float = 3.0
     # Frame-synchronous models on a GPU: streams whose silence is skipped are parked in host memory, so that more
     # sessions fit. The share of the memory free at the start that they may use; 0: they stay on the device.
     parked_share: float = 0.6
