@@ -28,7 +28,7 @@ from engine.messages import Message
 from engine.spec import ModelSpec
 
 # Must be raised whenever an older peer could misread a message.
-WIRE_VERSION = 21
+WIRE_VERSION = 22
 
 Frames = Sequence[Any]
 Payload = NDArray[np.float32]
@@ -88,6 +88,8 @@ class Status(Message):
     load_per_stream: float = 0.0
     # The engine accepts no new streams, and its streams are to be migrated.
     draining: bool = False
+    # Positions of replayed audio that a gateway may have sent and not acknowledged; 0: the engine sets no bound.
+    replay_positions: int = 0
 
 
 class Hello(msgspec.Struct, tag="hello"):

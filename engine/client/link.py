@@ -148,11 +148,14 @@ def warm_up(checker: ItemChecker) -> float | None:
 
 # A batch is full when its audio and its encoded commands have this many bytes; the rest is sent with the next one.
 BATCH_BYTES = 2 * 1024 * 1024
-# Bytes of replays that may be sent and not acknowledged.
+# Most bytes of replays that may be sent and not acknowledged. An engine with live streams allows less
+# (`Status.replay_positions`).
 REPLAY_WINDOW_BYTES = 32 * 1024 * 1024
 # Replays that are sent in turn; the others wait until one of these is done. An engine rebuilds a few streams at once as
 # fast as many, and a rebuilt stream continues while the others wait.
 MAX_PARALLEL_REPLAYS = 64
+# Bytes of one sample of a payload.
+SAMPLE_BYTES = 4
 # Upper bound for the encoded position and hash of one item.
 ITEM_HEADER_BYTES = 48
 # Commands of one tick are sent together; the first command after an idle tick is sent at once.
@@ -175,11 +178,13 @@ class PacedSource(Protocol):
 class SendQueue:
     """Commands that wait to be sent to one engine: live commands first, then replays in turns.
 
-    A live command is sent with the next batch, however much is being replayed. At most `REPLAY_WINDOW_BYTES` of replays
-    are unacknowledged; the rest stays with its sources.
+    A live command is sent with the next batch, however much is being replayed. At most `window_bytes` of replays are
+    unacknowledged; the rest stays with its sources. The engine applies the commands of a gateway in order, so live
+    audio waits there for the replays that were sent before it.
     """
 
     def __init__(self) -> None:
+        self.window_bytes = REPLAY_WINDOW_BYTES
         self._live_commands: deque[Queued] = deque()
         self._sources: deque[PacedSource] = deque()
         # Bytes of replays in each unacknowledged batch, by batch number, and the sum of all.
@@ -194,7 +199,7 @@ class SendQueue:
     @property
     def has_more(self) -> bool:
         """Whether there is something that a batch could carry now."""
-        return bool(self._live_commands) or (bool(self._sources) and self._replay_bytes < REPLAY_WINDOW_BYTES)
+        return bool(self._live_commands) or (bool(self._sources) and self._replay_bytes < self.window_bytes)
 
     def put(self, queued: Queued) -> None:
         self._live_commands.append(queued)
@@ -219,7 +224,7 @@ class SendQueue:
     def _add_replays(self, add: Callable[[Queued], int], size: int) -> int:
         """Add pieces of the first sources in turn, about `size` bytes; returns the bytes added."""
         added = 0
-        while self._sources and added < size and self._replay_bytes + added < REPLAY_WINDOW_BYTES:
+        while self._sources and added < size and self._replay_bytes + added < self.window_bytes:
             source = self._sources.popleft()
             piece = source.next_piece()
             if piece is None:
@@ -344,6 +349,7 @@ class EngineLink:
         # The engine reported that its runner failed.
         self.engine_failed = False
         self._cache_bytes = cache_bytes
+        self._position_bytes = 0  # of the audio of one position; not known before the welcome
         self._keys = keys
         self._events = events
         self._loop = asyncio.get_running_loop()
@@ -395,8 +401,10 @@ class EngineLink:
             )
         if self.lost is not None:
             raise EngineUnreachable(self.lost)  # the connection broke after the welcome
-        self.engine, self.version, self.status = welcome.engine, welcome.version, welcome.status
+        self.engine, self.version = welcome.engine, welcome.version
         self.item_checker = ItemChecker("main", welcome.spec, self.cache)
+        self._position_bytes = welcome.spec.samples_per_position * SAMPLE_BYTES
+        self._set_status(welcome.status)
         # Nothing has been sent yet: the mirror is empty before and after, like the engine's cache.
         warm_up(self.item_checker)
         self._received_at = self._beat_at = self._loop.time()
@@ -627,7 +635,7 @@ class EngineLink:
                 elif arrival is Arrival.AFTER_A_GAP:
                     self._request_resend()
             case codec.Beat():
-                self.status = message.status or self.status
+                self._set_status(message.status or self.status)
                 self._acknowledged(message.ack)
                 if message.sent > self.numbering.accepted:
                     self._request_resend()
@@ -636,6 +644,13 @@ class EngineLink:
                     self._socket.send(kept)
             case codec.Missing():
                 self._repair(message)
+
+    def _set_status(self, status: codec.Status) -> None:
+        self.status, before = status, self.outbox.window_bytes
+        allowed = status.replay_positions * self._position_bytes
+        self.outbox.window_bytes = min(allowed or REPLAY_WINDOW_BYTES, REPLAY_WINDOW_BYTES)
+        if self.outbox.window_bytes > before and self.outbox.has_more:
+            self._schedule_batch()
 
     def _request_resend(self) -> None:
         self._socket.send(codec.encode(codec.ResendRequest(self.numbering.accepted + 1)))
@@ -656,7 +671,7 @@ class EngineLink:
             self._events.on_room()
 
     def _handle_update(self, update: codec.Update) -> None:
-        self.status = update.status
+        self._set_status(update.status)
         for output in update.outputs:
             if isinstance(output, messages.Dead):
                 self.engine_failed = True

@@ -13,7 +13,8 @@ A stream that may have crashed its engine (a suspect) is on probation while it i
 the engine crashes again, it was this stream.
 
 `Migrations` checks the pool a few times per second, and migrates the streams of draining engines one by one. A stream
-migrates in a pause of speech if one comes soon, because the interruption is least noticed there. A slot on the target
+migrates in a pause of speech if one comes soon, because the interruption is least noticed there. A few migrate at a
+time. A slot on the target
 is reserved first, with a placeholder stream; if there is none, the stream stays. The stream is then reopened on the
 target as after the loss of an engine, and its words do not change. The old engine keeps it until the new one has all of
 its audio.
@@ -44,6 +45,11 @@ RECOVERIES_KEPT = 256
 MIGRATION_POLL_SECONDS = 0.25
 # How long a stream waits for a pause before it migrates without one.
 PAUSE_WAIT_SECONDS = 15.0
+# Most streams of a gateway that migrate at a time. Each is interrupted until it is rebuilt, and the target rebuilds
+# many at once no faster than a few, so the others stay where they are meanwhile.
+MAX_MIGRATING = 4
+# A migration that has not ended after this time counts no more: its client may send no audio.
+MIGRATION_COUNTS_SECONDS = 5.0
 
 
 @dataclass(slots=True)
@@ -239,9 +245,12 @@ class Migrations:
         draining = [pooled for pooled in self._pool.all if pooled.link is not None and pooled.draining]
         now = self._clock()
         self._draining_since = {pooled: self._draining_since.get(pooled, now) for pooled in draining}
+        free = MAX_MIGRATING - self._migrating_count(now) if draining else 0
         for pooled in draining:
             is_late = now - self._draining_since[pooled] >= PAUSE_WAIT_SECONDS
             for stream in list(pooled.streams.values()):
+                if free <= 0:
+                    return
                 if stream in self._migrating or not stream.can_migrate or not (is_late or stream.is_at_pause):
                     continue
                 target = self._pool.engine_with_free_slot()
@@ -250,6 +259,13 @@ class Migrations:
                 self._migrating[stream] = asyncio.create_task(
                     self._migrate(stream, pooled, target), name=f"migrate {stream.id} to {target.name}"
                 )
+                free -= 1
+
+    def _migrating_count(self, now: float) -> int:
+        """How many streams have left an engine, or are about to, and are not continued by another one yet."""
+        streams = {*self._pool.streams(), *self._recovery.reopening, *self._recovery.waiting}
+        lost = [stream.placement.lost_at for stream in streams]
+        return len(self._migrating) + sum(at is not None and now - at < MIGRATION_COUNTS_SECONDS for at in lost)
 
     async def _migrate(self, stream: EngineStream, pooled: PooledEngine, target: PooledEngine) -> None:
         placeholder = self._make_placeholder(stream)

@@ -382,6 +382,7 @@ class Scheduler:
         self._free_slots = list(range(limits.max_streams - 1, -1, -1))
         self._reserved_rows = 0  # rows of the encoder cache that open streams may need
         self._step = 0  # number of the last plan
+        self._live_count = 0  # open streams that are live
         # Queues: resident streams with work.
         self.live: list[Stream] = []
         self.uploads: list[Stream] = []
@@ -429,6 +430,7 @@ class Scheduler:
         if resident:
             self._reserve()
         self._reserved_rows += spec.embeds_for(message.live)
+        self._live_count += message.live
         slot = self._free_slots.pop()
         if message.suspect is not None:
             self.suspects[name] = range(*message.suspect)
@@ -597,7 +599,7 @@ class Scheduler:
     @property
     def on_time_count(self) -> int:
         """Number of live streams that are not recovering."""
-        return sum(stream.live for stream in self.streams.values() if stream.id not in self.recovering)
+        return self._live_count - sum(self.streams[name].live for name in self.recovering)
 
     @property
     def suspect_is_near(self) -> bool:
@@ -700,6 +702,7 @@ class Scheduler:
             pool.check_integrity([page for stream in self.streams.values() for page in stream.rings[group].pages])
         reserved = sum(self.spec.embeds_for(stream.live) for stream in self.streams.values())
         assert self._reserved_rows == reserved <= self.limits.cache_embeds
+        assert self._live_count == sum(stream.live for stream in self.streams.values())
         resident = [stream for stream in self.streams.values() if stream.resident]
         for kind, pool in zip(self.spec.kv_groups, self.pools, strict=True):
             assert pool.reserved == len(resident) * kind.ring_pages, "reservations differ from the resident streams"
@@ -948,6 +951,7 @@ class Scheduler:
             self.parked -= 1
         self._idle.pop(stream.id, None)
         self._reserved_rows -= self.spec.embeds_for(stream.live)
+        self._live_count -= stream.live
         self._free_slots.append(stream.slot)
         if stream.queued:
             for queue in (self.live if stream.live else self.uploads, self._waiting_for_pages, self._arriving):

@@ -668,6 +668,7 @@ class EngineHost:
     def _report(self, now: float) -> None:
         """Send outputs, progress and heartbeats that are due, and drop gateways that have been silent for too long."""
         self.load.count(self._loop)
+        self.load.status.replay_positions = self._replay_positions()
         progress: dict[bytes, list[codec.Progress]] = {}
         if self.hosted.changed or now - self._progress_at >= PROGRESS_SECONDS:
             self._progress_at = now
@@ -689,6 +690,16 @@ class EngineHost:
             elif self._beat_is_due(peer, now):
                 beat = codec.Beat(peer.numbering.sent, peer.numbering.accepted, self.load.status)
                 self._send(peer, codec.encode(beat), now)
+
+    def _replay_positions(self) -> int:
+        """The positions of replays that one gateway may have under way: an equal share for each that sends some; before
+        the first one does, for each."""
+        positions = self._loop.replay_positions_under_way
+        if not positions:
+            return 0
+        hosted = (self.hosted.streams.get(name) for name in self._loop.scheduler.rebuilding)
+        sending = {stream.peer.name for stream in hosted if stream is not None and stream.peer is not None}
+        return ceil(positions / max(1, len(sending) or len(self.peers)))
 
     def _beat_is_due(self, peer: Peer, now: float) -> bool:
         unacknowledged = peer.numbering.accepted > peer.acknowledged

@@ -326,6 +326,12 @@ class EngineLoop:
         return self._rebuild.room
 
     @property
+    def replay_positions_under_way(self) -> int:
+        """Positions of replayed audio that the gateways together may send ahead; 0: no bound, because a windowed model
+        rebuilds nothing from tokens."""
+        return 0 if self.scheduler.spec.rereads_window else self._rebuild.positions_under_way
+
+    @property
     def waits_for_results(self) -> bool:
         """Whether speaker embeddings, answers of the turn detector or revisions are being computed: another step will
         have outputs soon."""
@@ -434,6 +440,8 @@ class EngineLoop:
             ns = meter.account(plan, launched.began)
             if plan.rebuilt_positions:
                 self._rebuild.account(plan.rebuilt_positions, ns)
+            elif plan.live:
+                self._rebuild.account_live(ns)
         return plan
 
     def _with_judgements(self, plan: StepPlan, outputs: list[Output]) -> list[Output]:

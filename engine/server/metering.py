@@ -232,6 +232,16 @@ SHARE_OF_STRIDE = 0.1
 REBUILD_SHARE, MAJORITY_REBUILD_SHARE = 0.25, 0.5
 # Such a step rebuilds at least this many positions.
 MIN_REBUILD_POSITIONS = 256
+# While most live streams are on time, a step of theirs and one that rebuilds take at most this share of the duration of
+# a stride together, so that the live streams stay on time. If that leaves too little for MIN_REBUILD_POSITIONS, one
+# rebuilding step comes after this many live steps.
+LIVE_AND_REBUILD_SHARE = 0.8
+LIVE_STEPS_A_REBUILD = 4
+# Weight of the last live step in the average of their durations.
+NEWEST_LIVE_STEP_WEIGHT = 0.3
+# Positions of replays that gateways may have under way, in rebuilding steps. Live audio waits for them, because the
+# commands of a gateway are applied in order. While no stream is on time, the device must not wait for replays.
+REPLAY_STEPS_AHEAD, LONE_REPLAY_STEPS_AHEAD = 2, 4
 # Rebuilding steps before a step of other streams while no stream is on time.
 REBUILDS_AHEAD = 2
 # Positions per recovering stream in a rebuilding step while no stream is on time.
@@ -253,8 +263,9 @@ class RebuildBudget:
     """Decides how many positions the next step rebuilds.
 
     Rebuilds run in steps of their own, between two steps of live streams, so that live audio never waits for more than
-    one of them. The measured cost of the last ones keeps it short. While no stream is on time, only the scheduler's
-    limit (`_max_positions`) bounds a step, and several come before the rebuilt streams compute their next positions.
+    one of them. The measured cost of the last ones, and of the live steps, keeps it short. While no stream is on time,
+    only the scheduler's limit (`_max_positions`) bounds a step, and several come before the rebuilt streams compute
+    their next positions.
     """
 
     def __init__(self, scheduler: Scheduler) -> None:
@@ -264,8 +275,12 @@ class RebuildBudget:
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
         # Measured nanoseconds per position. The initial value keeps the first step small.
         self._position_ns = REBUILD_SHARE * self._stride_ns / MIN_REBUILD_POSITIONS
+        # Average nanoseconds of a live step.
+        self._live_ns = 0.0
         # Consecutive steps that rebuilt streams. This value lets the other streams go first.
         self._steps = REBUILDS_AHEAD
+        # Live steps since the last one that rebuilt streams.
+        self._live_steps = 0
 
     def positions(self) -> int:
         """Return the positions of a step that only rebuilds; 0: the next step rebuilds nothing."""
@@ -273,29 +288,61 @@ class RebuildBudget:
         if not scheduler.rebuild_waits:
             self._steps = REBUILDS_AHEAD
             return 0
-        if scheduler.others_wait and self._steps >= (1 if scheduler.on_time_count else REBUILDS_AHEAD):
+        if scheduler.others_wait and self._others_go_first():
             self._steps = 0
+            self._live_steps += 1
             return 0
         self._steps += 1
+        self._live_steps = 0
         return self._step_limit
 
     @property
     def room(self) -> int:
-        """Positions of replayed audio to request from the gateways now, so that two steps have enough to rebuild."""
+        """Positions of replayed audio to receive before the next step, so that two steps have enough to rebuild."""
         scheduler = self._scheduler
         return max(0, 2 * self._step_limit - scheduler.rebuild_backlog) if scheduler.rebuilding else 0
+
+    @property
+    def positions_under_way(self) -> int:
+        """Positions of replayed audio that all gateways together may have sent without an acknowledgement."""
+        ahead = REPLAY_STEPS_AHEAD if self._scheduler.on_time_count else LONE_REPLAY_STEPS_AHEAD
+        return ahead * self._step_limit
+
+    def _others_go_first(self) -> bool:
+        """Whether the next step is for streams that are not rebuilt; some of them wait."""
+        if not self._scheduler.on_time_count:
+            return self._steps >= REBUILDS_AHEAD
+        if self._steps:
+            return True
+        is_short = self._most_are_on_time and self._fitting_positions < MIN_REBUILD_POSITIONS
+        return is_short and self._live_steps < LIVE_STEPS_A_REBUILD
+
+    @property
+    def _most_are_on_time(self) -> bool:
+        return self._scheduler.on_time_count >= len(self._scheduler.rebuilding)
+
+    @property
+    def _fitting_positions(self) -> int:
+        """Positions that can be rebuilt between two live steps without making the live streams late."""
+        return int((LIVE_AND_REBUILD_SHARE * self._stride_ns - self._live_ns) / self._position_ns)
 
     @property
     def _step_limit(self) -> int:
         """Most positions of a step that rebuilds."""
         scheduler = self._scheduler
-        on_time = scheduler.on_time_count
-        if not on_time:
+        if not scheduler.on_time_count:
             # With few streams smaller steps: else all of them would be ready only at the end.
             most = self._max_positions
             return min(most, max(most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
-        share = REBUILD_SHARE if on_time >= len(scheduler.rebuilding) else MAJORITY_REBUILD_SHARE
-        return min(self._max_positions, max(MIN_REBUILD_POSITIONS, int(share * self._stride_ns / self._position_ns)))
+        if self._most_are_on_time:
+            limit = min(int(REBUILD_SHARE * self._stride_ns / self._position_ns), self._fitting_positions)
+        else:
+            limit = int(MAJORITY_REBUILD_SHARE * self._stride_ns / self._position_ns)
+        return min(self._max_positions, max(MIN_REBUILD_POSITIONS, limit))
+
+    def account_live(self, ns: int) -> None:
+        """Record a step that rebuilt nothing."""
+        self._live_ns += NEWEST_LIVE_STEP_WEIGHT * (ns - self._live_ns)
 
     def account(self, rebuilt: int, ns: int) -> None:
         """Record a step that rebuilt this many positions in `ns`. An outlier, such as a step that loaded a kernel,

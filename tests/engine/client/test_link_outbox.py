@@ -22,6 +22,7 @@ from engine.client.link import (
     BATCH_BYTES,
     MAX_PARALLEL_REPLAYS,
     REPLAY_WINDOW_BYTES,
+    SAMPLE_BYTES,
     EngineLink,
     LinkEvents,
     OutgoingBatch,
@@ -141,6 +142,32 @@ async def test_live_audio_leaves_with_the_next_batch_however_much_is_replayed() 
         assert under_way <= REPLAY_WINDOW_BYTES + 2 * PIECE_BYTES
         socket.take_all()
         await turns()
+    link.close()
+
+
+async def test_an_engine_bounds_the_replays_that_its_live_audio_waits_for() -> None:
+    """It applies the commands of a gateway in order, so replays that it cannot rebuild soon must not be under way."""
+    link, socket = await connected()
+    moved = [replayed(link, f"moved {number}", 1024) for number in range(8)]
+    positions, sent = 256, 0
+    socket.receive(codec.Beat(0, 0, codec.Status(replay_positions=positions)))
+    for delivery in moved:
+        delivery.opened()
+    window = positions * fakes.FRAMES.samples_per_position * SAMPLE_BYTES
+    while any(not delivery.is_done for delivery in moved):
+        await turns()
+        under_way, sent = sum(socket.payload_bytes) - sent, sum(socket.payload_bytes)
+        assert 0 < under_way <= window + PIECE_BYTES
+        socket.take_all()
+    # The engine allows more: it is used at once, although nothing is acknowledged.
+    more = [replayed(link, f"more {number}", 1024) for number in range(8)]
+    for delivery in more:
+        delivery.opened()
+    await turns()
+    before = sum(socket.payload_bytes)
+    socket.receive(codec.Beat(0, len(socket.batches) - 1, codec.Status(replay_positions=1 << 20)))
+    await turns()
+    assert sum(socket.payload_bytes) > before + window
     link.close()
 
 

@@ -341,3 +341,42 @@ async def test_streams_leave_an_engine_that_drains_and_it_forgets_them() -> None
         await fakes.until(is_empty)
     assert staying.loop is not None and len(staying.loop.scheduler.streams) == STREAMS
     await play.client.close()
+
+
+async def test_few_streams_leave_an_engine_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is interrupted until the other engine has rebuilt it, so those that would wait there stay where they are."""
+    monkeypatch.setattr(recovery, "MAX_MIGRATING", 1)
+    play = Play()
+    await play.start()
+    for number, stream in enumerate(play.streams):
+        await stream.feed(fakes.speech(PIECE_SECONDS, number))
+    play.run_all()
+    await play.turns(6)
+    leaving, staying = play.engines
+    leaving.status.draining = True
+    most = 0
+
+    def is_empty() -> bool:
+        nonlocal most
+        play.run_all()
+        most = max(most, sum(stream.placement.lost_at is not None for stream in play.streams))
+        assert leaving.loop is not None
+        return not leaving.loop.scheduler.streams
+
+    async with asyncio.timeout(20):
+        await fakes.until(is_empty)
+    assert most == 1
+    assert staying.loop is not None and len(staying.loop.scheduler.streams) == STREAMS
+    await play.client.close()
+
+
+async def test_a_migration_that_does_not_end_holds_up_the_others_for_a_bounded_time() -> None:
+    """Its engine computes nothing new, for example because its client sends no audio."""
+    pool, now = EnginePool([], 0.0), 100.0
+    waits = Recovery(pool, 600, lambda: now)
+    stream = EngineStream(Open("s"), fakes.FRAMES, StreamLimits(10, 10), lambda stream: None)
+    stream.placement.lose(now, 5)
+    waits.waiting.append(stream)
+    migrations = recovery.Migrations(pool, waits, lambda stream: stream, lambda: now)
+    assert migrations._migrating_count(now) == 1
+    assert migrations._migrating_count(now + recovery.MIGRATION_COUNTS_SECONDS) == 0

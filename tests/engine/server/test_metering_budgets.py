@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
@@ -13,7 +14,14 @@ from engine.core.scheduler import STALLED_STEPS, Limits, Scheduler
 from engine.messages import Abort, Closed, Feed, Finish, Item, Open, Output, Text
 from engine.runner.base import SynchronousRunner, never
 from engine.server.loop import EngineLoop
-from engine.server.metering import PROBE_EVERY, SHARE_OF_STRIDE
+from engine.server.metering import (
+    LIVE_STEPS_A_REBUILD,
+    LONE_REPLAY_STEPS_AHEAD,
+    MIN_REBUILD_POSITIONS,
+    PROBE_EVERY,
+    REPLAY_STEPS_AHEAD,
+    SHARE_OF_STRIDE,
+)
 from engine.spec import ModelSpec, Vocabulary
 
 FRAMES = ModelSpec(name="frames", sample_rate=16_000, samples_per_position=1280)
@@ -37,6 +45,8 @@ class Batching(SynchronousRunner):
     clock: Clock
     step_ns: int = 10_000_000
     position_ns: int = 400_000
+    # Further cost of a step that rebuilds nothing.
+    live_ns: int = 0
     spec: ModelSpec = FRAMES
     vocabulary: Vocabulary = field(default_factory=lambda: Vocabulary([b"", b" a"]))
     plans: list[StepPlan] = field(default_factory=list)
@@ -47,6 +57,8 @@ class Batching(SynchronousRunner):
     def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
         self.plans.append(plan)
         self.clock.now += self.step_ns + self.position_ns * sum(task.end - task.start for task in plan.decode)
+        if plan.decode and not plan.rebuilt_positions:
+            self.clock.now += self.live_ns
         return [DecodeResult([1] * (task.end - task.start)) for task in plan.decode]
 
     def backlog(self) -> list[int]:
@@ -251,9 +263,10 @@ class TestRebuilding:
         for name in names:
             loop.submit([Open(name, forced_tokens=[1] * positions), audio(name, 0, positions + new, REBUILT)], 0)
 
-    def beside_live(self, live: int, rebuilt: int, position_ns: int = 30_000) -> Batching:
+    def beside_live(self, live: int, rebuilt: int, position_ns: int = 30_000, live_ns: int = 0) -> Batching:
         """Live streams hear a frame every 80 ms of the runner's clock, until the others are rebuilt."""
         loop, runner = self.loop(live + rebuilt, position_ns=position_ns)
+        runner.live_ns = live_ns
         loop.submit([Open(f"l{number}") for number in range(live)], 0)
         loop.step()
         self.bring_back(loop, [f"r{number}" for number in range(rebuilt)], 400)
@@ -295,6 +308,24 @@ class TestRebuilding:
         sizes = [plan.rebuilt_positions for plan in runner.plans if plan.rebuilt_positions][3:]
         assert max(runner.step_ns + runner.position_ns * size for size in sizes) <= 1.1 * share * 80_000_000
         assert max(sizes) >= 256
+
+    def test_long_live_steps_leave_less_time_for_rebuilds(self) -> None:
+        """A live step of 73 ms and a rebuilding one of a quarter of a frame do not fit into a frame: the live streams
+        would be later with each frame."""
+        runner = self.beside_live(live=40, rebuilt=30, live_ns=62_000_000)
+        kinds = [plan.rebuilt_positions > 0 for plan in runner.plans if plan.decode]
+        first = kinds.index(True)
+        rebuilds = [number for number, rebuilds in enumerate(kinds) if rebuilds and number > first + 8]
+        apart = {after - before for before, after in itertools.pairwise(rebuilds[:-8])}
+        assert apart and max(apart) <= LIVE_STEPS_A_REBUILD + 1, "a rebuild always goes on"
+
+    def test_gateways_send_no_more_replays_ahead_than_a_few_steps_rebuild(self) -> None:
+        loop, _ = self.loop(160)
+        loop.submit([Open(f"r{number}", forced_tokens=[1] * 640) for number in range(160)], 0)
+        assert loop.replay_positions_under_way == LONE_REPLAY_STEPS_AHEAD * 2048
+        loop.submit([Abort(f"r{number}") for number in range(80, 160)], 0)
+        loop.submit([Open(f"l{number}") for number in range(80)], 0)
+        assert loop.replay_positions_under_way == REPLAY_STEPS_AHEAD * MIN_REBUILD_POSITIONS, "live audio would wait"
 
     def test_streams_that_died_together_have_the_whole_device(self) -> None:
         loop, runner = self.loop(160, position_ns=100_000)

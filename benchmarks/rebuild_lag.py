@@ -1,0 +1,269 @@
+"""How late live streams are while others are rebuilt beside them, in simulated time and without a GPU.
+
+    python -m benchmarks.rebuild_lag [--live 300] [--rebuilt 130] [--slow 1.6] [--at-a-time 4]
+
+Host, loop, scheduler, messages and the gateways' send queues are real. The runner answers at once and moves a simulated
+clock by the time that an H200 needs for such a step (docs/voxtral.md), times `--slow`: two engines on one card take
+turns. Time of the host is not counted. Lag is from the moment a frame is complete until the engine reports it computed.
+At second 2 the streams that are to be rebuilt come, each with a full window of audio, whose tokens are known.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from benchmarks.engines import SPEC, NullDetector, NullRunner, room_for
+from benchmarks.host_cost import SAMPLES, Line
+from benchmarks.measuring import parser_of, run_command, show
+from engine import messages
+from engine.boundary import codec
+from engine.boundary.sockets import Numbering
+from engine.client.link import SAMPLE_BYTES, OutgoingBatch, Queued, SendQueue
+from engine.client.recovery import MAX_MIGRATING
+from engine.core.plan import DecodeResult, StepPlan
+from engine.core.scheduler import Scheduler
+from engine.messages import Item
+from engine.runner.base import never
+from engine.server.host import EngineHost
+from engine.server.loop import EngineLoop
+from realtime.bench.statistics import percentile
+
+FRAME_S = 0.08
+# Positions of a joined item of a replay.
+JOINED = 16
+# Positions that are rebuilt of each stream: the decoder's window.
+WINDOW = 1024
+REBUILT_SPEC = replace(SPEC, replay_positions=4 * JOINED)
+# Seconds of a step of live streams, for each of them, of a step that rebuilds, and for each of its positions.
+LIVE_STEP_S, LIVE_STREAM_S = 0.005, 72e-6
+REBUILD_STEP_S, REBUILT_POSITION_S = 0.003, 30e-6
+# Seconds between two steps.
+BETWEEN_STEPS_S = 0.002
+REBUILD_FROM_S = 2.0
+PAYLOAD = np.random.default_rng(0).standard_normal(SAMPLES, np.float32)
+JOINED_PAYLOAD = np.resize(PAYLOAD, SAMPLES + (JOINED - 1) * SPEC.samples_per_position)
+
+
+@dataclass
+class Clock:
+    now: float = 0.0
+
+    def ns(self) -> int:
+        return int(1e9 * self.now)
+
+
+class CostlyRunner(NullRunner):
+    """Answers at once, and moves the clock by the cost of the step."""
+
+    def __init__(self, clock: Clock, slow: float) -> None:
+        super().__init__(REBUILT_SPEC)
+        self._clock, self._slow = clock, slow
+
+    def compute(self, plan: StepPlan, time_is_up: Callable[[], bool] = never) -> list[DecodeResult]:
+        cost = 0.0
+        if plan.rebuilt_positions:
+            cost = REBUILD_STEP_S + REBUILT_POSITION_S * plan.rebuilt_positions
+        elif plan.decode:
+            # A further position of a stream that catches up is a further pass.
+            lengths = [task.end - task.start for task in plan.decode]
+            passes = [sum(length > number for length in lengths) for number in range(max(lengths))]
+            cost = sum(LIVE_STEP_S + LIVE_STREAM_S * streams for streams in passes)
+        self._clock.now += self._slow * cost
+        return super().compute(plan)
+
+
+@dataclass
+class Session:
+    """One stream of a gateway. `known`: positions of its replay."""
+
+    name: str
+    known: int = 0
+    sent: int = 0
+    begun_at: float = 0.0
+    # By position: when the frame was complete.
+    complete_at: dict[int, float] = field(default_factory=dict)
+    computed: int = 0
+    # Commands behind the replay.
+    waiting: list[Queued] = field(default_factory=list)
+    # When the first frame after the replay was computed.
+    continued_at: float | None = None
+
+    def next_piece(self) -> Queued | None:
+        """The next piece of the replay, for the `SendQueue`."""
+        if self.sent < self.known:
+            piece = self._feed(self.sent, JOINED, JOINED_PAYLOAD)
+            self.sent += JOINED
+            return piece
+        return self.waiting.pop(0) if self.waiting else None
+
+    def frame(self, position: int) -> Queued:
+        return self._feed(position, 1, PAYLOAD)
+
+    def _feed(self, position: int, length: int, payload: Any) -> Queued:
+        key = f"{self.name[-6:]}{position:010d}".encode()
+        item = Item(position, length, position * SPEC.samples_per_position, key, payload)
+        return messages.Feed(self.name, []), [item]
+
+
+class Gateway:
+    """The send queue of one gateway, and what it has heard."""
+
+    def __init__(self, number: int) -> None:
+        self.name = f"gateway-{number}".encode()
+        self.queue, self.numbering = SendQueue(), Numbering()
+        self.sessions: dict[str, Session] = {}
+
+    def batches(self) -> list[list[Any]]:
+        made = []
+        while self.numbering.may_send and self.queue.has_more:
+            batch = OutgoingBatch()
+            self.queue.fill(self.numbering.next_number, lambda queued, batch=batch: batch.add(*queued))
+            if not batch:
+                break
+            numbers = self.numbering.next_number, self.numbering.accepted
+            frames = [bytes(frame) for frame in batch.frames(*numbers, lambda items: [True] * len(items))]
+            self.numbering.keep(frames)
+            made.append(frames)
+        return made
+
+    def hear(self, message: Any, now: float) -> list[float]:
+        """Returns the lags of the frames that are computed by now, of streams that are not rebuilt."""
+        lags: list[float] = []
+        if isinstance(message, codec.Update):
+            self.numbering.accept(message.seq)
+            for output in message.outputs:
+                if isinstance(output, messages.Opened) and self.sessions[output.stream].known:
+                    self.queue.add_source(self.sessions[output.stream])
+            for progress in message.progress:
+                lags += self._computed(self.sessions[progress.stream], progress.computed, now)
+        if isinstance(message, (codec.Update, codec.Beat)):
+            for batch in self.numbering.acknowledged(message.ack):
+                self.queue.acknowledged(batch)
+        if message.status.replay_positions:
+            self.queue.window_bytes = message.status.replay_positions * SPEC.samples_per_position * SAMPLE_BYTES
+        return lags
+
+    @staticmethod
+    def _computed(session: Session, computed: int, now: float) -> list[float]:
+        frames = [session.complete_at.pop(position, now) for position in range(session.computed, computed)]
+        session.computed = computed
+        if session.known:
+            if computed > session.known and session.continued_at is None:
+                session.continued_at = now
+            return []
+        return [now - complete_at for complete_at in frames]
+
+
+class Simulation:
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.clock, self._options = Clock(), options
+        limits = replace(room_for(options.live + options.rebuilt, REBUILT_SPEC), rebuild_positions=4096)
+        runner = CostlyRunner(self.clock, options.slow)
+        scheduler = Scheduler(REBUILT_SPEC, limits, runner.vocabulary)
+        loop = EngineLoop(scheduler, runner, NullDetector(SPEC.sample_rate), clock=self.clock.ns)
+        self._line = Line()
+        self._host = EngineHost(loop, self._line, "engine", lambda: self.clock.now)  # type: ignore[arg-type]
+        self.gateways = [Gateway(number) for number in range(options.gateways)]
+        self._by_name = {gateway.name: gateway for gateway in self.gateways}
+        # By session: when its next frame is complete, and the position of that frame.
+        self._frames: dict[str, tuple[float, int]] = {}
+        # (time, lag) of each frame of streams that are not rebuilt.
+        self.lags: list[tuple[float, float]] = []
+        for gateway in self.gateways:
+            hello = codec.Hello(codec.WIRE_VERSION, "1", gateway.name.decode(), 0)
+            self._line.arriving.append((gateway.name, codec.encode(hello)))
+        self._tick()
+        for number in range(options.live):
+            self._open(number, known=0)
+
+    def run(self) -> None:
+        waiting = list(range(self._options.live, self._options.live + self._options.rebuilt))
+        while self.clock.now < REBUILD_FROM_S + self._options.seconds:
+            if self.clock.now >= REBUILD_FROM_S:
+                under_way: dict[Gateway, int] = defaultdict(int)
+                for gateway in self.gateways:
+                    under_way[gateway] = sum(s.known > 0 and not s.continued_at for s in gateway.sessions.values())
+                for number in list(waiting):
+                    gateway = self.gateways[number % len(self.gateways)]
+                    if under_way[gateway] < self._options.at_a_time:
+                        under_way[gateway] += 1
+                        waiting.remove(number)
+                        self._open(number, known=WINDOW)
+            self._send_frames()
+            self._tick()
+
+    def _open(self, number: int, known: int) -> None:
+        gateway, name = self.gateways[number % len(self.gateways)], f"item_{number:06d}"
+        gateway.sessions[name] = Session(name, known, begun_at=self.clock.now)
+        self._frames[name] = self.clock.now + FRAME_S * (number % 97) / 97, known
+        gateway.queue.put((messages.Open(name, forced_tokens=[1] * known), []))
+
+    def _send_frames(self) -> None:
+        for gateway in self.gateways:
+            for name, session in gateway.sessions.items():
+                complete_at, position = self._frames[name]
+                while complete_at <= self.clock.now:
+                    session.complete_at[position] = complete_at
+                    frame = session.frame(position)
+                    if session.sent < session.known or session.waiting:
+                        session.waiting.append(frame)
+                    else:
+                        gateway.queue.put(frame)
+                    complete_at, position = complete_at + FRAME_S, position + 1
+                self._frames[name] = complete_at, position
+
+    def _tick(self) -> None:
+        for gateway in self.gateways:
+            self._line.arriving.extend((gateway.name, frames) for frames in gateway.batches())
+        self._host.tick()
+        self.clock.now += BETWEEN_STEPS_S
+        for name, frames in self._line.left:
+            message = codec.decode([bytes(frames[0])], to_engine=False)
+            lags = self._by_name[name].hear(message, self.clock.now)
+            self.lags += [(self.clock.now, lag) for lag in lags]
+        self._line.left.clear()
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    simulation = Simulation(options)
+    with mock.patch.object(time, "monotonic_ns", simulation.clock.ns):
+        simulation.run()
+    sessions = [s for gateway in simulation.gateways for s in gateway.sessions.values() if s.known]
+    pauses = [s.continued_at - s.begun_at for s in sessions if s.continued_at is not None]
+    figures = {
+        "lag of live streams, ms": {
+            when: _percentiles([1000 * lag for at, lag in simulation.lags if begin <= at < end])
+            for when, begin, end in (("before", 1.0, REBUILD_FROM_S), ("meanwhile", REBUILD_FROM_S, 1e9))
+        },
+        "pause of a rebuilt stream, s": _percentiles(pauses),
+        "rebuilt": f"{len(pauses)} of {options.rebuilt}",
+    }
+    show(f"{options.live} live streams, {options.slow:g} times the time of an H200", figures)
+    return figures
+
+
+def _percentiles(values: list[float]) -> dict[str, float]:
+    return {f"p{share}": percentile(values, share) for share in (50, 99, 100)} if values else {}
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = parser_of(__doc__)
+    parser.add_argument("--live", type=int, default=300)
+    parser.add_argument("--rebuilt", type=int, default=130)
+    parser.add_argument("--gateways", type=int, default=6)
+    parser.add_argument("--slow", type=float, default=1.6)
+    parser.add_argument("--at-a-time", type=int, default=MAX_MIGRATING, help="rebuilt streams of a gateway at a time")
+    parser.add_argument("--seconds", type=float, default=16.0, help="simulated seconds from the first rebuild on")
+    run_command(parser, arguments, measure, live=12, rebuilt=4, gateways=2, seconds=2.0)
+
+
+if __name__ == "__main__":
+    main()
