@@ -42,6 +42,8 @@ JOINED = 16
 # Positions that are rebuilt of each stream: the decoder's window.
 WINDOW = 1024
 REBUILT_SPEC = replace(SPEC, replay_positions=4 * JOINED)
+# Most positions of a rebuilding step.
+MAX_REBUILT = 4096
 # Seconds of a step of live streams, for each of them, of a step that rebuilds, and for each of its positions.
 LIVE_STEP_S, LIVE_STREAM_S = 0.005, 72e-6
 REBUILD_STEP_S, REBUILT_POSITION_S = 0.003, 30e-6
@@ -165,7 +167,8 @@ class Gateway:
 class Simulation:
     def __init__(self, options: argparse.Namespace) -> None:
         self.clock, self._options = Clock(), options
-        limits = replace(room_for(options.live + options.rebuilt, REBUILT_SPEC), rebuild_positions=4096)
+        limits = room_for(options.live + options.rebuilt, REBUILT_SPEC, step_positions=MAX_REBUILT)
+        limits = replace(limits, rebuild_positions=MAX_REBUILT)
         runner = CostlyRunner(self.clock, options.slow)
         scheduler = Scheduler(REBUILT_SPEC, limits, runner.vocabulary)
         loop = EngineLoop(scheduler, runner, NullDetector(SPEC.sample_rate), clock=self.clock.ns)

@@ -232,13 +232,11 @@ SHARE_OF_STRIDE = 0.1
 REBUILD_SHARE, MAJORITY_REBUILD_SHARE = 0.25, 0.5
 # Such a step rebuilds at least this many positions.
 MIN_REBUILD_POSITIONS = 256
-# While most live streams are on time, a step of theirs and one that rebuilds take at most this share of the duration of
-# a stride together, so that the live streams stay on time. If that leaves too little for MIN_REBUILD_POSITIONS, one
-# rebuilding step comes after this many live steps.
-LIVE_AND_REBUILD_SHARE = 0.8
+# While most live streams are on time, each of their steps leaves rebuilds what it does not need of this share of the
+# duration of a stride, so that the live streams stay on time. A rebuild comes after at most so many live steps, even if
+# they have not left enough for MIN_REBUILD_POSITIONS.
+LIVE_AND_REBUILD_SHARE = 0.85
 LIVE_STEPS_A_REBUILD = 4
-# Weight of the last live step in the average of their durations.
-NEWEST_LIVE_STEP_WEIGHT = 0.3
 # Positions of replays that gateways may have under way, in rebuilding steps. Live audio waits for them, because the
 # commands of a gateway are applied in order. While no stream is on time, the device must not wait for replays.
 REPLAY_STEPS_AHEAD, LONE_REPLAY_STEPS_AHEAD = 2, 4
@@ -275,8 +273,8 @@ class RebuildBudget:
         self._stride_ns = spec.stride_positions * spec.samples_per_position * 1e9 / spec.sample_rate
         # Measured nanoseconds per position. The initial value keeps the first step small.
         self._position_ns = REBUILD_SHARE * self._stride_ns / MIN_REBUILD_POSITIONS
-        # Average nanoseconds of a live step.
-        self._live_ns = 0.0
+        # Nanoseconds that the last live steps have left for rebuilds.
+        self._spare_ns = 0.0
         # Consecutive steps that rebuilt streams. This value lets the other streams go first.
         self._steps = REBUILDS_AHEAD
         # Live steps since the last one that rebuilt streams.
@@ -292,9 +290,11 @@ class RebuildBudget:
             self._steps = 0
             self._live_steps += 1
             return 0
+        limit = self._step_limit
         self._steps += 1
         self._live_steps = 0
-        return self._step_limit
+        self._spare_ns = max(0.0, self._spare_ns - limit * self._position_ns)
+        return limit
 
     @property
     def room(self) -> int:
@@ -314,7 +314,7 @@ class RebuildBudget:
             return self._steps >= REBUILDS_AHEAD
         if self._steps:
             return True
-        is_short = self._most_are_on_time and self._fitting_positions < MIN_REBUILD_POSITIONS
+        is_short = self._most_are_on_time and self._spare_positions < MIN_REBUILD_POSITIONS
         return is_short and self._live_steps < LIVE_STEPS_A_REBUILD
 
     @property
@@ -322,9 +322,9 @@ class RebuildBudget:
         return self._scheduler.on_time_count >= len(self._scheduler.rebuilding)
 
     @property
-    def _fitting_positions(self) -> int:
-        """Positions that can be rebuilt between two live steps without making the live streams late."""
-        return int((LIVE_AND_REBUILD_SHARE * self._stride_ns - self._live_ns) / self._position_ns)
+    def _spare_positions(self) -> int:
+        """Positions that can be rebuilt in the time that live steps have left."""
+        return int(self._spare_ns / self._position_ns)
 
     @property
     def _step_limit(self) -> int:
@@ -335,14 +335,17 @@ class RebuildBudget:
             most = self._max_positions
             return min(most, max(most // 4, POSITIONS_A_STREAM * len(scheduler.recovering)))
         if self._most_are_on_time:
-            limit = min(int(REBUILD_SHARE * self._stride_ns / self._position_ns), self._fitting_positions)
+            limit = int(REBUILD_SHARE * self._stride_ns / self._position_ns)
+            if scheduler.others_wait:
+                limit = min(limit, self._spare_positions)
         else:
             limit = int(MAJORITY_REBUILD_SHARE * self._stride_ns / self._position_ns)
         return min(self._max_positions, max(MIN_REBUILD_POSITIONS, limit))
 
     def account_live(self, ns: int) -> None:
         """Record a step that rebuilt nothing."""
-        self._live_ns += NEWEST_LIVE_STEP_WEIGHT * (ns - self._live_ns)
+        spare_ns = self._spare_ns + LIVE_AND_REBUILD_SHARE * self._stride_ns - ns
+        self._spare_ns = min(max(0.0, spare_ns), self._stride_ns)
 
     def account(self, rebuilt: int, ns: int) -> None:
         """Record a step that rebuilt this many positions in `ns`. An outlier, such as a step that loaded a kernel,
