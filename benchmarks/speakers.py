@@ -91,11 +91,11 @@ class Labeller:
         decided: list[int] = []
         for number, has_voice in enumerate(voiced_frames(probabilities)):
             for piece, audio in cutter.feed(frames[number : number + 1], [has_voice]):
-                found += labels.push(piece, rounded(self._embedding(audio)))
+                found += labels.push(piece, rounded(self._embeddings(audio)))
             found += labels.advance(cutter.sample)
             decided += [cutter.sample] * (len(found) - len(decided))
         for piece, audio in cutter.end():
-            found += labels.push(piece, rounded(self._embedding(audio)))
+            found += labels.push(piece, rounded(self._embeddings(audio)))
         found += labels.end()
         decided += [cutter.sample] * (len(found) - len(decided))
         return Labelled(found, decided, np.array(probabilities) >= 0.5, time.process_time() - began)
@@ -106,11 +106,12 @@ class Labeller:
         samples = samples[: len(samples) // FRAME_SAMPLES * FRAME_SAMPLES]
         cutter = PieceCutter(settings)
         found = cutter.feed(samples.reshape(-1, FRAME_SAMPLES), voiced_frames(speech_probabilities(samples)[0]))
-        return [(piece, self._embedding(audio)) for piece, audio in found + cutter.end()]
+        return [(piece, self._embeddings(audio)[0]) for piece, audio in found + cutter.end()]
 
-    def _embedding(self, audio: Samples) -> Samples:
-        embedding: Samples = self._model(torch.from_numpy(audio)[None])[0].numpy()
-        return embedding
+    def _embeddings(self, audio: Samples) -> Samples:
+        """Those of a piece and of its parts."""
+        embeddings: Samples = self._model(torch.from_numpy(audio)[None])[0].numpy()
+        return embeddings
 
 
 # Scores

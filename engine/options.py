@@ -90,6 +90,9 @@ EMBEDDING_SIZE = 192
 ROUNDING = 1 / 1024
 # An embedding is computed of a piece of speech of this many samples: 31 frames of the speech detector.
 PIECE_SAMPLES = 31 * 512
+# Another one is computed of each of its parts: 0.16 s each, a new one every 0.08 s.
+PART_HOP_SAMPLES = 1280
+PART_SAMPLES = 2 * PART_HOP_SAMPLES
 # Unicode categories that a keyword or a name must not contain: control characters, surrogates, line and paragraph
 # separators.
 _FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})

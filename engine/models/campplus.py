@@ -9,6 +9,10 @@
        after each block a projection halves the number of channels
     -> mean and standard deviation over the columns -> one projection
 
+The embedding of a part of the piece is the same projection of the mean and standard deviation over the part's columns.
+It costs next to nothing, because the columns are those of the piece. The model was not trained for it, and it says
+less than the embedding of a piece, but of 0.16 s.
+
 A layer's output is multiplied by a context-aware mask, computed from the mean of the layer's bottleneck over the
 columns. The original takes the mean over the piece plus the mean over each segment of 100 columns. A piece of at most
 two seconds is one segment, so both are the same number.
@@ -33,12 +37,16 @@ from torch.nn import functional
 
 from engine.errors import EngineError
 from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, KaldiFrontEnd
+from engine.options import PART_HOP_SAMPLES
 
 EMBEDDING_SIZE = 192
 # Longer pieces would need a mean for each 100 columns.
 MAX_PIECE_SAMPLES = 2 * SAMPLE_RATE
 # With fewer samples there would be one column, which has no standard deviation.
 MIN_PIECE_SAMPLES = FRAME_SAMPLES + 2 * HOP_SAMPLES
+_COLUMN_SAMPLES = 2 * HOP_SAMPLES
+# A part is two halves; its second half is the first half of the next part.
+_HALF_COLUMNS = PART_HOP_SAMPLES // _COLUMN_SAMPLES
 
 _BANDS = 80
 _STEM_CHANNELS = 32
@@ -224,17 +232,21 @@ class CamPlusPlus(nn.Module):
         return (frames - frames.mean(dim=1, keepdim=True)).mT
 
     def embed(self, features: Tensor) -> Tensor:
-        """Log-mel frames [n, 80, frames] -> embeddings [n, 192], not normalised."""
+        """Log-mel frames [n, 80, frames] -> embeddings [n, 1 + parts, 192] of pieces and their parts, not
+        normalised."""
         x = self.tdnn(_neighbours(self.stem(features))).relu_().view(len(features), -1, _FIRST_CHANNELS)
         for block in self.blocks:
             x = block(x)
         x = x.relu_()
-        embeddings: Tensor = self.embedding(torch.cat([x.mean(1), x.std(1)], dim=1))
+        statistics = torch.cat([_mean_and_deviation(x), _part_statistics(x)], dim=1)
+        n, vectors, _ = map(int, statistics.shape)
+        embeddings: Tensor = self.embedding(statistics).view(n, vectors, -1)
         return embeddings
 
     def forward(self, samples: Tensor) -> Tensor:
-        """Pieces [n, samples] -> embeddings [n, 192] with norm 1. Silence has an embedding, too, without a meaning."""
-        return functional.normalize(self.embed(self.features(samples)), dim=1)
+        """Pieces [n, samples] -> embeddings [n, 1 + parts, 192] with norm 1, of each piece and then of its parts.
+        Silence has an embedding, too, without a meaning."""
+        return functional.normalize(self.embed(self.features(samples)), dim=-1)
 
 
 def load_campplus(path: Path, device: torch.device | str = "cpu") -> CamPlusPlus:
@@ -341,6 +353,25 @@ def _neighbours(x: Tensor) -> Tensor:
     frames = int(x.shape[1])
     padded = functional.pad(x, (0, 0, 2, 2))
     return torch.cat([padded[:, tap : tap + frames : 2] for tap in range(5)], dim=-1)
+
+
+def _mean_and_deviation(x: Tensor) -> Tensor:
+    """[n, columns, c] -> mean and standard deviation over the columns [n, 1, 2 * c]."""
+    return torch.cat([x.mean(1, keepdim=True), x.std(1, keepdim=True)], dim=-1)
+
+
+def _part_statistics(x: Tensor) -> Tensor:
+    """[n, columns, c] -> mean and standard deviation over the columns of each part [n, parts, 2 * c]. No parts if the
+    piece is shorter than one."""
+    n, columns, channels = map(int, x.shape)
+    count = columns // _HALF_COLUMNS
+    halves = x[:, : count * _HALF_COLUMNS].reshape(n, count, _HALF_COLUMNS, channels)
+    means = halves.mean(2)
+    squares = (halves - means.unsqueeze(2)).square_().sum(2)
+    first, second = means[:, :-1], means[:, 1:]
+    # The squares around the mean of both halves.
+    squares = squares[:, :-1] + squares[:, 1:] + _HALF_COLUMNS / 2 * (first - second).square_()
+    return torch.cat([(first + second) / 2, (squares / (2 * _HALF_COLUMNS - 1)).sqrt_()], dim=-1)
 
 
 def _scale_and_shift(weights: Weights, norm: str) -> tuple[Tensor, Tensor]:

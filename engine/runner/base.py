@@ -80,7 +80,7 @@ class Reviser(Background[EndedUtterance, list[TimedToken]]):
 
 
 class Embedder(Background[Samples, Samples]):
-    """Computes the speaker embedding of a piece of speech: a vector of 192 numbers with norm 1."""
+    """Computes the speaker embeddings of a piece of speech and of its parts: vectors of 192 numbers with norm 1."""
 
 
 class TurnDetector(Background[Callable[[], Samples], float]):

@@ -10,9 +10,12 @@ The labels are an online diarization. `VoiceModel` (a two-covariance model, as i
 fits each known voice or a new one. A small beam search (`_hypotheses`) assigns the pieces that are not decided yet to
 voices; once a piece is decided, its voice learns from it (`Voice.learn`), and voices that have grown alike are merged.
 A label is decided when the audio is `lag_samples` past the middle of its piece, or when a pause has ended the run of
-speech; it never changes. Labels are a pure function of the pieces: a saved state continues with the same labels.
-Embeddings are rounded to integers first, and voices are sums of integers, so the order of additions and the machine do
-not matter. A voice is the model of one speaker here, and speech is everything that the speech detector finds.
+speech; it never changes. Between two overlapping pieces of the same voice, labels meet halfway. Where the voice
+changes, they meet where the embeddings of the pieces' parts change from one voice to the other (`_change`).
+
+Labels are a pure function of the pieces: a saved state continues with the same labels. Embeddings are rounded to
+integers first, and voices are sums of integers, so the order of additions and the machine do not matter. A voice is the
+model of one speaker here, and speech is everything that the speech detector finds.
 """
 
 from __future__ import annotations
@@ -27,7 +30,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS, PIECE_SAMPLES, ROUNDING
+from engine.options import (
+    EMBEDDING_SIZE,
+    MAX_ENROLLED,
+    MAX_NAME_CHARACTERS,
+    PART_HOP_SAMPLES,
+    PART_SAMPLES,
+    PIECE_SAMPLES,
+    ROUNDING,
+)
 from engine.weights.registry import ShippedFile
 
 # Pieces: speech is cut for the embedding model.
@@ -66,13 +77,18 @@ class Piece:
     after_pause: bool
     # The stream's sample at which the piece was cut: at its end, or after the pause that ended its run.
     cut_at: int
-    # Starts of its frames, with which its audio can be taken from the stream again; empty once it has an embedding.
+    # Starts of its frames: its audio can be taken from the stream again, and its parts can be found in the stream.
     starts: tuple[int, ...] = ()
 
     @property
     def ends_run(self) -> bool:
         """Whether a pause follows, which ended its run."""
         return self.cut_at > self.end
+
+    def sample_at(self, offset: int) -> int:
+        """The stream's sample of a sample of its audio."""
+        frame = min(offset // FRAME_SAMPLES, len(self.starts) - 1)
+        return self.starts[frame] + offset - frame * FRAME_SAMPLES
 
 
 def piece_of(saved: Mapping[str, Any]) -> Piece:
@@ -190,11 +206,16 @@ class PieceCutter:
 # Labels: pieces are assigned to voices.
 
 Embedding = NDArray[np.int64]
+# Embeddings of the parts of a piece [parts, 192], in multiples of `PART_ROUNDING`.
+Parts = NDArray[np.int8]
+PART_ROUNDING = 1 / 256
+_PART_UNIT = round(PART_ROUNDING / ROUNDING)
 
 # Voices without a name that are kept apart. One more, and the least recent voice is merged with the one nearest to it.
 MAX_VOICES = 16
-# Pieces that wait for a decision. One more, and the oldest is decided at once.
-MAX_PENDING = 24
+# Pieces that wait for a decision. One more, and the oldest is decided at once. Pieces of a `PieceCutter` are four at
+# most.
+MAX_PENDING = 6
 # A bound on a saved state of labels as MessagePack or JSON with encoded bytes.
 MAX_STATE_BYTES = 64 * 1024
 
@@ -294,10 +315,18 @@ class Voice:
         self.known = Evidence(total, weight)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Heard:
+    """What the model says of a piece: its embedding, and those of its parts."""
+
+    embedding: Embedding
+    parts: Parts
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
     piece: Piece
-    embedding: Embedding
+    heard: Heard
     evidence: Evidence
 
 
@@ -312,18 +341,16 @@ class _Hypothesis:
     new: Evidence | None = None
 
 
-def rounded(embedding: NDArray[np.float32]) -> Embedding:
-    """An embedding of length 1 as integers."""
-    return np.rint(np.asarray(embedding, np.float64) / ROUNDING).astype(np.int64)
+def rounded(embeddings: NDArray[np.float32]) -> Heard:
+    """Embeddings of length 1 as integers: the first is of the piece, the others are of its parts."""
+    exact = np.asarray(embeddings, np.float64)
+    parts = np.clip(np.rint(exact[1:] / PART_ROUNDING), -127, 127)
+    return Heard(np.rint(exact[0] / ROUNDING).astype(np.int64), parts.astype(np.int8))
 
 
-def _span(piece: Piece, labelled: int, following: Piece | None) -> tuple[int, int]:
-    """Where the label of a piece begins and ends: behind the last label, up to half of the way to the next piece, whose
-    own label begins there."""
-    start = max(piece.start, labelled)
-    if following is None or following.start >= piece.end:
-        return start, piece.end
-    return start, max(start, (piece.middle + following.middle) // 2)
+def _overlap(piece: Piece, following: Piece) -> bool:
+    """Whether no pause is between two pieces."""
+    return following.start < piece.end
 
 
 def _confidence(hypotheses: Sequence[_Hypothesis], index: int) -> float:
@@ -398,11 +425,11 @@ class SpeakerLabels:
 
     # Pieces in, labels out
 
-    def push(self, piece: Piece, embedding: Embedding) -> list[Label]:
+    def push(self, piece: Piece, heard: Heard) -> list[Label]:
         """The next piece. Returns the labels that were due before it was cut: they do not depend on it, however late
-        its embedding is computed."""
+        its embeddings are computed."""
         labels = self.advance(piece.cut_at - 1)
-        self._pending.append(self._weighed(replace(piece, starts=()), embedding))
+        self._pending.append(self._weighed(piece, heard))
         while len(self._pending) > MAX_PENDING:
             labels.append(self._decide())
         return labels
@@ -428,8 +455,9 @@ class SpeakerLabels:
         numbers = [*self.speakers, self._next]
         labels, labelled = [], self._labelled
         for place, (one, index) in enumerate(zip(self._pending, hypotheses[0].path, strict=True)):
-            following = self._pending[place + 1].piece if place + 1 < len(self._pending) else None
-            start, labelled = _span(one.piece, labelled, following)
+            follows = place > 0 and _overlap(self._pending[place - 1].piece, one.piece)
+            start = labelled if follows else max(one.piece.start, labelled)
+            labelled = max(start, self._end_of(place, hypotheses[0]))
             labels.append(Label(start, labelled, numbers[index], _confidence(hypotheses, place)))
         return labels
 
@@ -447,7 +475,11 @@ class SpeakerLabels:
                 for voice in self._voices
             ],
             "pending": [
-                {"piece": asdict(one.piece), "embedding": one.embedding.astype("<i2").tobytes()}
+                {
+                    "piece": asdict(one.piece),
+                    "embedding": one.heard.embedding.astype("<i2").tobytes(),
+                    "parts": one.heard.parts.tobytes(),
+                }
                 for one in self._pending
             ],
             "next": self._next,
@@ -466,7 +498,13 @@ class SpeakerLabels:
             for voice in saved["voices"]
         ]
         labels._pending = [
-            labels._weighed(piece_of(one["piece"]), np.frombuffer(one["embedding"], "<i2").astype(np.int64))
+            labels._weighed(
+                piece_of(one["piece"]),
+                Heard(
+                    np.frombuffer(one["embedding"], "<i2").astype(np.int64),
+                    np.frombuffer(one["parts"], np.int8).reshape(-1, EMBEDDING_SIZE),
+                ),
+            )
             for one in saved["pending"]
         ]
         labels._next, labels._last, labels._labelled = saved["next"], saved["last"], saved["labelled"]
@@ -478,6 +516,7 @@ class SpeakerLabels:
         """Decide the oldest pending piece."""
         odds = self._log_odds()
         hypotheses = self._hypotheses(odds)
+        end = self._end_of(0, hypotheses[0])
         index, first = hypotheses[0].path[0], self._pending.pop(0)
         is_new = index == len(self._voices)
         if is_new:
@@ -492,9 +531,49 @@ class SpeakerLabels:
             self._next -= 1  # the number was never told
         voice = remaining
         self._last = voice.number
-        following = self._pending[0].piece if self._pending else None
-        start, self._labelled = _span(first.piece, self._labelled, following)
+        start = max(first.piece.start, self._labelled)
+        self._labelled = max(start, end)
+        if self._pending and _overlap(first.piece, self._pending[0].piece):
+            # The next label begins here, which may be before its piece.
+            following = self._pending[0]
+            self._pending[0] = replace(following, piece=replace(following.piece, start=self._labelled))
         return Label(start, self._labelled, voice.number, _confidence(hypotheses, 0))
+
+    def _end_of(self, place: int, best: _Hypothesis) -> int:
+        """Where the label of a pending piece ends: before a pause with the piece; otherwise halfway to the next piece,
+        or where the voice changes."""
+        piece = self._pending[place].piece
+        if place + 1 == len(self._pending) or not _overlap(piece, self._pending[place + 1].piece):
+            return piece.end
+        if best.path[place] != best.path[place + 1]:
+            return self._change(place, best)
+        return (piece.middle + self._pending[place + 1].piece.middle) // 2
+
+    def _change(self, place: int, best: _Hypothesis) -> int:
+        """Where one voice ends and another begins, in two overlapping pieces: the parts before this sample fit the
+        first voice, and the parts behind it the second voice, better than with any other sample."""
+        pair = self._pending[place : place + 2]
+        samples = np.array(
+            [
+                one.piece.sample_at(PART_SAMPLES // 2 + number * PART_HOP_SAMPLES)
+                for one in pair
+                for number in range(len(one.heard.parts))
+            ]
+        )
+        parts = np.concatenate([one.heard.parts for one in pair]).astype(np.int64) * _PART_UNIT - self._model.mean
+        before, after = (self._fit(parts, best, index) for index in best.path[place : place + 2])
+        order = np.argsort(samples, kind="stable")
+        samples, fits = samples[order], np.cumsum((before - after)[order])
+        last = int(fits[:-1].argmax())
+        return int(samples[last] + samples[last + 1]) // 2
+
+    def _fit(self, parts: Embedding, best: _Hypothesis, index: int) -> NDArray[np.float64]:
+        """How well each part fits a voice: the logarithm of its likelihood times a constant, plus a constant."""
+        known = best.new if index == len(self._voices) else self._voices[index].known
+        assert known is not None
+        # The mean of the voice is `share` times its total.
+        share = self._ratio / (1 + self._ratio * known.weight)
+        return np.asarray(share * (parts @ known.total) - 0.5 * share**2 * known.square, np.float64)
 
     def _least_log_odds(self, voice: Voice) -> float:
         """The log odds that a piece needs for its voice to learn from it. A doubtful piece gets a label, but the voice
@@ -503,10 +582,10 @@ class SpeakerLabels:
         is_hardly_known = not voice.name and voice.known.weight < _HOP_WEIGHT
         return 0.0 if is_hardly_known else self.settings.learn_log_odds
 
-    def _weighed(self, piece: Piece, embedding: Embedding) -> _Pending:
+    def _weighed(self, piece: Piece, heard: Heard) -> _Pending:
         """A piece with its weight: that of its new speech, less for a short piece, which tells less of its voice."""
         weight = min(piece.new // FRAME_SAMPLES, _MOST_WEIGHT) * piece.length // PIECE_SAMPLES
-        return _Pending(piece, embedding, Evidence(weight * (embedding - self._model.mean), weight))
+        return _Pending(piece, heard, Evidence(weight * (heard.embedding - self._model.mean), weight))
 
     def _log_likelihood(self, weight: int, square: int) -> float:
         """The log likelihood that one voice said all of some pieces, from the sum of their weights and the square of

@@ -29,7 +29,7 @@ from realtime.session.settings import Settings
 
 
 # Version of the encoding. Increase it whenever an older process could misread a value.
-LIVE_VERSION = 10
+LIVE_VERSION = 11
 
 # Events that become entries of a handoff. After any other event a new base is saved.
 RECORDED = (

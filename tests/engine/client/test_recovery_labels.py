@@ -22,7 +22,7 @@ from engine.server.loop import EngineLoop
 from tests.engine import fakes
 from tests.engine.client.test_recovery_rebuilding import PACKET, EngineDeath, block_ear, build_with, play, window_ear
 from tests.engine.server.test_skipped_silence import SETTINGS, SPEC
-from tests.engine.server.test_speakers_tracks import embedding_of
+from tests.engine.server.test_speakers_tracks import embeddings_of
 
 ON = {SPEAKERS: speakers_text()}
 
@@ -32,7 +32,7 @@ class Instant(Embedder):
 
     def submit(self, audio: NDArray[np.float32]) -> Future[NDArray[np.float32]]:
         found: Future[NDArray[np.float32]] = Future()
-        found.set_result(embedding_of(audio))
+        found.set_result(embeddings_of(audio))
         return found
 
 

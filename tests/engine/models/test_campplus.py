@@ -17,6 +17,7 @@ import pytest
 import torch
 import torchaudio.compliance.kaldi as kaldi
 from torch import Tensor
+from torch.nn.functional import normalize
 
 from engine.models.campplus import (
     EMBEDDING_SIZE,
@@ -28,8 +29,8 @@ from engine.models.campplus import (
     tensor_shapes,
     trace_for,
 )
-from engine.models.mel import SAMPLE_RATE, KaldiFrontEnd
-from engine.options import cache_folder
+from engine.models.mel import FRAME_SAMPLES, HOP_SAMPLES, SAMPLE_RATE, KaldiFrontEnd
+from engine.options import PIECE_SAMPLES, cache_folder
 from engine.weights.registry import REGISTRY
 
 WEIGHTS = cache_folder() / "speakers" / REGISTRY["speakers"].single_file
@@ -156,7 +157,7 @@ def test_features_equal_the_reference(samples: int) -> None:
 def test_embeddings_equal_the_original(length: str) -> None:
     reference = torch.tensor(json.loads(REFERENCE.read_text())[length])
     with torch.inference_mode():
-        assert (trained()(pieces(LENGTHS[length])) - reference).abs().max() < 1e-4
+        assert (trained()(pieces(LENGTHS[length]))[:, 0] - reference).abs().max() < 1e-4
 
 
 @with_weights
@@ -164,7 +165,7 @@ def test_a_voice_is_nearer_to_itself_than_to_another() -> None:
     high = torch.from_numpy(np.stack([buzz(210.0, seed) for seed in (0, 1)]))
     low = torch.from_numpy(np.stack([buzz(100.0, seed) for seed in (2, 3)]))
     with torch.inference_mode():
-        one, two, three, four = trained()(torch.cat([high, low]))
+        one, two, three, four = trained()(torch.cat([high, low]))[:, 0]
     assert min(one @ two, three @ four) > max(one @ three, one @ four, two @ three, two @ four) + 0.2
 
 
@@ -184,9 +185,33 @@ def test_a_piece_in_a_batch_is_embedded_as_alone(model: object) -> None:
     with torch.inference_mode():
         together = model()(sounds)
         alone = torch.cat([model()(sound[None]) for sound in sounds])
-    assert together.shape == (6, EMBEDDING_SIZE)
+    assert together.shape == (6, 1 + parts_of(24_000), EMBEDDING_SIZE)
     assert (together - alone).abs().max() < 1e-5
-    assert torch.allclose(together.norm(dim=1), torch.ones(6), atol=1e-5)
+    assert torch.allclose(together.norm(dim=2), torch.ones(together.shape[:2]), atol=1e-5)
+
+
+def parts_of(samples: int) -> int:
+    """A column is 20 ms; a part has eight, and begins four after the last one."""
+    frames = 1 + (samples - FRAME_SAMPLES) // HOP_SAMPLES
+    return ((frames + 1) // 2 - 8) // 4 + 1
+
+
+@pytest.mark.parametrize("samples", [PIECE_SAMPLES, 24_000, 3_200])
+def test_the_embedding_of_a_part_is_that_of_its_columns(samples: int) -> None:
+    model, columns = untrained(), list[Tensor]()
+    hook = model.blocks[-1].register_forward_hook(lambda _, __, output: columns.append(output.relu()))
+    with torch.inference_mode():
+        found = model(pieces(samples))
+        hook.remove()
+        parts = columns[0].unfold(1, 8, 4)
+        expected = model.embedding(torch.cat([parts.mean(-1), parts.std(-1)], dim=-1)).view(3, -1, EMBEDDING_SIZE)
+    assert found.shape == (3, 1 + parts_of(samples), EMBEDDING_SIZE)
+    assert (found[:, 1:] - normalize(expected, dim=-1)).abs().max() < 1e-5
+
+
+def test_a_piece_that_is_shorter_than_a_part_has_none() -> None:
+    with torch.inference_mode():
+        assert untrained()(torch.ones(1, MIN_PIECE_SAMPLES)).shape == (1, 1, EMBEDDING_SIZE)
 
 
 def test_a_traced_model_gives_the_same_numbers() -> None:

@@ -34,7 +34,7 @@ from tests.engine.server.test_speakers_tracks import (
     POSITION,
     PROBABILITIES,
     SPEC,
-    embedding_of,
+    embeddings_of,
     heard,
 )
 from tests.engine.server.test_turn_questions import EXPECTED as EXPECTED_SCORES
@@ -57,7 +57,7 @@ class ReadyEmbeddings(Embedder):
         if np.abs(task).max() > 0.9:
             future.set_exception(RuntimeError("no weights"))
         elif not self._waits:
-            future.set_result(embedding_of(task))
+            future.set_result(embeddings_of(task))
         return future
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -11,15 +12,24 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
-from engine.options import EMBEDDING_SIZE, MAX_ENROLLED, MAX_NAME_CHARACTERS
+from engine.options import (
+    EMBEDDING_SIZE,
+    MAX_ENROLLED,
+    MAX_NAME_CHARACTERS,
+    PART_HOP_SAMPLES,
+    PART_SAMPLES,
+    PIECE_SAMPLES,
+)
 from engine.server.speaker_labels import (
     FRAME_SAMPLES,
+    MAX_PENDING,
     MAX_STATE_BYTES,
     MAX_VOICES,
     SAMPLE_RATE,
     CutSettings,
-    Embedding,
+    Heard,
     Label,
     Piece,
     PieceCutter,
@@ -33,6 +43,7 @@ from engine.server.speech_track import voiced_frames
 WHOLE = CutSettings().piece_frames * FRAME_SAMPLES
 HOP = CutSettings().hop_frames * FRAME_SAMPLES
 PAUSE = CutSettings().pause_frames * FRAME_SAMPLES
+PARTS = (PIECE_SAMPLES - PART_SAMPLES) // PART_HOP_SAMPLES + 1
 
 
 def audio_of(frames: int, seed: int = 0) -> Samples:
@@ -43,15 +54,27 @@ def plain(found: list[tuple[Piece, Samples]]) -> list[tuple[Piece, bytes]]:
     return [(piece, audio.tobytes()) for piece, audio in found]
 
 
-def embedding(voice: int, spread: float = 0.0, seed: int = 0) -> Embedding:
-    """A voice's direction, and a piece of it that is off by `spread`."""
+def vector_of(voice: int, spread: float = 0.0, seed: int = 0) -> Samples:
+    """A voice's direction, and one that is off by `spread`."""
     centre = np.random.default_rng(1000 + voice).standard_normal(EMBEDDING_SIZE)
     off = np.random.default_rng(seed).standard_normal(EMBEDDING_SIZE)
     vector = centre / np.linalg.norm(centre) + spread * off / np.linalg.norm(off)
-    return rounded((vector / np.linalg.norm(vector)).astype(np.float32))
+    return (vector / np.linalg.norm(vector)).astype(np.float32)
 
 
-def conversation(turns: list[tuple[int, int]], spread: float = 0.5) -> list[tuple[Piece, Embedding]]:
+def embedding(voice: int, spread: float = 0.0, seed: int = 0, parts: Sequence[int] = ()) -> Heard:
+    """A piece of a voice that is off by `spread`; its parts are further off. `parts`: their voices, if they differ."""
+    voices = parts or [voice] * PARTS
+    far = [vector_of(one, 1.5 * spread, 1000 * seed + number) for number, one in enumerate(voices)]
+    return rounded(np.stack([vector_of(voice, spread, seed), *far]))
+
+
+def whole(embedding: Samples) -> Heard:
+    """A piece whose parts have the same embedding."""
+    return rounded(np.tile(embedding, (1 + PARTS, 1)))
+
+
+def conversation(turns: list[tuple[int, int]], spread: float = 0.5) -> list[tuple[Piece, Heard]]:
     """Pieces of turns (voice, pieces), with a pause of half a second before each turn."""
     found, at = [], 0
     for number, (voice, count) in enumerate(turns):
@@ -61,13 +84,14 @@ def conversation(turns: list[tuple[int, int]], spread: float = 0.5) -> list[tupl
             new = WHOLE if index == 0 else HOP
             # As from a cutter: the last piece of a run is cut after the pause that ends it.
             cut_at = end + PAUSE if index == count - 1 else end
-            piece = Piece(end - WHOLE, end, end - WHOLE // 2, WHOLE, new, index == 0, cut_at)
+            starts = tuple(range(end - WHOLE, end, FRAME_SAMPLES))
+            piece = Piece(end - WHOLE, end, end - WHOLE // 2, WHOLE, new, index == 0, cut_at, starts)
             found.append((piece, embedding(voice, spread, seed=100 * number + index)))
         at += WHOLE + (count - 1) * HOP
     return found
 
 
-def labels_of(pieces: list[tuple[Piece, Embedding]], labels: SpeakerLabels | None = None) -> list[Label]:
+def labels_of(pieces: list[tuple[Piece, Heard]], labels: SpeakerLabels | None = None) -> list[Label]:
     labels = labels or SpeakerLabels()
     found = [label for piece, one in pieces for label in labels.push(piece, one)]
     return found + labels.end()
@@ -276,9 +300,10 @@ def test_a_label_never_depends_on_later_pieces_than_those_before_its_time(
     assert found == again
 
 
-def heard(audio: Samples) -> Embedding:
-    """Stands for the model: an embedding that depends on the audio alone, of one of three voices."""
-    return embedding(int(abs(float(audio[0])) * 1000) % 3, 0.6, seed=int(abs(float(audio[1])) * 1e6))
+def heard(audio: Samples) -> Heard:
+    """Stands for the model: embeddings that depend on the audio alone, of one of three voices."""
+    parts = [int(abs(float(audio[number * PART_HOP_SAMPLES])) * 1000) % 3 for number in range(PARTS)]
+    return embedding(parts[0], 0.6, seed=int(abs(float(audio[1])) * 1e6), parts=parts)
 
 
 @settings(max_examples=30, deadline=None)
@@ -306,14 +331,107 @@ def test_any_chunking_of_the_stream_gives_the_same_labels(speech: list[bool], da
 
 @pytest.mark.parametrize("noise", [1e-6, 1e-5])
 def test_labels_do_not_change_with_the_rounding_errors_of_a_batch(noise: float) -> None:
-    def told(errors: float) -> list[tuple[Piece, Embedding]]:
+    def told(errors: float) -> list[tuple[Piece, Heard]]:
         random = np.random.default_rng(5)
         return [
-            (piece, rounded((one / 1024 + errors * random.standard_normal(EMBEDDING_SIZE)).astype(np.float32)))
+            (piece, with_errors(one, errors * random.standard_normal((1 + PARTS, EMBEDDING_SIZE))))
             for piece, one in conversation([(0, 6), (1, 6), (2, 4), (1, 2), (0, 3)] * 4, spread=0.9)
         ]
 
     assert [label.speaker for label in labels_of(told(0.0))] == [label.speaker for label in labels_of(told(noise))]
+
+
+def with_errors(one: Heard, errors: NDArray[np.float64]) -> Heard:
+    exact = np.concatenate([one.embedding[None] / 1024, one.parts / 256])
+    return rounded((exact + errors).astype(np.float32))
+
+
+# Changes of the voice within a run of speech
+
+
+def change(frames: int, gaps: Sequence[int] = ()) -> tuple[list[tuple[Piece, Heard]], int]:
+    """Pieces of a run in which voice 0 says `frames` frames and voice 1 as many as make 200 frames, and the sample
+    between them. Half of the piece decides its embedding. `gaps`: frames behind which two silent ones are."""
+    cutter, found, said, border = PieceCutter(), list[tuple[Piece, Heard]](), dict[int, int](), 0
+    for frame in range(200):
+        border = cutter.sample if frame == frames else border
+        said |= {cutter.sample: int(frame >= frames)}
+        speech = [True, False, False] if frame in gaps else [True]
+        pieces = cutter.feed(audio_of(len(speech)), speech)
+        for piece, _ in pieces + (cutter.end() if frame == 199 else []):
+            offsets = [number * PART_HOP_SAMPLES + PART_SAMPLES // 2 for number in range(PARTS)]
+            voices = [said[piece.starts[offset // FRAME_SAMPLES]] for offset in offsets]
+            voice = round(float(np.mean([said[start] for start in piece.starts])))
+            found.append((piece, embedding(voice, 0.4, len(found), voices)))
+    return found, border
+
+
+@pytest.mark.parametrize("frames", range(80, 112, 2))
+@pytest.mark.parametrize("gaps", [(), (80, 85, 90, 95, 100, 105)], ids=["without gaps", "with gaps"])
+def test_labels_meet_where_the_voice_changes(frames: int, gaps: Sequence[int]) -> None:
+    pieces, border = change(frames, gaps)
+    labels = labels_of(pieces)
+    assert [label.speaker for label in labels] == sorted(label.speaker for label in labels)
+    last = next(number for number, label in enumerate(labels) if label.speaker)
+    assert labels[last - 1].end == labels[last].start
+    assert abs(labels[last].start - border) <= PART_HOP_SAMPLES + 3 * FRAME_SAMPLES
+
+
+@pytest.mark.parametrize("frames", range(80, 112, 8))
+def test_a_guess_has_the_borders_of_the_labels(frames: int) -> None:
+    pieces, _ = change(frames)
+    labels = SpeakerLabels()
+    compared = 0
+    for piece, one in pieces:
+        labels.push(piece, one)
+        guess, decided = labels.best_guess(), SpeakerLabels.resumed(labels.save()).end()
+        if [label.speaker for label in guess] == [label.speaker for label in decided]:
+            assert [(one.start, one.end) for one in guess] == [(one.start, one.end) for one in decided]
+            compared += len({label.speaker for label in guess}) > 1
+    assert compared
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(40, 160), st.data())
+def test_a_border_is_the_same_after_saving(frames: int, data: st.DataObject) -> None:
+    pieces, _ = change(frames)
+    at = data.draw(st.integers(0, len(pieces)))
+    first = SpeakerLabels()
+    found = [label for piece, one in pieces[:at] for label in first.push(piece, one)]
+    assert found + labels_of(pieces[at:], SpeakerLabels.resumed(reread(first.save()))) == labels_of(pieces)
+
+
+def test_a_pause_is_never_moved() -> None:
+    """Where one voice ends before a pause and another begins after it, labels are those of the pieces."""
+    pieces = conversation([(0, 6), (1, 6)])
+    labels = labels_of(pieces)
+    assert labels[5].end == pieces[5][0].end and labels[6].start == pieces[6][0].start
+
+
+@settings(max_examples=60, deadline=None)
+@given(voices, st.data())
+def test_pieces_of_a_stream_never_wait_for_more_than_the_bound(speech: list[bool], data: st.DataObject) -> None:
+    frames, cutter, labels = audio_of(len(speech)), PieceCutter(), SpeakerLabels()
+    for number, has_speech in enumerate(speech):
+        for piece, audio in cutter.feed(frames[number : number + 1], [has_speech]):
+            labels.push(piece, heard(audio))
+            assert len(labels.save()["pending"]) < MAX_PENDING
+        labels.advance(cutter.sample)
+
+
+def test_a_full_state_is_bounded() -> None:
+    labels = SpeakerLabels()
+    for number in range(MAX_ENROLLED):
+        labels.enrol(f"{number:0{MAX_NAME_CHARACTERS}}", [embedding(200 + number).embedding])
+    labels_of(conversation([(person, 6) for person in range(40)]), labels)
+    at = 10**9
+    for number in range(MAX_PENDING):
+        starts = tuple(at + index * FRAME_SAMPLES for index in range(31))
+        piece = Piece(at, at + WHOLE, at + WHOLE // 2, WHOLE, HOP, False, at + WHOLE, starts)
+        labels.push(piece, embedding(number))
+    assert len(labels.save()["pending"]) == MAX_PENDING
+    in_json = json.dumps(labels.save(), default=lambda raw: base64.b64encode(raw).decode())
+    assert max(len(encoded(labels.save())), len(in_json)) <= MAX_STATE_BYTES
 
 
 # Bounds
@@ -322,7 +440,7 @@ def test_labels_do_not_change_with_the_rounding_errors_of_a_batch(noise: float) 
 def test_the_state_is_bounded_with_forty_people_and_all_names() -> None:
     labels = SpeakerLabels()
     for number in range(MAX_ENROLLED):
-        labels.enrol(f"{number:0{MAX_NAME_CHARACTERS}}", [embedding(200 + number)])
+        labels.enrol(f"{number:0{MAX_NAME_CHARACTERS}}", [embedding(200 + number).embedding])
     largest = 0
     for piece, one in conversation([(person, 6) for person in range(40)] * 3):
         labels.push(piece, one)
@@ -346,9 +464,10 @@ def test_a_stream_that_pushes_without_advancing_is_bounded() -> None:
     labels = SpeakerLabels()
     found = 0
     for number in range(200):
-        piece = Piece(number, number + WHOLE, number + WHOLE // 2, WHOLE, HOP, False, number + WHOLE)
+        starts = tuple(range(number, number + WHOLE, FRAME_SAMPLES))
+        piece = Piece(number, number + WHOLE, number + WHOLE // 2, WHOLE, HOP, False, number + WHOLE, starts)
         found += len(labels.push(piece, embedding(0, 0.3, number)))
-        assert len(labels.save()["pending"]) <= 24
+        assert len(labels.save()["pending"]) <= MAX_PENDING
     assert found + len(labels.end()) == 200
 
 
@@ -357,7 +476,7 @@ def test_a_stream_that_pushes_without_advancing_is_bounded() -> None:
 
 def test_an_enrolled_voice_is_found_by_its_name() -> None:
     labels = SpeakerLabels()
-    ada = labels.enrol("Ada", [embedding(1, 0.4, seed) for seed in range(4)])
+    ada = labels.enrol("Ada", [embedding(1, 0.4, seed).embedding for seed in range(4)])
     assert labels.names == {ada: "Ada"}
     found = labels_of(conversation([(0, 6), (1, 6), (0, 4)]), labels)
     assert {label.speaker for label in found[6:12]} == {ada}
@@ -366,7 +485,7 @@ def test_an_enrolled_voice_is_found_by_its_name() -> None:
 
 def test_names_survive_saving() -> None:
     labels = SpeakerLabels()
-    labels.enrol("<v Zoë & 張>", [embedding(1)])
+    labels.enrol("<v Zoë & 張>", [embedding(1).embedding])
     assert SpeakerLabels.resumed(reread(labels.save())).names == {0: "<v Zoë & 張>"}
 
 
@@ -381,42 +500,42 @@ def test_names_survive_saving() -> None:
 )
 def test_a_reference_that_cannot_be_used_is_refused(name: str, count: int, why: str) -> None:
     labels = SpeakerLabels()
-    labels.enrol("Known", [embedding(3)])
+    labels.enrol("Known", [embedding(3).embedding])
     before = labels.save()
     with pytest.raises(ValueError, match=why):
-        labels.enrol(name, [embedding(1)] * count)
+        labels.enrol(name, [embedding(1).embedding] * count)
     assert labels.save() == before
 
 
 def test_one_enrolled_voice_too_many_is_refused() -> None:
     labels = SpeakerLabels()
     for number in range(MAX_ENROLLED):
-        labels.enrol(str(number), [embedding(number)])
+        labels.enrol(str(number), [embedding(number).embedding])
     with pytest.raises(ValueError, match="at most 16 speakers"):
-        labels.enrol("one more", [embedding(99)])
+        labels.enrol("one more", [embedding(99).embedding])
 
 
 def test_two_enrolled_voices_that_are_alike_stay_two() -> None:
     labels = SpeakerLabels()
-    labels.enrol("one", [embedding(1, 0.1, 1)])
-    labels.enrol("other", [embedding(1, 0.1, 2)])
+    labels.enrol("one", [embedding(1, 0.1, 1).embedding])
+    labels.enrol("other", [embedding(1, 0.1, 2).embedding])
     labels_of(conversation([(1, 20)]), labels)
     assert len(labels.speakers) == 2
 
 
 def test_a_voice_that_grows_like_an_older_one_takes_its_number() -> None:
     """The first pieces of a voice can be far off: once it is known better, it is the voice that it always was."""
-    near, far = embedding(1), embedding(2)
-    between = rounded(((0.4 * near + 0.9 * far) / np.linalg.norm(0.4 * near + 0.9 * far)).astype(np.float32))
+    near, far = vector_of(1), vector_of(2)
+    between = whole((0.4 * near + 0.9 * far) / np.linalg.norm(0.4 * near + 0.9 * far))
     pieces = [piece for piece, _ in conversation([(0, 10), (0, 6), (0, 30)])]
-    labels = labels_of(list(zip(pieces, [near] * 10 + [between] * 6 + [near] * 30, strict=True)))
+    labels = labels_of(list(zip(pieces, [whole(near)] * 10 + [between] * 6 + [whole(near)] * 30, strict=True)))
     assert {label.speaker for label in labels[-20:]} == {0}
     assert {label.speaker for label in labels} <= {0, 1}
 
 
 def test_silence_and_broken_numbers_do_not_break_the_labels() -> None:
     pieces = conversation([(0, 5)])
-    zero = np.zeros(EMBEDDING_SIZE, np.int64)
+    zero = whole(np.zeros(EMBEDDING_SIZE, np.float32))
     labels = labels_of([(piece, zero) for piece, _ in pieces])
     assert len(labels) == 5 and all(0 <= label.confidence <= 1 for label in labels)
 
@@ -437,7 +556,7 @@ def test_a_short_word_at_the_beginning_does_not_make_two_people_one(first: int) 
             speech = [True] * frames + [False] * 12
             for piece, _ in cutter.feed(np.zeros((len(speech), FRAME_SAMPLES), np.float32), speech):
                 heard = voice + turn + random.normal(0, (0.6 * model.within) ** 0.5, EMBEDDING_SIZE)
-                found += labels.push(piece, rounded((heard / np.linalg.norm(heard)).astype(np.float32)))
+                found += labels.push(piece, whole((heard / np.linalg.norm(heard)).astype(np.float32)))
             turns.append((start, cutter.sample))
             found += labels.advance(cutter.sample)
         found += labels.end()

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from engine.errors import BadItem, BadOption
 from engine.messages import Closed, Item, Labels, LabelSpan, Output, Saved, Speech
-from engine.options import EMBEDDING_SIZE, SPEAKERS, speakers_text
+from engine.options import EMBEDDING_SIZE, PART_HOP_SAMPLES, PART_SAMPLES, SPEAKERS, speakers_text
 from engine.runner.base import Embedder
 from engine.server.speaker_labels import FRAME_SAMPLES, SAMPLE_RATE, Samples
 from engine.server.speakers import MAX_UPLOAD_WAITING, MAX_WAITING, SpeakerTrack, SpeakerTracks
@@ -50,7 +50,13 @@ class Embeddings(Embedder):
             if self.fails is not None:
                 future.set_exception(self.fails)
             else:
-                future.set_result(embedding_of(audio))
+                future.set_result(embeddings_of(audio))
+
+
+def embeddings_of(audio: Samples) -> NDArray[np.float32]:
+    """Those of a piece and of its parts."""
+    ends = range(PART_SAMPLES, len(audio) + 1, PART_HOP_SAMPLES)
+    return np.stack([embedding_of(audio), *(embedding_of(audio[end - PART_SAMPLES : end]) for end in ends)])
 
 
 def embedding_of(audio: Samples) -> NDArray[np.float32]:
