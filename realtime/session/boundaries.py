@@ -332,6 +332,8 @@ class Boundaries:
         self._probable_end: EagerEnd | None = None
         self._pauses = self._new_pauses()
         self._utterances = self._new_utterances()
+        # The labels so far, also if they are switched off.
+        self._speakers: SpeakerTimeline | None = None
         self._set_speakers()
 
     @property
@@ -382,7 +384,7 @@ class Boundaries:
             self.track,
             pauses,
             self._joins_speech,
-            self.turns.speakers,
+            self._speakers,
             self._settled,
             self._probable_end,
         )
@@ -392,7 +394,8 @@ class Boundaries:
         self.audio, self.track, self._joins_speech = saved.audio, saved.track, saved.joins_speech
         self.turns.load(saved.turns, shift)
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
-        self.turns.speakers = saved.speakers
+        self._speakers = saved.speakers
+        self.turns.speakers = saved.speakers if self._settings.labels_speakers else None
         self._report_to_turns()
         self._settled, self._probable_end = saved.settled, saved.probable_end
         detection = self._settings.turn_detection
@@ -779,8 +782,12 @@ class Boundaries:
         self.send_events(self.turns.assign_until(until, now), now)
 
     def _set_speakers(self) -> None:
-        wanted = self._settings.labels_speakers
-        self.turns.speakers = (self.turns.speakers or SpeakerTimeline()) if wanted else None
+        """Switch labels on or off. If they are switched on again, the voices are those that the session had before."""
+        wanted, was_on = self._settings.labels_speakers, self.turns.speakers is not None
+        if wanted and not was_on:
+            self._speakers = self._speakers or SpeakerTimeline()
+            self._speakers.begins = self.audio.appended
+        self.turns.speakers = self._speakers if wanted else None
 
     def _new_utterances(self) -> UtteranceWatch | None:
         gap_ms = self._settings.utterance_end_ms

@@ -507,6 +507,7 @@ class Turns:
         while turn.words_labelled < turn.words_sent and self.speakers.is_decided(turn.words[turn.words_labelled]):
             turn.words_labelled += 1
         words = tuple(map(self.speakers.with_decided_label, turn.words[first : turn.words_labelled]))
+        turn.words[first : turn.words_labelled] = words
         return [WordsLabelled(turn.item_id, words)] if words else []
 
     def emit_held(self, now: float) -> list[ServerEvent]:
@@ -729,9 +730,11 @@ class Turns:
         while self._revised and self._revised[0].end <= turn.end:
             self._revised.popleft()
         final = final[-MAX_FINAL_WORDS:]
-        words = tuple(
-            final if self.speakers is None else map(self.speakers.with_best_label, self._with_turn_speaker(turn, final))
-        )
+        if self.speakers is None:
+            # Labels were switched off; some words may have one.
+            words = tuple(word if word.speaker is None else structs.replace(word, speaker=None) for word in final)
+        else:
+            words = tuple(map(self.speakers.with_best_label, self._with_turn_speaker(turn, final)))
         if self.speakers is not None:
             self.speakers.forget_before(turn.start - int(LABELS_BEFORE_SECONDS * self._sample_rate))
         done = Completed(
@@ -803,13 +806,13 @@ class Turns:
             turn.digits = self._digits
         redacted, turn.digits = redactor.redact(words[:count], turn.digits, ends=ends or count == len(words))
         turn.words[turn.words_sent : turn.words_sent + count] = redacted
-        turn.words_sent += len(redacted)
+        sent = self._labelled_now(turn, len(redacted))
         turn.words_settled += len(redacted) - count
         turn.held = [spelled(word) for word in turn.words[turn.words_sent :]]
         text = text_of(redacted).lstrip() if self.trim_start and not turn.sent else text_of(redacted)
         text, turn.begun = text.removeprefix(turn.begun), ""
         turn.sent.append(text)
-        return [Delta(turn.item_id, text, self._with_labels(turn, redacted))]
+        return [Delta(turn.item_id, text, sent)]
 
     def _emit_delta(self, turn: Turn, *, ends: bool = False) -> list[ServerEvent]:
         """The delta with the text that may be sent now. `ends`: the turn has all of its text."""
@@ -830,19 +833,22 @@ class Turns:
             return []
         turn.sent.append(text)
         turn.is_raw = True
-        words, turn.words_sent = turn.words[turn.words_sent : sendable], sendable
         turn.begun = ""
-        return [Delta(turn.item_id, text, self._with_labels(turn, words))]
+        return [Delta(turn.item_id, text, self._labelled_now(turn, sendable - turn.words_sent))]
 
     def _sendable(self, turn: Turn) -> int:
         """The number of words that may be sent for this turn."""
         return turn.words_settled if self._splits_speakers else len(turn.words)
 
-    def _with_labels(self, turn: Turn, words: Sequence[TimedWord]) -> tuple[TimedWord, ...]:
-        """Words of a delta, with their speakers as far as these are decided."""
-        if self.speakers is None:
-            return tuple(words)
-        return tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
+    def _labelled_now(self, turn: Turn, count: int) -> tuple[TimedWord, ...]:
+        """The next unsent words, which are sent now, with their speakers as far as these are decided. Labels that were
+        sent stay."""
+        first, turn.words_sent = turn.words_sent, turn.words_sent + count
+        words = tuple(turn.words[first : turn.words_sent])
+        if self.speakers is not None:
+            words = tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
+            turn.words[first : turn.words_sent] = words
+        return words
 
 
 def _within(word: TimedWord, turn: Turn) -> bool:
