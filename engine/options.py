@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
-from unicodedata import category
+from unicodedata import bidirectional, category
 
 DEFAULT_MODEL = "moonshine-base-streaming"
 # A stream counts against capacity for this long after it was opened and after its last speech: longer than the pauses
@@ -96,6 +96,9 @@ PART_SAMPLES = 2 * PART_HOP_SAMPLES
 # Unicode categories that a keyword or a name must not contain: control characters, surrogates, line and paragraph
 # separators.
 _FORBIDDEN_CATEGORIES = frozenset({"Cc", "Cs", "Zl", "Zp"})
+# Bidirectional classes of the characters that reverse or isolate the text after them. A name stands before the words of
+# its speaker, and must not change how these are shown.
+_REORDERING = frozenset({"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"})
 
 
 class Keyword(NamedTuple):
@@ -242,7 +245,7 @@ def check_names(names: Sequence[str]) -> None:
     for number, name in enumerate(names):
         if not name.strip() or len(name) > MAX_NAME_CHARACTERS:
             raise ValueError(f"the name of a speaker has 1 to {MAX_NAME_CHARACTERS} characters")
-        if any(category(letter) in _FORBIDDEN_CATEGORIES for letter in name):
+        if any(category(letter) in _FORBIDDEN_CATEGORIES or bidirectional(letter) in _REORDERING for letter in name):
             raise ValueError(f"the name of the speaker {name[:40]!r} holds control characters")
         if name in names[:number]:
             raise ValueError(f"two speakers are named {name[:40]!r}")

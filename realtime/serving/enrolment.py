@@ -125,10 +125,15 @@ async def _samples(name: str, encoded: str, rate: int) -> NDArray[np.float32]:
     finally:
         file.close()
     if not MIN_SECONDS * rate <= length <= MAX_SECONDS * rate:
-        known = f"lasts {length / rate:.1f} s" if length <= MAX_SECONDS * rate else "is longer"
+        known = f"lasts {_seconds(length, rate)} s" if length <= MAX_SECONDS * rate else "is longer"
         text = f"The recording of {name!r} {known}; send {MIN_SECONDS:g} to {MAX_SECONDS:g} seconds of one voice."
         raise refused(text, REFERENCES)
     return np.concatenate(parts)
+
+
+def _seconds(samples: int, rate: int) -> str:
+    """A length in seconds, rounded down: one that is too short does not read as long enough."""
+    return f"{samples * 10 // rate / 10:.1f}"
 
 
 def _write_file(name: str, encoded: str) -> BinaryIO:
@@ -193,7 +198,7 @@ def _voice(name: str, labels: messages.Labels, rate: int) -> bytes:
         samples_of[speaker] = samples_of.get(speaker, 0) + end - start
     spoken = sum(samples_of.values())
     if spoken < MIN_SPEECH_SECONDS * rate or labels.state is None:
-        has = f"The recording of {name!r} has {spoken / rate:.1f} s of speech"
+        has = f"The recording of {name!r} has {_seconds(spoken, rate)} s of speech"
         raise refused(f"{has}; at least {MIN_SPEECH_SECONDS:g} s is needed.", REFERENCES)
     # A voice that is not in the state was merged with another.
     voices = sorted(labels.state["labels"]["voices"], key=lambda voice: -samples_of.get(voice["number"], 0))

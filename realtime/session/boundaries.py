@@ -332,6 +332,8 @@ class Boundaries:
         self._probable_end: EagerEnd | None = None
         self._pauses = self._new_pauses()
         self._utterances = self._new_utterances()
+        # The labels so far, also if they are switched off.
+        self._speakers: SpeakerTimeline | None = None
         self._set_speakers()
 
     @property
@@ -382,7 +384,7 @@ class Boundaries:
             self.track,
             pauses,
             self._joins_speech,
-            self.turns.speakers,
+            self._speakers,
             self._settled,
             self._probable_end,
         )
@@ -392,7 +394,9 @@ class Boundaries:
         self.audio, self.track, self._joins_speech = saved.audio, saved.track, saved.joins_speech
         self.turns.load(saved.turns, shift)
         self.boundary, self._boundary_ms = saved.boundary, saved.boundary_ms
-        self.turns.speakers = saved.speakers
+        self._speakers = saved.speakers
+        self.turns.speakers = saved.speakers if self._settings.labels_speakers else None
+        self._report_to_turns()
         self._settled, self._probable_end = saved.settled, saved.probable_end
         detection = self._settings.turn_detection
         if saved.pauses is not None and self._pauses is None and detection is not None:
@@ -409,7 +413,7 @@ class Boundaries:
 
     # Client events
 
-    def configure(self, new: Settings) -> None:
+    def configure(self, new: Settings, now: float) -> None:
         old, self._settings = self._settings, new
         self.turns.trim_start = new.trim_start
         self.turns.set_finals(new)
@@ -420,6 +424,8 @@ class Boundaries:
             self._joins_speech = old.turn_detection is None and self.track.phase is Phase.SPEAKING
             self._change_pauses()
             self._open_without_detection()
+            self._report_to_turns()
+            self._assign_words(self.turns.reported_until, now)
 
     def advance(self, samples: int, source_samples: int, source_ms: float) -> None:
         audio = self.audio
@@ -432,6 +438,7 @@ class Boundaries:
         """Commit the open turn, or if there is none all uncommitted audio, up to the last sample."""
         if self.turns.current is None:
             self.turns.open(self.boundary)
+        self._assign_words(None, now)
         turn = self._commit_turn(self.audio.appended, now, event_id=event_id)
         turn.flushed = True
         self._set_boundary(self.audio.appended, self.audio.source_ms)
@@ -451,10 +458,12 @@ class Boundaries:
         if self.turns.current is None:
             self.refuse_commit(0.0, event_id)
         else:
+            self._assign_words(sample, now)
             self._commit_turn(sample, now, event_id=event_id).flushed = True
         self._advance_boundary(sample, source_ms)
 
-    def clear_late(self, sample: int, source_ms: float) -> None:
+    def clear_late(self, sample: int, source_ms: float, now: float) -> None:
+        self._assign_words(sample, now)
         self._stop_announced(sample)
         self.turns.drop_current()
         self._probable_end = None
@@ -479,6 +488,8 @@ class Boundaries:
         if self._utterances is not None:
             self._update_utterances(self._utterances, events, speech, end)
         self.audio.covered, self.track = end, speech.track
+        self._report_to_turns()
+        self._assign_words(end, now)
         self._end_track_at_boundary()
 
     def _end_track_at_boundary(self) -> None:
@@ -509,6 +520,7 @@ class Boundaries:
                         self._flush_ended_turns()
                     self._start_speech(event.sample, now)
                 case messages.SpeechPaused():
+                    self._assign_words(event.sample, now)
                     if self._pauses is not None and self._judges_pauses and self.speaking:
                         self._pauses.begin(event.sample, self.turns.current_text())
                 case messages.SpeechEnded():
@@ -644,6 +656,7 @@ class Boundaries:
 
     def end_open(self, now: float) -> None:
         """End the open turn at the last sample: no more audio will come."""
+        self._assign_words(None, now)
         if self.turns.current is not None:
             self._commit_turn(self.audio.appended, now)
 
@@ -761,9 +774,20 @@ class Boundaries:
             return None
         return PauseWatch(_eagerness(detection), self._rate, self._has_detector)
 
+    def _report_to_turns(self) -> None:
+        self.turns.reported_until = None if self._settings.turn_detection is None else self.audio.covered
+
+    def _assign_words(self, until: int | None, now: float) -> None:
+        """Assign the words that came before the report of their audio, up to this sample (None: all)."""
+        self.send_events(self.turns.assign_until(until, now), now)
+
     def _set_speakers(self) -> None:
-        wanted = self._settings.labels_speakers
-        self.turns.speakers = (self.turns.speakers or SpeakerTimeline()) if wanted else None
+        """Switch labels on or off. If they are switched on again, the voices are those that the session had before."""
+        wanted, was_on = self._settings.labels_speakers, self.turns.speakers is not None
+        if wanted and not was_on:
+            self._speakers = self._speakers or SpeakerTimeline()
+            self._speakers.begins = self.audio.appended
+        self.turns.speakers = self._speakers if wanted else None
 
     def _new_utterances(self) -> UtteranceWatch | None:
         gap_ms = self._settings.utterance_end_ms

@@ -380,7 +380,7 @@ class Session:
     def _configure(self, event: Configure, now: float) -> None:
         old, new = self.settings, event.settings
         self.settings = new
-        self._boundaries.configure(new)
+        self._boundaries.configure(new, now)
         if self.appended and (new.engine_options(), new.delay) != (old.engine_options(), old.delay):
             self._effects.append(Reopen(new))
         elif self.appended and new.turn_detection != old.turn_detection:
@@ -559,7 +559,7 @@ class Session:
     def _answer(self, waiting: Waiting, now: float) -> None:
         """Answer a commit or clear: all text and speech probabilities of the audio before it have arrived."""
         if waiting.clears:
-            self._boundaries.clear_late(waiting.sample, waiting.source_ms)
+            self._boundaries.clear_late(waiting.sample, waiting.source_ms, now)
         else:
             self._boundaries.commit_late(waiting.sample, waiting.source_ms, waiting.event_id, now)
 

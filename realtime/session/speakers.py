@@ -6,6 +6,7 @@ uploads and local commands label theirs. The labels themselves are computed in t
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -23,6 +24,8 @@ MAX_SPANS = 4096
 SLACK_SAMPLES = 1600
 # If turns end where the speaker changes, a word that is farther than this from every label has no label.
 LABEL_DISTANCE_SAMPLES = 8000
+# An enrolled name that looks like the name of a speaker without one.
+_NUMBERED = re.compile("Speaker ([1-9][0-9]*)")
 
 
 @dataclass(slots=True)
@@ -38,6 +41,8 @@ class SpeakerTimeline:
     state_base: int = 0
     # No undecided label begins before this sample.
     settled: int = 0
+    # Labels were switched on at this sample: there are none of earlier words.
+    begins: int = 0
     # The engine has rebuilt the stream after the loss of another engine, and its labels are late.
     is_behind: bool = False
 
@@ -111,17 +116,17 @@ class SpeakerTimeline:
         middle = (word.start + word.end) // 2
         after = bisect_right(spans, middle, key=lambda span: span[0])
         near = spans[max(0, after - 1) : after + 1]
-        if not near:
+        if not near or middle < self.begins:
             return word
         _, _, speaker, confidence = min(near, key=lambda span: max(span[0] - middle, middle - span[1], 0))
         return replace(word, speaker=speaker, speaker_confidence=confidence)
 
 
 def letter_name(speaker: int, names: Sequence[str] = ()) -> str:
-    """The name of a speaker as OpenAI writes it: an enrolled name, or a capital letter."""
+    """The name of a speaker as OpenAI writes it: an enrolled name, or a capital letter that is no enrolled name."""
     if speaker < len(names):
         return names[speaker]
-    number, letters = speaker - len(names), ""
+    number, letters = _free_number(speaker - len(names), map(speaker_number, names)), ""
     while number >= 0:
         letters = chr(ord("A") + number % 26) + letters
         number = number // 26 - 1
@@ -136,8 +141,18 @@ def speaker_number(letters: Any) -> int | None:
 
 
 def shown_name(speaker: int, names: Sequence[str] = ()) -> str:
-    """The name of a speaker in subtitles and texts."""
-    return names[speaker] if speaker < len(names) else f"Speaker {speaker - len(names) + 1}"
+    """The name of a speaker in subtitles and texts: an enrolled name, or `Speaker` with a number."""
+    if speaker < len(names):
+        return names[speaker]
+    numbered = map(_NUMBERED.fullmatch, names)
+    return f"Speaker {_free_number(speaker - len(names) + 1, (int(match[1]) for match in numbered if match))}"
+
+
+def _free_number(number: int, taken: Iterable[int | None]) -> int:
+    """The number after those that enrolled names look like, so that no two people have the same name."""
+    for other in sorted({other for other in taken if other is not None}):
+        number += other <= number
+    return number
 
 
 def speaker_of(words: Iterable[TimedWord]) -> int | None:

@@ -2,8 +2,10 @@
 
 A part of the session core, without I/O; `boundaries.py` opens and ends turns. Text arrives in the order of speech. It
 goes to the oldest turn that still expects text; if speech detection has ended that turn and the word is later than its
-end, it goes to a later turn. Only the oldest unfinished turn sends text to the client; text of later turns is held. If
-the session has speaker labels or revised words, a final waits for them, up to a deadline.
+end, it goes to a later turn. Words may come before the report of the speech track about their audio, because a report
+waits for the turn detector: such a word is kept until it is known which turn is open there. Only the oldest unfinished
+turn sends text to the client; text of later turns is held. If the session has speaker labels or revised words, a final
+waits for them, up to a deadline.
 
 The size of an open turn is bounded: one that is too long is ended after a word and completed at once, and the next turn
 continues with the next word. The engine is not flushed for that, so the cut changes no text.
@@ -43,6 +45,9 @@ from realtime.session.words import WordCutter, first_word, spelled, text_of
 
 # Text outside any turn is added to the next turn if that begins within this time; otherwise it is dropped.
 STRAY_SECONDS = 1.0
+# The first part of a word has no time: it waits for the report of the speech track if the engine's text is this far
+# beyond the last report. The pause that ends a turn and the delay of text are longer together.
+UNREPORTED_SECONDS = 0.4
 # How long a complete turn waits for the last labels of its speakers; after that it has the best guess.
 LABELS_SECONDS = 0.5
 # How long a complete turn waits for a revision. The engine cancels a late revision much sooner, so this limit matters
@@ -176,6 +181,7 @@ class SavedTurns:
     revised: list[RevisedPart] = field(default_factory=list)
     said_until: int = 0
     digits: int = 0
+    unreported: list[tuple[str, TimedWord]] = field(default_factory=list)
 
 
 # Instead of an index: the turn that has the first part of the incomplete word is not kept any more.
@@ -214,6 +220,11 @@ class Turns:
         self._new_item_id = new_item_id
         # Text outside any turn, as (text, word).
         self._stray: deque[tuple[str, TimedWord]] = deque(maxlen=256)
+        # With turn detection: the sample up to which the speech track has reported. None: it opens and ends no turns.
+        self.reported_until: int | None = None
+        # Words that begin after it, as (text, word), and the sample up to which the engine's text has come.
+        self._unreported: deque[tuple[str, TimedWord]] = deque()
+        self._text_until = 0
         self._cutter = WordCutter()
         # The turn that got the first part of an incomplete word; the rest of the word goes there too.
         self._partial_turn: Turn | None = None
@@ -242,12 +253,14 @@ class Turns:
             list(self._revised),
             self._final_until,
             self._digits,
+            list(self._unreported),
         )
 
     def load(self, saved: SavedTurns, shift: float) -> None:
         """Continue from saved turns, which then belong to this object; `shift` is our clock minus the saved one."""
         self.current, self.ended, self.last_committed = saved.current, deque(saved.ended), saved.last_committed
         self._stray.extend(saved.stray)
+        self._unreported.extend(saved.unreported)
         self._cutter.load(saved.loose, saved.given)
         if saved.loose_turn is not None:
             gone = Turn("", 0, state=TurnState.COMPLETED)
@@ -301,6 +314,7 @@ class Turns:
         turn = self.current or Turn("", start)
         self.current = None
         self._stray.clear()
+        self._unreported.clear()
         self._drop_revised_in_open_turn(turn.start)
         turn.move(TurnState.CLEARED)
         turn.end, turn.flushed = end, True
@@ -330,24 +344,57 @@ class Turns:
         turn = self.ended[0] if self.ended else self.current
         if turn is not None:
             turn.tokens += len(text.tokens)
+        self._text_until = max(self._text_until, text.sample + base)
         out: list[ServerEvent] = []
         for piece in self._cutter.cut_words(text, base):
+            if not piece.continues and self._is_unreported(piece.word):
+                self._unreported.append((piece.fresh, piece.word))
+                continue
             place = self._partial_turn if piece.continues else self._turn_of(piece.word)
-            self._add_word(piece.fresh, piece.word, place)
             if piece.continues and place is not None:
                 # The first part of the word was sent before words had to wait for labels: the turn cannot end before
                 # it.
                 place.begun, place.speaker = spelled(piece.word).removesuffix(piece.fresh), None
-            out += self._complete_passed(piece.word, now)
-            if self._is_too_long(piece.word):
-                out += self._split_after(piece.word, now)
+            out += self._assign(piece.fresh, piece.word, place, now)
         return out + self.release(now)
+
+    def assign_until(self, sample: int | None, now: float) -> list[ServerEvent]:
+        """Assign the words that begin at this sample at the latest (None: all) to the turns that are known by now."""
+        if not self._unreported and not self._holds_partial:
+            return []
+        out: list[ServerEvent] = []
+        while self._unreported and (sample is None or self._unreported[0][1].start <= sample):
+            text, word = self._unreported.popleft()
+            out += self._assign(text, word, self._turn_of(word), now)
+        return out + self.release(now)
+
+    def _is_unreported(self, word: TimedWord) -> bool:
+        """Whether it is not known yet which turn is open at this word."""
+        if self._unreported:
+            return True
+        if self.reported_until is None or word.start <= self.reported_until:
+            return False
+        return self._turn_of(word) is self.current
+
+    @property
+    def _holds_partial(self) -> bool:
+        """Whether the partial word may belong to a turn that is not open yet."""
+        if self._unreported:
+            return True
+        until = self.reported_until
+        return until is not None and self._text_until > until + UNREPORTED_SECONDS * self._sample_rate
+
+    def _assign(self, text: str, word: TimedWord, turn: Turn | None, now: float) -> list[ServerEvent]:
+        self._add_word(text, word, turn)
+        out = self._complete_passed(word, now)
+        return out + self._split_after(word, now) if self._is_too_long(word) else out
 
     def release(self, now: float) -> list[ServerEvent]:
         """The deltas that may be sent now: held text of the oldest unfinished turn."""
         if self.finishing:
             return []
-        if not self.ended and self.current is not None and self.redactor is None and not self._splits_speakers:
+        takes_partial = self.redactor is None and not self._splits_speakers and not self._holds_partial
+        if takes_partial and not self.ended and self.current is not None:
             partial = self._cutter.take_partial()
             if partial:
                 self._partial_turn = self.current
@@ -361,6 +408,11 @@ class Turns:
     def settle(self, now: float) -> list[ServerEvent]:
         """The engine has sent all text so far: an incomplete word is complete as it is."""
         text = self._cutter.end_partial()
+        if self._unreported:
+            at = self._unreported[-1][1].end
+            if text.strip():
+                self._unreported.append((text, TimedWord(text.strip(), at, at)))
+            return self.release(now)
         turn = self.ended[0] if self.ended else self.current
         if text and turn is not None and turn.state is not TurnState.CLEARED:
             waits = self._splits_speakers or bool(self.finishing)
@@ -455,6 +507,7 @@ class Turns:
         while turn.words_labelled < turn.words_sent and self.speakers.is_decided(turn.words[turn.words_labelled]):
             turn.words_labelled += 1
         words = tuple(map(self.speakers.with_decided_label, turn.words[first : turn.words_labelled]))
+        turn.words[first : turn.words_labelled] = words
         return [WordsLabelled(turn.item_id, words)] if words else []
 
     def emit_held(self, now: float) -> list[ServerEvent]:
@@ -677,9 +730,11 @@ class Turns:
         while self._revised and self._revised[0].end <= turn.end:
             self._revised.popleft()
         final = final[-MAX_FINAL_WORDS:]
-        words = tuple(
-            final if self.speakers is None else map(self.speakers.with_best_label, self._with_turn_speaker(turn, final))
-        )
+        if self.speakers is None:
+            # Labels were switched off; some words may have one.
+            words = tuple(word if word.speaker is None else structs.replace(word, speaker=None) for word in final)
+        else:
+            words = tuple(map(self.speakers.with_best_label, self._with_turn_speaker(turn, final)))
         if self.speakers is not None:
             self.speakers.forget_before(turn.start - int(LABELS_BEFORE_SECONDS * self._sample_rate))
         done = Completed(
@@ -718,7 +773,7 @@ class Turns:
             return []
         first, last = turn.words[0], turn.words[-1]
         later = [word.start for other in (*self.finishing, *self.ended, self.current) if other for word in other.words]
-        later += [word.start for _, word in self._stray]
+        later += [word.start for _, word in (*self._stray, *self._unreported)]
         low = (self._final_until + first.start) // 2
         assert turn.end is not None
         high = min([turn.end, *([(last.end + min(later)) // 2] if later else [])])
@@ -751,13 +806,13 @@ class Turns:
             turn.digits = self._digits
         redacted, turn.digits = redactor.redact(words[:count], turn.digits, ends=ends or count == len(words))
         turn.words[turn.words_sent : turn.words_sent + count] = redacted
-        turn.words_sent += len(redacted)
+        sent = self._labelled_now(turn, len(redacted))
         turn.words_settled += len(redacted) - count
         turn.held = [spelled(word) for word in turn.words[turn.words_sent :]]
         text = text_of(redacted).lstrip() if self.trim_start and not turn.sent else text_of(redacted)
         text, turn.begun = text.removeprefix(turn.begun), ""
         turn.sent.append(text)
-        return [Delta(turn.item_id, text, self._with_labels(turn, redacted))]
+        return [Delta(turn.item_id, text, sent)]
 
     def _emit_delta(self, turn: Turn, *, ends: bool = False) -> list[ServerEvent]:
         """The delta with the text that may be sent now. `ends`: the turn has all of its text."""
@@ -778,19 +833,22 @@ class Turns:
             return []
         turn.sent.append(text)
         turn.is_raw = True
-        words, turn.words_sent = turn.words[turn.words_sent : sendable], sendable
         turn.begun = ""
-        return [Delta(turn.item_id, text, self._with_labels(turn, words))]
+        return [Delta(turn.item_id, text, self._labelled_now(turn, sendable - turn.words_sent))]
 
     def _sendable(self, turn: Turn) -> int:
         """The number of words that may be sent for this turn."""
         return turn.words_settled if self._splits_speakers else len(turn.words)
 
-    def _with_labels(self, turn: Turn, words: Sequence[TimedWord]) -> tuple[TimedWord, ...]:
-        """Words of a delta, with their speakers as far as these are decided."""
-        if self.speakers is None:
-            return tuple(words)
-        return tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
+    def _labelled_now(self, turn: Turn, count: int) -> tuple[TimedWord, ...]:
+        """The next unsent words, which are sent now, with their speakers as far as these are decided. Labels that were
+        sent stay."""
+        first, turn.words_sent = turn.words_sent, turn.words_sent + count
+        words = tuple(turn.words[first : turn.words_sent])
+        if self.speakers is not None:
+            words = tuple(map(self.speakers.with_decided_label, self._with_turn_speaker(turn, words)))
+            turn.words[first : turn.words_sent] = words
+        return words
 
 
 def _within(word: TimedWord, turn: Turn) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from engine.options import MAX_KEYWORDS, Keyword, Options, check_keywords, keywords_text, read_keywords
+from engine.options import MAX_KEYWORDS, Keyword, Options, check_keywords, check_names, keywords_text, read_keywords
 
 MANY = Options(languages=("en", "de"), detects_language=True, translates=True, prompt=True, keywords=3)
 
@@ -73,6 +73,13 @@ def test_keywords_are_bounded_together() -> None:
     for word in ("x" * 64, "\u0416" * 64):
         with pytest.raises(ValueError, match="at most 7000 bytes; give fewer or shorter ones"):
             check_keywords([Keyword(word)] * 110)
+
+
+@pytest.mark.parametrize("control", ["\n", "\0", "\u2028", "\u202e", "\u2067"])
+def test_a_name_cannot_change_how_the_words_after_it_are_shown(control: str) -> None:
+    with pytest.raises(ValueError, match="holds control characters"):
+        check_names(["Ann", f"B{control}ob"])
+    check_names(["Ann", "\u05d0\u05d1", "\u0645\u06cc\u200c\u062e"])
 
 
 def test_what_a_model_takes() -> None:

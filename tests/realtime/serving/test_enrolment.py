@@ -75,9 +75,10 @@ def test_a_session_is_saved_with_its_voices_and_not_with_their_audio() -> None:
 @pytest.mark.parametrize(
     ("turns", "complaint"),
     [
-        ([(1, 8)], "'Ann' has 0.3 s of speech"),
+        ([(1, 8)], "'Ann' has 0.2 s of speech"),
         ([(1, 70), (3, 60)], "'Ann' has more than one voice"),
         ([(1, 0)], "'Ann' has 0.0 s of speech"),
+        ([(1, 31)], "'Ann' has 0.9 s of speech"),
     ],
 )
 def test_a_recording_without_one_voice_is_refused(turns: Sequence[tuple[int, int]], complaint: str) -> None:

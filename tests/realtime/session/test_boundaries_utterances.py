@@ -102,8 +102,7 @@ def test_a_lost_answer_is_asked_for_again() -> None:
 def test_a_pause_that_only_the_next_word_shows_is_told_before_it() -> None:
     """A client that sends faster than real time."""
     drive = driver(NO_ENDPOINTS)
-    drive(append(20.0))
-    drive(word("later", 4.0, 4.5))
+    drive(append(20.0), speech(1.056, 3.488, 0.99), word("later", 4.0, 4.5))
     assert kinds(drive.sent)[-2:] == ["UtteranceEnded", "Delta"] and ends(drive) == [1.0]
 
 

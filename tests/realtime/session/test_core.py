@@ -232,6 +232,45 @@ def test_turn_by_detection_in_the_order_of_the_protocol() -> None:
     assert [item.text for item in completed.words] == ["hello", "world"]
 
 
+def texts(events: list[Any]) -> list[tuple[str, str]]:
+    return [(event.item_id, event.text) for event in events if isinstance(event, Delta)]
+
+
+def test_a_word_that_comes_before_the_report_of_its_audio_is_of_the_turn_that_is_reported() -> None:
+    drive = Driver(session())
+    drive(append(6.0), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99))
+    # The engine delays its reports while it asks the turn detector; this word is of the next turn.
+    out = drive(word("hello", 1.0, 1.4), word("again", 4.2, 4.5))
+    assert texts(out) == [("item_1", "hello")]
+    out = drive(speech(2.496, 0.64, 0.01), speech(3.136, 0.96, 0.01))
+    assert kinds(out)[:2] == ["SpeechStopped", "Committed"] and texts(out) == []
+    out = drive(flushed(), speech(4.096, 1.024, 0.99))
+    assert [event.transcript for event in out if isinstance(event, Completed)] == ["hello"]
+    assert texts(out) == [("item_2", "again")]
+
+
+@pytest.mark.parametrize("way", ["commit", "end", "no detection"])
+def test_words_that_wait_for_a_report_are_not_lost_if_the_client_does_not_wait(way: str) -> None:
+    drive = Driver(session())
+    drive(append(6.0), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99), word("hello", 1.0, 1.4))
+    drive(word("again", 4.2, 4.5), word("later", 5.0, 5.2))
+    if way == "no detection":
+        drive(Configure(MANUAL), Commit(), flushed())
+    elif way == "commit":
+        drive(Commit(), speech(2.496, 3.488, 0.99), flushed())
+    else:
+        drive(End(), speech(2.496, 3.488, 0.99), messages.Closed("s", 0))
+    assert [event.transcript for event in drive.sent if isinstance(event, Completed)] == ["hello again later"]
+
+
+def test_clear_drops_words_that_wait_for_a_report() -> None:
+    drive = Driver(session())
+    drive(append(6.0), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99), word("hello", 1.0, 1.4))
+    drive(word("again", 4.2, 4.5), Clear(), word("later", 5.0, 5.2), flushed(), speech(2.496, 3.488, 0.99))
+    drive(append(2.0), speech(5.984, 2.016, 0.99), word("new", 6.5, 7.0))
+    assert texts(drive.sent) == [("item_1", "hello"), ("item_2", "new")]
+
+
 def test_a_turn_is_flushed_although_the_next_one_begins_in_the_same_message() -> None:
     drive = Driver(session())
     drive(append(3.5), speech(0.0, 0.96, 0.01), speech(0.96, 1.536, 0.99), word("hello", 1.0, 1.4))

@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 import pytest
+from msgspec import structs
 
 from engine import messages
 from engine.options import Options
@@ -164,20 +165,20 @@ def test_memory_does_not_grow_with_the_conversation() -> None:
     assert len(timeline.decided) <= 11
 
 
-def test_labels_that_are_turned_on_late_label_the_newest_words() -> None:
-    """An hour of text, then labels: the words of the hour are not looked up in one go."""
+def test_labels_that_are_turned_on_late_are_of_the_words_from_then_on() -> None:
+    """An hour of text, then labels: the words of the hour have none, and are not looked up in one go."""
     count = 4 * MAX_FINAL_WORDS
     plain = replace(LABELLED, speakers=False)
     drive = Driver(Session(plain, RATE, counter()))
-    drive(append(count * 0.5 + 2))
+    drive(append(count * 0.5))
     for number in range(count):
         drive(word("on", number * 0.5, number * 0.5 + 0.4))
     drive(Configure(LABELLED))
-    told = drive(labels((0.0, count * 0.5, 0)))
+    told = drive(append(2.0), labels((count * 0.5, count * 0.5 + 1, 0)))
     assert [len(event.words) for event in told if isinstance(event, WordsLabelled)] == [MAX_FINAL_WORDS]
     # The turn is longer than one with labels may be, and ends after the next word.
     told = drive(word("on", count * 0.5, count * 0.5 + 0.4))
-    assert speakers(told) == [0] * MAX_FINAL_WORDS
+    assert speakers(told) == [None] * (MAX_FINAL_WORDS - 1) + [0]
 
 
 @pytest.mark.parametrize("asked", [Settings(speakers=True), Settings(include=(INCLUDE_SPEAKERS,))])
@@ -188,10 +189,57 @@ def test_a_server_without_the_weights_names_the_command_that_fetches_them(asked:
     assert asked.in_force(able).engine_options() == {"speakers": "labels"}
 
 
+def told(drive: Driver, text: str) -> list[int | None]:
+    """The speakers of a word in all events."""
+    events = [event for event in drive.sent if isinstance(event, Delta | WordsLabelled | Completed)]
+    return [one.speaker for event in events for one in event.words if one.text == text]
+
+
+def test_a_speaker_that_was_told_of_a_word_stays() -> None:
+    drive = Driver(Session(LABELLED, RATE, counter()))
+    # The word is a little beyond the last label, and has that one; then a label comes for its own time.
+    drive(append(3.0), labels((0.0, 1.0, 0)), word("late", 0.9, 1.2), labels((1.0, 2.0, 1)), Commit(), flushed())
+    assert set(told(drive, "late")) == {0}
+
+
+def test_labels_that_are_switched_off_are_in_no_event_and_told_ones_come_back() -> None:
+    on, off = LABELLED, replace(LABELLED, speakers=False)
+    drive = Driver(Session(on, RATE, counter()))
+    drive(append(1.5), labels((0.0, 1.5, 0)), word("first", 0.2, 0.6))
+    drive(Configure(off), append(1.5), word("second", 1.6, 2.0), Configure(on))
+    drive(append(3.0), labels((3.1, 4.5, 1)), word("third", 3.2, 3.8), Commit(), flushed())
+    # Nobody listened for voices while the second word was said.
+    assert [set(told(drive, text)) for text in ("first", "second", "third")] == [{0}, {None}, {1}]
+
+    drive = Driver(Session(on, RATE, counter()))
+    drive(append(3.0), labels((0.0, 1.5, 0)), word("first", 0.2, 0.6), Configure(off), Commit(), flushed())
+    assert told(drive, "first") == [0, None]
+
+
+def test_labels_that_are_switched_on_again_know_the_voices() -> None:
+    """So that a number is the same person in the whole session, also if the session moves while labels are off."""
+    off = replace(LABELLED, speakers=False)
+    drive = Driver(Session(LABELLED, RATE, counter()))
+    drive(append(2.0), structs.replace(labels((0.0, 1.5, 0)), state={"voices": "of two"}), Configure(off), append(2.0))
+    assert drive.core.label_state(5 * RATE) is None
+    moved = Session(off, RATE, counter())
+    moved.load(msgspec.msgpack.decode(msgspec.msgpack.encode(drive.core.save()), type=SavedSession), 0.0)
+    for core in (drive.core, moved):
+        core.handle(Configure(LABELLED), 0.0)
+        assert core.label_state(5 * RATE) == ({"voices": "of two"}, 5 * RATE)
+
+
 def test_names() -> None:
     assert [letter_name(number) for number in (0, 25, 26, 27)] == ["A", "Z", "AA", "AB"]
     assert [letter_name(number, ["Ann"]) for number in (0, 1)] == ["Ann", "A"]
     assert [shown_name(number, ["Ann"]) for number in (0, 1)] == ["Ann", "Speaker 1"]
+
+
+def test_a_person_without_a_name_does_not_get_the_name_of_an_enrolled_voice() -> None:
+    names = ["B", "Speaker 2", "A", "speaker 3", "Speaker 03", "AA"]
+    assert [letter_name(number, names) for number in (2, 6, 7, 29, 30)] == ["A", "C", "D", "Z", "AB"]
+    shown = [shown_name(number, names) for number in (1, 6, 7, 8)]
+    assert shown == ["Speaker 2", "Speaker 1", "Speaker 3", "Speaker 4"]
 
 
 WORDS = [

@@ -241,3 +241,21 @@ def test_scored_turns_depend_neither_on_packets_nor_on_when_the_turn_detector_an
     """Messages wait for their answers, so that the session reads the same events in the same order."""
     expected = turns_with_instant_answers(windowed, detection)
     assert scored_turns(windowed, detection, packet, Answers(), patience) == expected != []
+
+
+@pytest.mark.parametrize("windowed", [False, True])
+@pytest.mark.parametrize("detection", SCORED)
+@pytest.mark.parametrize("patience", [1, 3, 7])
+def test_words_are_in_their_turn_whenever_the_turn_detector_answers(
+    windowed: bool, detection: TurnDetection, patience: int
+) -> None:
+    """A client sends faster than real time: the words of the next turn come before the report of the pause before it,
+    which waits for an answer."""
+    talk = Talk(windowed, detection, Answers(), patience)
+    for seed, seconds in enumerate([2.9, 2.7, 3.1, 2.6, 9.0]):
+        talk.play(speech(1.5, seed), RATE)
+        talk.play(sound(seconds, 0.0), RATE)
+    finals = [event for _, event in talk.of(Completed)]
+    assert any(final.words for final in finals)
+    for final, following in itertools.pairwise(finals):
+        assert all(word.start < following.start + RATE // 2 for word in final.words), (final, following)
