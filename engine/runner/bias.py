@@ -301,9 +301,7 @@ class _Prefixes:
         self._worths: dict[bytes, float] = {b"": 0.0}
         whole: set[bytes] = set()
         for keyword in keywords:
-            initials = " ".join(word[:1].upper() + word[1:] for word in keyword.text.split(" "))
-            for text in {keyword.text, keyword.text.lower(), initials}:
-                variant = text.encode()
+            for variant in _variants(keyword.text):
                 self.variants.add(variant)
                 whole.add(variant.lower())
                 for length in range(1, len(variant) + 1):
@@ -330,7 +328,18 @@ class _Prefixes:
 
 
 def _check_option(option: str) -> None:
-    _Prefixes(read_keywords(option))
+    """Raises ValueError if the keywords have too many beginnings; only counts them."""
+    prefixes: set[bytes] = set()
+    for keyword in read_keywords(option):
+        for variant in {variant.lower() for variant in _variants(keyword.text)}:
+            prefixes.update(variant[:length] for length in range(len(variant) + 1))
+        _check_size(len(prefixes))
+
+
+def _variants(text: str) -> set[bytes]:
+    """A keyword as it may be written: as given, in lower case, with capital initials."""
+    initials = " ".join(word[:1].upper() + word[1:] for word in text.split(" "))
+    return {text.encode(), text.lower().encode(), initials.encode()}
 
 
 def _check_size(prefixes: int) -> None:

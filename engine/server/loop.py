@@ -326,6 +326,11 @@ class EngineLoop:
         return self._rebuild.room
 
     @property
+    def waits_for_copies(self) -> bool:
+        """Whether the next step has nothing to do but to see whether copies of pages are complete."""
+        return self.scheduler.waits_for_copies and not any(launched.plan.decode for launched in self.launched)
+
+    @property
     def waits_for_results(self) -> bool:
         """Whether speaker embeddings, answers of the turn detector or revisions are being computed: another step will
         have outputs soon."""
