@@ -789,6 +789,7 @@ class Scheduler:
             return
         if stream.id in self.rebuilding:
             self._end_rebuild(stream)
+            stream.resident_since = self._now  # its turn begins
         elif stream.is_caught_up and (not self.rebuilding or self._steps_without_rebuild > STALLED_STEPS):
             self.recovering.discard(stream.id)
 
@@ -852,7 +853,7 @@ class Scheduler:
         over = (
             stream
             for stream in (*self._idle.values(), *self.live)
-            if not stream.new_pages and self._now - stream.resident_since >= TURN_NS
+            if not (stream.new_pages or stream.is_rebuilding) and self._now - stream.resident_since >= TURN_NS
         )
         return min(over, key=_resident_for_longest, default=None)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from engine.models.voxtral_realtime import (
     tensor_shapes,
 )
 from engine.runner.base import Runner, never
-from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees
+from engine.runner.bias import BiasTables, KeywordTree, KeywordTrees, wait_briefly
 from engine.runner.device import Download, StepGraphs, free_memory, require_device, staging, total_memory, upload
 from engine.runner.frames.memory import (
     SPARE_HOST_BUFFERS,
@@ -439,8 +439,6 @@ CHUNK_PASS_POSITIONS = 2048
 REBUILD_POSITIONS = 4096
 # Streams in a recorded pass of chunks.
 CHUNK_STREAMS = (1, 2, 4, 8, 16, 32, 64, 128)
-# How long a step without other work waits for keywords in preparation.
-KEYWORDS_WAIT_S = 0.002
 NOT_FINITE_LOGITS = "the model's output is not a number; the audio may have NaN or infinite values"
 
 
@@ -745,9 +743,7 @@ class VoxtralRunner(Runner):
         and their words must not depend on how long the preparation takes."""
         prefix, late = self.spec.prefix_positions, set[int]()
         futures = [pending for task in tasks if (pending := self._needed_keywords(task)) is not None]
-        if len(futures) == len(tasks) > 0:
-            # Nothing else can be computed.
-            wait(futures, KEYWORDS_WAIT_S, FIRST_COMPLETED)
+        wait_briefly(futures)
         for task in tasks:
             slot = self.slots[task.slot]
             pending = slot.pending_keywords

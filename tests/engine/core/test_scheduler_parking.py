@@ -226,6 +226,27 @@ class TestTurns:
         engine.speak(names, 10)
         assert engine.scheduler.parked == 0 and all(len(engine.said[name]) == engine.fed[name] for name in names)
 
+    def test_a_turn_begins_when_the_stream_is_rebuilt(self) -> None:
+        """After the loss of an engine all wait; who is half rebuilt, or has just been rebuilt, is not moved."""
+        engine = Engine(2, 6)
+        for name in ("a", "b", "c"):
+            known = expected(name, 30)
+            engine.scheduler.admit(Open(name, forced_tokens=known))
+            engine.fed[name] = 0
+            engine.feed(name, 34)
+        while engine.scheduler.rebuilding != {"c"}:
+            engine.now += SECOND
+            computed = engine.step()
+            assert "c" not in computed and engine.scheduler.parked == 0
+        engine.now += TURN_NS - SECOND
+        assert "c" not in engine.step() and engine.scheduler.parked == 0
+        for _ in range(40):
+            engine.now += SECOND
+            for name in ("a", "b"):
+                engine.feed(name)
+            engine.step()
+        assert not engine.scheduler.rebuilding and engine.said["c"] == expected("c", 34)
+
     def test_a_live_stream_takes_the_place_of_an_upload_at_once(self) -> None:
         engine = Engine(3, 6)
         for name in ("u", "v"):
