@@ -9,7 +9,7 @@ from __future__ import annotations
 import zlib
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 
 import pytest
@@ -246,6 +246,38 @@ class TestTurns:
                 engine.feed(name)
             engine.step()
         assert not engine.scheduler.rebuilding and engine.said["c"] == expected("c", 34)
+
+    def test_a_rebuild_has_its_turn_too(self) -> None:
+        engine = Engine(1, 4)
+        for name in ("a", "b"):
+            engine.open(name)
+        engine.speak(["a", "b"], 10)
+        engine.scheduler.admit(Open("r", forced_tokens=expected("r", 20)))
+        engine.fed["r"] = 0
+        engine.feed("r", 24)
+        engine.speak(["a", "b"], 10)
+        assert engine.said["r"] == expected("r", 24)
+
+    def test_a_stream_that_had_no_step_keeps_its_place(self) -> None:
+        """A step has a position for one stream, and another one is late."""
+        engine = Engine(2, 4)
+        engine.scheduler.limits = replace(engine.scheduler.limits, step_positions=1)
+        engine.open("late")
+        engine.feed("late", 200)
+        engine.now += SECOND
+        engine.open("b")
+        engine.feed("b")
+        engine.step()
+        engine.open("c")
+        engine.feed("c")
+        for _ in range(60):
+            engine.now += FRAME_NS
+            engine.step()
+            assert engine.scheduler.streams["b"].resident or "b" in engine.said
+        engine.run()
+        assert [engine.said[name] for name in ("late", "b", "c")] == [
+            expected(name, count) for name, count in (("late", 200), ("b", 1), ("c", 1))
+        ]
 
     def test_a_live_stream_takes_the_place_of_an_upload_at_once(self) -> None:
         engine = Engine(3, 6)
